@@ -1,0 +1,54 @@
+# make demo and make test need python3 (3.10 or later) with venv, and a C++ compiler; everything else goes into .venv.
+PYTHON ?= python3
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
+
+# Without it the folders kernels/ and passes/ of the checkout would be importable by their bare names, and
+# transformers looks for a package called kernels.
+export PYTHONSAFEPATH := 1
+# The tokenizers library warns when a process forks after it was used in parallel.
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/train_rollouts.py $(ARGS)
+
+# One thread per worker: the tests are many small computations.
+test: export OMP_NUM_THREADS := 1
+test: export TORCHINDUCTOR_COMPILE_THREADS := 1
+test: $(VENV)/.test
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy --strict --allow-untyped-calls examples
+
+bench: $(VENV)/.examples
+	$(BIN)/python -m treefx bench forest
+	$(BIN)/python -m treefx bench attention
+	$(BIN)/python -m treefx bench step
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info
+
+# torch first and alone: its wheel depends on the machine, and nothing after it may choose another one.
+$(VENV)/.torch: .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0 triton==3.7.1
+	touch $@
+
+$(VENV)/.examples: $(VENV)/.torch pyproject.toml
+	$(PIP) -e '.[examples]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(PIP) -e '.[examples,test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.torch pyproject.toml
+	$(PIP) -e '.[examples,test,lint]'
+	touch $@

@@ -1,0 +1,119 @@
+"""What the operator and its implementations share: the bundle of inputs, dtypes, memory layout."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Inputs",
+    "accumulation_dtype",
+    "autograd_enabled",
+    "empty_heads_inside",
+    "empty_outputs",
+    "sink_gradient",
+]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensor inputs of ``treefx::tree_attention``.
+
+    Attributes:
+        q: queries ``[B, H, N, D]``.
+        k: keys ``[B, Hkv, N, D]``; H is a multiple of Hkv.
+        v: values ``[B, Hkv, N, Dv]``.
+        subtree_end: exclusive end of each token's subtree in packed order, int32 ``[N]``.
+        buffers: what the score expression loads from.
+        sinks: one extra logit per query head ``[H]``, or ``None``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    subtree_end: Tensor
+    buffers: Sequence[Tensor] = ()
+    sinks: Tensor | None = None
+
+    def as_leaves(self, dtype: torch.dtype, buffer_grads: Sequence[bool]) -> "Inputs":
+        """Return copies in ``dtype`` that require grad (of the buffers, the marked); needs autograd on."""
+
+        def leaf(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(dtype).requires_grad_()
+
+        marked = zip(self.buffers, buffer_grads, strict=True)
+        return replace(
+            self,
+            q=leaf(self.q),
+            k=leaf(self.k),
+            v=leaf(self.v),
+            buffers=[leaf(buffer) if wanted else buffer for buffer, wanted in marked],
+            sinks=None if self.sinks is None else leaf(self.sinks),
+        )
+
+    def detached(self) -> "Inputs":
+        """Return the same tensors outside the autograd graph."""
+        return replace(
+            self,
+            q=self.q.detach(),
+            k=self.k.detach(),
+            v=self.v.detach(),
+            buffers=[buffer.detach() for buffer in self.buffers],
+            sinks=None if self.sinks is None else self.sinks.detach(),
+        )
+
+    def differentiable(self, buffer_grads: Sequence[bool]) -> list[Tensor]:
+        """Return q, k, v, then sinks if there are any, then the marked buffers."""
+        marked = [buffer for buffer, wanted in zip(self.buffers, buffer_grads, strict=True) if wanted]
+        return [self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks]), *marked]
+
+    def indices(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the indices of q ``[Q, 1]``, k ``[1, N]``, head ``[H, 1, 1]``, batch ``[B, 1, 1, 1]``."""
+        batch, heads, tokens, _ = self.q.shape
+        device = self.q.device
+        return (
+            torch.arange(start, stop, device=device)[:, None],
+            torch.arange(tokens, device=device)[None, :],
+            torch.arange(heads, device=device)[:, None, None],
+            torch.arange(batch, device=device)[:, None, None, None],
+        )
+
+
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float64 for float64, float32 for everything else."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def empty_heads_inside(tensor: Tensor, head_dim: int | torch.SymInt) -> Tensor:
+    """Return an empty ``[B, H, N, head_dim]`` that lies in memory as ``[B, N, H, head_dim]``.
+
+    Models continue with ``out.transpose(1, 2).reshape(B, N, H * head_dim)``, which is then a view.
+    """
+    batch, heads, tokens, _ = tensor.shape
+    return tensor.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the empty output ``[B, H, N, Dv]`` and log-sum-exp ``[B, H, N]`` of an attention."""
+    return empty_heads_inside(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q))
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return ``d loss / d sinks[h] = -sum_(b, n) exp(sink_h - lse) * (grad_out . out)``, ``[H]``."""
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+    return (-(weight * delta).sum(dim=(0, 2))).to(sinks.dtype)
+
+
+@contextmanager
+def autograd_enabled() -> Iterator[None]:
+    """Let autograd record inside the body of a custom op, where the dispatcher has switched it off."""
+    key = torch._C.DispatchKey
+    with (
+        torch._C._SetExcludeDispatchKeyGuard(key.AutogradFunctionality, False),
+        torch._C._SetExcludeDispatchKeyGuard(key.ADInplaceOrView, False),
+        torch.enable_grad(),
+    ):
+        yield

@@ -1,0 +1,101 @@
+"""Any score expression on the CPU, tile by tile: exact softmax over the keys that a group of queries sees.
+
+A tile's scores are formed again in the backward, from the saved log-sum-exp: ``p = exp(s - lse)``,
+``ds = p * (dout.v - delta)`` with ``delta = dout.out``. Autograd takes ``ds`` through the expression.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled, empty_outputs
+from treefx.kernels.score import Score
+from treefx.kernels.structure import Group, Structure, find_structure, ranges_of
+from treefx.kernels.tiles import add_keys, evaluate_tile, find_tile_keys, rows_per_tile, take_keys
+
+__all__ = ["backward", "forward"]
+
+
+def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
+    """Return output ``[B, H, N, Dv]`` and log-sum-exp ``[B, H, N]``, without sinks."""
+    out, lse = empty_outputs(inputs.q, inputs.v)
+    for group in _groups(inputs):
+        keys, seen = find_tile_keys(inputs, group, score.visible)
+        logits = _logits(inputs, score, group, keys, _products(inputs, group, keys), seen)
+        tile_lse = torch.logsumexp(logits, dim=-1)
+        weights = torch.exp(logits - _finite(tile_lse)[..., None])
+        values = take_keys(inputs.v, ranges_of(keys.numpy())).to(weights.dtype)
+        grouped = _by_kv_head(weights, values) @ values
+        out[:, :, group.start : group.stop] = grouped.reshape(*weights.shape[:-1], values.shape[-1])
+        lse[:, :, group.start : group.stop] = tile_lse
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return the gradients of q, k, v and of the marked buffers, in the accumulation type."""
+    dtype = accumulation_dtype(inputs.q)
+    dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (inputs.q, inputs.k, inputs.v))
+    with autograd_enabled():
+        leaves = inputs.as_leaves(dtype, buffer_grads)
+        marked = [buffer for buffer, wanted in zip(leaves.buffers, buffer_grads, strict=True) if wanted]
+    sums = [torch.zeros_like(buffer, requires_grad=False) for buffer in marked]
+    for group in _groups(inputs):
+        keys, seen = find_tile_keys(inputs, group, score.visible)
+        rows, ranges = slice(group.start, group.stop), ranges_of(keys.numpy())
+        q, k, v = inputs.q[:, :, rows].to(dtype), take_keys(inputs.k, ranges), take_keys(inputs.v, ranges)
+        grad = grad_out[:, :, rows].to(dtype)
+        with autograd_enabled():
+            dot = _products(inputs, group, keys).requires_grad_()
+            logits = _logits(leaves, score, group, keys, dot, seen)
+        weights = torch.exp(logits.detach() - _finite(lse[:, :, rows])[..., None])
+        delta = (grad * out[:, :, rows]).sum(dim=-1, keepdim=True)
+        v, k = v.to(dtype), k.to(dtype)
+        dlogits = weights * ((_by_kv_head(grad, v) @ v.transpose(-1, -2)).view_as(weights) - delta)
+        ddot, *dbuffers = _through_expression(logits, [dot, *marked], dlogits)
+        dq[:, :, rows] = (_by_kv_head(ddot, k) @ k).view_as(q)
+        add_keys(dk, ranges, _by_kv_head(ddot, k).transpose(-1, -2) @ _by_kv_head(q, k))
+        add_keys(dv, ranges, _by_kv_head(weights, v).transpose(-1, -2) @ _by_kv_head(grad, v))
+        for total, part in zip(sums, dbuffers, strict=True):
+            total += part
+    return dq, dk, dv, sums
+
+
+def _groups(inputs: Inputs) -> tuple[Group, ...]:
+    structure: Structure = find_structure(inputs.subtree_end)
+    rows = rows_per_tile(inputs, structure)
+    return structure.groups(rows, rows)
+
+
+def _through_expression(logits: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    if not logits.requires_grad:
+        return [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
+    grads = torch.autograd.grad(logits, leaves, grad, allow_unused=True)
+    zipped = zip(grads, leaves, strict=True)
+    return [torch.zeros_like(leaf, requires_grad=False) if part is None else part for part, leaf in zipped]
+
+
+def _by_kv_head(tensor: Tensor, keys: Tensor) -> Tensor:
+    """Fold ``[B, H, Q, X]`` into ``[B, Hkv, H / Hkv * Q, X]``: grouped heads share their keys."""
+    batch, heads, rows, width = tensor.shape
+    kv_heads = keys.shape[1]
+    return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+
+
+def _products(inputs: Inputs, group: Group, keys: Tensor) -> Tensor:
+    dtype = accumulation_dtype(inputs.q)
+    q = inputs.q[:, :, group.start : group.stop].to(dtype)
+    k = take_keys(inputs.k, ranges_of(keys.numpy())).to(dtype)
+    return (_by_kv_head(q, k) @ k.transpose(-1, -2)).view(*q.shape[:-1], len(keys))
+
+
+def _logits(inputs: Inputs, score: Score, group: Group, keys: Tensor, dot: Tensor, seen: Tensor) -> Tensor:
+    value = evaluate_tile(score.value, inputs, group, keys, dot).to(dot.dtype)
+    return value.expand_as(dot).masked_fill(~seen, -torch.inf)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Replace the -inf of rows without a visible key: -inf - (-inf) would be NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,0 +1,120 @@
+"""FlexAttention with the tree condition: the exact path for devices without a kernel of treefx's own.
+
+The block lists come from two extrema per key block, which are complete information on a forest's mask: the
+block pair (q in [q0, q1], k in [k0, k1]) has a visible pair iff ``k0 <= q1 and max(subtree_end[k0..k1]) >
+q0``, and only visible ones iff ``k1 <= q0 and min(subtree_end[k0..k1]) > q1``. The backward runs the forward
+again under autograd.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled
+from treefx.kernels.score import Score, evaluate
+
+__all__ = ["backward", "forward"]
+
+_BLOCK = 128
+
+
+def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
+    """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
+    with torch.no_grad():
+        out, lse = _attend(inputs.detached(), score)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+
+
+def backward(
+    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers'."""
+    with autograd_enabled():
+        fresh = inputs.as_leaves(inputs.q.dtype, buffer_grads)
+        again, _ = _attend(fresh, score)
+        dq, dk, dv, *rest = torch.autograd.grad(again, fresh.differentiable(buffer_grads), grad_out)
+    return dq, dk, dv, rest
+
+
+def _attend(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(inputs.q)
+    on_cpu = inputs.q.device.type == "cpu"
+    run = _run_eager if on_cpu else _compiled()
+    # A number of the score must not become a tensor input, which the kernel's score function could not read.
+    with torch._dynamo.config.patch(specialize_float=True):
+        out, aux = run(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            score_mod=_score_mod(inputs, score),
+            block_mask=_block_mask(inputs.subtree_end, _mask_mod(inputs, score), exact=score.visible is None),
+            scale=1.0,
+            enable_gqa=inputs.q.shape[1] != inputs.k.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+    lse = aux.lse.to(dtype)
+    if inputs.sinks is not None:
+        # A sink is one more logit without a value: it only takes weight.
+        with_sink = torch.logaddexp(lse, inputs.sinks.to(dtype)[None, :, None])
+        out, lse = (out * torch.exp(lse - with_sink)[..., None]).to(inputs.q.dtype), with_sink
+    return out, lse
+
+
+def _run_eager(*args: Any, **kwargs: Any) -> Any:
+    return flex_attention(*args, **kwargs)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _score_mod(inputs: Inputs, score: Score) -> Callable[..., Tensor]:
+    buffers = tuple(inputs.buffers)
+
+    def score_mod(dot: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        value = evaluate(score.value, dot=dot, q=q, k=k, head=head, batch=batch, buffers=buffers)
+        return value.to(dot.dtype)
+
+    return score_mod
+
+
+def _mask_mod(inputs: Inputs, score: Score) -> Callable[..., Tensor]:
+    subtree_end, buffers = inputs.subtree_end, tuple(inputs.buffers)
+    dtype = accumulation_dtype(inputs.q)
+
+    def mask_mod(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        visible = (k <= q) & (q < subtree_end[k])
+        if score.visible is None:
+            return visible
+        dot = torch.zeros((), dtype=dtype, device=subtree_end.device)  # a condition never reads it
+        extra = evaluate(score.visible, dot=dot, q=q, k=k, head=head, batch=batch, buffers=buffers)
+        return visible & extra.to(torch.bool)
+
+    return mask_mod
+
+
+def _block_mask(subtree_end: Tensor, mask_mod: Callable[..., Tensor], *, exact: bool) -> BlockMask:
+    tokens = subtree_end.shape[0]
+    blocks = -(-tokens // _BLOCK)
+    first = torch.arange(blocks, device=subtree_end.device) * _BLOCK
+    last = first + _BLOCK - 1
+    padded = torch.nn.functional.pad(subtree_end, (0, blocks * _BLOCK - tokens), value=0).view(blocks, _BLOCK)
+    nonempty = (first[None, :] <= last[:, None]) & (padded.amax(dim=1)[None, :] > first[:, None])
+    # A ragged block of queries or keys never counts as full: no end exceeds its last row, its padded ends are
+    # 0.
+    full = (last[None, :] <= first[:, None]) & (padded.amin(dim=1)[None, :] > last[:, None]) & exact
+    partial_lists, full_lists = _block_lists(nonempty & ~full), _block_lists(full)
+    return BlockMask.from_kv_blocks(
+        *partial_lists, *full_lists, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(tokens, tokens)
+    )
+
+
+def _block_lists(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the wanted key blocks per query block: how many ``[1, 1, Q]``, which first ``[1, 1, Q, K]``."""
+    order = torch.argsort(wanted.to(torch.int8), dim=1, descending=True, stable=True).to(torch.int32)
+    return wanted.sum(dim=1, dtype=torch.int32)[None, None].contiguous(), order[None, None].contiguous()

@@ -1,0 +1,185 @@
+"""From a matched attention to its lifted form: which value is query, key and value, and one expression for the score.
+
+Causality is proved for the score's value, not for the shape of a mask: with the key in the query's future the score must
+come out masked, whatever subgraph made it so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from treefx.kernels.score import Expr
+from treefx.passes.constants import constants_of
+from treefx.passes.dims import NoLaw, extent
+from treefx.passes.facts import Axis, Dims, Factor, fact_of, shape_of
+from treefx.passes.lift_mask import Digit, Index, lift, step
+from treefx.passes.score_algebra import (
+    MASKING,
+    Tables,
+    bounds,
+    canonical_window,
+    conjuncts,
+    const,
+    decide,
+    simplify,
+    split_mask,
+    walk,
+)
+
+__all__ = ["Attention", "lift_products", "lift_sdpa"]
+
+aten = torch.ops.aten
+_SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention of the model, ready to be written as ``treefx::tree_attention``.
+
+    ``score`` and ``conditions`` speak in columns (see ``score_algebra``) and hold nothing of causality any more.
+    ``padding`` are the conditions that read the key's token alone: keys that fail one are never seen by anybody.
+    """
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    score: Expr
+    conditions: tuple[Expr, ...]
+    padding: tuple[Expr, ...]
+
+
+def lift_sdpa(node: fx.Node) -> Attention:
+    """Lift an opaque ``treefx::attention``.
+
+    Raises:
+        NoLaw: It is not causal, or draws random numbers, or its mask cannot be read token by token.
+    """
+    query, key, value, mask, dropout, is_causal, scale, enable_gqa = node.args
+    assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
+    if dropout:
+        raise NoLaw("dropout in attention draws anew for every row")
+    rows, heads, columns, features = shape_of(query)
+    if shape_of(key)[1] != heads and not enable_gqa:
+        raise NoLaw("broadcasts keys over heads")
+    factor = float(scale) if scale is not None else 1 / math.sqrt(features)  # type: ignore[arg-type]
+    score: Expr = ("mul", ("dot", node, ()), const(factor))
+    index: Index = tuple(
+        (digit,) if digit[1] > 1 else ()
+        for digit in ((("b",), rows), (("head",), heads), (("cq",), columns), (("ck",), columns))
+    )
+    if is_causal:
+        score = ("where", ("le", ("ck",), ("cq",)), score, const(-math.inf))
+    if isinstance(mask, fx.Node):
+        shape = shape_of(mask)
+        aligned = tuple(() if size == 1 else index[d - len(shape)] for d, size in enumerate(shape))
+        lifted = lift(mask, aligned)
+        boolean = mask.meta["val"].dtype is torch.bool
+        score = ("where", lifted, score, const(-math.inf)) if boolean else ("add", score, lifted)
+    return _prove(node, (query, key, value), score, columns, heads)
+
+
+def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
+    """Lift bmm - softmax - bmm, given the operands of the second product.
+
+    Raises:
+        NoLaw: What lies between the products is not a softmax of a causal score of single queries and keys.
+    """
+    index = _digits(fact_of(probabilities).dims or ())
+    batch = [digit for digit in index[0]]
+    node = probabilities
+    while (moved := step(node, index)) is not None or (moved := _uncast(node, index)) is not None:
+        node, index = moved
+    if node.target not in _SOFTMAX:
+        raise NoLaw(f"attention probabilities pass through {node.target}")
+    source, dim = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    if [d[0] for d in index[dim]] not in ([("ck",)], []):
+        raise NoLaw("a softmax over another axis than the keys")
+    score = lift(source, index)
+    products = {(item[1], item[2]) for item in walk(score) if item[0] == "dot"}
+    if len(products) != 1:
+        raise NoLaw("a score with several products of queries and keys")
+    ((product, digits),) = products
+    if [d for d in digits] != batch:
+        raise NoLaw("heads change places between the scores and the values")
+    query, key = product.args[-2:]
+    heads = math.prod(size for expr, size in batch if expr != ("b",))
+    columns = extent((fact_of(probabilities).dims or ())[1])
+    return _prove(probabilities, (query, key, value), score, columns, heads)
+
+
+def _uncast(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
+    """Look through a change of floating type behind the softmax."""
+    source: Any = node.args[0] if node.args else None
+    if node.target is aten._to_copy.default and source.meta["val"].is_floating_point():
+        return source, index
+    return None
+
+
+def _digits(dims: Dims) -> Index:
+    """The digits of a value's own dimensions: row, query and key columns, and the head split over its factors."""
+    heads = [factor for dim in dims for factor in dim if factor.axis is Axis.PLAIN]
+    return tuple(
+        tuple(_digit(factor, heads) for factor in dim if factor.size > 1 or factor.axis is Axis.PLAIN) for dim in dims
+    )
+
+
+def _digit(factor: Factor, heads: list[Factor]) -> Digit:
+    names = {Axis.ROW: "b", Axis.TOKEN: "cq", Axis.KEY: "ck"}
+    if factor.axis in names:
+        return (names[factor.axis],), factor.size
+    if len(heads) == 1:
+        return ("head",), factor.size
+    position = next(i for i, other in enumerate(heads) if other is factor)
+    stride = math.prod(other.size for other in heads[position + 1 :])
+    return ("mod", ("floordiv", ("head",), const(stride)), const(factor.size)), factor.size
+
+
+def _prove(
+    node: fx.Node, operands: tuple[fx.Node, fx.Node, fx.Node], score: Expr, columns: int, heads: int
+) -> Attention:
+    """Prove the score causal and take it apart."""
+    constants = constants_of(node)
+
+    def tables(expr: Expr) -> torch.Tensor | None:
+        return constants.table(expr, columns, heads)
+
+    if columns > 1 and bounds(score, "future", tables)[1] > MASKING:
+        raise NoLaw("attention that is not proved causal")
+    value, found = split_mask(simplify(score, tables))
+    conditions = [_window_of_table(canonical_window(item), tables) for one in found for item in conjuncts(one)]
+    conditions = [item for item in conditions if decide(item, "past", tables) is not True]
+    padding = [item for item in conditions if _reads_key_alone(item)]
+    rest = [item for item in conditions if item not in padding]
+    return Attention(*operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)))
+
+
+def _reads_key_alone(condition: Expr) -> bool:
+    symbols = {item[0] for item in walk(condition)}
+    return "ck" in symbols and not symbols & {"cq", "b", "head", "dot"} and _reads_rows(condition)
+
+
+def _reads_rows(condition: Expr) -> bool:
+    loads = [item[1] for item in walk(condition) if item[0] == "load"]
+    return bool(loads) and all(fact_of(source).dims is not None for source in loads)
+
+
+def _window_of_table(condition: Expr, tables: Tables) -> Expr:
+    """A constant table that equals a sliding window, as that window."""
+    if condition[0] != "load":
+        return condition
+    table = tables(condition)
+    if table is None:
+        return condition
+    columns = table.shape[-1]
+    distance = torch.arange(columns)[:, None] - torch.arange(columns)
+    seen = table.to(torch.bool) & (distance >= 0)
+    window = int(distance[seen.any(0)].max()) + 1 if bool(seen.any()) else 0
+    if bool((seen == ((distance >= 0) & (distance < window))).all()):
+        return ("lt", ("sub", ("cq",), ("ck",)), const(window))
+    return condition

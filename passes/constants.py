@@ -1,0 +1,105 @@
+"""Values of the graph that are known when it is compiled: buffers, aranges and what is computed from them alone.
+
+A causal mask may live in a registered buffer, where only its values prove it causal. The buffers read are remembered, so
+that the run time can tell when one of them has changed and the proof no longer holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from treefx.kernels.score import Expr, evaluate
+from treefx.passes.facts import Kind, fact_of
+from treefx.passes.score_algebra import walk
+
+__all__ = ["Constants", "constants_of"]
+
+_KEY = "treefx_constants"
+_LARGEST_TABLE = 1 << 28
+
+
+class Constants:
+    """Evaluates invariant, parameter-free nodes of one traced graph.
+
+    Args:
+        gm: The traced graph.
+        inputs: The run-time value of each placeholder.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self._values: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        self._gm = gm
+        self._tables: dict[Expr, Tensor | None] = {}
+        self.read: set[int] = set()
+        """Positions of the inputs whose values entered a proof."""
+        self._positions = {node: i for i, node in enumerate(self._values)}
+        gm.meta[_KEY] = self
+
+    def value(self, node: fx.Node) -> Tensor | None:
+        """The value of an invariant node, or None if it depends on rows or on a trained parameter."""
+        fact = fact_of(node)
+        if fact.kind is not Kind.INVARIANT or fact.learned:
+            return None
+        with torch.no_grad():
+            result = self._run(node)
+        return result if isinstance(result, Tensor) else None
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            self.read.add(self._positions[node])
+            return self._values[node]
+        if node not in self._values:
+            if node.op == "get_attr":
+                self._values[node] = getattr(self._gm, str(node.target))
+            else:
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._run)
+                self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._values[node]
+
+    def table(self, expr: Expr, columns: int, heads: int) -> Tensor | None:
+        """The values of an expression on the grid [head, query column, key column], or None if it is not constant."""
+        if expr not in self._tables:
+            self._tables[expr] = self._tabulate(expr, columns, heads)
+        return self._tables[expr]
+
+    def _tabulate(self, expr: Expr, columns: int, heads: int) -> Tensor | None:
+        if any(item[0] in ("dot", "b") for item in walk(expr)) or heads * columns**2 > _LARGEST_TABLE:
+            return None
+        buffers: list[Tensor] = []
+        resolved = self._resolve(expr, buffers)
+        if resolved is None:
+            return None
+        column = torch.arange(columns)
+        grid = {"q": column[:, None], "k": column[None, :], "head": torch.arange(heads)[:, None, None]}
+        zero = torch.zeros(())
+        value = evaluate(resolved, dot=zero, batch=zero, buffers=[b.cpu() for b in buffers], **grid)
+        return value.expand(torch.broadcast_shapes(value.shape, (1, columns, columns)))
+
+    def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr | None:
+        """Replace nodes by buffers and columns by indices of the grid."""
+        if expr[0] in ("cq", "ck"):
+            return ("q",) if expr[0] == "cq" else ("k",)
+        items: list[Any] = []
+        if expr[0] == "load":
+            value = self.value(expr[1])
+            if value is None:
+                return None
+            buffers.append(value)
+            items, expr = [len(buffers) - 1], ("load", *expr[2:])
+        for item in expr[1:]:
+            resolved = self._resolve(item, buffers) if isinstance(item, tuple) else item
+            if resolved is None:
+                return None
+            items.append(resolved)
+        return (expr[0], *items)
+
+
+def constants_of(node: fx.Node) -> Constants:
+    """The constants of the graph that a node belongs to."""
+    found = node.graph.owning_module.meta[_KEY]  # type: ignore[union-attr]
+    assert isinstance(found, Constants)
+    return found

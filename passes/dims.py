@@ -1,0 +1,142 @@
+"""Algebra of labelled dimensions: what views, broadcasts and contractions do to factors.
+
+A labelled factor (row, token, key, slot) is never split and never merged with plain ones out of order; a plain factor may
+be split freely. Everything that would need more raises ``NoLaw`` and the value is expanded instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from treefx.passes.facts import Axis, Dims, Factor, token_axes
+
+__all__ = ["NoLaw", "broadcast", "extent", "has_tokens", "insert", "move", "plain", "regroup", "resize", "same_tokens"]
+
+
+class NoLaw(Exception):
+    """The operator has no token-wise law here; the message is the reason the report gives."""
+
+
+def plain(size: int) -> tuple[Factor, ...]:
+    """The factors of an unlabelled dimension."""
+    return () if size == 1 else (Factor(Axis.PLAIN, size),)
+
+
+def extent(dim: Sequence[Factor]) -> int:
+    """The size of a dimension in the traced graph."""
+    return math.prod(factor.size for factor in dim)
+
+
+def has_tokens(dim: Sequence[Factor]) -> bool:
+    """Whether a dimension holds a labelled factor."""
+    return any(factor.axis is not Axis.PLAIN for factor in dim)
+
+
+def same_tokens(left: Sequence[Factor], right: Sequence[Factor]) -> bool:
+    """Whether two dimensions run over the same labelled factors and the same sizes, repeated or not."""
+    return [(f.axis, f.size) for f in left] == [(f.axis, f.size) for f in right]
+
+
+def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
+    """Dimensions after a view to ``shape``.
+
+    Raises:
+        NoLaw: The view would split a labelled factor.
+    """
+    queue = [factor for dim in dims for factor in dim]
+    result: list[tuple[Factor, ...]] = []
+    for position, size in enumerate(shape):
+        taken = _take(queue, size)
+        following = shape[position + 1] if position + 1 < len(shape) else None
+        while following != 1 and queue and queue[0].size == 1:
+            taken.append(queue.pop(0))  # a row or token axis of size one stays with the dimension before it
+        result.append(tuple(taken))
+    if queue:
+        raise NoLaw(f"a view to {list(shape)} leaves {queue} without a dimension")
+    return tuple(result)
+
+
+def _take(queue: list[Factor], size: int) -> list[Factor]:
+    """Remove factors whose product is ``size`` from the front of the queue."""
+    taken: list[Factor] = []
+    if size == 1:
+        return [queue.pop(0)] if queue and queue[0].size == 1 else taken
+    product = 1
+    while product < size and queue:
+        factor = queue.pop(0)
+        missing = size // product
+        if size % product == 0 and factor.size <= missing and missing % factor.size == 0:
+            taken.append(factor)
+        elif factor.axis is Axis.PLAIN and size % product == 0 and factor.size % missing == 0:
+            taken.append(Factor(Axis.PLAIN, missing, factor.repeated))
+            queue.insert(0, Factor(Axis.PLAIN, factor.size // missing, factor.repeated))
+            product *= missing
+            continue
+        else:
+            raise NoLaw(f"a view splits the axis {factor}")
+        product *= factor.size
+    if product != size:
+        raise NoLaw(f"a view to a dimension of {size} crosses labelled axes")
+    return taken
+
+
+def broadcast(operands: Sequence[Dims]) -> Dims:
+    """Dimensions of a pointwise operator over labelled operands.
+
+    Raises:
+        NoLaw: Two operands have different token axes at one position.
+    """
+    rank = max(len(dims) for dims in operands)
+    result: list[tuple[Factor, ...]] = []
+    for position in range(rank):
+        choices = [dims[position - rank + len(dims)] for dims in operands if position - rank + len(dims) >= 0]
+        result.append(_broadcast_dim([dim for dim in choices if dim]))
+    dims = tuple(result)
+    labelled = [factor.axis for dim in dims for factor in dim if factor.axis is not Axis.PLAIN]
+    if len(labelled) != len(set(labelled)):
+        raise NoLaw("a broadcast pairs tokens with tokens")
+    return dims
+
+
+def _broadcast_dim(choices: list[tuple[Factor, ...]]) -> tuple[Factor, ...]:
+    if not choices:
+        return ()
+    widest = max(choices, key=extent)
+    for dim in choices:
+        if dim is widest or same_tokens(dim, widest):
+            continue
+        if has_tokens(dim) or has_tokens(widest):
+            raise NoLaw(f"a broadcast aligns {list(dim)} with {list(widest)}")
+        if extent(dim) == extent(widest) and len(dim) > len(widest):
+            widest = dim
+    repeated = [all(_repeated_at(dim, i, len(widest)) for dim in choices) for i in range(len(widest))]
+    return tuple(Factor(f.axis, f.size, r) for f, r in zip(widest, repeated, strict=True))
+
+
+def _repeated_at(dim: tuple[Factor, ...], index: int, length: int) -> bool:
+    return len(dim) == length and dim[index].repeated
+
+
+def insert(dims: Dims, position: int, dim: tuple[Factor, ...] = ()) -> Dims:
+    """Insert a dimension, counting from the end when negative as ``unsqueeze`` does."""
+    position = position if position >= 0 else position + len(dims) + 1
+    return dims[:position] + (dim,) + dims[position:]
+
+
+def move(dims: Dims, order: Sequence[int]) -> Dims:
+    """Permute dimensions."""
+    return tuple(dims[i] for i in order)
+
+
+def resize(dims: Dims, position: int, size: int) -> Dims:
+    """Replace an unlabelled dimension by one of another size.
+
+    Raises:
+        NoLaw: The dimension runs over tokens.
+    """
+    position %= len(dims)
+    if has_tokens(dims[position]):
+        axes = "/".join(sorted(axis.name.lower() for axis in token_axes((dims[position],))))
+        raise NoLaw(f"mixes positions along the {axes} axis")
+    return dims[:position] + (plain(size),) + dims[position + 1 :]

@@ -1,0 +1,122 @@
+"""What the analysis knows of a value, kept on its node under one key.
+
+Every value of the traced graph belongs to one kind. The token axes of a packed value are named by *factors*: a dimension
+is an ordered product of factors, so that a view only regroups factors and sizes are never guessed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Axis", "Dims", "Factor", "Fact", "Kind", "fact_of", "plain_dims", "set_fact", "shape_of", "token_axes"]
+
+_KEY = "treefx"
+
+
+class Kind(enum.Enum):
+    """How a value depends on the rows of the batch, and in which form it is computed."""
+
+    INVARIANT = "invariant"
+    """Same for every row: parameters, buffers, constants, arange."""
+    PREFIX = "prefix"
+    """[B, T, ...], computed in full from inputs alone; (b, t) depends on row b's tokens up to t, so it may be gathered."""
+    PACKED = "packed"
+    """Like PREFIX, but computed once per distinct token."""
+    SCORE = "score"
+    """[.., query, key] attention scores or probabilities: never materialised packed, only lifted into attention."""
+    REINDEXED = "reindexed"
+    """A packed value seen through an index: token dimensions first, sliced, flattened or permuted."""
+    ROW = "row"
+    """Any other function of the rows: computed in full, and what it reads is expanded."""
+
+
+class Axis(enum.Enum):
+    """What a factor of a dimension counts."""
+
+    ROW = "B"
+    TOKEN = "T"
+    KEY = "U"
+    SLOT = "S"
+    """Tokens times choices in the order of a sort: the slots of a mixture of experts."""
+    VIEW = "R"
+    """Token dimensions of a REINDEXED value."""
+    PLAIN = ""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a dimension.
+
+    ``size`` is its extent in the traced (full) graph. ``repeated`` marks a plain factor along which the value was
+    expanded from size one, such as the group axis of ``repeat_kv``.
+    """
+
+    axis: Axis
+    size: int
+    repeated: bool = False
+
+    def __repr__(self) -> str:
+        return f"{self.axis.value}{self.size}{'*' if self.repeated else ''}"
+
+
+Dims = tuple[tuple[Factor, ...], ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Everything label_tokens found out about one value.
+
+    ``dims`` is None where the dimensions carry no labels (INVARIANT, ROW). ``parts`` holds the facts of the results of
+    an operator with several. ``law`` carries what the surgery needs beyond kinds and dims: a lifted attention, a
+    permutation of expert slots, a loss sink.
+    """
+
+    kind: Kind
+    dims: Dims | None = None
+    parts: tuple["Fact", ...] | None = None
+    law: Any = None
+    learned: bool = False
+    """Whether a trained parameter takes part in the value."""
+    reason: str | None = field(default=None, compare=False)
+    """Why this node reads expanded values (ROW nodes with packed operands only)."""
+
+    def with_dims(self, dims: Dims) -> "Fact":
+        """The same fact with other dimensions."""
+        return replace(self, dims=dims, parts=None, law=None)
+
+
+def fact_of(node: fx.Node) -> Fact:
+    """The fact of a node.
+
+    Raises:
+        KeyError: The analysis has not visited the node.
+    """
+    fact: Fact = node.meta[_KEY]
+    return fact
+
+
+def set_fact(node: fx.Node, fact: Fact) -> None:
+    """Write the fact of a node."""
+    node.meta[_KEY] = fact
+
+
+def plain_dims(shape: Sequence[int]) -> Dims:
+    """Dimensions without labels; a dimension of size one is an empty product."""
+    return tuple((Factor(Axis.PLAIN, size),) if size != 1 else () for size in shape)
+
+
+def token_axes(dims: Dims) -> set[Axis]:
+    """The labelled axes that occur in ``dims``."""
+    return {factor.axis for dim in dims for factor in dim if factor.axis is not Axis.PLAIN}
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    """The full shape of a node with one tensor result."""
+    shape: torch.Size = node.meta["val"].shape
+    return shape

@@ -1,0 +1,206 @@
+"""Label every value of the traced graph: how it depends on rows, and which of its dimensions run over tokens.
+
+Abstract interpretation in one sweep. Labels flow from the ``[B, T]`` inputs through the laws of ``treefx.passes.laws``;
+sizes are never guessed. Analysis only: facts are written on the nodes, ``pack_tokens`` reads them and rewrites.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from treefx.passes import expert_laws, matmul_laws  # noqa: F401  (registers laws)
+from treefx.passes.attention_facts import Attention
+from treefx.passes.dims import NoLaw
+from treefx.passes.facts import Axis, Fact, Factor, Kind, fact_of, set_fact, shape_of
+from treefx.passes.laws import Call, find_law
+from treefx.passes.loss_laws import find_sink
+from treefx.passes.score_algebra import walk
+
+__all__ = ["DTYPE_ONLY", "Role", "Tokens", "ancestors", "attentions", "find_tokens", "label_tokens", "user_line"]
+
+aten = torch.ops.aten
+DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
+"""Their operand gives a dtype and a device, not values."""
+Role = str
+"""What a placeholder is: "parameter", "buffer" or "input"."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token axes of a graph: ``[rows, columns]`` is the shape of the inputs that are looked up in an embedding."""
+
+    rows: int
+    columns: int
+    inputs: tuple[fx.Node, ...]
+    """All user inputs of that shape; each may become part of the identity of a token."""
+    ids: fx.Node
+
+
+def find_tokens(gm: fx.GraphModule, roles: Sequence[Role]) -> Tokens | None:
+    """Find the input that holds the token ids: the first user input of two dimensions that an embedding looks up."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    users = {node for node, role in zip(placeholders, roles, strict=True) if role == "input" and _is_tensor(node)}
+    for node in gm.graph.find_nodes(op="call_function", target=aten.embedding.default):
+        index: Any = node.args[1]
+        for source in [index, *ancestors(index)]:
+            if source in users and len(shape_of(source)) == 2 and not source.meta["val"].is_floating_point():
+                shape = shape_of(source)
+                same = tuple(user for user in placeholders if user in users and shape_of(user) == shape)
+                return Tokens(shape[0], shape[1], same, source)
+    return None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def ancestors(*nodes: fx.Node) -> Iterable[fx.Node]:
+    """All nodes that the given ones depend on, nearest first."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+                yield source
+
+
+def label_tokens(gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens) -> frozenset[fx.Node]:
+    """Write a ``Fact`` on every node of ``gm``.
+
+    Returns:
+        The inputs whose values tell tokens apart: two positions are one token iff these agree on their prefixes.
+    """
+    labeller = _Labeller(gm, roles, tokens)
+    labeller.run()
+    return frozenset(labeller.identity)
+
+
+class _Labeller:
+    def __init__(self, gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens) -> None:
+        self.gm, self.tokens = gm, tokens
+        self.roles = dict(zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True))
+        cores = gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.attention.default)
+        cores = cores or gm.graph.find_nodes(op="call_function", target=aten.bmm.default)
+        self.before_attention = {*cores, *ancestors(*cores)}
+        self.identity: set[fx.Node] = {tokens.ids}
+        """Inputs that tell tokens apart, as far as the attention needs them."""
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
+
+    def run(self) -> None:
+        """Label all nodes in order."""
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                set_fact(node, self.placeholder(node))
+            elif node.op == "get_attr":
+                set_fact(node, Fact(Kind.INVARIANT))
+            elif node.op == "call_function":
+                self._remember_sources(node)
+                set_fact(node, self.function(node))
+
+    def placeholder(self, node: fx.Node) -> Fact:
+        self.sources[node] = frozenset([node] if node in self.tokens.inputs else [])
+        role = self.roles[node]
+        if role != "input" or not _is_tensor(node):
+            return Fact(Kind.INVARIANT, learned=role == "parameter")
+        if node in self.tokens.inputs:
+            rows, columns = self.tokens.rows, self.tokens.columns
+            return Fact(Kind.PREFIX, ((Factor(Axis.ROW, rows),), (Factor(Axis.TOKEN, columns),)))
+        shape = shape_of(node)
+        same_for_all = not shape or (shape[0] == 1 and self.tokens.rows > 1)
+        return Fact(Kind.INVARIANT if same_for_all else Kind.ROW)
+
+    def _remember_sources(self, node: fx.Node) -> None:
+        self.sources[node] = frozenset().union(*[self.sources.get(n, frozenset()) for n in node.all_input_nodes])
+
+    def function(self, node: fx.Node) -> Fact:
+        if node.target is operator.getitem:
+            return self.part(node)
+        call = Call(node)
+        facts = [fact_of(operand) for operand in node.all_input_nodes]
+        kinds = {fact.kind for fact in facts}
+        learned = any(fact.learned for fact in facts)
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return self.refuse(call, "draws random numbers for every row")
+        if kinds <= {Kind.INVARIANT} or node.target in DTYPE_ONLY:
+            return Fact(Kind.INVARIANT, learned=learned)
+        sink = find_sink(call)
+        if sink is not None:
+            return sink
+        if Kind.ROW in kinds and Kind.SCORE not in kinds and node.target is not torch.ops.treefx.attention.default:
+            return self.refuse(call, "meets a value computed per row")
+        try:
+            return self.lawful(call)
+        except NoLaw as reason:
+            return self.refuse(call, str(reason))
+
+    def part(self, node: fx.Node) -> Fact:
+        source, position = node.args
+        assert isinstance(source, fx.Node) and isinstance(position, int)
+        fact = fact_of(source)
+        return fact.parts[position] if fact.parts is not None else fact
+
+    def lawful(self, call: Call) -> Fact:
+        if expert_laws.statistic(call):
+            return expert_laws.of_statistic(call)
+        law = find_law(call.node.target)
+        if law is None:
+            raise NoLaw("has no token-wise law")
+        self._check_identity(call)
+        fact = law(call)
+        if fact.kind is Kind.PACKED:
+            self._identify(call, fact)
+        return fact
+
+    def _check_identity(self, call: Call) -> None:
+        """In the loss, a per-row value does not become part of a token's identity: the packed side is expanded instead."""
+        facts = [fact_of(node) for node in call.operands]
+        if call.node in self.before_attention or Kind.PACKED not in {fact.kind for fact in facts}:
+            return
+        foreign = [node for node in call.operands if fact_of(node).kind is Kind.PREFIX and self.sources[node] - self.identity]
+        if foreign:
+            raise NoLaw("meets a value given per row")
+
+    def _identify(self, call: Call, fact: Fact) -> None:
+        for node in call.operands:
+            if fact_of(node).kind is Kind.PREFIX:
+                self.identity |= self.sources[node]
+        if isinstance(fact.law, Attention):
+            for item in [fact.law.score, *fact.law.conditions]:
+                for load in [part for part in walk(item) if part[0] == "load"]:
+                    self.identity |= self.sources.get(load[1], frozenset())
+
+    def refuse(self, call: Call, reason: str) -> Fact:
+        """Compute per row; the reason is kept where packed values have to be expanded for it."""
+        facts = [fact_of(operand) for operand in call.node.all_input_nodes]
+        packed = any(fact.kind in (Kind.PACKED, Kind.SCORE) for fact in facts)
+        learned = any(fact.learned for fact in facts)
+        return Fact(Kind.ROW, learned=learned, reason=reason if packed else None)
+
+
+def attentions(gm: fx.GraphModule) -> list[Attention]:
+    """The attentions that were lifted, in order."""
+    laws = [fact_of(node).law for node in gm.graph.nodes if node.op == "call_function"]
+    return [item for item in laws if isinstance(item, Attention)]
+
+
+def user_line(node: fx.Node) -> str | None:
+    """``file:line`` and the code of the user's line a node came from, or None where the trace has none."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return None
+    lines = [line.strip() for line in trace.strip().splitlines() if line.strip() and set(line.strip()) - {"^", "~"}]
+    places = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if not places:
+        return lines[-1]
+    place = lines[places[-1]].split('"')
+    number = lines[places[-1]].split("line ")[1].split(",")[0]
+    code = lines[places[-1] + 1] if places[-1] + 1 < len(lines) else ""
+    return f"{place[1]}:{number}: {code}"

@@ -1,0 +1,430 @@
+"""Token-wise laws: for each operator, how the labelled dimensions of its result follow from those of its operands.
+
+A law is a function ``(call) -> Fact``; its docstring is one sentence of mathematics. It holds for values computed once per
+distinct token exactly as for values computed on rows, because no law lets an element depend on another token. An
+operator without a law, or one used in a way its law does not cover (``NoLaw``), reads expanded values instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from treefx.passes import dims as algebra
+from treefx.passes.dims import NoLaw
+from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, plain_dims, shape_of, token_axes
+from treefx.passes.opaque_ops import is_pointwise_function
+from treefx.passes.uniformity import is_uniform
+
+__all__ = ["Call", "Law", "find_law", "law"]
+
+aten = torch.ops.aten
+LABELLED = {Kind.PREFIX, Kind.PACKED, Kind.SCORE}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator call seen by a law."""
+
+    node: fx.Node
+
+    def arg(self, index: int, name: str, default: Any = None) -> Any:
+        """A positional or keyword argument."""
+        if index < len(self.node.args):
+            return self.node.args[index]
+        return self.node.kwargs.get(name, default)
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The tensor operands, each once."""
+        return [node for node in self.node.all_input_nodes if "val" in node.meta]
+
+    def labelled(self, node: Any) -> bool:
+        """Whether a value carries labelled dimensions."""
+        return isinstance(node, fx.Node) and fact_of(node).kind in LABELLED
+
+    def dims(self, node: fx.Node) -> Dims:
+        """Dimensions of an operand: labelled, or plain for an invariant one."""
+        fact = fact_of(node)
+        if fact.dims is not None:
+            return fact.dims
+        if fact.kind is not Kind.INVARIANT:
+            raise NoLaw("reads a value computed per row")
+        return plain_dims(shape_of(node))
+
+    def result(self, dims: Dims, law: Any = None) -> Fact:
+        """The fact of a single result: packed if an operand is, or if a parameter takes part."""
+        facts = [fact_of(node) for node in self.operands]
+        learned = any(fact.learned for fact in facts)
+        kinds = {fact.kind for fact in facts}
+        kind = Kind.PACKED if Kind.PACKED in kinds or learned else Kind.PREFIX
+        if Axis.KEY in token_axes(dims):
+            kind = Kind.SCORE
+        return Fact(kind, dims, law=law, learned=learned)
+
+
+Law = Callable[[Call], Fact]
+_LAWS: dict[Any, Law] = {}
+
+
+def law(*targets: Any) -> Callable[[Law], Law]:
+    """Register a law for operators; a packet stands for all its overloads."""
+
+    def register(function: Law) -> Law:
+        for target in targets:
+            overloads = (
+                [getattr(target, name) for name in target.overloads()]
+                if isinstance(target, torch._ops.OpOverloadPacket)
+                else [target]
+            )
+            _LAWS.update(dict.fromkeys(overloads, function))
+        return function
+
+    return register
+
+
+def find_law(target: Any) -> Law | None:
+    """The law of an operator, or None. Every operator that PyTorch tags as pointwise has one."""
+    if target in _LAWS:
+        return _LAWS[target]
+    tags = getattr(target, "tags", ())
+    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        return pointwise
+    return None
+
+
+def aligned(call: Call, node: fx.Node, dims: Dims) -> None:
+    """Check that an invariant operand may take part next to labelled dimensions (right-aligned).
+
+    Along a token axis it is read at the token's column; along a row axis it must not vary.
+
+    Raises:
+        NoLaw: It would have to be known per row, per slot or per key.
+    """
+    shape = shape_of(node)
+    for offset in range(1, len(shape) + 1):
+        size, dim = shape[-offset], dims[-offset] if offset <= len(dims) else ()
+        axes = [factor.axis for factor in dim if factor.axis is not Axis.PLAIN]
+        if size == 1 or not axes:
+            continue
+        if axes == [Axis.TOKEN] and len(dim) == 1:
+            continue
+        if axes == [Axis.ROW] and len(dim) == 1 and is_uniform(node, len(shape) - offset):
+            continue
+        raise NoLaw(f"meets a value that varies along the {'/'.join(a.name.lower() for a in axes)} axis")
+
+
+@law(
+    aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous, aten.where, aten.lift_fresh_copy,
+    aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.masked_fill, aten.bitwise_and,
+    aten.bitwise_or, aten.bitwise_not, aten.logical_and, aten.logical_or, aten.logical_not, aten.addcmul, aten.addcdiv,
+    aten._conj, aten.pow, aten.fmod, aten.remainder, aten.floor_divide, aten.polar, aten.copy,
+)  # fmt: skip
+def pointwise(call: Call) -> Fact:
+    """f(x, y)[n] = f(x[n], y[n]); invariant operands are read at the token's column."""
+    labelled = [node for node in call.operands if call.labelled(node)]
+    dims = algebra.broadcast([call.dims(node) for node in labelled])
+    if Axis.KEY in token_axes(dims):
+        return _pointwise_score(call, labelled, dims)
+    others = [node for node in call.operands if not call.labelled(node)]
+    for node in others:
+        aligned(call, node, dims)
+    full = algebra.broadcast([dims, *[_unlabelled(call.dims(node), dims) for node in others]])
+    return call.result(full)
+
+
+def _unlabelled(dims: Dims, target: Dims) -> Dims:
+    """An invariant operand's dimensions, those that run beside tokens taken as size one."""
+    rank = len(target)
+    kept = []
+    for position, dim in enumerate(dims):
+        opposite = position - len(dims) + rank
+        kept.append(() if opposite >= 0 and algebra.has_tokens(target[opposite]) else dim)
+    return tuple(kept)
+
+
+def _pointwise_score(call: Call, labelled: list[fx.Node], dims: Dims) -> Fact:
+    """Scores may meet anything of their own shape: the lifter reads and proves it element by element."""
+    scores = [node for node in labelled if fact_of(node).kind is Kind.SCORE]
+    own = algebra.broadcast([call.dims(node) for node in scores])
+    shape = tuple(call.node.meta["val"].shape)
+    if tuple(algebra.extent(dim) for dim in own) != shape:
+        raise NoLaw("widens attention scores")
+    if any(fact_of(node).kind is Kind.PACKED for node in labelled):
+        raise NoLaw("adds a learned function of tokens to attention scores")
+    return call.result(own)
+
+
+@law(aten.view, aten.reshape, aten._unsafe_view, aten._reshape_alias)
+def view(call: Call) -> Fact:
+    """A view regroups factors in order."""
+    source = call.node.args[0]
+    assert isinstance(source, fx.Node)
+    return call.result(algebra.regroup(call.dims(source), shape_of(call.node)))
+
+
+@law(aten.permute, aten.transpose, aten.t, aten.movedim, aten.numpy_T, aten.mT)
+def permute(call: Call) -> Fact:
+    """A permutation of dimensions permutes their factors."""
+    source = call.node.args[0]
+    assert isinstance(source, fx.Node)
+    dims = call.dims(source)
+    labels = torch.empty([2 + i for i in range(len(dims))], device="meta")  # distinct sizes name the dimensions
+    moved = call.node.target(labels, *call.node.args[1:], **call.node.kwargs)  # type: ignore[operator]
+    return call.result(algebra.move(dims, [size - 2 for size in moved.shape]))
+
+
+@law(aten.unsqueeze)
+def unsqueeze(call: Call) -> Fact:
+    """A new dimension of size one is an empty product."""
+    source: Any = call.node.args[0]
+    return call.result(algebra.insert(call.dims(source), call.arg(1, "dim")))
+
+
+@law(aten.squeeze)
+def squeeze(call: Call) -> Fact:
+    """A dimension that is an empty product may go."""
+    source: Any = call.node.args[0]
+    dims = call.dims(source)
+    given = call.arg(1, "dim")
+    where = range(len(dims)) if given is None else [given] if isinstance(given, int) else given
+    gone = {d % len(dims) for d in where if shape_of(source)[d] == 1}
+    if any(algebra.has_tokens(dims[d]) for d in gone):
+        raise NoLaw("squeezes a row or token axis of size one")
+    return call.result(tuple(dim for d, dim in enumerate(dims) if d not in gone))
+
+
+@law(aten.expand)
+def expand(call: Call) -> Fact:
+    """An expanded dimension is a plain factor along which nothing varies."""
+    source: Any = call.node.args[0]
+    dims, shape = call.dims(source), shape_of(call.node)
+    dims = ((),) * (len(shape) - len(dims)) + dims
+    result = []
+    for dim, size in zip(dims, shape, strict=True):
+        if algebra.extent(dim) != size and algebra.has_tokens(dim):
+            raise NoLaw("expands a row or token axis of size one")
+        result.append(dim if algebra.extent(dim) == size else (Factor(Axis.PLAIN, size, repeated=True),))
+    return call.result(tuple(result))
+
+
+@law(aten.slice)
+def slice_(call: Call) -> Fact:
+    """A slice of a plain dimension is a plain dimension; one that keeps everything changes nothing."""
+    source: Any = call.node.args[0]
+    dims, dim = call.dims(source), call.arg(1, "dim", 0)
+    size = shape_of(call.node)[dim]
+    if size == shape_of(source)[dim]:
+        return call.result(dims)
+    return call.result(algebra.resize(dims, dim, size))
+
+
+@law(aten.select)
+def select(call: Call) -> Fact:
+    """One index of a plain dimension."""
+    source: Any = call.node.args[0]
+    dim = call.arg(1, "dim") % len(call.dims(source))
+    dims = algebra.resize(call.dims(source), dim, 1)
+    return call.result(dims[:dim] + dims[dim + 1 :])
+
+
+@law(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.tensor_split)
+def split(call: Call) -> Fact:
+    """Pieces of a plain dimension."""
+    source: Any = call.node.args[0]
+    unbinds = call.node.target in {aten.unbind.int}
+    dim = call.arg(1, "dim", 0) if unbinds else call.arg(2, "dim", 0)
+    dim %= len(call.dims(source))
+    parts = []
+    for value in call.node.meta["val"]:
+        dims = algebra.resize(call.dims(source), dim, 1 if unbinds else value.shape[dim])
+        parts.append(call.result(dims[:dim] + dims[dim + 1 :] if unbinds else dims))
+    return Fact(parts[0].kind, parts=tuple(parts), learned=parts[0].learned)
+
+
+@law(aten.cat, aten.stack)
+def cat(call: Call) -> Fact:
+    """Concatenation along a plain dimension; invariant pieces are read at the token's column."""
+    pieces: Any = call.node.args[0]
+    labelled = [call.dims(node) for node in pieces if call.labelled(node)]
+    stacks = call.node.target is aten.stack.default
+    dim = call.arg(1, "dim", 0) % (len(labelled[0]) + stacks)
+    if stacks:
+        result = algebra.insert(algebra.broadcast(labelled), dim, algebra.plain(len(pieces)))
+    else:
+        sized = [algebra.resize(dims, dim, 1) for dims in labelled]
+        result = algebra.resize(algebra.broadcast(sized), dim, shape_of(call.node)[dim])
+    for node in pieces:
+        if not call.labelled(node):
+            aligned(call, node, result if not stacks else result[:dim] + result[dim + 1 :])
+    return call.result(result)
+
+
+@law(
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax, aten.amin, aten.var.correction, aten.std.correction, aten.prod.dim_int,
+    aten.logsumexp, aten.linalg_vector_norm, aten.norm.ScalarOpt_dim, aten.any.dim, aten.all.dim, aten.argmax, aten.argmin,
+    aten.var_mean.correction, aten.max.dim, aten.min.dim, aten.any.dims, aten.all.dims,
+)  # fmt: skip
+def reduction(call: Call) -> Fact:
+    """A reduction over plain dimensions."""
+    source: Any = call.node.args[0]
+    dims = call.dims(source)
+    vector_norm = call.node.target in {aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim}
+    given = call.arg(2 if vector_norm else 1, "dim")
+    where = _where(given, len(dims))
+    for d in where:
+        algebra.resize(dims, d, 1)
+    value = call.node.meta["val"]
+    first = value if isinstance(value, torch.Tensor) else value[0]
+    keeps = first.dim() == len(dims)
+    kept = tuple(() if d in where else dim for d, dim in enumerate(dims) if keeps or d not in where)
+    if isinstance(value, torch.Tensor):
+        return call.result(kept)
+    return Fact(call.result(kept).kind, parts=(call.result(kept),) * len(value), learned=call.result(kept).learned)
+
+
+def _where(given: Any, rank: int) -> set[int]:
+    dims: Iterable[int] = range(rank) if given is None or given == [] else [given] if isinstance(given, int) else given
+    return {d % rank for d in dims}
+
+
+@law(
+    aten._softmax, aten._log_softmax, aten._safe_softmax, aten.softmax, aten.log_softmax, aten.cumsum, aten.cumprod,
+    aten.flip, aten.roll, aten.logcumsumexp,
+)  # fmt: skip
+def along_dimension(call: Call) -> Fact:
+    """A function along plain dimensions that keeps the shape. A softmax over keys is left to the lifter."""
+    source: Any = call.node.args[0]
+    dims = call.dims(source)
+    given = call.arg(2, "dims") if call.node.target is aten.roll.default else call.arg(1, "dim")
+    where = _where(given, len(dims))
+    softmax = call.node.target in {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
+    for d in where:
+        if softmax and [factor.axis for factor in dims[d]] == [Axis.KEY]:
+            continue
+        if call.node.target is aten.cumsum.default and _is_causal_sum(call, dims[d]):
+            continue
+        algebra.resize(dims, d, 1)
+    return call.result(tuple(_forget_repeats(dim) if d in where else dim for d, dim in enumerate(dims)))
+
+
+def _is_causal_sum(call: Call, dim: tuple[Factor, ...]) -> bool:
+    """A running sum over a row's own tokens reads the past alone: it stays prefix-determined where computed in full."""
+    whole = [factor.axis for factor in dim] == [Axis.TOKEN]
+    return whole and call.result(()).kind is Kind.PREFIX
+
+
+def _forget_repeats(dim: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    return tuple(Factor(factor.axis, factor.size) for factor in dim)
+
+
+@law(aten.topk, aten.sort)
+def selection(call: Call) -> Fact:
+    """Values and indices of a selection along a plain dimension."""
+    source: Any = call.node.args[0]
+    dims = call.dims(source)
+    position = 2 if call.node.target is aten.topk.default else 1
+    dim = call.arg(position, "dim", -1) if call.node.target is not aten.sort.stable else call.node.kwargs.get("dim", -1)
+    part = call.result(algebra.resize(dims, dim, call.node.meta["val"][0].shape[dim]))
+    return Fact(part.kind, parts=(part, part), learned=part.learned)
+
+
+@law(aten.native_layer_norm, aten._fused_rms_norm)
+def normalisation(call: Call) -> Fact:
+    """A normalisation over trailing plain dimensions."""
+    source: Any = call.node.args[0]
+    dims = call.dims(source)
+    rank = len(call.node.args[1])  # type: ignore[arg-type]
+    for d in range(len(dims) - rank, len(dims)):
+        algebra.resize(dims, d, 1)
+    whole = call.result(dims)
+    statistics = call.result(dims[: len(dims) - rank] + ((),) * rank)
+    count = len(call.node.meta["val"])
+    return Fact(whole.kind, parts=(whole,) + (statistics,) * (count - 1), learned=whole.learned)
+
+
+@law(aten.embedding)
+def embedding(call: Call) -> Fact:
+    """A row of an invariant table per token."""
+    table, index = call.node.args[0], call.node.args[1]
+    return _lookup(call, table, index)
+
+
+def _lookup(call: Call, table: Any, index: Any) -> Fact:
+    if call.labelled(table) or not call.labelled(index):
+        raise NoLaw("looks tokens up in a table made of tokens")
+    dims = call.dims(index) + plain_dims(shape_of(table)[1:])
+    return Fact(Kind.PACKED, dims, learned=fact_of(table).learned)
+
+
+@law(aten.index_select)
+def index_select(call: Call) -> Fact:
+    """A row of an invariant table per token, along the first dimension."""
+    table, dim, index = call.node.args[:3]
+    if dim != 0:
+        raise NoLaw("selects along another dimension than the first")
+    return _lookup(call, table, index)
+
+
+@law(aten.gather)
+def gather(call: Call) -> Fact:
+    """y[n, i] = x[n, index[n, i]] along a plain dimension; all other dimensions run together."""
+    source, dim, index = call.node.args[:3]
+    assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
+    dims = call.dims(index)
+    dim %= len(dims)
+    if algebra.has_tokens(dims[dim]):
+        raise NoLaw("gathers along the tokens")
+    if call.labelled(source):
+        algebra.resize(call.dims(source), dim, 1)
+        _same_elsewhere(call.dims(source), dims, dim)
+        if not call.labelled(index):
+            raise NoLaw("gathers at indices without token axes")
+    else:
+        aligned(call, source, dims)
+    return call.result(tuple(_forget_repeats(d) for d in dims))
+
+
+@law(aten.scatter, aten.scatter_add)
+def scatter(call: Call) -> Fact:
+    """x[n, index[n, i]] = y[n, i] along a plain dimension."""
+    source, dim, index = call.node.args[:3]
+    assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
+    if not (call.labelled(source) and call.labelled(index)):
+        raise NoLaw("scatters between values with and without token axes")
+    dim %= len(call.dims(source))
+    _same_elsewhere(call.dims(source), call.dims(index), dim)
+    algebra.resize(call.dims(source), dim, 1)
+    algebra.resize(call.dims(index), dim, 1)
+    return call.result(tuple(_forget_repeats(d) for d in call.dims(source)))
+
+
+def _same_elsewhere(left: Dims, right: Dims, dim: int) -> None:
+    """Check that two values run over the same tokens everywhere but along ``dim``."""
+    for d, (a, b) in enumerate(zip(left, right, strict=True)):
+        if d == dim or algebra.same_tokens(a, b) or not (algebra.has_tokens(a) or algebra.has_tokens(b)):
+            continue
+        raise NoLaw("pairs different tokens")
+
+
+@law(aten.repeat_interleave.self_int)
+def repeat_interleave(call: Call) -> Fact:
+    """Each index of a plain dimension several times."""
+    source: Any = call.node.args[0]
+    dims, dim = call.dims(source), call.arg(2, "dim")
+    if dim is None:
+        raise NoLaw("flattens tokens")
+    return call.result(algebra.resize(dims, dim, shape_of(call.node)[dim]))
+
+
+@law(torch.ops.treefx.custom_function)
+def custom_function(call: Call) -> Fact:
+    """A user's autograd.Function whose bodies are pointwise, forward and backward."""
+    if not is_pointwise_function(str(call.node.args[1])):
+        raise NoLaw("is an autograd.Function with a law of its own")
+    part = pointwise(call)
+    return Fact(part.kind, parts=(part,) * len(call.node.meta["val"]), learned=part.learned)

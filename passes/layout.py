@@ -1,0 +1,99 @@
+"""Packed form of a labelled value, and the way to and from rows.
+
+The packed form of dimensions replaces every row factor by 1 and every token factor by N, so ``[B, H, T, D]`` becomes
+``[1, H, N, D]`` and ``[B * T, V]`` becomes ``[N, V]``: the graph runs on one packed row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from treefx.passes.facts import Axis, Dims, Factor
+from treefx.passes.restore_gradients import expand
+
+__all__ = ["Metadata", "expand_rows", "gather_tokens", "packed_shape", "tokens_first"]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The trie of one call, as the graph sees it.
+
+    ``row`` [N] int64: a representative row of each distinct token; ``column`` [N] int64: its column; ``subtree_end`` [N]
+    int32; ``token_of`` [B, T] int64, -1 at dropped padding.
+    """
+
+    row: Tensor
+    column: Tensor
+    subtree_end: Tensor
+    token_of: Tensor
+
+    @property
+    def tokens(self) -> Any:
+        """N, a symbol while tracing."""
+        return self.column.shape[0]
+
+
+def _packed_size(factor: Factor, tokens: Any, positions: int) -> Any:
+    if factor.axis is Axis.ROW:
+        return 1
+    if factor.axis is Axis.TOKEN:
+        return tokens
+    return factor.size // positions * tokens if factor.axis is Axis.SLOT else factor.size
+
+
+def packed_shape(dims: Dims, tokens: Any, positions: int) -> list[Any]:
+    """The shape of the packed form; ``positions`` is B * T, the number of positions of the traced graph."""
+    return [math.prod(_packed_size(factor, tokens, positions) for factor in dim) for dim in dims]
+
+
+def _factors(dims: Dims) -> list[Factor]:
+    return [factor for dim in dims for factor in dim]
+
+
+def _position(factors: list[Factor], axis: Axis) -> int:
+    return next(i for i, factor in enumerate(factors) if factor.axis is axis)
+
+
+def gather_tokens(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
+    """Read a full value once per distinct token, at its representative row and column."""
+    factors = _factors(dims)
+    split = x.reshape([factor.size for factor in factors])
+    row, token = _position(factors, Axis.ROW), _position(factors, Axis.TOKEN)
+    front = split.movedim((row, token), (0, 1))
+    gathered = front[metadata.row, metadata.column].unsqueeze(0)  # [1, N, ...]
+    result = gathered.movedim((0, 1), (row, token))
+    return result.reshape(packed_shape(dims, metadata.tokens, 1))
+
+
+def tokens_first(x: Tensor, dims: Dims, tokens: Any) -> Tensor:
+    """A packed value as [N, ...]: its token axis first, its row axis (of one) gone, the other factors in order."""
+    factors = _factors(dims)
+    split = x.reshape([_packed_size(factor, tokens, 1) for factor in factors])
+    row, token = _position(factors, Axis.ROW), _position(factors, Axis.TOKEN)
+    return split.movedim((row, token), (0, 1)).squeeze(0)
+
+
+def expand_rows(first: Tensor, dims: Dims, token_of: Tensor) -> Tensor:
+    """A value as ``tokens_first`` gives it, back on rows with the dimensions ``dims``."""
+    factors = _factors(dims)
+    row, token = _position(factors, Axis.ROW), _position(factors, Axis.TOKEN)
+    rows = expand(first.contiguous(), token_of)
+    ordered = rows.movedim((0, 1), (row, token))
+    return ordered.reshape([math.prod(factor.size for factor in dim) for dim in dims])
+
+
+def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
+    """An invariant operand next to packed dimensions (right-aligned): read at the tokens' columns and at row 0."""
+    for offset in range(1, min(x.dim(), len(dims)) + 1):
+        axes = [factor.axis for factor in dims[-offset] if factor.axis is not Axis.PLAIN]
+        position = x.dim() - offset
+        if x.shape[position] == 1 or not axes:
+            continue
+        x = x.narrow(position, 0, 1) if axes == [Axis.ROW] else x.index_select(position, metadata.column)
+    return x
+
+

@@ -1,0 +1,358 @@
+"""Lift mask, bias and score subgraphs into an expression of one score.
+
+Like inductor's ``inner_fn``, on demand: the element of a node at a given index follows from the elements of its
+operands. Views and indexing are maps of indices, comparisons and arithmetic are themselves, and anything else is a load
+at that index. An index is kept as *digits*, one per factor of a dimension, so that views regroup and never divide.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from treefx.kernels.score import Expr
+from treefx.passes.dims import NoLaw
+from treefx.passes.facts import Axis, Kind, fact_of, shape_of
+from treefx.passes.score_algebra import const, fold
+
+__all__ = ["Digit", "Index", "combined", "lift", "step"]
+
+aten = torch.ops.aten
+Digit = tuple[Expr, int]
+"""An index expression and the extent it counts over."""
+Index = tuple[tuple[Digit, ...], ...]
+"""Per dimension its digits, most significant first; a dimension of size one has none."""
+
+
+def combined(digits: Sequence[Digit]) -> Expr:
+    """The position along a dimension that its digits spell."""
+    if not digits:
+        return const(0)
+    total: Expr = digits[0][0]
+    for expr, size in digits[1:]:
+        total = ("add", ("mul", total, const(size)), expr)
+    return total
+
+
+def lift(node: Any, index: Index) -> Expr:
+    """The element of ``node`` at ``index``.
+
+    Raises:
+        NoLaw: It depends on the row in a way that cannot be read at one token.
+    """
+    if not isinstance(node, fx.Node):
+        return const(node)
+    moved = step(node, index)
+    if moved is not None:
+        return lift(*moved)
+    if fact_of(node).kind is Kind.SCORE and node.target in (aten.bmm.default, aten.baddbmm.default):
+        return _product(node, index)
+    rule = _ELEMENTS.get(node.target)
+    if rule is not None:
+        return rule(node, index)
+    name = _POINTWISE.get(node.target)
+    if name is not None:
+        return fold((name, *[_operand(item, node, index) for item in node.args]))
+    return _load(node, index)
+
+
+def _operand(item: Any, node: fx.Node, index: Index) -> Expr:
+    """The element of a broadcast operand that meets ``node`` at ``index``."""
+    if not isinstance(item, fx.Node):
+        return const(item)
+    shape = shape_of(item)
+    return lift(item, _align(shape, index))
+
+
+def _align(shape: Sequence[int], index: Index) -> Index:
+    return tuple(() if size == 1 else index[position - len(shape)] for position, size in enumerate(shape))
+
+
+# Movement: the same element under another index -----------------------------------------------------------------------
+
+
+def step(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
+    """One movement operator back, or None if ``node`` is not one (or splits a digit)."""
+    rule = _MOVES.get(node.target)
+    if rule is None:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    moved = rule(node, source, index)
+    return None if moved is None else (source, moved)
+
+
+def _same(node: fx.Node, source: fx.Node, index: Index) -> Index:
+    return index
+
+
+def _move_cast(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
+    old, new = source.meta["val"].dtype, node.meta["val"].dtype
+    return index if old.is_floating_point == new.is_floating_point and (old is torch.bool) == (new is torch.bool) else None
+
+
+def _move_view(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
+    queue = [digit for dim in index for digit in dim]
+    result = []
+    for size in shape_of(source):
+        taken: list[Digit] = []
+        product = 1
+        while product < size and queue:
+            taken.append(queue.pop(0))
+            product *= taken[-1][1]
+        if product != size:
+            return None
+        result.append(tuple(taken))
+    return tuple(result)
+
+
+def _move_expand(node: fx.Node, source: fx.Node, index: Index) -> Index:
+    return _align(shape_of(source), index)
+
+
+def _move_permute(node: fx.Node, source: fx.Node, index: Index) -> Index:
+    rank = len(shape_of(source))
+    labels = torch.empty([2 + i for i in range(rank)], device="meta")
+    order = [size - 2 for size in node.target(labels, *node.args[1:]).shape]  # type: ignore[operator]
+    return tuple(index[order.index(d)] for d in range(rank))
+
+
+def _move_unsqueeze(node: fx.Node, source: fx.Node, index: Index) -> Index:
+    new = int(node.args[1]) % len(index)  # type: ignore[arg-type]
+    return index[:new] + index[new + 1 :]
+
+
+def _move_squeeze(node: fx.Node, source: fx.Node, index: Index) -> Index:
+    kept = iter(index)
+    gone = len(shape_of(source)) - len(index)
+    given = node.args[1] if len(node.args) > 1 else None
+    rank = len(shape_of(source))
+    where = None if given is None else {d % rank for d in ([given] if isinstance(given, int) else given)}  # type: ignore[union-attr]
+    result: list[tuple[Digit, ...]] = []
+    for d, size in enumerate(shape_of(source)):
+        removed = size == 1 and gone > 0 and (where is None or d in where)
+        result.append(() if removed else next(kept))
+        gone -= removed
+    return tuple(result)
+
+
+def _move_slice(node: fx.Node, source: fx.Node, index: Index) -> Index:
+    dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+    dim %= len(index)
+    size = shape_of(source)[dim]
+    if shape_of(node)[dim] == size:
+        return index
+    start = node.args[2] if len(node.args) > 2 and node.args[2] is not None else 0
+    stride = node.args[4] if len(node.args) > 4 else 1
+    assert isinstance(start, int) and isinstance(stride, int)
+    start = max(0, min(start + size if start < 0 else start, size))
+    moved = _add(_multiply(combined(index[dim]), stride), start)
+    return index[:dim] + (((moved, size),),) + index[dim + 1 :]
+
+
+def _move_select(node: fx.Node, source: fx.Node, index: Index) -> Index:
+    dim, chosen = node.args[1], node.args[2]
+    shape = shape_of(source)
+    assert isinstance(dim, int) and isinstance(chosen, int)
+    dim %= len(shape)
+    digit = ((const(chosen % shape[dim]), shape[dim]),) if shape[dim] > 1 else ()
+    return index[:dim] + (digit,) + index[dim:]
+
+
+_MOVES: dict[Any, Callable[[fx.Node, fx.Node, Index], Index | None]] = {
+    aten.view.default: _move_view, aten.reshape.default: _move_view, aten._unsafe_view.default: _move_view,
+    aten.expand.default: _move_expand, aten.permute.default: _move_permute, aten.transpose.int: _move_permute,
+    aten.t.default: _move_permute, aten.unsqueeze.default: _move_unsqueeze, aten.squeeze.dim: _move_squeeze,
+    aten.squeeze.dims: _move_squeeze, aten.squeeze.default: _move_squeeze, aten.slice.Tensor: _move_slice,
+    aten.select.int: _move_select, aten._to_copy.default: _move_cast, aten.clone.default: _same,
+    aten.alias.default: _same, aten.detach.default: _same, aten.lift_fresh_copy.default: _same,
+}  # fmt: skip
+
+
+def _add(expr: Expr, number: int) -> Expr:
+    return expr if number == 0 else ("add", expr, const(number))
+
+
+def _multiply(expr: Expr, number: int) -> Expr:
+    return expr if number == 1 else ("mul", expr, const(number))
+
+
+# Elements: operators with a formula of their own ----------------------------------------------------------------------
+
+
+def _arange(node: fx.Node, index: Index) -> Expr:
+    args = list(node.args)
+    start, step_ = 0, 1
+    if node.target is not aten.arange.default:
+        start = args[0]  # type: ignore[assignment]
+        step_ = args[2] if len(args) > 2 else 1  # type: ignore[assignment]
+    return _add(_multiply(combined(index[0]), step_), start)
+
+
+def _fill(position: int | None, value: Any = None) -> Callable[[fx.Node, Index], Expr]:
+    def rule(node: fx.Node, index: Index) -> Expr:
+        number = value if position is None else node.args[position]
+        dtype = node.meta["val"].dtype
+        kind: Callable[[Any], Any] = bool if dtype is torch.bool else float if dtype.is_floating_point else int
+        return const(kind(number))
+
+    return rule
+
+
+def _cast(node: fx.Node, index: Index) -> Expr:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    inner = lift(source, index)
+    old, new = source.meta["val"].dtype, node.meta["val"].dtype
+    if new is torch.bool:
+        return ("ne", inner, const(0))
+    if old is torch.bool:
+        one: Any = 1.0 if new.is_floating_point else 1
+        return ("where", inner, const(one), const(type(one)(0)))
+    return ("float" if new.is_floating_point else "int", inner)
+
+
+def _where(node: fx.Node, index: Index) -> Expr:
+    return ("where", *[_operand(item, node, index) for item in node.args])
+
+
+def _masked_fill(node: fx.Node, index: Index) -> Expr:
+    source, mask, value = node.args
+    return ("where", _operand(mask, node, index), _operand(value, node, index), _operand(source, node, index))
+
+
+def _triangle(lower: bool) -> Callable[[fx.Node, Index], Expr]:
+    def rule(node: fx.Node, index: Index) -> Expr:
+        source = node.args[0]
+        diagonal = node.args[1] if len(node.args) > 1 else 0
+        assert isinstance(source, fx.Node) and isinstance(diagonal, int)
+        row, column = combined(index[-2]), combined(index[-1])
+        condition = ("le" if lower else "ge", ("sub", column, row), const(diagonal))
+        zero = False if node.meta["val"].dtype is torch.bool else 0
+        return ("where", condition, lift(source, index), const(zero))
+
+    return rule
+
+
+def _scaled_sum(name: str) -> Callable[[fx.Node, Index], Expr]:
+    def rule(node: fx.Node, index: Index) -> Expr:
+        left, right = (_operand(item, node, index) for item in node.args[:2])
+        alpha: Any = node.kwargs.get("alpha", 1)
+        return fold((name, left, right if alpha == 1 else ("mul", right, const(alpha))))
+
+    return rule
+
+
+def _reversed_difference(node: fx.Node, index: Index) -> Expr:
+    left, right = (_operand(item, node, index) for item in node.args[:2])
+    return ("sub", right, left)
+
+
+def _logic(name: str) -> Callable[[fx.Node, Index], Expr]:
+    def rule(node: fx.Node, index: Index) -> Expr:
+        if node.meta["val"].dtype is not torch.bool:
+            return _load(node, index)
+        return (name, *[_operand(item, node, index) for item in node.args])
+
+    return rule
+
+
+def _index(node: fx.Node, index: Index) -> Expr:
+    """x[i, j, ...] with every leading dimension indexed by an integer tensor."""
+    source, indices = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
+    chosen = [item for item in indices if item is not None]
+    if len(chosen) != len(indices) or any(item.meta["val"].dtype is torch.bool for item in chosen):
+        return _load(node, index)
+    shape = shape_of(source)
+    front = len(index) - (len(shape) - len(chosen))
+    digits = tuple(
+        ((lift(item, _align(shape_of(item), index[:front])), size),) if size > 1 else ()
+        for item, size in zip(chosen, shape, strict=False)
+    )
+    return lift(source, digits + index[front:])
+
+
+def _pow(node: fx.Node, index: Index) -> Expr:
+    return ("pow", *[_operand(item, node, index) for item in node.args])
+
+
+def _scalar(node: fx.Node, index: Index) -> Expr:
+    return const(node.args[0])
+
+
+_ELEMENTS: dict[Any, Callable[[fx.Node, Index], Expr]] = {
+    aten.arange.default: _arange, aten.arange.start: _arange, aten.arange.start_step: _arange,
+    aten.full.default: _fill(1), aten.full_like.default: _fill(1), aten.new_full.default: _fill(2),
+    aten.zeros.default: _fill(None, 0), aten.zeros_like.default: _fill(None, 0), aten.new_zeros.default: _fill(None, 0),
+    aten.ones.default: _fill(None, 1), aten.ones_like.default: _fill(None, 1), aten.new_ones.default: _fill(None, 1),
+    aten.scalar_tensor.default: _scalar, aten._to_copy.default: _cast, aten.where.self: _where,
+    aten.where.ScalarSelf: _where, aten.where.ScalarOther: _where, aten.where.Scalar: _where,
+    aten.masked_fill.Scalar: _masked_fill, aten.masked_fill.Tensor: _masked_fill, aten.tril.default: _triangle(True),
+    aten.triu.default: _triangle(False), aten.add.Tensor: _scaled_sum("add"), aten.sub.Tensor: _scaled_sum("sub"),
+    aten.add.Scalar: _scaled_sum("add"), aten.sub.Scalar: _scaled_sum("sub"), aten.rsub.Scalar: _reversed_difference,
+    aten.rsub.Tensor: _reversed_difference, aten.bitwise_and.Tensor: _logic("and"), aten.bitwise_or.Tensor: _logic("or"),
+    aten.bitwise_not.default: _logic("not"), aten.index.Tensor: _index, aten.pow.Tensor_Scalar: _pow,
+    aten.bitwise_and.Scalar: _logic("and"),
+}  # fmt: skip
+_POINTWISE: dict[Any, str] = {
+    aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div", aten.neg.default: "neg",
+    aten.tanh.default: "tanh", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp", aten.log.default: "log",
+    aten.abs.default: "abs", aten.sqrt.default: "sqrt", aten.maximum.default: "max", aten.minimum.default: "min",
+    aten.eq.Tensor: "eq", aten.eq.Scalar: "eq", aten.ne.Tensor: "ne", aten.ne.Scalar: "ne", aten.lt.Tensor: "lt",
+    aten.lt.Scalar: "lt", aten.le.Tensor: "le", aten.le.Scalar: "le", aten.gt.Tensor: "gt", aten.gt.Scalar: "gt",
+    aten.ge.Tensor: "ge", aten.ge.Scalar: "ge", aten.logical_and.default: "and", aten.logical_or.default: "or",
+    aten.logical_not.default: "not", aten.floor_divide.default: "floordiv", aten.remainder.Tensor: "mod",
+    aten.remainder.Scalar: "mod",
+}  # fmt: skip
+
+
+def _product(node: fx.Node, index: Index) -> Expr:
+    """q.k, or beta * input + alpha * q.k."""
+    if [d[0] for d in index[1]] not in ([("cq",)], []) or [d[0] for d in index[2]] not in ([("ck",)], []):
+        raise NoLaw("query and key axes change places between the scores and the probabilities")
+    dot: Expr = ("dot", node, index[0])
+    if node.target is aten.bmm.default:
+        return dot
+    alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+    product: Expr = dot if alpha == 1 else ("mul", dot, const(alpha))
+    if beta == 0:
+        return product
+    added = _operand(node.args[0], node, index)
+    return ("add", added if beta == 1 else ("mul", added, const(beta)), product)
+
+
+# Leaves ----------------------------------------------------------------------------------------------------------------
+
+
+def _load(node: fx.Node, index: Index) -> Expr:
+    """Read a value of the graph at the index; a per-row value only at the query's or the key's own token."""
+    if node.target is operator.getitem:
+        raise NoLaw(f"the mask is built by {node.args[0]}")
+    fact = fact_of(node)
+    positions = [combined(digits) for digits in index]
+    if fact.kind is Kind.INVARIANT:
+        return ("load", node, *positions)
+    if fact.kind is not Kind.PREFIX or fact.dims is None:
+        raise NoLaw(f"the mask depends on whole rows through {node.target}")
+    token: Expr | None = None
+    rest: list[Expr] = []
+    for dim, digits in zip(fact.dims, index, strict=True):
+        axes = [factor.axis for factor in dim if factor.axis is not Axis.PLAIN]
+        if not axes:
+            rest.append(combined(digits))
+        elif axes == [Axis.ROW] and [d[0] for d in digits] in ([("b",)], []):
+            continue
+        elif axes == [Axis.TOKEN] and [d[0] for d in digits] in ([("cq",)], [("ck",)], []):
+            token = digits[0][0] if digits else ("ck",)  # with one column, query and key are one token
+        elif axes == [Axis.ROW, Axis.TOKEN] and [d[0] for d in digits] in ([("b",), ("cq",)], [("b",), ("ck",)]):
+            token = digits[1][0]
+        else:
+            raise NoLaw("the mask reads a token other than its query or key")
+    if token is None:
+        raise NoLaw("the mask reads a per-row value at no token of its own")
+    return ("load", node, token, *rest)

@@ -1,0 +1,438 @@
+"""Run the labelled graph once per distinct token.
+
+The rewritten graph is traced from an interpreter over the labelled one. Each value has up to two forms, made on demand:
+*packed* (the same operator on ``[1, N]``, views resized by their factors) and *full*. Lifted attention becomes
+``treefx::tree_attention``; where no law is known the full form is made from expanded operands; losses pick from packed
+values; what the caller gets leaves packed and is expanded outside, if at all.
+
+Before::
+
+    view: "f32[48, 64]" = view(hidden, [48, 64]);  mm: "f32[48, 64]" = mm(view, w)          # 4 rows of 12 tokens
+    out: "f32[4, 4, 12, 16]" = treefx.attention(q, k, v, mask)
+
+After::
+
+    view: "f32[s0, 64]" = view(hidden, [s0, 64]);  mm: "f32[s0, 64]" = mm(view, w)          # s0 distinct tokens
+    out: "f32[1, 4, s0, 16]" = treefx.tree_attention(q, k, v, subtree_end, ...)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from treefx.errors import UnsupportedError
+from treefx.kernels.ops import attend
+from treefx.kernels.score import Expr, Score
+from treefx.passes import expert_laws, laws, matmul_laws
+from treefx.passes.attention_facts import Attention
+from treefx.passes.dims import has_tokens
+from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, token_axes
+from treefx.passes.label_tokens import DTYPE_ONLY, Tokens, ancestors
+from treefx.passes.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
+from treefx.passes.loss_laws import Pick
+from treefx.passes.restore_gradients import pick
+
+__all__ = ["Output", "Packer"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of the graph. ``dims`` is None where it leaves as the caller gets it; else it leaves as [N, ...]."""
+
+    dims: Dims | None = None
+
+
+class Packer:
+    """Interprets a labelled graph on packed tokens.
+
+    Args:
+        gm: The labelled graph.
+        tokens: Its token axes.
+        keep_padding: Whether padding runs too, hidden from others by the model's own mask; else it must be dropped.
+        detached: Positions of outputs that nobody is expected to differentiate (they leave without gradient).
+        native: Whether the token ids come packed already, ``[1, N]``; other inputs are functions of the column.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        tokens: Tokens,
+        *,
+        keep_padding: bool = False,
+        detached: frozenset[int] = frozenset(),
+        native: bool = False,
+    ) -> None:
+        self.gm, self.tokens, self.keep_padding, self.detached, self.native = gm, tokens, keep_padding, detached, native
+        self.positions = tokens.rows * tokens.columns
+        self.outputs: list[Output] = []
+        self._forms: dict[tuple[str, Any], Any] = {}
+        self._metadata: Metadata | None = None
+
+    @property
+    def metadata(self) -> Metadata:
+        """The trie of the call being traced."""
+        assert self._metadata is not None
+        return self._metadata
+
+    def run(self, *inputs: Any) -> tuple[Any, ...]:
+        """The rewritten computation: the graph's inputs, then ``row, column, subtree_end, token_of``."""
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        self._metadata = Metadata(*inputs[len(placeholders) :])
+        self._forms = {("full", node): value for node, value in zip(placeholders, inputs, strict=False)}
+        for node in self.gm.graph.nodes:
+            if node.op == "call_function":
+                self._visit(node)
+        return self._outputs(next(iter(self.gm.graph.find_nodes(op="output"))))
+
+    def _visit(self, node: fx.Node) -> None:
+        """Make the forms that are surely wanted in graph order, so that no recursion is deep."""
+        fact = fact_of(node)
+        if fact.kind is Kind.PACKED or (fact.parts and fact.parts[0].kind is Kind.PACKED):
+            self.packed(node)
+        elif fact.kind is Kind.ROW:
+            self.full(node)
+
+    def _outputs(self, node: fx.Node) -> tuple[Any, ...]:
+        results = []
+        for position, item in enumerate(node.args[0]):  # type: ignore[arg-type]
+            value, output = self._output(item)
+            detach = position in self.detached and isinstance(value, Tensor)
+            results.append(value.detach() if detach else value)
+            self.outputs.append(output)
+        return tuple(results)
+
+    def _output(self, item: Any) -> tuple[Any, Output]:
+        if not isinstance(item, fx.Node):
+            return item, Output()
+        fact = fact_of(item)
+        if fact.kind is Kind.PACKED and _is_token_wise(fact):
+            assert fact.dims is not None
+            return tokens_first(self.packed(item), fact.dims, self.metadata.tokens), Output(fact.dims)
+        return self.full(item), Output()
+
+    # Forms ------------------------------------------------------------------------------------------------------------
+
+    def full(self, node: Any) -> Any:
+        """The value as the traced graph has it."""
+        return self._form("full", node, self._make_full)
+
+    def packed(self, node: Any) -> Any:
+        """The value once per distinct token."""
+        return self._form("packed", node, self._make_packed)
+
+    def _form(self, name: str, node: Any, make: Callable[[fx.Node], Any]) -> Any:
+        if not isinstance(node, fx.Node):
+            return node
+        if (name, node) not in self._forms:
+            with fx_traceback.set_current_meta(node):
+                self._forms[name, node] = make(node)
+        return self._forms[name, node]
+
+    def _make_full(self, node: fx.Node) -> Any:
+        fact = fact_of(node) if node.op == "call_function" else None
+        if fact is not None and fact.kind is Kind.PACKED and _is_token_wise(fact):
+            assert fact.dims is not None
+            first = tokens_first(self.packed(node), fact.dims, self.metadata.tokens)
+            return expand_rows(first, fact.dims, self.metadata.token_of)
+        if node.op == "get_attr":
+            return getattr(self.gm, str(node.target))
+        if fact is not None and isinstance(fact.law, Pick):
+            return self._picked(node, fact.law)
+        if node.target is torch.ops.treefx.attention.default:
+            *args, scale, enable_gqa = self._full_args(node)[0]
+            return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
+        args, kwargs = self._full_args(node)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _full_args(self, node: fx.Node) -> Any:
+        if node.target in DTYPE_ONLY:  # the operand gives dtype and device, never its values
+            operand = node.args[0]
+            assert isinstance(operand, fx.Node)
+            packed = fact_of(operand).kind is Kind.PACKED
+            return ((self.packed(operand) if packed else self.full(operand)), *node.args[1:]), node.kwargs
+        return fx.node.map_arg((node.args, dict(node.kwargs)), self.full)
+
+    def _make_packed(self, node: fx.Node) -> Any:
+        if node.op == "placeholder" or not _runs_packed(node):
+            return self._gathered(node)
+        fact = fact_of(node)
+        if node.target is operator.getitem:
+            return self.packed(node.args[0])[node.args[1]]
+        if isinstance(fact.law, Attention):
+            return self._attention(node, fact)
+        emit = _EMIT.get(laws.find_law(node.target))
+        if emit is not None:
+            return emit(self, node, fact)
+        return self.call(node)
+
+    def _gathered(self, node: fx.Node) -> Tensor:
+        fact = fact_of(node)
+        assert fact.dims is not None
+        if self.native and node is self.tokens.ids:
+            return self.full(node)
+        if self.native and self.tokens.ids in ancestors(node):
+            raise UnsupportedError(
+                f"{node.target} runs along the rows of the token ids, which under treefx.use(forest) are packed; "
+                "call the model on a padded batch without treefx.use"
+            )
+        return gather_tokens(self.full(node), fact.dims, self.metadata)
+
+    def call(self, node: fx.Node, *, align: Dims | None = None, only: Sequence[int] | None = None) -> Any:
+        """The node's own operator on packed operands; invariant ones aligned to ``align`` (at positions ``only``)."""
+
+        def operand(item: fx.Node) -> Any:
+            fact = fact_of(item)
+            if fact.kind in laws.LABELLED:
+                return self.packed(item)
+            value = self.full(item)
+            wanted = align is not None and (only is None or any(node.args[i] is item for i in only))
+            return at_columns(value, align, self.metadata) if wanted and isinstance(value, Tensor) else value  # type: ignore[arg-type]
+
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def shape(self, dims: Dims) -> list[Any]:
+        """The packed shape of labelled dimensions."""
+        return packed_shape(dims, self.metadata.tokens, self.positions)
+
+    # Attention and losses ---------------------------------------------------------------------------------------------
+
+    def _attention(self, node: fx.Node, fact: Fact) -> Tensor:
+        attention = fact.law
+        assert isinstance(attention, Attention) and fact.dims is not None
+        query = self._heads_first(attention.query)
+        key, value = self._heads_first(attention.key), self._heads_first(attention.value)
+        if key.shape[1] != value.shape[1]:
+            key, value = self._heads_first(attention.key, whole=True), self._heads_first(attention.value, whole=True)
+        buffers: list[Tensor] = []
+        conditions = attention.conditions + (attention.padding if self.keep_padding else ())
+        visible = [self._kernel_form(item, buffers) for item in conditions]
+        score = Score(self._kernel_form(attention.score, buffers), _all(visible))
+        out = attend(query, key, value, self.metadata.subtree_end, score, buffers)
+        out = out.to(node.meta["val"].dtype)
+        return out.reshape(self.shape(fact.dims)) if out.dim() != len(fact.dims) else out
+
+    def _heads_first(self, node: fx.Node, whole: bool = False) -> Tensor:
+        """A query, key or value as [1, heads, N, features], heads it was repeated over left out."""
+        dims = fact_of(node).dims
+        assert dims is not None
+        x, dims = (self.packed(node), dims) if whole else self._without_repeats(node, dims)
+        token = next(i for i, dim in enumerate(dims) if any(f.axis is Axis.TOKEN for f in dim))
+        if len(dims) == 3:
+            return (x if token == 1 else x.transpose(1, 2)).unsqueeze(0)
+        return x if token == 2 else x.transpose(2, 3)
+
+    def _without_repeats(self, node: fx.Node, dims: Dims) -> tuple[Tensor, Dims]:
+        """Take one of each group of repeated heads, if the groups are contiguous (``repeat_kv``)."""
+        where = next((i for i, dim in enumerate(dims) if dim and dim[-1].repeated and i < len(dims) - 2 + (len(dims) == 3)), None)
+        if where is None or any(factor.repeated for factor in dims[where][:-1]):
+            return self.packed(node), dims
+        collapsed = _Collapser(self, dims[where][-1]).make(node)
+        if collapsed is not None:
+            return collapsed, dims
+        group = dims[where][-1].size
+        x = self.packed(node).unflatten(where, (-1, group)).select(where + 1, 0)
+        return x, dims
+
+    def _kernel_form(self, expr: Expr, buffers: list[Tensor]) -> Expr:
+        """A lifted expression in packed indices, its loads numbered."""
+        if expr[0] == "dot":
+            return ("dot",)
+        if expr[0] in ("cq", "ck"):
+            return ("load", _number(buffers, self.metadata.column), ("q" if expr[0] == "cq" else "k",))
+        if expr[0] == "load":
+            return self._kernel_load(expr, buffers)
+        return (expr[0], *[self._kernel_form(item, buffers) if isinstance(item, tuple) else item for item in expr[1:]])
+
+    def _kernel_load(self, expr: Expr, buffers: list[Tensor]) -> Expr:
+        node, *indices = expr[1:]
+        fact = fact_of(node)
+        if fact.kind is Kind.INVARIANT:
+            number = _number(buffers, self.full(node))
+            return ("load", number, *[self._kernel_form(item, buffers) for item in indices])
+        assert fact.dims is not None
+        key = ("tokens_first", node)
+        if key not in self._forms:
+            self._forms[key] = tokens_first(self.packed(node), fact.dims, self.metadata.tokens)
+        token, *rest = indices
+        plain = [dim for dim in fact.dims if not has_tokens(dim)]
+        loaded = self._forms[key].reshape([-1, *[math.prod(f.size for f in dim) for dim in plain]])
+        place = ("q",) if token == ("cq",) else ("k",)
+        return ("load", _number(buffers, loaded), place, *[self._kernel_form(item, buffers) for item in rest])
+
+    def _picked(self, node: fx.Node, law: Pick) -> Any:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        dims = fact_of(source).dims
+        assert dims is not None
+        first = tokens_first(self.packed(source), dims, self.metadata.tokens)
+        entries = first.reshape([first.shape[0], -1])
+        token_of = self.metadata.token_of
+        if node.target is aten.gather.default:
+            index = self.full(node.args[2])
+            choices = index.shape[-1]
+            repeated = token_of.reshape(-1, 1).expand(-1, choices).reshape(-1)
+            return pick(entries, repeated, index.reshape(-1)).reshape(index.shape)
+        return _negative_log_likelihood(entries, token_of.reshape(-1), self.full(node.args[1]), node.args[3], law)
+
+
+def _negative_log_likelihood(
+    entries: Tensor, token_of: Tensor, target: Tensor, reduction: Any, law: Pick
+) -> tuple[Tensor, Tensor]:
+    """``nll_loss_forward`` without class weights: (loss, total weight)."""
+    flat = target.reshape(-1)
+    valid = flat != law.ignore_index
+    losses = torch.where(valid, -pick(entries, token_of, torch.where(valid, flat, -1)), 0)
+    count = valid.sum().to(losses.dtype)
+    if reduction == 0:
+        return losses.reshape(target.shape), torch.zeros_like(count)
+    return (losses.sum() / count if reduction == 1 else losses.sum()), count
+
+
+def _number(buffers: list[Tensor], tensor: Tensor) -> int:
+    for number, other in enumerate(buffers):
+        if other is tensor:
+            return number
+    buffers.append(tensor)
+    return len(buffers) - 1
+
+
+def _all(conditions: list[Expr]) -> Expr | None:
+    result: Expr | None = None
+    for condition in conditions:
+        result = condition if result is None else ("and", result, condition)
+    return result
+
+
+def _is_token_wise(fact: Fact) -> bool:
+    """Whether the value can be expanded: it has rows and tokens, and no slots of experts."""
+    return fact.dims is not None and token_axes(fact.dims) == {Axis.ROW, Axis.TOKEN}
+
+
+def _runs_packed(node: fx.Node) -> bool:
+    """Whether the operator itself may run on packed operands; running sums of per-row inputs run in full."""
+    fact = fact_of(node)
+    if fact.kind is Kind.PACKED:
+        return True
+    source = node.args[0] if node.args else None
+    if node.target is aten.cumsum.default and isinstance(source, fx.Node):
+        dims = fact_of(source).dims
+        dim = node.args[1]
+        assert isinstance(dim, int)
+        return dims is None or not has_tokens(dims[dim])
+    return laws.find_law(node.target) is not None or node.target is operator.getitem
+
+
+class _Collapser:
+    """Remakes the movement operators behind a repeated factor with that factor left at one, so nothing is repeated."""
+
+    def __init__(self, packer: Packer, factor: Factor) -> None:
+        self.packer, self.factor = packer, factor
+
+    def make(self, node: fx.Node) -> Tensor | None:
+        """The packed value without the repeated factor, or None where something else than movement made it."""
+        dims = fact_of(node).dims
+        assert dims is not None
+        if not any(f.repeated and f.size == self.factor.size for dim in dims for f in dim):
+            return self.packer.packed(node) if all(not f.repeated for dim in dims for f in dim) else None
+        source = node.args[0] if node.args else None
+        rule = laws.find_law(node.target)
+        if not isinstance(source, fx.Node) or len(node.all_input_nodes) != 1:
+            return None
+        inner = self.make(source)
+        if inner is None:
+            return None
+        shape = self.packer.shape(tuple(tuple(f for f in dim if not f.repeated) for dim in dims))
+        if rule in (laws.view, laws.expand):
+            return inner.reshape(shape)
+        moves = (laws.permute, laws.unsqueeze, laws.squeeze)
+        if rule in moves or node.target in (aten.clone.default, aten.alias.default, aten._to_copy.default):
+            result: Tensor = node.target(inner, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+            return result
+        return None
+
+
+# How packed operators differ from the traced ones ---------------------------------------------------------------------
+
+
+def _pointwise(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    return packer.call(node, align=fact.dims)
+
+
+def _view(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    assert fact.dims is not None
+    return packer.packed(node.args[0]).reshape(packer.shape(fact.dims))
+
+
+def _expand(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    assert fact.dims is not None
+    return packer.packed(node.args[0]).expand(packer.shape(fact.dims))
+
+
+def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    whole = source.meta["val"].shape == node.meta["val"].shape
+    return packer.packed(source) if whole else packer.call(node)
+
+
+def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    pieces: Any = node.args[0]
+    assert fact.dims is not None
+    stacks = node.target is aten.stack.default
+    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(fact.dims)  # type: ignore[call-overload]
+    dims = fact.dims[:dim] + fact.dims[dim + 1 :]
+    values = []
+    for piece in pieces:
+        if fact_of(piece).kind in laws.LABELLED:
+            value = packer.packed(piece)
+        else:
+            value = at_columns(packer.full(piece), dims if stacks else fact.dims, packer.metadata)
+        shape = packer.shape(dims)
+        values.append(value.expand(shape if stacks else [*shape[:dim], value.shape[dim], *shape[dim:]]))
+    return node.target(values, *node.args[1:])  # type: ignore[operator]
+
+
+def _first_operand_aligned(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    return packer.call(node, align=fact.dims, only=[0])
+
+
+def _bmm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    assert fact.dims is not None
+    if node.target is aten.bmm.default:
+        batch = (fact.dims[0], (), ())
+        return packer.call(node, align=batch)
+    return packer.call(node, align=fact.dims, only=[0])
+
+
+def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    """``empty.index_put([order], arange)``: the arange counts packed slots."""
+    target, indices, values = node.args[:3]
+    assert isinstance(indices, list | tuple) and isinstance(values, fx.Node)
+    order = packer.packed(indices[0])
+    count = torch.arange(order.shape[0], dtype=values.meta["val"].dtype, device=order.device)
+    return aten.index_put.default(packer.packed(target), [order], count)
+
+
+_EMIT: dict[Any, Callable[[Packer, fx.Node, Fact], Any]] = {
+    laws.pointwise: _pointwise,
+    laws.view: _view,
+    laws.expand: _expand,
+    laws.slice_: _slice,
+    laws.cat: _cat,
+    laws.gather: _first_operand_aligned,
+    matmul_laws.addmm: _first_operand_aligned,
+    matmul_laws.bmm: _bmm,
+    expert_laws.index_put: _inverse,
+}

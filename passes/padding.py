@@ -1,0 +1,143 @@
+"""Padding: which positions no query ever sees, whether anybody reads what is computed there, and whether it may go.
+
+A position whose key fails a lifted condition in every attention changes no other position. It may be left out if nobody
+reads its own outputs either; a loss says so by its ignored targets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from treefx.kernels.score import Expr, evaluate
+from treefx.passes.facts import Axis, Dims, Kind, fact_of
+from treefx.passes.loss_laws import Pick
+from treefx.passes.pipeline import Analysis
+
+__all__ = ["Padding"]
+
+
+class Padding:
+    """Answers for the calls of one analysis, computed eagerly from the inputs alone: a few small operators."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        assert analysis.tokens is not None
+        self._analysis = analysis
+        self._rows, self._columns = analysis.tokens.rows, analysis.tokens.columns
+
+    def keep(self, args: Sequence[Any]) -> Tensor | None:
+        """bool [B, T], False where no query of any attention sees the position; None if there is no such position."""
+        attentions = self._analysis.attentions
+        if not attentions or any(len(attention.padding) != 1 for attention in attentions):
+            return None
+        grid = _Grid(self._analysis, args)
+        conditions = dict.fromkeys(attention.padding[0] for attention in attentions)
+        masks = [grid.keys(condition).reshape(self._rows, self._columns) for condition in conditions]
+        if any(not torch.equal(mask, masks[0]) for mask in masks[1:]):
+            return None
+        return None if bool(masks[0].all()) else masks[0]
+
+    def may_drop(self, args: Sequence[Any], keep: Tensor) -> bool:
+        """Whether nothing inside the graph reads the positions that are not kept."""
+        picks = [(node, fact_of(node).law) for node in self._analysis.picks]
+        if self._analysis.expansions or any(not self._can_tell(node, law) for node, law in picks):
+            return False
+        grid = _Grid(self._analysis, args)
+        dropped = ~keep.reshape(-1)
+        return all(bool((grid.value(node.args[1]).reshape(-1)[dropped] == law.ignore_index).all()) for node, law in picks)
+
+    def _can_tell(self, node: fx.Node, law: Pick) -> bool:
+        target = node.args[1]
+        return law.ignore_index is not None and isinstance(target, fx.Node) and not fact_of(target).learned
+
+    def all_see(self, args: Sequence[Any], keep: Tensor) -> bool:
+        """Whether every position that others do not see still sees something itself.
+
+        Where it does not, its attention is a convention of the original kernel (zero, NaN, a mean over the future), which
+        only the original graph reproduces.
+        """
+        grid = _Grid(self._analysis, args)
+        queries = torch.nonzero(~keep.reshape(-1)).to(torch.int64)
+        for attention in self._analysis.attentions:
+            visible = grid.past(queries)
+            for condition in attention.conditions + attention.padding:
+                visible = visible & grid.pairs(condition, queries)
+            if not bool(visible.any(-1).all()):
+                return False
+        return True
+
+
+class _Grid:
+    """Evaluates lifted conditions and inputs' functions on the real inputs of a call. Positions are flat, row * T + column."""
+
+    def __init__(self, analysis: Analysis, args: Sequence[Any]) -> None:
+        assert analysis.tokens is not None
+        self._gm, self._columns = analysis.gm, analysis.tokens.columns
+        self._positions = analysis.tokens.rows * self._columns
+        self._device = next(x.device for x in args if isinstance(x, Tensor))
+        self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
+
+    def value(self, node: Any) -> Any:
+        """The full value of a node that no parameter takes part in."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in self._values:
+            if node.op == "get_attr":
+                self._values[node] = getattr(self._gm, str(node.target))
+            else:
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)
+                with torch.no_grad():
+                    self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._values[node]
+
+    def keys(self, condition: Expr) -> Tensor:
+        """A condition on the key alone, bool [B * T]."""
+        flat = torch.arange(self._positions, device=self._device)
+        return self._evaluate(condition, flat, flat)
+
+    def past(self, queries: Tensor) -> Tensor:
+        """Whether each column is not after the query's, bool [queries, T]; ``queries`` is [queries, 1]."""
+        return torch.arange(self._columns, device=self._device) <= queries % self._columns
+
+    def pairs(self, condition: Expr, queries: Tensor) -> Tensor:
+        """A condition on the query's row, bool broadcastable to [queries, T]."""
+        keys = queries // self._columns * self._columns + torch.arange(self._columns, device=self._device)
+        return self._evaluate(condition, queries, keys)
+
+    def _evaluate(self, condition: Expr, queries: Tensor, keys: Tensor) -> Tensor:
+        buffers: list[Tensor] = []
+        resolved = self._resolve(condition, buffers)
+        zero = torch.zeros((), device=self._device)
+        head = zero.to(torch.int64)
+        value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head, buffers=buffers)
+        return value.to(torch.bool).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+
+    def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr:
+        if expr[0] in ("cq", "ck"):
+            return ("mod", ("q" if expr[0] == "cq" else "k",), ("const", self._columns))
+        if expr[0] != "load":
+            return (expr[0], *[self._resolve(item, buffers) if isinstance(item, tuple) else item for item in expr[1:]])
+        node, *indices = expr[1:]
+        fact = fact_of(node)
+        if fact.kind is Kind.INVARIANT:
+            buffers.append(self.value(node))
+            return ("load", len(buffers) - 1, *[self._resolve(item, buffers) for item in indices])
+        assert fact.dims is not None
+        buffers.append(_positions_first(self.value(node), fact.dims))
+        token, *rest = indices
+        place = ("q",) if token == ("cq",) else ("k",)
+        return ("load", len(buffers) - 1, place, *[self._resolve(item, buffers) for item in rest])
+
+
+def _positions_first(x: Tensor, dims: Dims) -> Tensor:
+    """A full labelled value as [B * T, ...], one dimension per plain dimension."""
+    factors = [factor for dim in dims for factor in dim]
+    split = x.reshape([factor.size for factor in factors])
+    axes = [factor.axis for factor in factors]
+    front = split.movedim((axes.index(Axis.ROW), axes.index(Axis.TOKEN)), (0, 1))
+    plain = [math.prod(f.size for f in dim) for dim in dims if all(f.axis is Axis.PLAIN for f in dim)]
+    return front.reshape([front.shape[0] * front.shape[1], *plain])

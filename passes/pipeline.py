@@ -1,0 +1,164 @@
+"""The passes of the backend, in order, and what they hand on.
+
+==  ======================  ==================================================================================
+1   ``trace``               Dynamo's graph to functional ATen, forward only; attention kept whole
+2   ``label_tokens``        each value invariant, prefix-determined, packed or per row; dimensions labelled
+3   ``lift_mask``           (inside 2, at each attention) masks and biases as one expression, causality proved
+4   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
+5   ``loss_laws``           (inside 4) losses pick from packed values; outputs leave packed
+6   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
+==  ======================  ==================================================================================
+
+``analyse`` runs 1 to 3 for one shape of inputs, ``rewrite`` 4 and 5 for one variant, ``compile_variant`` 6.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from treefx.errors import UnsupportedError
+from treefx.passes.attention_facts import Attention
+from treefx.passes.compile_inner import Compiled, Observer, compile_inner
+from treefx.passes.constants import Constants
+from treefx.passes.facts import Kind, fact_of
+from treefx.passes.label_tokens import Role, Tokens, attentions, find_tokens, label_tokens, user_line
+from treefx.passes.loss_laws import Pick
+from treefx.passes.pack_tokens import Output, Packer
+from treefx.passes.trace import trace_forward, trace_function
+
+__all__ = ["Analysis", "Expansion", "Rewritten", "Variant", "analyse", "compile_variant", "fake_inputs", "rewrite"]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """An operator that reads expanded values: its name, why, and the user's line."""
+
+    op: str
+    reason: str
+    line: str | None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one analysis is rewritten. Calls that differ in these run differently compiled graphs."""
+
+    keep_padding: bool = False
+    detached: frozenset[int] = frozenset()
+    """Output positions that leave without gradient, because nobody has asked for theirs yet."""
+    native: bool = False
+
+
+@dataclass
+class Analysis:
+    """Passes 1 to 3 for one shape of inputs."""
+
+    gm: fx.GraphModule
+    roles: list[Role]
+    tokens: Tokens | None
+    identity: list[int]
+    """Positions of the inputs whose values tell tokens apart."""
+    constants: Constants | None = None
+    attentions: list[Attention] = field(default_factory=list)
+    expansions: list[Expansion] = field(default_factory=list)
+    picks: list[fx.Node] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Rewritten:
+    """Passes 4 and 5 for one variant."""
+
+    gm: fx.GraphModule
+    outputs: list[Output]
+    inputs: list[Any]
+    mode: FakeTensorMode
+
+
+def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """Fake tensors with static shapes for run-time inputs; numbers stay."""
+    return [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in inputs]
+
+
+def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role]) -> Analysis:
+    """Trace and label Dynamo's graph for inputs of the given shapes.
+
+    Args:
+        gm: Dynamo's graph.
+        inputs: Run-time inputs; values of buffers may enter proofs.
+        roles: What each placeholder is.
+    """
+    started = time.perf_counter()
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    traced = trace_forward(gm, fake_inputs(inputs, mode), mode)
+    seconds = {"trace": time.perf_counter() - started}
+    tokens = find_tokens(traced, roles)
+    if tokens is None:
+        return Analysis(traced, roles, None, [], seconds=seconds)
+    started = time.perf_counter()
+    constants = Constants(traced, inputs)
+    identity = label_tokens(traced, roles, tokens)
+    seconds["label"] = time.perf_counter() - started
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    return Analysis(
+        traced, roles, tokens, [i for i, node in enumerate(placeholders) if node in identity], constants,
+        attentions(traced), _expansions(traced),
+        [node for node in traced.graph.nodes if node.op == "call_function" and isinstance(fact_of(node).law, Pick)], seconds,
+    )  # fmt: skip
+
+
+def _expansions(gm: fx.GraphModule) -> list[Expansion]:
+    found = []
+    for node in gm.graph.nodes:
+        reason = fact_of(node).reason if node.op == "call_function" else None
+        if reason is not None:
+            found.append(Expansion(str(node.target), reason, user_line(node)))
+    return found
+
+
+def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any]) -> Rewritten:
+    """Write the graph of a variant for a symbolic number of tokens."""
+    assert analysis.tokens is not None
+    if variant.native and (analysis.expansions or analysis.picks):
+        first = analysis.expansions[0].op if analysis.expansions else "a loss over labels"
+        raise UnsupportedError(
+            f"under treefx.use(forest) every operator must be token-wise, but {first} reads whole rows; "
+            "leave labels out and use treefx.losses, or call the model on a padded batch without treefx.use"
+        )
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
+    fakes = fake_inputs(inputs, mode) + _metadata(analysis.tokens, device, mode)
+    packer = Packer(
+        analysis.gm, analysis.tokens, keep_padding=variant.keep_padding, detached=variant.detached, native=variant.native
+    )
+    gm = trace_function(packer.run, fakes, mode)
+    return Rewritten(gm, packer.outputs, fakes, mode)
+
+
+def _metadata(tokens: Tokens, device: torch.device, mode: FakeTensorMode) -> list[Any]:
+    """row, column, subtree_end of a symbolic length N, and token_of [B, T]."""
+    hint = max(2, tokens.rows * tokens.columns)
+    vectors = [torch.zeros(hint, dtype=dtype, device=device) for dtype in (torch.int64, torch.int64, torch.int32)]
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    fakes = [mode.from_tensor(vector, symbolic_context=context) for vector in vectors]
+    token_of = torch.zeros(tokens.rows, tokens.columns, dtype=torch.int64, device=device)
+    return [*fakes, mode.from_tensor(token_of, static_shapes=True)]
+
+
+def compile_variant(rewritten: Rewritten, inner: str, observe: Observer) -> Compiled:
+    """Compile a rewritten graph."""
+    with torch._C._DisableAutocast():
+        return compile_inner(rewritten.gm, rewritten.inputs, rewritten.mode, inner, observe)
+
+
+def is_packed(analysis: Analysis) -> bool:
+    """Whether anything but the tail of the graph would run packed."""
+    kinds = {fact_of(node).kind for node in analysis.gm.graph.nodes if node.op == "call_function"}
+    return Kind.PACKED in kinds and bool(analysis.attentions)

@@ -1,0 +1,117 @@
+"""The operators at the edge between packed and per-row values, and gradient restoration, their backward.
+
+A packed value stands for all rows that share its tokens. Going out, ``treefx::expand`` and ``treefx::pick`` read it once
+per row; coming back, ``treefx::restore`` and ``treefx::restore_pick`` sum the gradients of all rows through a token. That
+sum is the one place where multiplicity enters: with the tree mask, every gradient below it is already right.
+
+======================  =========================================================  ===========================
+operator                forward                                                    backward
+======================  =========================================================  ===========================
+``treefx::expand``      y[r] = x[token_of[r]]                                      dx[n] = sum_{r: token_of[r] = n} dy[r]
+``treefx::pick``        y[r] = x[token_of[r], target[r]]                           dx[n, v] = sum over r with (n, v)
+======================  =========================================================  ===========================
+
+A ``token_of`` of -1 (dropped padding) reads zero and returns no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["expand", "pick", "restorations"]
+
+
+@torch.library.custom_op("treefx::expand", mutates_args=())
+def expand(x: Tensor, token_of: Tensor) -> Tensor:
+    """x [N, ...], token_of [...R] int64 -> [...R, ...]."""
+    flat = token_of.reshape(-1)
+    result = x.index_select(0, flat.clamp(min=0)) if x.shape[0] else x.new_zeros([flat.numel(), *x.shape[1:]])
+    missing = flat < 0
+    if bool(missing.any()):
+        result[missing] = 0
+    return result.reshape([*token_of.shape, *x.shape[1:]])
+
+
+@expand.register_fake
+def _(x: Tensor, token_of: Tensor) -> Tensor:
+    return x.new_empty([*token_of.shape, *x.shape[1:]])
+
+
+@torch.library.custom_op("treefx::restore", mutates_args=())
+def restore(grad: Tensor, token_of: Tensor, like: Tensor) -> Tensor:
+    """Sum per-row gradients [...R, ...] into the shape [N, ...] of ``like``."""
+    rest = like.shape[1:]
+    flat = token_of.reshape(-1)
+    total = grad.new_zeros([like.shape[0] + 1, *rest])  # the last one takes what belongs to no token
+    total.index_add_(0, torch.where(flat < 0, like.shape[0], flat), grad.reshape([flat.numel(), *rest]))
+    return total[:-1].clone()
+
+
+@restore.register_fake
+def _(grad: Tensor, token_of: Tensor, like: Tensor) -> Tensor:
+    return grad.new_empty(like.shape)
+
+
+@torch.library.custom_op("treefx::pick", mutates_args=())
+def pick(x: Tensor, token_of: Tensor, target: Tensor) -> Tensor:
+    """x [N, V], token_of [R] and target [R] int64 -> [R]; a negative target reads zero."""
+    valid = (token_of >= 0) & (target >= 0)
+    if x.shape[0] == 0:
+        return x.new_zeros(target.shape)
+    return torch.where(valid, x[token_of.clamp(min=0), target.clamp(min=0)], 0)
+
+
+@pick.register_fake
+def _(x: Tensor, token_of: Tensor, target: Tensor) -> Tensor:
+    return x.new_empty(target.shape)
+
+
+@torch.library.custom_op("treefx::restore_pick", mutates_args=())
+def restore_pick(grad: Tensor, token_of: Tensor, target: Tensor, like: Tensor) -> Tensor:
+    """Sum picked gradients [R] into the shape [N, V] of ``like``."""
+    total = torch.zeros_like(like, dtype=grad.dtype, memory_format=torch.contiguous_format)
+    valid = (token_of >= 0) & (target >= 0)
+    index = (token_of * like.shape[1] + target).masked_fill(~valid, 0)
+    if total.numel():
+        total.view(-1).index_add_(0, index, grad.masked_fill(~valid, 0))
+    return total
+
+
+@restore_pick.register_fake
+def _(grad: Tensor, token_of: Tensor, target: Tensor, like: Tensor) -> Tensor:
+    return grad.new_empty(like.shape)
+
+
+def _save_expand(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, token_of = inputs
+    ctx.save_for_backward(token_of, x)
+
+
+def _restore(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    token_of, x = ctx.saved_tensors
+    return restore(grad, token_of, x), None
+
+
+expand.register_autograd(_restore, setup_context=_save_expand)
+
+
+def _save_pick(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, token_of, target = inputs
+    ctx.save_for_backward(token_of, target, x)
+
+
+def _restore_pick(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    token_of, target, x = ctx.saved_tensors
+    return restore_pick(grad, token_of, target, x), None, None
+
+
+pick.register_autograd(_restore_pick, setup_context=_save_pick)
+
+
+def restorations(gm: fx.GraphModule) -> list[fx.Node]:
+    """The restoration nodes of a backward graph, for the inspector."""
+    targets = (torch.ops.treefx.restore.default, torch.ops.treefx.restore_pick.default)
+    return [node for node in gm.graph.nodes if node.target in targets]

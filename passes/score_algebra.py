@@ -1,0 +1,361 @@
+"""Proofs and simplifications on lifted score expressions.
+
+A lifted expression speaks of one score of the original model, in *columns*: ``("cq",)`` and ``("ck",)`` are the columns
+of query and key, ``("b",)`` the row, ``("head",)`` the query head, ``("dot",)`` the product q.k, and
+``("load", source, *indices)`` reads a value of the graph. Everything else is the expression language of
+``treefx.kernels.score``.
+
+Two relations are assumed in turn. In the *future* (``ck > cq``) a causal model must give every score a masking value;
+in the *past* (``ck <= cq``), the only place where tree attention looks, causal conditions are true and vanish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from treefx.kernels.score import Expr
+
+__all__ = ["MASKING", "Relation", "Tables", "bounds", "conjuncts", "decide", "fold", "simplify", "split_mask", "walk"]
+
+MASKING = -1e4
+"""Scores at or below this, next to finite products q.k, are taken for masked (the weakest fill that models use)."""
+
+Relation = str  # "future" | "past"
+Tables = Callable[[Expr], "torch.Tensor | None"]
+"""Evaluates an expression of constants on the grid [head, query column, key column], or returns None."""
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "lt": lambda low, high: high < 0,
+    "le": lambda low, high: high <= 0,
+    "gt": lambda low, high: low > 0,
+    "ge": lambda low, high: low >= 0,
+}
+_NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
+
+
+def const(value: Any) -> Expr:
+    """A constant."""
+    return ("const", value)
+
+
+def walk(expr: Expr) -> list[Expr]:
+    """All subexpressions, the expression itself first."""
+    found = [expr]
+    if expr[0] != "dot":
+        for item in expr[1:]:
+            if isinstance(item, tuple):
+                found += walk(item)
+    return found
+
+
+def affine(expr: Expr) -> dict[str, float] | None:
+    """``expr`` as coefficients of the index symbols and of ``"1"``, or None."""
+    op = expr[0]
+    if op == "const":
+        return {"1": float(expr[1])}
+    if op in ("cq", "ck", "b", "head"):
+        return {op: 1.0}
+    if op in ("int", "float"):
+        return affine(expr[1])
+    if op == "neg":
+        return _combine(affine(expr[1]), None, -1.0)
+    if op in ("add", "sub"):
+        right = affine(expr[2])
+        return None if right is None else _combine(affine(expr[1]), right, 1.0 if op == "add" else -1.0)
+    if op == "mul":
+        left, right = affine(expr[1]), affine(expr[2])
+        for number, other in ((left, right), (right, left)):
+            if number is not None and other is not None and set(number) <= {"1"}:
+                return {name: value * number.get("1", 0.0) for name, value in other.items()}
+    return None
+
+
+def _combine(left: dict[str, float] | None, right: dict[str, float] | None, factor: float) -> dict[str, float] | None:
+    if left is None:
+        return None
+    if right is None:
+        return {name: value * factor for name, value in left.items()}
+    names = {**left, **right}
+    return {name: left.get(name, 0.0) + factor * right.get(name, 0.0) for name in names}
+
+
+def _difference(expr: Expr, relation: Relation) -> tuple[float, float] | None:
+    """Range of left minus right of a comparison, where it depends on ``ck - cq`` alone."""
+    form = affine(("sub", expr[1], expr[2]))
+    if form is None or any(form.get(name) for name in ("b", "head")):
+        return None
+    slope, constant = form.get("ck", 0.0), form.get("1", 0.0)
+    if slope != -form.get("cq", 0.0):
+        return None
+    if slope == 0:
+        return constant, constant
+    near = slope * (1 if relation == "future" else 0) + constant
+    rises = (slope > 0) == (relation == "future")
+    return (near, math.inf) if rises else (-math.inf, near)
+
+
+def decide(expr: Expr, relation: Relation, tables: Tables) -> bool | None:
+    """The truth of a condition under the relation, or None where it depends on more."""
+    op = expr[0]
+    if op == "const":
+        return bool(expr[1])
+    if op in ("int", "float"):
+        return decide(expr[1], relation, tables)
+    if op == "not":
+        inner = decide(expr[1], relation, tables)
+        return None if inner is None else not inner
+    if op in ("and", "or"):
+        return _decide_logic(op, [decide(item, relation, tables) for item in expr[1:]])
+    if op in _NEGATED:
+        return _decide_comparison(expr, relation, tables)
+    if op == "where":
+        choice = decide(expr[1], relation, tables)
+        branches = {decide(item, relation, tables) for item in expr[2:]}
+        if choice is not None:
+            return decide(expr[2] if choice else expr[3], relation, tables)
+        return branches.pop() if len(branches) == 1 else None
+    return _decide_table(expr, relation, tables)
+
+
+def _decide_logic(op: str, values: list[bool | None]) -> bool | None:
+    absorbing = op == "or"
+    if absorbing in values:
+        return absorbing
+    return None if None in values else not absorbing
+
+
+def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool | None:
+    difference = _difference(expr, relation)
+    op = expr[0]
+    if difference is None:
+        return _decide_table(expr, relation, tables)
+    low, high = difference
+    if op in ("eq", "ne"):
+        if low == high:
+            return (low == 0) == (op == "eq")
+        return None if low <= 0 <= high else op == "ne"
+    if _COMPARISONS[op](low, high):
+        return True
+    return False if _COMPARISONS[_NEGATED[op]](low, high) else None
+
+
+def _decide_table(expr: Expr, relation: Relation, tables: Tables) -> bool | None:
+    table = tables(expr)
+    if table is None:
+        return None
+    values = _select(table.to(torch.bool), relation)
+    if values.numel() == 0 or bool(values.all()):
+        return True
+    return None if bool(values.any()) else False
+
+
+def _select(table: torch.Tensor, relation: Relation) -> torch.Tensor:
+    """The entries of a grid [.., query, key] that the relation speaks of."""
+    queries, keys = table.shape[-2:]
+    future = torch.arange(keys) > torch.arange(queries)[:, None]
+    return table[..., future if relation == "future" else ~future]
+
+
+def bounds(expr: Expr, relation: Relation, tables: Tables) -> tuple[float, float]:
+    """Lowest and highest value of a score, products q.k and data-dependent reads counted as zero (their scale is small)."""
+    op = expr[0]
+    if op == "const":
+        return float(expr[1]), float(expr[1])
+    if op in ("int", "float"):
+        return bounds(expr[1], relation, tables)
+    if op == "where":
+        choice = decide(expr[1], relation, tables)
+        branches = [bounds(item, relation, tables) for item in expr[2:]]
+        if choice is not None:
+            return branches[0 if choice else 1]
+        return min(b[0] for b in branches), max(b[1] for b in branches)
+    if op in _ARITHMETIC:
+        return _ARITHMETIC[op](*[bounds(item, relation, tables) for item in expr[1:]])
+    if op in ("tanh", "sigmoid"):
+        return -1.0, 1.0
+    table = tables(expr) if op != "dot" else None
+    if table is None:
+        return 0.0, 0.0
+    values = _select(table.to(torch.float64), relation)
+    return (float(values.min()), float(values.max())) if values.numel() else (0.0, 0.0)
+
+
+_Range = tuple[float, float]
+
+
+def _product(x: _Range, y: _Range) -> _Range:
+    products = [a * b for a in x for b in y if not math.isnan(a * b)] or [0.0]
+    return min(products), max(products)
+
+
+def _quotient(x: _Range, y: _Range) -> _Range:
+    return _product(x, (1 / y[0], 1 / y[0])) if y[0] == y[1] != 0 else (-math.inf, math.inf)
+
+
+_ARITHMETIC: dict[str, Callable[..., _Range]] = {
+    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+    "neg": lambda x: (-x[1], -x[0]),
+    "mul": _product,
+    "div": _quotient,
+    "max": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
+    "min": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
+}
+
+
+def simplify(expr: Expr, tables: Tables) -> Expr:
+    """Rewrite an expression for the past: decided conditions vanish, constants fold, clamps at a mask value go."""
+    op, arguments = expr[0], expr[1:]
+    if op in ("const", "load", "dot", "cq", "ck", "b", "head"):
+        if op == "load" and (choice := _decide_bool_load(expr, tables)) is not None:
+            return const(choice)
+        return expr
+    arguments = tuple(simplify(item, tables) for item in arguments)
+    expr = (op, *arguments)
+    if op in ("and", "or", "not", *_NEGATED):
+        return _simplify_condition(expr, tables)
+    if op == "where":
+        return _simplify_where(expr, tables)
+    if op in ("max", "min"):
+        masking = [item for item in arguments if item[0] == "const" and float(item[1]) <= MASKING]
+        others = [item for item in arguments if item not in masking]
+        if op == "max" and len(others) == 1:
+            return others[0]
+    return fold(expr)
+
+
+def _decide_bool_load(expr: Expr, tables: Tables) -> bool | None:
+    table = tables(expr)
+    return None if table is None or table.dtype is not torch.bool else _decide_table(expr, "past", tables)
+
+
+def _simplify_condition(expr: Expr, tables: Tables) -> Expr:
+    choice = decide(expr, "past", tables)
+    if choice is not None:
+        return const(choice)
+    op = expr[0]
+    if op in ("and", "or"):
+        neutral = op == "and"
+        rest = [item for item in expr[1:] if decide(item, "past", tables) is not neutral]
+        return rest[0] if len(rest) == 1 else expr
+    if op == "not" and expr[1][0] in _NEGATED:
+        return (_NEGATED[expr[1][0]], *expr[1][1:])
+    if op in ("ne", "eq") and expr[2] == const(0) and expr[1][0] == "where":
+        return _simplify_where(("where", expr[1][1], *[fold((op, item, expr[2])) for item in expr[1][2:]]), tables)
+    return expr
+
+
+def _simplify_where(expr: Expr, tables: Tables) -> Expr:
+    _, condition, first, second = expr
+    choice = decide(condition, "past", tables)
+    if choice is not None:
+        return first if choice else second
+    if (first, second) == (const(True), const(False)):
+        return condition
+    if (first, second) == (const(False), const(True)):
+        return _simplify_condition(("not", condition), tables)
+    return expr
+
+
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y,
+    "neg": lambda x: -x, "float": float, "int": int, "eq": lambda x, y: x == y, "ne": lambda x, y: x != y,
+}  # fmt: skip
+
+
+def fold(expr: Expr) -> Expr:
+    """Fold constants, also those in the branches of a choice; drop additions of zero and factors of one."""
+    op, arguments = expr[0], expr[1:]
+    if op not in _FOLDS:
+        return expr
+    if all(item[0] == "const" for item in arguments):
+        return _evaluate_constant(expr)
+    for i, item in enumerate(arguments):
+        others = arguments[:i] + arguments[i + 1 :]
+        if _is_choice_of_constants(item) and all(other[0] == "const" for other in others):
+            branches = [fold((op, *arguments[:i], branch, *arguments[i + 1 :])) for branch in item[2:]]
+            return ("where", item[1], *branches)
+    if len(arguments) == 2:
+        left, right = arguments
+        neutral = const(0.0) if op in ("add", "sub") else const(1.0)
+        if op in ("add", "sub", "mul", "div") and right[0] == "const" and float(right[1]) == neutral[1]:
+            return left
+        if op in ("add", "mul") and left[0] == "const" and float(left[1]) == neutral[1]:
+            return right
+    return expr
+
+
+def _evaluate_constant(expr: Expr) -> Expr:
+    values = [item[1] for item in expr[1:]]
+    try:
+        return const(_FOLDS[expr[0]](*values))
+    except (ZeroDivisionError, OverflowError, ValueError):
+        return expr
+
+
+def _is_choice_of_constants(expr: Expr) -> bool:
+    return expr[0] == "where" and all(item[0] == "const" for item in expr[2:])
+
+
+def split_mask(expr: Expr) -> tuple[Expr, list[Expr]]:
+    """Split a simplified score into its value and the conditions under which it is not masked."""
+    op = expr[0]
+    if op == "where":
+        _, condition, first, second = expr
+        for kept, other, wanted in ((first, second, condition), (second, first, _negate(condition))):
+            if other[0] == "const" and float(other[1]) <= MASKING:
+                value, conditions = split_mask(kept)
+                return value, [*conjuncts(wanted), *conditions]
+    if op == "add":
+        (left, above), (right, below) = split_mask(expr[1]), split_mask(expr[2])
+        return fold(("add", left, right)), above + below
+    if op in ("mul", "div") and expr[2][0] == "const" and float(expr[2][1]) > 0:
+        value, conditions = split_mask(expr[1])
+        return fold((op, value, expr[2])), conditions
+    if op == "mul" and expr[1][0] == "const" and float(expr[1][1]) > 0:
+        value, conditions = split_mask(expr[2])
+        return fold((op, expr[1], value)), conditions
+    if op == "float":
+        return split_mask(expr[1])
+    return expr, []
+
+
+def _negate(condition: Expr) -> Expr:
+    if condition[0] == "not":
+        inner: Expr = condition[1]
+        return inner
+    if condition[0] in _NEGATED:
+        return (_NEGATED[condition[0]], *condition[1:])
+    return ("not", condition)
+
+
+def conjuncts(condition: Expr) -> list[Expr]:
+    """The conditions that are all required."""
+    if condition[0] == "and":
+        return [*conjuncts(condition[1]), *conjuncts(condition[2])]
+    if condition[0] == "not" and condition[1][0] == "or":
+        return [*conjuncts(_negate(condition[1][1])), *conjuncts(_negate(condition[1][2]))]
+    return [condition]
+
+
+def canonical_window(condition: Expr) -> Expr:
+    """A condition on ``cq - ck`` alone as ``cq - ck < W``, the form kernels know; others as they are."""
+    if condition[0] not in _COMPARISONS:
+        return condition
+    form = affine(("sub", condition[1], condition[2]))
+    if form is None or any(form.get(name) for name in ("b", "head")):
+        return condition
+    slope, constant = form.get("ck", 0.0), form.get("1", 0.0)
+    if slope == 0 or slope != -form.get("cq", 0.0):
+        return condition
+    # slope * (ck - cq) + constant <op> 0; with d = cq - ck: constant <op> slope * d
+    op = condition[0] if slope > 0 else {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}[condition[0]]
+    limit = constant / slope  # d < limit, d <= limit, d > limit or d >= limit
+    if op not in ("gt", "ge"):
+        return condition
+    window = math.ceil(limit) if op == "gt" else math.floor(limit) + 1
+    return ("lt", ("sub", ("cq",), ("ck",)), const(window))

@@ -1,0 +1,132 @@
+"""Trace Dynamo's graph to functional ATen, forward only.
+
+Works on a copy: changing Dynamo's own graph crashes Dynamo. Attention and the user's own ``autograd.Function`` stay whole
+(``treefx.passes.opaque_ops``); bodies of activation checkpoints are inlined and tagged for the partitioner; regions
+without gradient become ``detach``; casts of autocast become explicit.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from treefx.passes import opaque_ops
+
+__all__ = ["trace_forward", "trace_function"]
+
+_ATTENTION = {F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention}
+_HIGHER_ORDER = torch.ops.higher_order
+_checkpoint_ids = itertools.count(1)
+
+
+def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """Return the functional ATen graph of ``gm``.
+
+    Args:
+        gm: Dynamo's graph; left as it is.
+        inputs: One value per placeholder: fake tensors of ``mode``, or numbers.
+        mode: The fake tensor mode of the inputs.
+
+    Returns:
+        A graph with the same placeholders in the same order; each node has ``meta["val"]`` and the stack of the user's line.
+    """
+    interpreter = _ForwardTracer(gm)
+    return trace_function(interpreter.run, inputs, mode, functional=True)
+
+
+def trace_function(
+    function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode, *, functional: bool = False
+) -> fx.GraphModule:
+    """Trace a Python function over fake tensors into a graph, keeping the current node's meta."""
+    traced = torch.func.functionalize(function) if functional else function
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cached cast would hand one trace the tensors of another
+    try:
+        with torch.no_grad(), mode, fx_traceback.preserve_node_meta():
+            gm = make_fx(traced, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+    assert isinstance(gm, fx.GraphModule)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+class _ForwardTracer(fx.Interpreter):
+    """Runs Dynamo's graph; the operators named in the module docstring are handled here, all others run as they are."""
+
+    def __init__(self, gm: fx.GraphModule, grad_enabled: bool = True) -> None:
+        super().__init__(gm)
+        self.grad_enabled = grad_enabled
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch._C._set_grad_enabled:
+            self.grad_enabled = bool(args[0])
+            return None
+        result = self._call(target, args, kwargs)
+        return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
+
+    def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().call_method(target, args, kwargs)
+        return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
+
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _ATTENTION:
+            return _call_attention(*args, **kwargs)
+        if target is _HIGHER_ORDER.tag_activation_checkpoint:
+            return self._inline_checkpoint(args)
+        if target is _HIGHER_ORDER.autograd_function_apply:
+            return _call_custom_function(*args)
+        return super().call_function(target, args, kwargs)
+
+    def _inline_checkpoint(self, args: tuple[Any, ...]) -> Any:
+        """Run a checkpointed body in place; the partitioner reads the tags and recomputes it in the backward."""
+        body, identity = copy.deepcopy(args[0]), next(_checkpoint_ids)
+        for node in body.graph.nodes:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta["ac_graph_id"] = identity
+        return _ForwardTracer(body, self.grad_enabled).run(*args[1:])
+
+
+def _detach(x: Tensor) -> Tensor:
+    return x.detach() if x.is_floating_point() or x.is_complex() else x
+
+
+def _call_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # an operator of our own has no autocast rule; this is that of the original
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (_autocast(x, dtype) for x in (query, key, value))
+        attn_mask = None if attn_mask is None else _autocast(attn_mask, dtype)
+    return opaque_ops.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    eligible = x.is_floating_point() and x.dtype is not torch.float64
+    return x.to(dtype) if eligible else x
+
+
+def _call_custom_function(forward: Any, backward: Any, *inputs: Any) -> Any:
+    key = opaque_ops.register_function(forward, backward)
+    return tuple(opaque_ops.custom_function(list(inputs), key))
+

@@ -1,0 +1,104 @@
+"""Prove that an invariant value does not vary along a dimension.
+
+A model may expand an invariant tensor over the batch (``inv_freq.expand(B, -1, 1)``) and compute on. Run packed, it is
+read at row 0, which is exact only if all rows are alike. The proof follows the graph; sizes prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+__all__ = ["is_uniform"]
+
+aten = torch.ops.aten
+_SAME_SHAPE = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+_FILLED = {aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default, aten.ones_like.default,
+           aten.full_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+           aten.scalar_tensor.default}  # fmt: skip
+
+
+def is_uniform(node: fx.Node, dim: int) -> bool:
+    """Whether ``node`` is proved constant along ``dim`` (non-negative)."""
+    shape = node.meta["val"].shape
+    if shape[dim] == 1 or node.target in _FILLED:
+        return True
+    rule = _RULES.get(node.target)
+    if rule is not None:
+        return rule(node, dim)
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags or node.target in _SAME_SHAPE or node.target is aten.where.self:
+        return all(_is_uniform_aligned(operand, dim - len(shape)) for operand in node.all_input_nodes)
+    return False
+
+
+def _is_uniform_aligned(node: fx.Node, from_end: int) -> bool:
+    rank = node.meta["val"].dim()
+    return -from_end > rank or is_uniform(node, rank + from_end)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _expand(node: fx.Node, dim: int) -> bool:
+    return _is_uniform_aligned(_source(node), dim - node.meta["val"].dim())
+
+
+def _unsqueeze(node: fx.Node, dim: int) -> bool:
+    new = int(node.args[1]) % node.meta["val"].dim()  # type: ignore[arg-type]
+    return dim == new or is_uniform(_source(node), dim - (dim > new))
+
+
+def _permute(node: fx.Node, dim: int) -> bool:
+    rank = node.meta["val"].dim()
+    labels = torch.empty([2 + i for i in range(rank)], device="meta")
+    moved = node.target(labels, *node.args[1:])  # type: ignore[operator]
+    return is_uniform(_source(node), moved.shape[dim] - 2)
+
+
+def _slice(node: fx.Node, dim: int) -> bool:
+    return is_uniform(_source(node), dim)
+
+
+def _cat(node: fx.Node, dim: int) -> bool:
+    along = node.args[1] if len(node.args) > 1 else 0
+    pieces = node.args[0]
+    assert isinstance(along, int) and isinstance(pieces, list | tuple)
+    along %= node.meta["val"].dim()
+    return dim != along and all(isinstance(piece, fx.Node) and is_uniform(piece, dim) for piece in pieces)
+
+
+def _embedding(node: fx.Node, dim: int) -> bool:
+    index = node.args[1]
+    assert isinstance(index, fx.Node)
+    return dim < index.meta["val"].dim() and is_uniform(index, dim)
+
+
+def _bmm(node: fx.Node, dim: int) -> bool:
+    left, right = node.args[:2]
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    if dim == 0:
+        return is_uniform(left, 0) and is_uniform(right, 0)
+    return is_uniform(left, 1) if dim == 1 else is_uniform(right, 2)
+
+
+def _repeat(node: fx.Node, dim: int) -> bool:
+    return _is_uniform_aligned(_source(node), dim - node.meta["val"].dim())
+
+
+_RULES: dict[object, Callable[[fx.Node, int], bool]] = {
+    aten.expand.default: _expand,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.permute.default: _permute,
+    aten.transpose.int: _permute,
+    aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
+    aten.embedding.default: _embedding,
+    aten.bmm.default: _bmm,
+    aten.repeat.default: _repeat,
+}

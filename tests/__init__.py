@@ -1,0 +1,1 @@
+"""Tests of treefx; the oracle they share is `tests.oracle`."""

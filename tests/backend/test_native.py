@@ -1,0 +1,244 @@
+"""Native level: a forest's packed row through the compiled model, equal to every row on its own."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import treefx
+from tests.models import TinyLM, double, zoo
+from tests.oracle import (
+    FLOAT32,
+    FLOAT64,
+    Outcome,
+    Step,
+    assert_close,
+    compile_with,
+    outcome,
+    refused,
+    separate_rows,
+    stats_of,
+)
+from tests.spellings import GROUPED, SPELLINGS
+
+NATIVE = ("llama", "qwen3", "gpt2", "mistral", "gemma2")
+"""Plain, normalised heads, learned positions, sliding window, softcap with alternating windows."""
+
+Rows = list[list[int]]
+
+
+def rollouts(seed: int = 0) -> Rows:
+    """Forks of forks over two roots, a duplicate, a prefix of another row and a row of one token."""
+    draw = random.Random(seed)
+    tokens = lambda count: [draw.randrange(3, 60) for _ in range(count)]  # noqa: E731
+    stem, branch = tokens(7), tokens(5)
+    rows = [stem + branch + tokens(4), stem + branch + tokens(3), stem + branch, stem + tokens(6)]
+    rows += [list(rows[0]), tokens(9), [60], stem + tokens(2)]
+    draw.shuffle(rows)
+    return rows
+
+
+def random_weights(rows: Rows, seed: int = 0) -> list[list[float]]:
+    """A weight per row and token, some of them zero, some negative."""
+    draw = random.Random(seed)
+    return [[draw.choice([0.0, draw.uniform(-0.5, 1.5)]) for _ in row] for row in rows]
+
+
+def native_loss(forest: treefx.Forest, reduction: Any = "sum") -> Step:
+    def step(model: nn.Module) -> Tensor:
+        with treefx.use(forest):
+            out = model(**forest.model_inputs(), use_cache=False)
+        return treefx.losses.sft(treefx.edge_logprobs(out.logits, forest), forest, reduction=reduction)
+
+    return step
+
+
+def run_native(compiled: Any, model: nn.Module, forest: treefx.Forest, reduction: Any = "sum") -> Outcome:
+    return outcome(model, lambda: native_loss(forest, reduction)(compiled))
+
+
+class TakesCacheFlag(nn.Module):
+    """Lets a TinyLM be called as a transformers model is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, use_cache: bool = False) -> Any:
+        return self.model(input_ids=input_ids, position_ids=position_ids)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_weighted_rows_in_float64(name: str) -> None:
+    model, rows = double(name), rollouts()
+    weights = random_weights(rows)
+    forest = treefx.Forest.from_sequences(rows, weights=weights)
+    compiled = compile_with(model)
+    assert_close(run_native(compiled, model, forest), separate_rows(model, rows, weights), FLOAT64)
+    stats = stats_of(compiled)
+    assert stats["fallback"] is None
+    assert stats["attention_rewritten"] == 2
+    assert stats["tokens"] == forest.num_tokens
+    assert stats["raw_tokens"] == sum(map(len, rows))
+    assert stats["expansions"] == []
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_weighted_rows_in_float32(name: str) -> None:
+    model, truth, rows = zoo(name), double(name), rollouts()
+    truth.load_state_dict(model.state_dict())
+    weights = random_weights(rows)
+    forest = treefx.Forest.from_sequences(rows, weights=weights)
+    got = run_native(compile_with(model), model, forest)
+    assert_close(got, separate_rows(truth, rows, weights), FLOAT32)
+
+
+def test_inductor() -> None:
+    model, rows = zoo("llama"), rollouts()
+    forest = treefx.Forest.from_sequences(rows)
+    got = run_native(compile_with(model, inner="inductor"), model, forest)
+    assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT32)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "row_mean"])
+def test_means(reduction: str) -> None:
+    model, rows = double("llama"), [row for row in rollouts() if len(row) > 1]
+    forest = treefx.Forest.from_sequences(rows)
+    predicted = [len(row) - 1 for row in rows]
+    if reduction == "token_mean":
+        weights = [[1.0 / sum(predicted)] * len(row) for row in rows]
+    else:
+        weights = [[1.0 / (count * len(rows))] * len(row) for row, count in zip(rows, predicted, strict=True)]
+    got = run_native(compile_with(model), model, forest, reduction)
+    assert_close(got, separate_rows(model, rows, weights), FLOAT64)
+
+
+@pytest.mark.parametrize("name", ["tril_buffer", "chunked", "sliding_softcap", "alibi", "relative_bias"])
+def test_spellings_of_attention(name: str) -> None:
+    model, rows = TakesCacheFlag(TinyLM(SPELLINGS[name])).double(), rollouts()
+    forest = treefx.Forest.from_sequences(rows)
+    got = run_native(compile_with(model), model, forest)
+    assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT64)
+
+
+def test_grouped_heads() -> None:
+    model, rows = TakesCacheFlag(TinyLM(GROUPED["sdpa_enable_gqa"], kv_heads=2)).double(), rollouts()
+    forest = treefx.Forest.from_sequences(rows)
+    got = run_native(compile_with(model), model, forest)
+    assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT64)
+
+
+def test_gradient_checkpointing() -> None:
+    model, rows = double("llama"), rollouts()
+    expected = separate_rows(model, rows, [[1.0] * len(row) for row in rows])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    got = run_native(compile_with(model), model, treefx.Forest.from_sequences(rows))
+    assert_close(got, expected, FLOAT64)
+
+
+def test_other_forests_compile_nothing() -> None:
+    model = double("llama")
+    compiled = compile_with(model)
+    compiles = []
+    for seed in range(5):
+        rows = rollouts(seed)[: 8 - seed]
+        forest = treefx.Forest.from_sequences(rows)
+        got = run_native(compiled, model, forest)
+        assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT64)
+        compiles.append(stats_of(compiled)["compiles"])
+    # Dynamo itself makes the length symbolic when it changes for the first time.
+    assert compiles[1:] == compiles[1:2] * 4
+
+
+def test_forests_accumulate() -> None:
+    """The forest of a forward is its backward's too, whichever forest came in between."""
+    model, samples = double("llama"), [rollouts(seed) for seed in range(3)]
+    compiled = compile_with(model)
+    forests = [treefx.Forest.from_sequences(rows) for rows in samples]
+    got = outcome(model, lambda: sum(native_loss(forest)(compiled) for forest in forests))
+    rows = sum(samples, [])
+    assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT64)
+
+
+def test_forest_and_padded_batch_in_one_model() -> None:
+    """Inside of `use` the row is a tree, outside it is a row."""
+    model, rows = double("llama"), rollouts()
+    compiled = compile_with(model)
+    forest = treefx.Forest.from_sequences(rows)
+    ids = forest.model_inputs()["input_ids"]
+    for _ in range(2):
+        expected = separate_rows(model, rows, [[1.0] * len(row) for row in rows])
+        assert_close(run_native(compiled, model, forest), expected, FLOAT64)
+        plain = outcome(model, lambda: compiled(input_ids=ids, labels=ids).loss)
+        twin = copy.deepcopy(model)
+        assert_close(plain, outcome(twin, lambda twin=twin: twin(input_ids=ids, labels=ids).loss), FLOAT64)
+
+
+node_tokens = st.lists(st.integers(3, 6), min_size=1, max_size=4)
+branches = st.recursive(
+    node_tokens.map(lambda tail: [tail]),
+    lambda inner: st.tuples(node_tokens, st.lists(inner, max_size=3)).map(
+        lambda pair: [pair[0], *(pair[0] + row for rows in pair[1] for row in rows)]
+    ),
+    max_leaves=6,
+)
+"""Rows of a random tree: every prefix at a fork is a row too, over four token ids, so that rows collide."""
+
+
+def test_random_forests() -> None:
+    model = TakesCacheFlag(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1)).double()
+    compiled = compile_with(model)
+
+    @settings(max_examples=12)
+    @given(trees=st.lists(branches, min_size=1, max_size=3), seed=st.integers(0, 99))
+    def check(trees: list[Rows], seed: int) -> None:
+        rows = [row for tree in trees for row in tree]
+        random.Random(seed).shuffle(rows)
+        if max(map(len, rows)) == 1:
+            rows.append(rows[0] * 2)
+        weights = random_weights(rows, seed)
+        forest = treefx.Forest.from_sequences(rows, weights=weights)
+        expected = separate_rows(model, rows, weights)
+        if all(g is None or not g.any() for g in expected.gradients.values()):
+            return
+        assert_close(run_native(compiled, model, forest), expected, FLOAT64)
+
+    check()
+
+
+def test_forest_with_other_input() -> None:
+    compiled = compile_with(zoo("llama"))
+    forest = treefx.Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+    shorter = {name: value[:, :-1] for name, value in forest.model_inputs().items()}
+    with refused(), treefx.use(forest):
+        compiled(**shorter, use_cache=False)
+
+
+def test_forest_with_a_padded_batch() -> None:
+    compiled = compile_with(zoo("llama"))
+    forest = treefx.Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+    with refused(), treefx.use(forest):
+        compiled(input_ids=torch.tensor([[5, 6, 7], [5, 6, 8]]), use_cache=False)
+
+
+def test_forest_with_the_tokens_of_another() -> None:
+    compiled = compile_with(zoo("llama"))
+    forest = treefx.Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+    other = treefx.Forest.from_sequences([[15, 16, 17], [15, 16, 18]])
+    with refused(), treefx.use(forest):
+        compiled(**other.model_inputs(), use_cache=False)
+
+
+def test_second_forest_with_the_input_of_the_first() -> None:
+    """Checked at every call, not only when compiling."""
+    model = zoo("llama")
+    compiled = compile_with(model)
+    forest, other = (treefx.Forest.from_sequences(rows) for rows in ([[5, 6, 7, 9]], [[5, 6, 7], [5, 6, 8]]))
+    run_native(compiled, model, forest)
+    with refused(), treefx.use(other):
+        compiled(**forest.model_inputs(), use_cache=False)

@@ -1,0 +1,30 @@
+"""Fixtures of every test: fixed seeds, one thread, a fresh Dynamo, and NaN in memory nobody wrote."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("treefx", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("treefx")
+
+
+@pytest.fixture(autouse=True)
+def reproducible() -> Iterator[None]:
+    """Same random numbers and summation order in every run; no compiled code outlives its test."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fills what torch.empty and its kin return with NaN (integers: their largest value)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

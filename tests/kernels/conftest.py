@@ -1,0 +1,38 @@
+"""What the kernel tests share: forests from parent arrays, and poisoned memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@pytest.fixture(scope="session")
+def ends_of() -> Callable[[list[int]], Tensor]:
+    """Turn parents in packed order (-1: root) into ``subtree_end``."""
+
+    def convert(parents: list[int]) -> Tensor:
+        ends = list(range(1, len(parents) + 1))
+        for token in reversed(range(len(parents))):
+            if parents[token] >= 0:
+                ends[parents[token]] = max(ends[parents[token]], ends[token])
+        return torch.tensor(ends, dtype=torch.int32)
+
+    return convert
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill fresh memory with NaN, so that a result that was never written is seen."""
+
+    def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return allocate_poisoned
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))

@@ -1,0 +1,1 @@
+"""Tests of the forest, its losses and the run time."""

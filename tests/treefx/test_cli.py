@@ -1,0 +1,244 @@
+"""The command line: every command's help, its JSON, and how it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from treefx.cli import app, bench_step
+from treefx.cli.doctor import self_check
+from treefx.cli.job import make_tokenizer, prepare_batches
+from treefx.cli.models import make_config, make_model
+from treefx.cli.report import TrainingReport
+from treefx.cli.synthetic import shared_prefix_batch
+from treefx.cli.training import TrainingRun, compare_training, gradient_error, reference_gradients
+from treefx.data import Conversation, scripted_conversations
+from treefx.errors import InputError
+from treefx.forest import Forest
+
+COMMANDS = (
+    ["demo"],
+    ["inspect"],
+    ["data"],
+    ["doctor"],
+    ["bench"],
+    ["bench", "forest"],
+    ["bench", "attention"],
+)
+
+
+def _json(arguments: list[str]) -> Any:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def _treefx(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-P", "-m", "treefx", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "command", [[], *COMMANDS, ["bench", "step"]], ids=lambda command: " ".join(command) or "all"
+)
+def test_help_explains_every_command(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output and len(result.output.splitlines()) > 8
+
+
+def test_module_and_refusals() -> None:
+    done = _treefx("data", "no/such/file")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("InputError: no file or folder no/such/file")
+    assert "Traceback" not in done.stderr
+
+
+def test_data_of_the_scripted_sample(tmp_path: Path) -> None:
+    picture = tmp_path / "pictures" / "tree.png"
+    figures = _json(["data", "--tokenizer", "bytes", "--draw", str(picture), "--json"])
+    assert figures["conversations"] == 32 and figures["tasks"] == 8
+    assert figures["raw_tokens"] > figures["merged_tokens"] > figures["tokens"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_prints_a_table(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(chat))
+    result = CliRunner().invoke(app, ["data", str(path), "--tokenizer", "bytes"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "separate rows" in result.output and "1 conversations of 1 tasks" in result.output
+
+
+def test_doctor_self_check_is_exact() -> None:
+    assert self_check("aot_eager") <= 1e-10
+
+
+def test_doctor_reports_the_installation() -> None:
+    findings = _json(["doctor", "--inner", "aot_eager", "--json"])
+    assert findings["torch"] == torch.__version__.split("+")[0] or findings["torch"] == torch.__version__
+    assert findings["backend registered"] is True
+    assert findings["problems"] == []
+
+
+def test_doctor_fails_on_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treefx.cli.doctor.self_check", lambda inner: 0.059)
+    result = CliRunner().invoke(app, ["doctor", "--inner", "aot_eager", "--json"])
+    assert result.exit_code == 1
+    assert "off by 5.9e-02" in json.loads(result.stdout)["problems"][0]
+
+
+def test_doctor_fails_on_a_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treefx.cli.doctor.self_check", lambda inner: float("nan"))
+    assert CliRunner().invoke(app, ["doctor", "--inner", "aot_eager"]).exit_code == 1
+
+
+# Models and batches
+
+
+def test_make_config_refuses_what_transformers_does_not_know(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(InputError, match="model must be an architecture .* got 'lama'"):
+        make_config("lama", vocab_size=32)
+    with pytest.raises(InputError, match="multiple of 64, got 100"):
+        make_config("llama", vocab_size=32, hidden_size=100)
+    path = tmp_path / "config.json"
+    with pytest.raises(InputError, match="cannot read a model configuration"):
+        make_config(str(path), vocab_size=32)
+    path.write_text("{}")
+    with pytest.raises(InputError, match="key 'model_type'"):
+        make_config(str(path), vocab_size=32)
+
+
+def test_make_config_reads_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_config("qwen3", vocab_size=64).to_json_file(tmp_path / "config.json")
+    config = make_config(str(tmp_path / "config.json"), vocab_size=100)
+    assert (config.model_type, config.hidden_size, config.vocab_size) == ("qwen3", 64, 100)
+
+
+def test_missing_transformers_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match="pip install"):
+        make_config("llama", vocab_size=32)
+
+
+@pytest.mark.parametrize(("prefix", "suffix"), [(0, 5), (7, 1), (448, 64)])
+def test_shared_prefix_batch_has_the_tokens_it_promises(prefix: int, suffix: int) -> None:
+    batch = shared_prefix_batch(8, prefix, suffix, 512)
+    forest = Forest.from_padded(batch.input_ids, batch.attention_mask)
+    assert (forest.raw_tokens, forest.num_tokens) == (8 * (prefix + suffix), prefix + 8 * suffix)
+
+
+def test_shared_prefix_batch_refuses_too_small_a_vocabulary() -> None:
+    with pytest.raises(InputError, match="vocab_size=4"):
+        shared_prefix_batch(8, 1, 1, 4)
+
+
+# The main job
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[Conversation]:
+    return scripted_conversations(2, 2)
+
+
+def test_prepare_batches_has_full_batches_of_one_shape(conversations: list[Conversation]) -> None:
+    tokenizer = make_tokenizer(conversations, "bytes")
+    prepared = prepare_batches(conversations, tokenizer, steps=3, rows=4, max_length=2048, pad_multiple=2048)
+    assert [batch.shape for batch in prepared.batches] == [(4, 2048)] * 3
+    assert prepared.too_long == sum(len(row) > 2048 for row in _rows(conversations)) < prepared.rows
+
+
+def _rows(conversations: list[Conversation]) -> list[Any]:
+    from treefx.data import ByteTokenizer, make_samples
+
+    return make_samples(conversations, ByteTokenizer())
+
+
+def test_prepare_batches_refuses_a_limit_below_every_row(conversations: list[Conversation]) -> None:
+    tokenizer = make_tokenizer(conversations, "bytes")
+    with pytest.raises(InputError, match="max_length must admit at least one row"):
+        prepare_batches(conversations, tokenizer, steps=1, rows=2, max_length=10)
+    with pytest.raises(InputError, match="'bpe' or 'bytes', got 'words'"):
+        make_tokenizer(conversations, "words")
+
+
+def test_gradient_error_finds_the_worst_parameter() -> None:
+    reference = {"a": torch.tensor([2.0, 1.0]), "b": torch.tensor([1e-3]), "zero": torch.tensor([1e-12])}
+    gradients = {"a": torch.tensor([2.0, 1.1]), "b": torch.tensor([1.2e-3]), "zero": torch.tensor([1e-9])}
+    error, name = gradient_error(gradients, reference)
+    assert name == "b" and error == pytest.approx(0.2, rel=1e-3)
+    with pytest.raises(KeyError):
+        gradient_error({"a": reference["a"]}, reference)
+
+
+def test_comparison_starts_from_equal_weights_and_reports(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = make_model(make_config("llama", vocab_size=64))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [shared_prefix_batch(4, 12, 4, 64, seed=seed) for seed in range(2)]
+    runs = [TrainingRun(model, "none"), TrainingRun(model, "treefx", options={"inner": "aot_eager"})]
+    records = compare_training(runs, batches)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [(record.raw_tokens, record.tokens) for record in records] == [(64, 28)] * 2
+    reference = reference_gradients(model, batches[0])
+    report = TrainingReport(
+        records=records,
+        backend="treefx",
+        baseline="none",
+        compile_seconds={run.backend: run.compile_seconds for run in runs},
+        gradient_errors={run.backend: gradient_error(run.first_gradients, reference)[0] for run in runs},
+    )
+    assert max(report.gradient_errors.values()) < 1e-5 and report.loss_error < 1e-6
+    # The second step has seen an optimizer step: weights stayed together.
+    assert records[1].losses["treefx"] == pytest.approx(records[1].losses["none"], rel=1e-4)
+    assert report.token_bound == pytest.approx(64 / 28) and report.padded_share == 0
+    report.draw(tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(json.dumps(report.to_dict()))["steps"][1]["tokens"] == 28
+
+
+def test_bench_step_refuses_wrong_results() -> None:
+    pytest.importorskip("transformers")
+
+    def halved(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        return lambda *args: tuple(value * 0.5 for value in graph(*args))
+
+    torch._dynamo.register_backend(halved)
+    case = bench_step.StepCase("tiny", 6, 2)
+    with pytest.raises(bench_step.WrongResultError, match="no time is reported"):
+        bench_step.run(
+            hidden_size=64,
+            layers=1,
+            rows=2,
+            vocab_size=32,
+            repeats=1,
+            backend="halved",
+            baseline="none",
+            cases=[case],
+        )
+
+
+def test_bench_step_reports_the_share_of_the_bound() -> None:
+    pytest.importorskip("transformers")
+    case = bench_step.StepCase("tiny", 6, 2)
+    (record,) = bench_step.run(
+        hidden_size=64,
+        layers=1,
+        rows=2,
+        vocab_size=32,
+        repeats=1,
+        backend="aot_eager",
+        baseline="none",
+        cases=[case],
+    )
+    assert record["token_bound"] == 16 / 10
+    assert record["share_of_bound"] == pytest.approx(float(str(record["speed_up"])) / 1.6)
+    assert float(str(record["gradient_error"])) < 1e-5

@@ -1,0 +1,5 @@
+"""``python -m treefx``: the command line."""
+
+from treefx.cli import main
+
+main()

@@ -1,0 +1,62 @@
+"""The ``torch.compile`` backend: ``torch.compile(model, backend="treefx", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from treefx.config import Config
+from treefx.errors import ConfigError
+from treefx.report import register
+from treefx.runtime import CompiledGraph
+
+__all__ = ["treefx"]
+
+
+def treefx(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> CompiledGraph:
+    """Compile one graph of Dynamo so that shared prefixes are computed once.
+
+    Args:
+        gm: Dynamo's graph, parameters and buffers among its inputs.
+        example_inputs: One example per placeholder.
+        options: Fields of ``treefx.Config``.
+        mode: ``torch.compile(mode=...)``; the modes of inductor are not treefx's, only "default" is accepted.
+
+    Raises:
+        ConfigError: An unknown option or mode.
+    """
+    if mode not in (None, "default"):
+        raise ConfigError(f"backend 'treefx' takes mode None or 'default', got {mode!r}; set options={{'inner': ...}} instead")
+    config = Config.from_options(options)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    roles = [_role(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
+    graph = CompiledGraph(gm, roles, config)
+    register(graph)
+    return graph
+
+
+def _role(node: fx.Node, example: Any) -> str:
+    """Whether an input is a parameter, a buffer of the model, or comes with the call."""
+    if isinstance(example, torch.nn.Parameter):
+        return "parameter"
+    source = getattr(node, "_dynamo_source", None)
+    if source is None or not isinstance(example, torch.Tensor):
+        return "input"
+    kind = source.guard_source
+    kind = kind() if callable(kind) else kind
+    if example.requires_grad and _of_module(kind):
+        return "parameter"
+    return "buffer" if _of_module(kind) else "input"
+
+
+def _of_module(source: Any) -> bool:
+    return bool(source.is_specialized_nn_module() or source.is_unspecialized_nn_module())

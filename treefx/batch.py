@@ -1,0 +1,113 @@
+"""The trie of one call: which positions of a ``[B, T]`` batch are the same token, as tensors for the compiled graph."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treefx.forest import Forest
+from treefx.trie import build_trie, combine_keys
+
+__all__ = ["Batch", "build_batch", "forest_batch"]
+
+_SMALLEST = 2
+"""Compiled graphs are made for at least two tokens; a lone token gets a companion that nobody reads."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The distinct tokens of a call.
+
+    ``metadata`` are the extra inputs of the rewritten graph: row [N] and column [N] int64, subtree_end [N] int32, token_of
+    [B, T] int64 (-1 where a position was dropped). ``tokens`` is N without the companion of a lone token.
+    """
+
+    tokens: int
+    metadata: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    @property
+    def size(self) -> int:
+        """Length of the packed row that runs."""
+        return len(self.metadata[0])
+
+
+_recent: OrderedDict[int, tuple[list[Tensor], Tensor | None, Batch]] = OrderedDict()
+_RECENT = 4
+
+
+def build_batch(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
+    """Build the trie over columns of the inputs that tell tokens apart.
+
+    Calls of one step (policy and reference model, several graphs of one model) share the trie: it is looked up by content.
+
+    Args:
+        keys: [B, T] inputs; two positions are one token iff these agree on all kept columns up to theirs.
+        keep: bool [B, T], False at padding to be dropped; None keeps all.
+    """
+    for known, known_keep, batch in reversed(_recent.values()):
+        if _same(keys, known) and _same_keep(keep, known_keep):
+            return batch
+    batch = _build(keys, keep)
+    _recent[id(batch)] = ([key.clone() for key in keys], None if keep is None else keep.clone(), batch)
+    while len(_recent) > _RECENT:
+        _recent.popitem(last=False)
+    return batch
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(
+        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _same_keep(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.shape == right.shape and torch.equal(left, right)
+
+
+def _build(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
+    columns = [key.cpu().numpy() for key in keys]
+    device = keys[0].device
+    rows, width = columns[0].shape
+    if keep is None:
+        trie = build_trie(combine_keys(columns))
+        row, column = trie.row, trie.index
+        token_of = trie.token_of
+    else:
+        kept = keep.cpu().numpy()
+        order = np.argsort(~kept, axis=1, kind="stable")  # kept columns of each row, in order, then the dropped ones
+        lengths = kept.sum(1)
+        if not (order == np.arange(width)).all():
+            columns = [*columns, np.broadcast_to(np.arange(width), (rows, width))]
+        trie = build_trie(np.take_along_axis(combine_keys(columns), order, 1), lengths)
+        row, column = trie.row, order[trie.row, trie.index]
+        token_of = np.full((rows, width), -1, dtype=np.int64)
+        token_of[kept] = trie.flat_token_of
+    return _tensors(row, column, trie.subtree_end, token_of, device)
+
+
+def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.ndarray, device: torch.device) -> Batch:  # type: ignore[type-arg]
+    tokens = len(row)
+    missing = max(0, _SMALLEST - tokens)
+    row, column = np.pad(row, (0, missing)), np.pad(column, (0, missing))
+    end = np.concatenate([end, np.arange(tokens + 1, tokens + missing + 1)]).astype(np.int32)
+    arrays = [row.astype(np.int64), column.astype(np.int64), end, token_of]
+    first, second, third, fourth = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays)
+    return Batch(tokens, (first, second, third, fourth))
+
+
+def forest_batch(forest: Forest, device: torch.device) -> Batch:
+    """The metadata of the native level: the packed row of a forest is the only row."""
+    count = forest.num_tokens
+    arange = torch.arange(count, device=device)
+    depth = forest.depth.to(device=device, dtype=torch.int64)
+    return Batch(
+        count, (torch.zeros_like(arange), depth, forest.subtree_end.to(device=device, dtype=torch.int32), arange[None])
+    )

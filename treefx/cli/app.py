@@ -1,0 +1,30 @@
+"""The command ``treefx``, also ``python -m treefx``."""
+
+import typer
+
+from treefx.cli.bench import bench
+from treefx.cli.data import data
+from treefx.cli.demo import demo
+from treefx.cli.doctor import doctor
+from treefx.cli.inspect_model import inspect
+from treefx.cli.output import refusals_end_the_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="treefx",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train on rollouts that share prefixes, computing each distinct prefix once, exactly.",
+)
+app.command()(demo)
+app.command()(inspect)
+app.command()(data)
+app.command()(doctor)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Run the command line; a refusal of treefx ends it with one line and exit status 2."""
+    with refusals_end_the_command():
+        app()

@@ -1,0 +1,58 @@
+"""``treefx demo``: a small run of the main job on the scripted sample."""
+
+from typing import Annotated
+
+import typer
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import treefx
+from treefx.cli.job import make_tokenizer, prepare_batches, train_and_compare
+from treefx.cli.models import make_config, make_model, require_transformers
+from treefx.cli.output import console, notes, print_json
+from treefx.data import scripted_conversations
+
+__all__ = ["demo"]
+
+
+def demo(
+    model: Annotated[
+        str, typer.Option(help="An architecture of transformers: llama, qwen3, gemma2, ...")
+    ] = "llama",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 3,
+    rows: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
+    backend: Annotated[str, typer.Option(help="The torch.compile backend to show.")] = "treefx",
+    baseline: Annotated[str, typer.Option(help="The torch.compile backend to compare with.")] = "inductor",
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON and nothing else.")] = False,
+) -> None:
+    """Train a small model on rollouts of a scripted agent, with treefx and without.
+
+    A shop's service desk is played by a script: every task several times, with tool calls, failures and
+    branches. Each assistant turn is one training row, as agent frameworks emit them, so most tokens come
+    many times. The same batches are trained with both backends from the same weights; what you see is how
+    many tokens are distinct, how long a step takes, and that losses and gradients are equal.
+    """
+    require_transformers()
+    conversations = scripted_conversations(tasks=4, trials=3)
+    tokenizer = make_tokenizer(conversations, vocab_size=1024)
+    prepared = prepare_batches(
+        conversations, tokenizer, steps=steps, rows=rows, max_length=768, pad_multiple=768
+    )
+    config = make_config(model, vocab_size=tokenizer.vocab_size, hidden_size=128, layers=2)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as progress:
+        task = progress.add_task("compiling")
+        report, run = train_and_compare(
+            make_model(config),
+            prepared.batches,
+            backend=backend,
+            baseline=baseline,
+            on_progress=lambda done: progress.update(task, description=done),
+        )
+    if json:
+        print_json(report.to_dict())
+        return
+    console.print(report.table())
+    for line in report.lines():
+        console.print(line)
+    if backend == "treefx":
+        console.print(treefx.inspect(run.compiled).summary(), markup=False)

@@ -1,0 +1,27 @@
+"""Every error treefx raises on purpose.
+
+Each message says what was expected, what came, and what to do. Errors of this family are refusals or bad input;
+anything else that escapes treefx is a bug of treefx.
+"""
+
+__all__ = ["ConfigError", "ForestError", "InputError", "TreefxError", "UnsupportedError"]
+
+
+class TreefxError(Exception):
+    """Base of every error treefx raises on purpose."""
+
+
+class ConfigError(TreefxError):
+    """An option of the backend is unknown, has the wrong type, or contradicts another one."""
+
+
+class InputError(TreefxError):
+    """A tensor or argument handed to treefx has the wrong type, shape, device or values."""
+
+
+class ForestError(InputError):
+    """Sequences, weights or masks from which no forest can be built, or a forest used with the wrong input."""
+
+
+class UnsupportedError(TreefxError):
+    """A computation that treefx cannot run exactly; the message names it and the way out."""

@@ -1,0 +1,244 @@
+"""Log-probabilities of a forest's edges, from logits or from hidden states and the LM head.
+
+Both forms compute in float32 (float64 for float64 input) and never hold a float32 copy of [N, V]: the first
+goes over rows of the logits in chunks, the second over the vocabulary, with an online log-sum-exp in the
+forward (Milakov and Gimelshein 2018, arXiv 1805.02867) and the probabilities computed again in the backward
+(as in Cut Your Losses, Wijmans et al. 2024, arXiv 2411.09009).
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from treefx.errors import ForestError, InputError
+from treefx.forest import Forest
+
+__all__ = ["edge_logprobs"]
+
+_ROWS_PER_CHUNK = 512
+
+
+def edge_logprobs(
+    x: torch.Tensor,
+    forest: Forest,
+    temperature: float = 1.0,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int = 4096,
+) -> torch.Tensor:
+    """Log-probability of every edge's token at the edge's source.
+
+    With z the logits at the source, logp = z[token] / T - logsumexp(z / T).
+
+    Args:
+        x: logits [1, N, V] or [N, V]; or, where `weight` is given, the final hidden states [1, N, H] or [N,
+            H].
+        forest: the forest whose packed row the model ran on.
+        temperature: T above, greater than 0.
+        weight: LM-head weight [V, H]. Logits are computed `chunk` entries of the vocabulary at a time.
+        bias: LM-head bias [V].
+        softcap: final logit cap, z = softcap * tanh(z / softcap), as Gemma has it.
+        chunk: vocabulary entries per step of the hidden-state form.
+
+    Returns:
+        [E] in the order of `forest.edges`, float32, or float64 for float64 input. Differentiable once.
+
+    Raises:
+        ForestError: `x` does not have one row per token of the forest, lies on another device, or has too
+            small a vocabulary for the forest's tokens.
+        InputError: an argument is out of range or does not fit the form.
+
+    Example:
+        >>> logp = edge_logprobs(out.logits, forest)
+        >>> logp = edge_logprobs(hidden, forest, weight=model.lm_head.weight)
+    """
+    if not temperature > 0:
+        raise InputError(f"temperature must be greater than 0, got {temperature}")
+    rows = _read_rows(x, forest)
+    if weight is None:
+        if bias is not None or softcap is not None:
+            raise InputError(
+                "bias and softcap belong to the hidden-state form; pass weight=, or apply them to the logits"
+            )
+        _check_vocabulary(rows.shape[1], forest)
+        edges = forest.edges
+        logp = _LogitsLogprobs.apply(rows, edges.source, edges.token, temperature)  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, logp)
+    _check_head(rows, weight, bias, softcap, chunk)
+    _check_vocabulary(weight.shape[0], forest)
+    return _hidden_logprobs(rows, forest, weight, bias, _Head(1.0 / temperature, softcap, chunk))
+
+
+def _read_rows(x: torch.Tensor, forest: Forest) -> torch.Tensor:
+    rows = x[0] if x.ndim == 3 and x.shape[0] == 1 else x
+    if rows.ndim != 2 or rows.shape[0] != forest.num_tokens:
+        raise ForestError(
+            f"expected logits or hidden states [1, N, ...] or [N, ...] with N = {forest.num_tokens} tokens, "
+            f"got {list(x.shape)}; run the model on this forest's model_inputs() inside treefx.use(forest)"
+        )
+    if rows.device != forest.device:
+        raise ForestError(f"logits are on {rows.device}, the forest on {forest.device}; use forest.to(...)")
+    if not rows.is_floating_point():
+        raise InputError(f"expected floating-point logits or hidden states, got {rows.dtype}")
+    return rows
+
+
+def _check_vocabulary(size: int, forest: Forest) -> None:
+    if forest.max_edge_token >= size:
+        raise ForestError(
+            f"the forest has token {forest.max_edge_token}, but the vocabulary has only {size} entries; "
+            "were the rows made by the model's own tokenizer?"
+        )
+
+
+def _check_head(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, chunk: int
+) -> None:
+    if weight.ndim != 2 or weight.shape[1] != rows.shape[1]:
+        raise InputError(f"weight must be [V, H] with H = {rows.shape[1]}, got {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(f"bias must be [V] with V = {weight.shape[0]}, got {list(bias.shape)}")
+    if softcap is not None and not softcap > 0:
+        raise InputError(f"softcap must be greater than 0 or None, got {softcap}")
+    if chunk < 1:
+        raise InputError(f"chunk must be at least 1, got {chunk}")
+
+
+def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _LogitsLogprobs(torch.autograd.Function):
+    """Edge log-probs of given logits; saves the logits, which the caller holds, and a number per source."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, source: torch.Tensor, token: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        dtype = _accumulate_dtype(logits.dtype)
+        rows, slot = torch.unique(source, return_inverse=True)
+        lse = torch.empty(len(rows), dtype=dtype, device=logits.device)
+        for part, out in zip(
+            torch.split(rows, _ROWS_PER_CHUNK), torch.split(lse, _ROWS_PER_CHUNK), strict=True
+        ):
+            torch.logsumexp(logits[part].to(dtype).div_(temperature), dim=1, out=out)
+        ctx.save_for_backward(logits, source, token, rows, slot, lse)
+        ctx.temperature = temperature
+        return logits[source, token].to(dtype) / temperature - lse[slot]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, source, token, rows, slot, lse = ctx.saved_tensors
+        grad = grad.to(lse.dtype) / ctx.temperature
+        total = torch.zeros_like(lse).index_add_(0, slot, grad)
+        grad_logits = torch.zeros_like(logits)
+        for part, size, bound in zip(
+            *(torch.split(t, _ROWS_PER_CHUNK) for t in (rows, total, lse)), strict=True
+        ):
+            probs = logits[part].to(lse.dtype).div_(ctx.temperature).sub_(bound[:, None]).exp_()
+            grad_logits[part] = probs.mul_(-size[:, None]).to(logits.dtype)
+        # A logit row can have several edges, but never two to the same token: siblings differ. Writing the
+        # finished value rounds once; adding to the rounded one would round twice.
+        probs = (logits[source, token].to(lse.dtype) / ctx.temperature - lse[slot]).exp()
+        grad_logits[source, token] = (grad - probs * total[slot]).to(logits.dtype)
+        return grad_logits, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What turns LM-head outputs into logits: z = cap(h W^T + b) / T."""
+
+    inverse_temperature: float
+    softcap: float | None
+    chunk: int
+
+    def scores(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits of one vocabulary chunk, and the cap's tanh for the backward."""
+        raw = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+        scores = raw.to(dtype)
+        if self.softcap is None:
+            return scores * self.inverse_temperature, None
+        tanh = (scores / self.softcap).tanh_()
+        return tanh * (self.softcap * self.inverse_temperature), tanh
+
+
+def _hidden_logprobs(
+    rows: torch.Tensor, forest: Forest, weight: torch.Tensor, bias: torch.Tensor | None, head: _Head
+) -> torch.Tensor:
+    """Gather the source rows, bring edges into vocabulary order, apply ambient autocast, and run the op."""
+    edges = forest.edges
+    by_token = edges.token.argsort(stable=True)
+    sources, slot = torch.unique(edges.source, return_inverse=True)
+    hidden = rows.index_select(0, sources)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        logp = _HiddenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, slot[by_token], edges.token[by_token], head
+        )
+    return torch.empty_like(logp).index_copy(0, by_token, logp)
+
+
+class _HiddenLogprobs(torch.autograd.Function):
+    """Edge log-probs through the LM head, one vocabulary chunk at a time; edges come ordered by token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        slot: torch.Tensor,
+        token: torch.Tensor,
+        head: _Head,
+    ) -> torch.Tensor:
+        dtype = _accumulate_dtype(hidden.dtype)
+        starts = torch.arange(0, weight.shape[0] + head.chunk, head.chunk, device=token.device)
+        bounds = torch.searchsorted(token, starts).tolist()
+        lse = torch.full((len(hidden),), -torch.inf, dtype=dtype, device=hidden.device)
+        chosen = torch.empty(len(token), dtype=dtype, device=hidden.device)
+        for number, start in enumerate(range(0, weight.shape[0], head.chunk)):
+            part, edges = slice(start, start + head.chunk), slice(bounds[number], bounds[number + 1])
+            scores, _ = head.scores(hidden, weight[part], None if bias is None else bias[part], dtype)
+            lse = torch.logaddexp(lse, scores.logsumexp(dim=1))
+            chosen[edges] = scores[slot[edges], token[edges] - start]
+        ctx.save_for_backward(hidden, weight, bias, slot, token, lse)
+        ctx.head, ctx.bounds = head, bounds
+        return chosen - lse[slot]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, slot, token, lse = ctx.saved_tensors
+        head, dtype = ctx.head, lse.dtype
+        grad = grad.to(dtype)
+        total = torch.zeros_like(lse).index_add_(0, slot, grad)
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for number, start in enumerate(range(0, weight.shape[0], head.chunk)):
+            part, edges = slice(start, start + head.chunk), slice(ctx.bounds[number], ctx.bounds[number + 1])
+            scores, tanh = head.scores(hidden, weight[part], None if bias is None else bias[part], dtype)
+            scores.sub_(lse[:, None]).exp_().mul_(-total[:, None])
+            scores[slot[edges], token[edges] - start] += grad[edges]
+            scores.mul_(head.inverse_temperature)
+            if tanh is not None:
+                scores.mul_(1 - tanh * tanh)
+            low = scores.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden += low @ weight[part]
+            if grad_weight is not None:
+                grad_weight[part] = low.T @ hidden
+            if grad_bias is not None:
+                grad_bias[part] = scores.sum(dim=0)
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None

@@ -1,0 +1,58 @@
+"""What treefx did, graph by graph: the facts behind ``treefx.inspect``."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+if TYPE_CHECKING:
+    from treefx.runtime import CompiledGraph
+
+__all__ = ["GraphReport", "find", "register"]
+
+
+@dataclass
+class GraphReport:
+    """One graph of Dynamo. Counters grow over calls; the token figures are those of the last call."""
+
+    has_tokens: bool = False
+    raw_tokens: int = 0
+    """Tokens under the mask in the last call."""
+    tokens: int = 0
+    """Distinct tokens that ran in the last call."""
+    attention_rewritten: int = 0
+    expansions: list[dict[str, str | None]] = field(default_factory=list)
+    fallback: str | None = None
+    """Why the last call did not run packed, or None. Low sharing is a choice, not a fallback."""
+    ran: str = "nothing"
+    """"packed", "ordinary" or "nothing": what the last call ran."""
+    compiles: int = 0
+    calls: int = 0
+    shapes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+
+    @property
+    def sharing_ratio(self) -> float:
+        """Raw over distinct tokens of the last call."""
+        return self.raw_tokens / self.tokens if self.tokens else 1.0
+
+
+_graphs: list[weakref.ref[CompiledGraph]] = []
+
+
+def register(graph: CompiledGraph) -> None:
+    """Remember a compiled graph for the inspector, as long as Dynamo keeps it."""
+    _graphs[:] = [ref for ref in _graphs if ref() is not None]
+    _graphs.append(weakref.ref(graph))
+
+
+def find(parameters: set[int]) -> list[CompiledGraph]:
+    """The graphs that ran with any of the given tensors (by ``id``), in the order they were compiled."""
+    alive = [graph for ref in _graphs if (graph := ref()) is not None]
+    return [graph for graph in alive if graph.seen_parameters & parameters]
+
+

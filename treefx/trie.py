@@ -1,0 +1,240 @@
+"""The prefix trie of a batch of rows, vectorised.
+
+Rows are sorted lexicographically; the longest common prefix (LCP) of neighbours says where each row leaves
+its predecessor, so the tokens a row adds are one slice and the packed order (depth-first, pre-order) is their
+concatenation. This is the suffix-array construction of a trie (Kasai et al. 2001 for the role of the LCP
+array), on whole rows instead of suffixes. Work is linear in the raw tokens; loops run over rows, never over
+tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from treefx.errors import InputError
+
+__all__ = ["Trie", "build_trie", "combine_keys"]
+
+IntArray = npt.NDArray[np.int64]
+_CODE_LIMIT = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Trie:
+    """The distinct tokens of R rows in packed order (depth-first, pre-order).
+
+    Attributes:
+        row: int64 [N], the lexicographically first row through the token.
+        index: int64 [N], the token's index within that row, which is its depth.
+        parent: int64 [N], packed index of the previous token on the path; -1 at roots.
+        subtree_end: int32 [N], exclusive end of the token's subtree: q sees k iff `k <= q < subtree_end[k]`.
+        multiplicity: int64 [N], number of rows through the token.
+        row_order: int64 [R], rows in lexicographic order. Those through one token are contiguous here.
+        flat_token_of: int64 [raw], packed index of every raw token, row after row in the caller's order.
+        row_offsets: int64 [R + 1], row r owns `flat_token_of[row_offsets[r]:row_offsets[r + 1]]`.
+        width: columns of `token_of`, at least the longest row's length.
+    """
+
+    row: IntArray
+    index: IntArray
+    parent: IntArray
+    subtree_end: npt.NDArray[np.int32]
+    multiplicity: IntArray
+    row_order: IntArray
+    flat_token_of: IntArray
+    row_offsets: IntArray
+    width: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number N of distinct tokens."""
+        return len(self.row)
+
+    @property
+    def token_of(self) -> IntArray:
+        """int64 [R, width]: packed index of row r's i-th token, -1 beyond the row's end."""
+        lengths = np.diff(self.row_offsets)
+        if (lengths == self.width).all():
+            return self.flat_token_of.reshape(len(lengths), self.width)
+        padded = np.full((len(lengths), self.width), -1, dtype=np.int64)
+        padded[np.arange(self.width) < lengths[:, None]] = self.flat_token_of
+        return padded
+
+
+def build_trie(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None = None) -> Trie:
+    """Build the trie of rows of integer keys; two tokens are one iff their rows agree up to and including
+    them.
+
+    Args:
+        keys: int64 [R, L], or R one-dimensional int64 arrays.
+        lengths: [R], number of leading keys of each row that count; all of them when None. Zero is allowed.
+
+    Returns:
+        The trie; empty where no row has a token.
+
+    Raises:
+        InputError: a key array is not of integers, or `lengths` does not fit `keys`.
+    """
+    rows, width = _as_rows(keys, lengths)
+    order, shared = _sort_rows(rows)
+    sizes = np.array([len(row) for row in rows], dtype=np.int64)
+    offsets = np.concatenate(([0], np.cumsum(sizes)))
+    added = sizes[order] - shared
+    first = np.concatenate(([0], np.cumsum(added)))
+    num_tokens = int(first[-1])
+    flat = _pack_rows(order, shared, first, offsets)
+    steps = np.arange(num_tokens, dtype=np.int64)
+    return Trie(
+        row=np.repeat(order, added),
+        index=steps + np.repeat(shared - first[:-1], added),
+        parent=_find_parents(order, shared, added, first, flat, offsets),
+        subtree_end=_find_subtree_ends(sizes[order], shared, first),
+        multiplicity=np.bincount(flat, minlength=num_tokens),
+        row_order=order,
+        flat_token_of=flat,
+        row_offsets=offsets,
+        width=width,
+    )
+
+
+def combine_keys(columns: Sequence[npt.NDArray[np.generic]]) -> IntArray:
+    """Give every position one int64 code, equal exactly where all columns are equal.
+
+    Floats are compared bit by bit, so 0.0 and -0.0 differ and a NaN equals itself. Columns are combined as
+    digits of a mixed-radix number over their value ranges; only where that would overflow are values
+    renumbered by `np.unique`, which costs a sort.
+
+    Args:
+        columns: arrays of integers, bools or floats, all of one shape [R, L] or broadcastable to it.
+
+    Returns:
+        int64 [R, L].
+
+    Raises:
+        InputError: no column, a dtype without an exact integer code, or shapes that do not broadcast.
+    """
+    if not columns:
+        raise InputError(
+            "combine_keys expected at least one column, got none; pass the tensors that tell tokens apart"
+        )
+    try:
+        arrays = np.broadcast_arrays(*[_as_integers(column) for column in columns])
+    except ValueError as error:
+        shapes = [column.shape for column in columns]
+        raise InputError(f"combine_keys expected columns of one shape [R, L], got {shapes}") from error
+    if len(arrays) == 1:
+        return np.ascontiguousarray(arrays[0])
+    code, span = _shift_to_zero(arrays[0])
+    for column in arrays[1:]:
+        digit, radix = _shift_to_zero(column)
+        if span * radix > _CODE_LIMIT:
+            (code, span), (digit, radix) = _renumber(code), _renumber(digit)
+        code, span = code * radix + digit, span * radix
+    return code
+
+
+def _shift_to_zero(values: IntArray) -> tuple[IntArray, int]:
+    """Shift values into [0, span); renumber them where their range alone overflows a code."""
+    low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+    if high - low >= _CODE_LIMIT:
+        return _renumber(values)
+    return values - low, high - low + 1
+
+
+def _renumber(values: IntArray) -> tuple[IntArray, int]:
+    """Replace values by their ranks among the distinct ones."""
+    distinct, rank = np.unique(values, return_inverse=True)
+    return rank.reshape(values.shape).astype(np.int64), len(distinct)
+
+
+def _as_integers(column: npt.NDArray[np.generic]) -> IntArray:
+    """Map a column to int64 one to one."""
+    kind = column.dtype.kind
+    if kind == "f" and column.dtype.itemsize <= 8:
+        bits = np.ascontiguousarray(column).view(f"i{column.dtype.itemsize}")
+        return bits.astype(np.int64)
+    if kind in "biu":
+        return column.astype(np.int64)
+    raise InputError(
+        f"combine_keys expected integers, bools or floats of at most 64 bits, got {column.dtype}"
+    )
+
+
+def _as_rows(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None) -> tuple[list[IntArray], int]:
+    """Cut the keys into one contiguous int64 array per row; also the width of the padded form."""
+    if isinstance(keys, np.ndarray) and keys.ndim != 2:
+        raise InputError(f"build_trie expected keys [R, L], got an array of shape {keys.shape}")
+    if any(np.asarray(row).dtype.kind not in "iu" for row in keys):
+        raise InputError("build_trie expected integer keys; combine other columns with combine_keys first")
+    rows = [np.ascontiguousarray(row, dtype=np.int64) for row in keys]
+    width = max((len(row) for row in rows), default=0)
+    if isinstance(keys, np.ndarray):
+        width = keys.shape[1]
+    if lengths is None:
+        return rows, width
+    fits = len(lengths) == len(rows) and all(0 <= n <= len(row) for n, row in zip(lengths, rows, strict=True))
+    if not fits:
+        raise InputError(
+            f"build_trie expected one length in [0, L] for each of {len(rows)} rows, got {lengths}"
+        )
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)], width
+
+
+def _sort_rows(rows: list[IntArray]) -> tuple[IntArray, IntArray]:
+    """Sort rows lexicographically; also the LCP of each row with its predecessor (0 for the first)."""
+    sign = np.int64(-(2**63))
+    # Big-endian with the sign bit flipped: comparing bytes then compares integers, and a prefix comes first.
+    encoded = [(row ^ sign).astype(">i8").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=encoded.__getitem__)
+    shared = np.zeros(len(rows), dtype=np.int64)
+    for position in range(1, len(rows)):
+        shared[position] = _common_prefix(rows[order[position - 1]], rows[order[position]])
+    return np.array(order, dtype=np.int64), shared
+
+
+def _common_prefix(left: IntArray, right: IntArray) -> int:
+    """Length of the longest common prefix of two rows."""
+    size = min(len(left), len(right))
+    differs = left[:size] != right[:size]
+    at = int(differs.argmax()) if size else 0
+    return at if size and differs[at] else size
+
+
+def _pack_rows(order: IntArray, shared: IntArray, first: IntArray, offsets: IntArray) -> IntArray:
+    """Packed index of every raw token: the shared prefix copies the predecessor's, the rest is a new run."""
+    flat = np.empty(int(offsets[-1]), dtype=np.int64)
+    tokens = np.arange(int(first[-1]), dtype=np.int64)
+    before = 0
+    for position, row in enumerate(order):
+        start, stop, cut = offsets[row], offsets[row + 1], shared[position]
+        flat[start : start + cut] = flat[before : before + cut]
+        flat[start + cut : stop] = tokens[first[position] : first[position + 1]]
+        before = start
+    return flat
+
+
+def _find_parents(
+    order: IntArray, shared: IntArray, added: IntArray, first: IntArray, flat: IntArray, offsets: IntArray
+) -> IntArray:
+    """Parent of every token: the one before it, except where a row leaves its predecessor."""
+    parent = np.arange(-1, int(first[-1]) - 1, dtype=np.int64)
+    leaves = np.nonzero(added)[0]
+    inner = leaves[shared[leaves] > 0]
+    parent[first[leaves]] = -1
+    parent[first[inner]] = flat[offsets[order[inner]] + shared[inner] - 1]
+    return parent
+
+
+def _find_subtree_ends(sizes: IntArray, shared: IntArray, first: IntArray) -> npt.NDArray[np.int32]:
+    """Sweep sorted rows from last to first; `end_at[d]` is where the current path's token at depth d ends."""
+    num_tokens = int(first[-1])
+    ends = np.empty(num_tokens, dtype=np.int32)
+    end_at = np.full(int(sizes.max(initial=0)), num_tokens, dtype=np.int32)
+    for position in range(len(sizes) - 1, -1, -1):
+        ends[first[position] : first[position + 1]] = end_at[shared[position] : sizes[position]]
+        if position:
+            # Below the fork the previous row's path is closed by this row's first new token.
+            end_at[shared[position] : sizes[position - 1]] = first[position]
+    return ends
