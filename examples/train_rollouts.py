@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 import treefx
 from treefx.cli.job import RolloutBatches, make_tokenizer, prepare_batches, train_and_compare
 from treefx.cli.models import make_config, make_model
-from treefx.cli.output import console, notes, refusals_end_the_command
+from treefx.cli.output import console, notes, print_line, refusals_end_the_command
 from treefx.cli.report import TrainingReport
 from treefx.data import Conversation, load, scripted_conversations, sharing_statistics
 
@@ -60,10 +60,9 @@ def train_rollouts(
     )
     statistics = sharing_statistics(conversations, tokenizer)
     _describe(conversations, prepared, limit)
-    console.print(
+    print_line(
         f"raw / distinct tokens of all rows: {statistics.sharing_ratio:.2f}; of turns merged to rows: "
         f"{statistics.branching_ratio:.2f}",
-        soft_wrap=True,
     )
 
     config = make_config(
@@ -75,7 +74,7 @@ def train_rollouts(
     )
     causal_lm = make_model(config)
     parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-    console.print(
+    print_line(
         f"model: {model}, {layers} layers, width {hidden_size}, {parameters / 1e6:.1f} million parameters"
     )
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -91,22 +90,21 @@ def train_rollouts(
 
     console.print(report.table())
     for line in report.lines():
-        console.print(line, soft_wrap=True)
+        print_line(line)
     if backend == "treefx":
-        console.print("\nwhat treefx did:")
-        console.print(treefx.inspect(run.compiled).summary(), markup=False, soft_wrap=True)
+        print_line("\nwhat treefx did:")
+        print_line(treefx.inspect(run.compiled).summary())
     _save(report, prepared, out)
 
 
 def _describe(conversations: Sequence[Conversation], prepared: RolloutBatches, limit: int) -> None:
     tasks = len({(conversation.source, conversation.task) for conversation in conversations})
-    console.print(
+    print_line(
         f"rollouts: {len(conversations)} conversations of {tasks} tasks, "
         f"{prepared.rows:,} rows (one per assistant turn)",
-        soft_wrap=True,
     )
     if prepared.too_long:
-        console.print(f"left out: {prepared.too_long:,} rows longer than {limit} tokens (--max-length)")
+        print_line(f"left out: {prepared.too_long:,} rows longer than {limit} tokens (--max-length)")
 
 
 def _save(report: TrainingReport, prepared: RolloutBatches, out: Path) -> None:
@@ -115,7 +113,7 @@ def _save(report: TrainingReport, prepared: RolloutBatches, out: Path) -> None:
     treefx.Forest.from_padded(first.input_ids, first.attention_mask).draw(out / "tree.png")
     report.draw(out / "steps.png")
     (out / "figures.json").write_text(json.dumps(report.to_dict(), indent=2), encoding="utf-8")
-    console.print(f"\nsaved: {out / 'tree.png'}, {out / 'steps.png'}, {out / 'figures.json'}", soft_wrap=True)
+    print_line(f"\nsaved: {out / 'tree.png'}, {out / 'steps.png'}, {out / 'figures.json'}")
 
 
 if __name__ == "__main__":

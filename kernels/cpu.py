@@ -77,9 +77,15 @@ def _forward_linear(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     out = _zeros_heads_inside(v, q.shape[1], dtype)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
     factor, tiles = _tiles(inputs, score)
+    written = 0
     for tile in tiles:
         rows = slice(tile.start, tile.stop)
-        _merge(out[:, :, rows], lse[:, :, rows], *_attend_tile(q[:, :, rows], k, v, tile, factor))
+        tile_out, tile_lse = _attend_tile(q[:, :, rows], k, v, tile, factor)
+        if tile.start >= written:  # the groups come in order: nothing to merge with yet
+            out[:, :, rows], lse[:, :, rows] = tile_out, tile_lse
+            written = tile.stop
+        else:
+            _merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
     result, _ = empty_outputs(inputs.q, inputs.v)
     return result.copy_(out[..., : inputs.v.shape[-1]]), lse
 

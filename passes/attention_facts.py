@@ -51,6 +51,8 @@ class Attention:
     score: Expr
     conditions: tuple[Expr, ...]
     padding: tuple[Expr, ...]
+    zero_if_blind: bool
+    """Whether the model's own attention gives zero to a query that sees no key, as tree attention does."""
 
 
 def lift_sdpa(node: fx.Node) -> Attention:
@@ -80,7 +82,7 @@ def lift_sdpa(node: fx.Node) -> Attention:
         lifted = lift(mask, aligned)
         boolean = mask.meta["val"].dtype is torch.bool
         score = ("where", lifted, score, const(-math.inf)) if boolean else ("add", score, lifted)
-    return _prove(node, (query, key, value), score, columns, heads)
+    return _prove(node, (query, key, value), score, columns, heads, safe=True)
 
 
 def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
@@ -110,7 +112,8 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     query, key = product.args[-2:]
     heads = math.prod(size for expr, size in batch if expr != ("b",))
     columns = extent((fact_of(probabilities).dims or ())[1])
-    return _prove(probabilities, (query, key, value), score, columns, heads)
+    safe = node.target is aten._safe_softmax.default
+    return _prove(probabilities, (query, key, value), score, columns, heads, safe=safe)
 
 
 def _uncast(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
@@ -141,9 +144,9 @@ def _digit(factor: Factor, heads: list[Factor]) -> Digit:
 
 
 def _prove(
-    node: fx.Node, operands: tuple[fx.Node, fx.Node, fx.Node], score: Expr, columns: int, heads: int
+    node: fx.Node, operands: tuple[fx.Node, fx.Node, fx.Node], score: Expr, columns: int, heads: int, *, safe: bool
 ) -> Attention:
-    """Prove the score causal and take it apart."""
+    """Prove the score causal and take it apart; ``safe`` tells of a softmax that gives zero where all scores are -inf."""
     constants = constants_of(node)
 
     def tables(expr: Expr) -> torch.Tensor | None:
@@ -156,7 +159,9 @@ def _prove(
     conditions = [item for item in conditions if decide(item, "past", tables) is not True]
     padding = [item for item in conditions if _reads_key_alone(item)]
     rest = [item for item in conditions if item not in padding]
-    return Attention(*operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)))
+    constants_used = [float(item[1]) for item in walk(score) if item[0] == "const"]
+    soft = any(-math.inf < number <= MASKING for number in constants_used)
+    return Attention(*operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), safe and not soft)
 
 
 def _reads_key_alone(condition: Expr) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from treefx.passes.facts import Axis, Dims, Factor, token_axes
 
-__all__ = ["NoLaw", "broadcast", "extent", "has_tokens", "insert", "move", "plain", "regroup", "resize", "same_tokens"]
+__all__ = ["NoLaw", "broadcast", "coalesce", "extent", "has_tokens", "insert", "move", "plain", "regroup", "resize", "same_tokens"]
 
 
 class NoLaw(Exception):
@@ -34,8 +34,19 @@ def has_tokens(dim: Sequence[Factor]) -> bool:
 
 
 def same_tokens(left: Sequence[Factor], right: Sequence[Factor]) -> bool:
-    """Whether two dimensions run over the same labelled factors and the same sizes, repeated or not."""
-    return [(f.axis, f.size) for f in left] == [(f.axis, f.size) for f in right]
+    """Whether two dimensions run over the same labelled factors and sizes, however their plain factors are split."""
+    return [(f.axis, f.size) for f in coalesce(left)] == [(f.axis, f.size) for f in coalesce(right)]
+
+
+def coalesce(dim: Sequence[Factor]) -> tuple[Factor, ...]:
+    """Merge neighbouring plain factors into one that counts as not repeated."""
+    result: list[Factor] = []
+    for factor in dim:
+        if factor.axis is Axis.PLAIN and result and result[-1].axis is Axis.PLAIN:
+            result[-1] = Factor(Axis.PLAIN, result[-1].size * factor.size)
+        else:
+            result.append(Factor(factor.axis, factor.size))
+    return tuple(result)
 
 
 def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
@@ -108,14 +119,11 @@ def _broadcast_dim(choices: list[tuple[Factor, ...]]) -> tuple[Factor, ...]:
             continue
         if has_tokens(dim) or has_tokens(widest):
             raise NoLaw(f"a broadcast aligns {list(dim)} with {list(widest)}")
-        if extent(dim) == extent(widest) and len(dim) > len(widest):
-            widest = dim
-    repeated = [all(_repeated_at(dim, i, len(widest)) for dim in choices) for i in range(len(widest))]
+    same_split = all([f.size for f in dim] == [f.size for f in widest] for dim in choices)
+    if not same_split:
+        return coalesce(widest)
+    repeated = [all(dim[i].repeated for dim in choices) for i in range(len(widest))]
     return tuple(Factor(f.axis, f.size, r) for f, r in zip(widest, repeated, strict=True))
-
-
-def _repeated_at(dim: tuple[Factor, ...], index: int, length: int) -> bool:
-    return len(dim) == length and dim[index].repeated
 
 
 def insert(dims: Dims, position: int, dim: tuple[Factor, ...] = ()) -> Dims:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from treefx.kernels.score import Expr
 from treefx.passes import expert_laws, matmul_laws  # noqa: F401  (registers laws)
 from treefx.passes.attention_facts import Attention
 from treefx.passes.dims import NoLaw
@@ -22,7 +23,7 @@ from treefx.passes.laws import Call, find_law
 from treefx.passes.loss_laws import find_sink
 from treefx.passes.score_algebra import walk
 
-__all__ = ["DTYPE_ONLY", "Role", "Tokens", "ancestors", "attentions", "find_tokens", "label_tokens", "user_line"]
+__all__ = ["DTYPE_ONLY", "Identity", "Role", "Tokens", "ancestors", "attentions", "find_tokens", "label_tokens", "user_line"]
 
 aten = torch.ops.aten
 DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
@@ -72,15 +73,21 @@ def ancestors(*nodes: fx.Node) -> Iterable[fx.Node]:
                 yield source
 
 
-def label_tokens(gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens) -> frozenset[fx.Node]:
-    """Write a ``Fact`` on every node of ``gm``.
+@dataclass(frozen=True)
+class Identity:
+    """Inputs whose values tell tokens apart: two positions are one token iff these agree on their prefixes."""
 
-    Returns:
-        The inputs whose values tell tokens apart: two positions are one token iff these agree on their prefixes.
-    """
+    always: frozenset[fx.Node]
+    with_padding: frozenset[fx.Node]
+    """The same where padding runs too, and what hides it from others must agree as well."""
+
+
+def label_tokens(gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens) -> Identity:
+    """Write a ``Fact`` on every node of ``gm`` and return what identifies its tokens."""
     labeller = _Labeller(gm, roles, tokens)
     labeller.run()
-    return frozenset(labeller.identity)
+    always = frozenset(labeller.identity)
+    return Identity(always, always | labeller.hides)
 
 
 class _Labeller:
@@ -92,6 +99,7 @@ class _Labeller:
         self.before_attention = {*cores, *ancestors(*cores)}
         self.identity: set[fx.Node] = {tokens.ids}
         """Inputs that tell tokens apart, as far as the attention needs them."""
+        self.hides: frozenset[fx.Node] = frozenset()
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def run(self) -> None:
@@ -173,9 +181,13 @@ class _Labeller:
             if fact_of(node).kind is Kind.PREFIX:
                 self.identity |= self.sources[node]
         if isinstance(fact.law, Attention):
-            for item in [fact.law.score, *fact.law.conditions]:
-                for load in [part for part in walk(item) if part[0] == "load"]:
-                    self.identity |= self.sources.get(load[1], frozenset())
+            self.identity |= self._loaded([fact.law.score, *fact.law.conditions])
+            self.hides |= self._loaded(fact.law.padding)
+
+    def _loaded(self, expressions: Iterable[Expr]) -> frozenset[fx.Node]:
+        """The inputs that lifted expressions read."""
+        loads = [part[1] for item in expressions for part in walk(item) if part[0] == "load"]
+        return frozenset().union(*[self.sources.get(node, frozenset()) for node in loads])
 
     def refuse(self, call: Call, reason: str) -> Fact:
         """Compute per row; the reason is kept where packed values have to be expanded for it."""

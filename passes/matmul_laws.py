@@ -80,7 +80,7 @@ def bmm(call: Call) -> Fact:
     if [f.axis for f in a[1]] != [Axis.TOKEN] or [f.axis for f in b[2]] != [Axis.TOKEN]:
         raise NoLaw("a product over tokens that is not query times key")
     keys = (Factor(Axis.KEY, b[2][0].size),)
-    return call.result((batch, a[1], keys))
+    return call.result((algebra.coalesce(batch), a[1], keys))
 
 
 def _add(call: Call, dims: Dims) -> Fact:
@@ -131,6 +131,6 @@ def attention(call: Call) -> Fact:
         if algebra.has_tokens(dims[1]) or algebra.has_tokens(dims[3]):
             raise NoLaw("attention with tokens in its head or feature dimension")
     learned = any(fact_of(node).learned for node in call.operands)
-    dims = (q[0], tuple(Factor(f.axis, f.size) for f in q[1]), q[2], v[3])
+    dims = (q[0], algebra.coalesce(q[1]), q[2], v[3])
     assert shape_of(call.node)
     return Fact(Kind.PACKED, dims, law=lift_sdpa(call.node), learned=learned)

@@ -41,7 +41,7 @@ from treefx.passes.layout import Metadata, at_columns, expand_rows, gather_token
 from treefx.passes.loss_laws import Pick
 from treefx.passes.restore_gradients import pick
 
-__all__ = ["Output", "Packer"]
+__all__ = ["Output", "Packer", "is_packed_output"]
 
 aten = torch.ops.aten
 
@@ -116,7 +116,7 @@ class Packer:
         if not isinstance(item, fx.Node):
             return item, Output()
         fact = fact_of(item)
-        if fact.kind is Kind.PACKED and _is_token_wise(fact):
+        if is_packed_output(fact):
             assert fact.dims is not None
             return tokens_first(self.packed(item), fact.dims, self.metadata.tokens), Output(fact.dims)
         return self.full(item), Output()
@@ -313,6 +313,11 @@ def _all(conditions: list[Expr]) -> Expr | None:
     for condition in conditions:
         result = condition if result is None else ("and", result, condition)
     return result
+
+
+def is_packed_output(fact: Fact) -> bool:
+    """Whether a value leaves the graph packed."""
+    return fact.kind is Kind.PACKED and _is_token_wise(fact)
 
 
 def _is_token_wise(fact: Fact) -> bool:

@@ -29,7 +29,7 @@ class Padding:
         self._analysis = analysis
         self._rows, self._columns = analysis.tokens.rows, analysis.tokens.columns
 
-    def keep(self, args: Sequence[Any]) -> Tensor | None:
+    def seen(self, args: Sequence[Any]) -> Tensor | None:
         """bool [B, T], False where no query of any attention sees the position; None if there is no such position."""
         attentions = self._analysis.attentions
         if not attentions or any(len(attention.padding) != 1 for attention in attentions):
@@ -41,28 +41,33 @@ class Padding:
             return None
         return None if bool(masks[0].all()) else masks[0]
 
-    def may_drop(self, args: Sequence[Any], keep: Tensor) -> bool:
-        """Whether nothing inside the graph reads the positions that are not kept."""
+    def read(self, args: Sequence[Any]) -> Tensor:
+        """bool [B, T], the positions whose own outputs something inside the graph reads."""
+        shape = (self._rows, self._columns)
+        grid = _Grid(self._analysis, args)
         picks = [(node, fact_of(node).law) for node in self._analysis.picks]
         if self._analysis.expansions or any(not self._can_tell(node, law) for node, law in picks):
-            return False
-        grid = _Grid(self._analysis, args)
-        dropped = ~keep.reshape(-1)
-        return all(bool((grid.value(node.args[1]).reshape(-1)[dropped] == law.ignore_index).all()) for node, law in picks)
+            return torch.ones(shape, dtype=torch.bool, device=grid.device)
+        read = torch.zeros(shape, dtype=torch.bool, device=grid.device)
+        for node, law in picks:
+            read |= (grid.value(node.args[1]) != law.ignore_index).reshape(shape)
+        return read
 
     def _can_tell(self, node: fx.Node, law: Pick) -> bool:
         target = node.args[1]
         return law.ignore_index is not None and isinstance(target, fx.Node) and not fact_of(target).learned
 
-    def all_see(self, args: Sequence[Any], keep: Tensor) -> bool:
-        """Whether every position that others do not see still sees something itself.
+    def is_defined(self, args: Sequence[Any], positions: Tensor) -> bool:
+        """Whether the attention of unseen positions (bool [B, T]) is what tree attention computes.
 
-        Where it does not, its attention is a convention of the original kernel (zero, NaN, a mean over the future), which
-        only the original graph reproduces.
+        A query that sees nothing is a convention of the original: zero for hard masks in scaled_dot_product_attention, which
+        tree attention shares; NaN or a mean over past and future elsewhere, which only the original graph reproduces.
         """
         grid = _Grid(self._analysis, args)
-        queries = torch.nonzero(~keep.reshape(-1)).to(torch.int64)
+        queries = torch.nonzero(positions.reshape(-1)).to(torch.int64)
         for attention in self._analysis.attentions:
+            if attention.zero_if_blind:
+                continue
             visible = grid.past(queries)
             for condition in attention.conditions + attention.padding:
                 visible = visible & grid.pairs(condition, queries)
@@ -78,7 +83,7 @@ class _Grid:
         assert analysis.tokens is not None
         self._gm, self._columns = analysis.gm, analysis.tokens.columns
         self._positions = analysis.tokens.rows * self._columns
-        self._device = next(x.device for x in args if isinstance(x, Tensor))
+        self.device = next(x.device for x in args if isinstance(x, Tensor))
         self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
 
     def value(self, node: Any) -> Any:
@@ -96,22 +101,22 @@ class _Grid:
 
     def keys(self, condition: Expr) -> Tensor:
         """A condition on the key alone, bool [B * T]."""
-        flat = torch.arange(self._positions, device=self._device)
+        flat = torch.arange(self._positions, device=self.device)
         return self._evaluate(condition, flat, flat)
 
     def past(self, queries: Tensor) -> Tensor:
         """Whether each column is not after the query's, bool [queries, T]; ``queries`` is [queries, 1]."""
-        return torch.arange(self._columns, device=self._device) <= queries % self._columns
+        return torch.arange(self._columns, device=self.device) <= queries % self._columns
 
     def pairs(self, condition: Expr, queries: Tensor) -> Tensor:
         """A condition on the query's row, bool broadcastable to [queries, T]."""
-        keys = queries // self._columns * self._columns + torch.arange(self._columns, device=self._device)
+        keys = queries // self._columns * self._columns + torch.arange(self._columns, device=self.device)
         return self._evaluate(condition, queries, keys)
 
     def _evaluate(self, condition: Expr, queries: Tensor, keys: Tensor) -> Tensor:
         buffers: list[Tensor] = []
         resolved = self._resolve(condition, buffers)
-        zero = torch.zeros((), device=self._device)
+        zero = torch.zeros((), device=self.device)
         head = zero.to(torch.int64)
         value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head, buffers=buffers)
         return value.to(torch.bool).expand(torch.broadcast_shapes(queries.shape, keys.shape))

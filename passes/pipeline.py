@@ -28,10 +28,10 @@ from treefx.errors import UnsupportedError
 from treefx.passes.attention_facts import Attention
 from treefx.passes.compile_inner import Compiled, Observer, compile_inner
 from treefx.passes.constants import Constants
-from treefx.passes.facts import Kind, fact_of
+from treefx.passes.facts import Dims, Kind, fact_of
 from treefx.passes.label_tokens import Role, Tokens, attentions, find_tokens, label_tokens, user_line
 from treefx.passes.loss_laws import Pick
-from treefx.passes.pack_tokens import Output, Packer
+from treefx.passes.pack_tokens import Output, Packer, is_packed_output
 from treefx.passes.trace import trace_forward, trace_function
 
 __all__ = ["Analysis", "Expansion", "Rewritten", "Variant", "analyse", "compile_variant", "fake_inputs", "rewrite"]
@@ -65,11 +65,34 @@ class Analysis:
     tokens: Tokens | None
     identity: list[int]
     """Positions of the inputs whose values tell tokens apart."""
+    identity_with_padding: list[int]
     constants: Constants | None = None
     attentions: list[Attention] = field(default_factory=list)
     expansions: list[Expansion] = field(default_factory=list)
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def packed_outputs(self) -> dict[int, Dims]:
+        """Positions and dimensions of the outputs that leave the graph packed."""
+        facts = {i: fact_of(item) for i, item in enumerate(self._outputs) if isinstance(item, fx.Node)}
+        return {i: fact.dims for i, fact in facts.items() if is_packed_output(fact) and fact.dims is not None}
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether a single number made with parameters is among the outputs."""
+        nodes = [item for item in self._outputs if isinstance(item, fx.Node)]
+        return any(fact_of(node).learned and node.meta["val"].numel() == 1 and i not in self.packed_outputs for i, node in enumerate(nodes))
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether two runs of the graph differ."""
+        return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in self.gm.graph.nodes)
+
+    @property
+    def _outputs(self) -> Sequence[Any]:
+        outputs: Any = next(iter(self.gm.graph.find_nodes(op="output"))).args[0]
+        return outputs  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -80,6 +103,11 @@ class Rewritten:
     outputs: list[Output]
     inputs: list[Any]
     mode: FakeTensorMode
+
+    @property
+    def tokens(self) -> Any:
+        """The symbolic number of distinct tokens."""
+        return self.inputs[-2].shape[0]
 
 
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
@@ -101,14 +129,17 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role]) -> Ana
     seconds = {"trace": time.perf_counter() - started}
     tokens = find_tokens(traced, roles)
     if tokens is None:
-        return Analysis(traced, roles, None, [], seconds=seconds)
+        return Analysis(traced, roles, None, [], [], seconds=seconds)
     started = time.perf_counter()
     constants = Constants(traced, inputs)
     identity = label_tokens(traced, roles, tokens)
     seconds["label"] = time.perf_counter() - started
     placeholders = traced.graph.find_nodes(op="placeholder")
+    always, with_padding = (
+        [i for i, node in enumerate(placeholders) if node in nodes] for nodes in (identity.always, identity.with_padding)
+    )
     return Analysis(
-        traced, roles, tokens, [i for i, node in enumerate(placeholders) if node in identity], constants,
+        traced, roles, tokens, always, with_padding, constants,
         attentions(traced), _expansions(traced),
         [node for node in traced.graph.nodes if node.op == "call_function" and isinstance(fact_of(node).law, Pick)], seconds,
     )  # fmt: skip
@@ -146,7 +177,7 @@ def _metadata(tokens: Tokens, device: torch.device, mode: FakeTensorMode) -> lis
     """row, column, subtree_end of a symbolic length N, and token_of [B, T]."""
     hint = max(2, tokens.rows * tokens.columns)
     vectors = [torch.zeros(hint, dtype=dtype, device=device) for dtype in (torch.int64, torch.int64, torch.int32)]
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
     fakes = [mode.from_tensor(vector, symbolic_context=context) for vector in vectors]
     token_of = torch.zeros(tokens.rows, tokens.columns, dtype=torch.int64, device=device)
     return [*fakes, mode.from_tensor(token_of, static_shapes=True)]

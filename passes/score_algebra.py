@@ -12,6 +12,7 @@ in the *past* (``ck <= cq``), the only place where tree attention looks, causal 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,9 @@ def _decide_logic(op: str, values: list[bool | None]) -> bool | None:
 
 
 def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool | None:
+    folded = fold(expr)
+    if folded is not expr:  # a comparison of a choice between constants is that choice
+        return decide(folded, relation, tables)
     difference = _difference(expr, relation)
     op = expr[0]
     if difference is None:
@@ -244,9 +248,8 @@ def _simplify_condition(expr: Expr, tables: Tables) -> Expr:
         return rest[0] if len(rest) == 1 else expr
     if op == "not" and expr[1][0] in _NEGATED:
         return (_NEGATED[expr[1][0]], *expr[1][1:])
-    if op in ("ne", "eq") and expr[2] == const(0) and expr[1][0] == "where":
-        return _simplify_where(("where", expr[1][1], *[fold((op, item, expr[2])) for item in expr[1][2:]]), tables)
-    return expr
+    folded = fold(expr)
+    return expr if folded is expr else simplify(folded, tables)
 
 
 def _simplify_where(expr: Expr, tables: Tables) -> Expr:
@@ -263,7 +266,8 @@ def _simplify_where(expr: Expr, tables: Tables) -> Expr:
 
 _FOLDS: dict[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y,
-    "neg": lambda x: -x, "float": float, "int": int, "eq": lambda x, y: x == y, "ne": lambda x, y: x != y,
+    "neg": lambda x: -x, "float": float, "int": int, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
 
 

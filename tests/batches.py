@@ -47,7 +47,8 @@ def padded(rows: list[list[int]], side: Side = "right", length: int | None = Non
     """Pads rows to one length; labels are the tokens, except padding and a random third of them.
 
     The random gaps make the weights of a token's rows differ, so that a loss which scales a shared token
-    by its number of rows cannot pass. Every row keeps the label of its last token.
+    by its number of rows cannot pass. Every row keeps the label of its last token, and none has one at its
+    first, which padding on the left would have to predict.
     """
     width = length if length is not None else max(map(len, rows))
     ids = torch.full((len(rows), width), PAD)
@@ -58,8 +59,9 @@ def padded(rows: list[list[int]], side: Side = "right", length: int | None = Non
         mask[b, where] = 1
     generator = torch.Generator().manual_seed(seed)
     dropped = torch.rand(ids.shape, generator=generator) < 0.33
-    last = mask.cumsum(1) == mask.sum(1, keepdim=True)
-    labels = torch.where((mask == 0) | (dropped & ~last), IGNORED, ids)
+    place = mask.cumsum(1)
+    dropped = (dropped & (place < mask.sum(1, keepdim=True))) | (place == 1)
+    labels = torch.where((mask == 0) | dropped, IGNORED, ids)
     return Batch(ids, mask, labels)
 
 

@@ -29,15 +29,7 @@ def test_padded_batch_equals_separate_rows(name: str) -> None:
 def test_left_padding_equals_separate_rows_where_positions_do_not_count() -> None:
     batch = shared_batch(rows=5, length=14, shared=6, vocab=61, padding="left")
     model = TinyLM(PADDED["sdpa_padding"], positions=False).double()
-    assert batch.labels is not None and batch.attention_mask is not None
-    # A first token of a row in mid-batch is predicted from padding by the padded batch alone.
-    first = batch.attention_mask.cumsum(1).eq(1) & batch.attention_mask.bool()
-    given = Batch(batch.input_ids, batch.attention_mask, batch.labels.masked_fill(first, IGNORED))
-    kept = (given.labels[:, 1:] != IGNORED).sum().double()
-    weights = [
-        [0.0, *((labels[mask.bool()] != IGNORED) / kept).tolist()[1:]]
-        for labels, mask in zip(given.labels, batch.attention_mask, strict=True)
-    ]
+    weights = weights_of(batch)
 
     class Rows(nn.Module):
         def __init__(self) -> None:
@@ -49,7 +41,7 @@ def test_left_padding_equals_separate_rows_where_positions_do_not_count() -> Non
 
     separate = separate_rows(Rows(), batch.rows(), weights)
     renamed = {name.removeprefix("model."): g for name, g in separate.gradients.items()}
-    assert_close(eager_step(model, given), Outcome(separate.loss, renamed), 1e-12)
+    assert_close(eager_step(model, batch), Outcome(separate.loss, renamed), 1e-12)
 
 
 def test_float64_has_no_casts_left() -> None:

@@ -1,9 +1,9 @@
 """Losses over a forest's edges, equal in value and gradient to the same loss over the rows one by one.
 
-Equal terms of rows that share an edge are collected (design: L = sum_e (sum over the edge's rows of w) *
-l_e), so the gradient that enters each edge's term carries the sum of its rows' weights and nothing else needs
-a scale. With w the forest's weights, W_b the sum of row b's, W the sum of all and R the number of rows, the
-reductions are
+Equal terms of rows that share an edge are collected, L = sum_e (sum over the edge's rows of w) l_e, so the
+gradient that enters each edge's term carries the sum of its rows' weights and nothing else needs a scale.
+With w the forest's weights, W_b the sum of row b's, W the sum of all and R the number of rows, the reductions
+are
 
     sum         sum_{b,t} w[b,t] l[b,t]
     token_mean  sum_{b,t} w[b,t] l[b,t] / W

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,9 @@ from treefx.config import Config
 from treefx.context import current_forest
 from treefx.errors import ForestError, TreefxError, UnsupportedError
 from treefx.forest import Forest
+from treefx.lazy import Deferred, LazyRows, lazy_rows
 from treefx.ordinary import Ordinary
+from treefx.passes.layout import expand_rows
 from treefx.passes.padding import Padding
 from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, compile_variant, is_packed, rewrite
 from treefx.report import GraphReport
@@ -27,7 +30,7 @@ class _Executable:
 
     def __init__(self, rewritten: Rewritten, run: Any) -> None:
         self.rewritten, self.run = rewritten, run
-        self._admitted: set[tuple[int, int]] = set()
+        self._admitted: dict[tuple[int, int], bool] = {}
 
     def admits(self, tokens: int) -> bool:
         """Whether every guard of the compilation (nobody else checks them) holds for this many tokens."""
@@ -35,11 +38,9 @@ class _Executable:
         assert environment is not None
         key = (tokens, len(environment.guards))
         if key not in self._admitted:
-            symbol = self.rewritten.inputs[-2].shape[0].node.expr
-            if not all(guard.expr.xreplace({symbol: tokens}) in (True, torch.sym_not(False)) or bool(guard.expr.xreplace({symbol: tokens})) for guard in environment.guards):
-                return False
-            self._admitted.add(key)
-        return True
+            symbol = self.rewritten.tokens.node.expr
+            self._admitted[key] = all(bool(guard.expr.xreplace({symbol: tokens})) for guard in environment.guards)
+        return self._admitted[key]
 
 
 class _Shape:
@@ -48,7 +49,7 @@ class _Shape:
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
         self.executables: dict[Variant, list[_Executable]] = {}
-        self.padding = Padding(analysis) if analysis.tokens is not None else None
+        self.padding = Padding(analysis)
 
 
 class CompiledGraph:
@@ -64,6 +65,7 @@ class CompiledGraph:
         self.gm, self.roles, self.config = gm, roles, config
         self.report = GraphReport(graphs={"captured": gm})
         self.seen_parameters: set[int] = set()
+        self._outputs = _OutputUse()
         self._shapes: dict[tuple[Any, ...], _Shape | str] = {}
         self._ordinary = Ordinary(gm, config.inner, self.report)
 
@@ -130,28 +132,33 @@ class CompiledGraph:
         return self._ordinary(*args)
 
     def _run_rows(self, shape: _Shape, args: Sequence[Any]) -> Any:
-        assert shape.padding is not None
-        keep = shape.padding.keep(args)
-        keys = [args[i] for i in shape.analysis.identity]
-        variant, dropped = self._variant(shape, args, keep)
-        if variant is None:
+        """The transparent level: build the trie of the rows, then run packed if that pays."""
+        self._outputs.settle(shape.analysis)
+        seen, keep = self._keep(shape, args)
+        hidden = None if seen is None or keep is None else keep & ~seen
+        if hidden is not None and not shape.padding.is_defined(args, hidden):
             return self._run_ordinary(args, fallback="padding that sees nothing is read by the loss or the caller")
-        batch = build_batch(keys, keep if dropped else None)
-        raw = keys[0].numel() if keep is None else int(keep.sum())
+        keeps_padding = hidden is not None and bool(hidden.any())
+        identity = shape.analysis.identity_with_padding if keeps_padding else shape.analysis.identity
+        keys = [args[i] for i in identity]
+        batch = build_batch(keys, keep)
+        raw = keys[0].numel() if seen is None else int(seen.sum())
         self.report.raw_tokens, self.report.tokens = raw, batch.tokens
-        if raw < self.config.min_sharing * batch.tokens and self.config.min_sharing > 1.0:
+        if self.config.min_sharing > 1.0 and raw < self.config.min_sharing * batch.tokens:
             self.report.tokens = raw
             return self._run_ordinary(args, fallback=None)
-        return self._run(shape, variant, args, batch)
+        detached = self._outputs.detached(shape.analysis)
+        results = self._run(shape, Variant(keep_padding=keeps_padding, detached=detached), args, batch)
+        return self._hand_back(shape, args, results, batch, detached)
 
-    def _variant(self, shape: _Shape, args: Sequence[Any], keep: Tensor | None) -> tuple[Variant | None, bool]:
-        """The variant for a call, and whether padding is dropped; None where only the ordinary graph is exact."""
-        if keep is None:
-            return Variant(), False
-        assert shape.padding is not None
-        if self.config.padding == "drop" or shape.padding.may_drop(args, keep):
-            return Variant(), True
-        return (Variant(keep_padding=True) if shape.padding.all_see(args, keep) else None), False
+    def _keep(self, shape: _Shape, args: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
+        """The positions that others see, and those that have to run; None where that is all of them."""
+        seen = shape.padding.seen(args)
+        if seen is None:
+            return None, None
+        if self.config.padding == "drop":
+            return seen, seen
+        return seen, torch.ones_like(seen) if self._outputs.read else seen | shape.padding.read(args)
 
     def _run_native(self, shape: _Shape, args: Sequence[Any], forest: Forest) -> Any:
         tokens = shape.analysis.tokens
@@ -169,14 +176,15 @@ class CompiledGraph:
             if node is not tokens.ids:
                 given[node] = _by_column(node.name, given[node], forest)
         self.report.raw_tokens, self.report.tokens = forest.raw_tokens, forest.num_tokens
-        return self._run(shape, Variant(native=True), [given[node] for node in placeholders], batch)
+        results = self._run(shape, Variant(native=True), [given[node] for node in placeholders], batch)
+        return tuple(self._on_rows(shape, i, value, batch) for i, value in enumerate(results))
 
     def _run(self, shape: _Shape, variant: Variant, args: Sequence[Any], batch: Batch) -> Any:
         executable = self._executable(shape, variant, args, batch.size)
         self.report.fallback, self.report.ran = None, "packed"
         with torch._C._DisableAutocast():
-            results = executable.run(*args, *batch.metadata)
-        return self._hand_back(executable.rewritten, results, batch)
+            results: Sequence[Any] = executable.run(*args, *batch.metadata)
+        return results
 
     def _executable(self, shape: _Shape, variant: Variant, args: Sequence[Any], tokens: int) -> _Executable:
         known = shape.executables.setdefault(variant, [])
@@ -193,13 +201,68 @@ class CompiledGraph:
         known.append(_Executable(rewritten, run))
         return known[-1]
 
-    def _hand_back(self, rewritten: Rewritten, results: Sequence[Any], batch: Batch) -> Any:
-        from treefx.passes.layout import expand_rows
+    # Outputs ----------------------------------------------------------------------------------------------------------
 
-        outputs = []
-        for value, output in zip(results, rewritten.outputs, strict=True):
-            outputs.append(value if output.dims is None else expand_rows(value, output.dims, batch.metadata[3]))
-        return tuple(outputs)
+    def _on_rows(self, shape: _Shape, position: int, value: Any, batch: Batch) -> Any:
+        """An output as the caller expects it."""
+        dims = shape.analysis.packed_outputs.get(position)
+        return value if dims is None else expand_rows(value, dims, batch.metadata[3])
+
+    def _hand_back(
+        self, shape: _Shape, args: Sequence[Any], results: Sequence[Any], batch: Batch, detached: frozenset[int]
+    ) -> tuple[Any, ...]:
+        return tuple(
+            self._lazily(shape, args, i, value, batch) if i in detached else self._on_rows(shape, i, value, batch)
+            for i, value in enumerate(results)
+        )
+
+    def _lazily(self, shape: _Shape, args: Sequence[Any], position: int, value: Tensor, batch: Batch) -> Tensor:
+        """An output that nobody has read so far: expanded, or computed anew, when somebody does."""
+
+        def compute() -> Tensor:
+            self._outputs.read.add(position)
+            complete = not bool((batch.metadata[3] < 0).any())
+            if complete or self.config.padding == "drop":
+                return self._on_rows(shape, position, value, batch)  # type: ignore[no-any-return]
+            result: Tensor = self._run_rows(shape, args)[position]
+            return result.rows if isinstance(result, LazyRows) else result
+
+        def differentiate(grad: Tensor) -> Sequence[Tensor | None]:
+            self._outputs.read.add(position)
+            self._outputs.differentiated.add(position)
+            leaves = [x.detach().requires_grad_() if _needs_grad(x) else x for x in args]
+            with torch.enable_grad():
+                result = self._run_rows(shape, leaves)[position]
+            inputs = [x for x in leaves if _needs_grad(x)]
+            return torch.autograd.grad(result, inputs, grad, allow_unused=True)
+
+        dims = shape.analysis.packed_outputs[position]
+        rows = [math.prod(factor.size for factor in dim) for dim in dims]
+        return lazy_rows(Deferred(rows, value, compute, differentiate, [x for x in args if _needs_grad(x)]))
+
+
+def _needs_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+class _OutputUse:
+    """Which packed outputs of a graph its callers have read, and which they have differentiated."""
+
+    def __init__(self) -> None:
+        self.read: set[int] = set()
+        self.differentiated: set[int] = set()
+        self._settled = False
+
+    def settle(self, analysis: Analysis) -> None:
+        """Without a loss of its own, or where a second run would draw other random numbers, all outputs are in use."""
+        if not self._settled and (not analysis.returns_loss or analysis.draws_random_numbers):
+            self.read |= set(analysis.packed_outputs)
+            self.differentiated |= set(analysis.packed_outputs)
+        self._settled = True
+
+    def detached(self, analysis: Analysis) -> frozenset[int]:
+        """The outputs that leave lazily."""
+        return frozenset(analysis.packed_outputs) - self.differentiated
 
 
 def _by_column(name: str, value: Tensor, forest: Forest) -> Tensor:

@@ -62,6 +62,15 @@ def test_left_padding_with_column_positions(name: str) -> None:
     assert_packed(compare(double(name), batch), distinct_tokens(batch))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_first_tokens_predicted_from_padding(name: str) -> None:
+    """Labels of the first real tokens: with left padding, the cell before them is padding, and counts."""
+    batch = left_padded()
+    assert batch.attention_mask is not None
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORED)
+    compare(double(name), Batch(batch.input_ids, batch.attention_mask, labels))
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_left_padding_with_positions_of_the_mask(name: str) -> None:
     batch = left_padded()

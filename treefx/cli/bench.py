@@ -31,7 +31,7 @@ def attention(json: Json = False) -> None:
     # Registers the operators of the kernels: only this benchmark needs them without a model.
     from treefx.cli import bench_attention
 
-    _show("Attention over a tree", bench_attention.run(), json)
+    _show("Attention over a tree", bench_attention.run(json=json), json)
 
 
 @bench.command()
@@ -69,9 +69,17 @@ def _show(title: str, records: Sequence[dict[str, Any]], json: bool) -> None:
     if not records:
         notes.print("nothing was measured")
         return
-    columns = list(records[0])
-    rows = [[_format(record.get(column)) for column in columns] for record in records]
-    console.print(make_table(title, [column.replace("_", " ") for column in columns], rows))
+    # Many figures of few cases: one line per figure fits a terminal where one per case does not.
+    names, *fields = list(records[0])
+    if len(fields) > len(records):
+        headers = [names, *(str(record[names]) for record in records)]
+        rows = [
+            [field.replace("_", " "), *(_format(record.get(field)) for record in records)] for field in fields
+        ]
+    else:
+        headers = [field.replace("_", " ") for field in (names, *fields)]
+        rows = [[_format(record.get(field)) for field in (names, *fields)] for record in records]
+    console.print(make_table(title, headers, rows))
 
 
 def _format(value: object) -> str:

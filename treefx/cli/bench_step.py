@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from treefx.cli.models import make_config, make_model
 from treefx.cli.synthetic import shared_prefix_batch
 from treefx.cli.training import TrainingRun, gradient_error
@@ -69,6 +71,8 @@ def run(
     """
     records = []
     for case in cases:
+        # Every case compiles anew: kernels for sizes that an earlier case made symbolic would be slower.
+        torch._dynamo.reset()
         config = make_config(
             model,
             vocab_size=vocab_size,

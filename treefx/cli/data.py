@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from treefx.cli.job import make_tokenizer
-from treefx.cli.output import console, make_table, print_json
+from treefx.cli.output import console, make_table, print_json, print_line
 from treefx.data import (
     SharingStatistics,
     group_by_task,
@@ -54,7 +54,7 @@ def data(
         return
     _print(statistics)
     if draw is not None:
-        console.print(f"tree of the first task: {draw}")
+        print_line(f"tree of the first task: {draw}")
 
 
 def _print(statistics: SharingStatistics) -> None:
@@ -66,9 +66,8 @@ def _print(statistics: SharingStatistics) -> None:
     rows = [(name, f"{count:,}", f"{tokens:,}", f"{ratio:.2f}") for name, count, tokens, ratio in baselines]
     title = f"{statistics.conversations} conversations of {statistics.tasks} tasks"
     console.print(make_table(title, ("form", "rows or trees", "tokens", "raw / tokens"), rows))
-    console.print(
+    print_line(
         f"longest row {statistics.longest_row_tokens:,} tokens; "
         f"{statistics.labelled_tokens:,} tokens carry loss; "
         f"branching adds {statistics.branching_ratio:.2f} to merging",
-        highlight=False,
     )

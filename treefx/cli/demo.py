@@ -8,7 +8,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 import treefx
 from treefx.cli.job import make_tokenizer, prepare_batches, train_and_compare
 from treefx.cli.models import make_config, make_model, require_transformers
-from treefx.cli.output import console, notes, print_json
+from treefx.cli.output import console, notes, print_json, print_line
 from treefx.data import scripted_conversations
 
 __all__ = ["demo"]
@@ -53,6 +53,6 @@ def demo(
         return
     console.print(report.table())
     for line in report.lines():
-        console.print(line)
+        print_line(line)
     if backend == "treefx":
-        console.print(treefx.inspect(run.compiled).summary(), markup=False)
+        print_line(treefx.inspect(run.compiled).summary())

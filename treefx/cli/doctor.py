@@ -10,7 +10,7 @@ import torch
 import typer
 from torch.nn import functional
 
-from treefx.cli.output import console, make_table, print_json
+from treefx.cli.output import console, make_table, print_json, print_line
 
 __all__ = ["doctor", "self_check"]
 
@@ -49,9 +49,9 @@ def doctor(
         rows = [(name, _show(value)) for name, value in findings.items()]
         console.print(make_table("treefx doctor", ("what", "found"), rows))
         for problem in problems:
-            console.print(f"problem: {problem}", style="red")
+            print_line(f"problem: {problem}", style="red")
         if not problems:
-            console.print("all is well", style="green")
+            print_line("all is well", style="green")
     if problems:
         raise typer.Exit(1)
 

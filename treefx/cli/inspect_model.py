@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 import treefx
 from treefx.cli.models import make_config, make_model
-from treefx.cli.output import console, print_json
+from treefx.cli.output import print_json, print_line
 from treefx.cli.synthetic import shared_prefix_batch
 from treefx.cli.training import TrainingRun, gradient_error, reference_gradients
 from treefx.errors import InputError
@@ -47,12 +47,10 @@ def inspect(
     if json:
         print_json({"stats": report.stats, "gradient_error": error, "gradient_error_of": parameter})
         return
-    console.print(report.summary(), markup=False)
-    console.print(
-        f"gradients against eager float64: largest relative error {error:.1e} ({parameter})"
-    )
+    print_line(report.summary())
+    print_line(f"gradients against eager float64: largest relative error {error:.1e} ({parameter})")
     if out is not None:
-        console.print(f"{stage} graph: {out}")
+        print_line(f"{stage} graph: {out}")
 
 
 def _write_graph(graphs: Mapping[str, GraphModule], stage: str, out: Path) -> None:

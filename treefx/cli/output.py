@@ -12,7 +12,7 @@ from rich.table import Table
 
 from treefx.errors import TreefxError
 
-__all__ = ["console", "make_table", "notes", "print_json", "refusals_end_the_command"]
+__all__ = ["console", "make_table", "notes", "print_json", "print_line", "refusals_end_the_command"]
 
 console = Console(highlight=False)
 """Results: standard output."""
@@ -36,6 +36,11 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     return table
+
+
+def print_line(text: str, style: str | None = None) -> None:
+    """Write one line to standard output as it is: no markup, and no line breaks where the terminal ends."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -1,0 +1,141 @@
+"""Outputs that are expanded to rows only when somebody looks at them.
+
+A model returns its logits beside the loss, and most training steps never read them. ``LazyRows`` stands for such a
+``[B, T, ...]`` output: it has shape, dtype and ``requires_grad``, and is computed from its packed value at the first
+operation that touches it. Its gradient, if one ever arrives, comes from running the graph once more with that output
+differentiable; the graph remembers, and the next call is compiled that way from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["Deferred", "LazyRows", "lazy_rows"]
+
+aten = torch.ops.aten
+
+
+class Deferred:
+    """How to compute one output on rows, at most once.
+
+    Args:
+        shape: Shape on rows.
+        like: The packed value, for dtype and device.
+        compute: Gives the value on rows, without gradient.
+        differentiate: Given the gradient on rows, gives those of ``inputs``.
+        inputs: The tensors of the call that require grad.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        like: Tensor,
+        compute: Callable[[], Tensor],
+        differentiate: Callable[[Tensor], Sequence[Tensor | None]],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        self.shape, self.dtype, self.device = tuple(shape), like.dtype, like.device
+        self.inputs, self.differentiate = list(inputs), differentiate
+        self._compute = compute
+        self._rows: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """The value on rows."""
+        if self._rows is None:
+            with torch.no_grad():
+                self._rows = self._compute()
+        return self._rows
+
+    @staticmethod
+    def of(rows: Tensor) -> Deferred:
+        """An output that is there already."""
+        return Deferred(rows.shape, rows, lambda: rows, lambda grad: (), ())
+
+
+class LazyRows(Tensor):
+    """A tensor on rows that does not exist yet. Every operation on it first makes it a plain tensor."""
+
+    deferred: Deferred
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, deferred: Deferred) -> LazyRows:
+        make = torch.Tensor._make_wrapper_subclass
+        return make(cls, deferred.shape, dtype=deferred.dtype, device=deferred.device)  # type: ignore[no-any-return,attr-defined]
+
+    def __init__(self, deferred: Deferred) -> None:
+        self.deferred = deferred
+
+    @property
+    def rows(self) -> Tensor:
+        """The plain tensor, without gradient."""
+        return self.deferred.rows
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.detach.default, aten.alias.default):
+            return LazyRows(args[0].deferred)
+        plain = tree_map_only(LazyRows, lambda lazy: lazy.rows, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["rows"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> LazyRows:
+        return LazyRows(Deferred.of(inner["rows"]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.rows.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.rows.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self.rows)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The value as a NumPy array; ``force`` as for any tensor."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.rows.numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The value as nested lists."""
+        return self.rows.tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+
+class _Attach(torch.autograd.Function):
+    """Hangs a lazy output into the autograd graph of the call's inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, *inputs: Tensor) -> LazyRows:
+        ctx.deferred = deferred
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return LazyRows(deferred)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+        inputs = ctx.saved_tensors  # raises if an input was changed in place since the forward
+        if grad is None:
+            return (None,) * (1 + len(inputs))
+        plain = grad.rows if isinstance(grad, LazyRows) else grad
+        return (None, *ctx.deferred.differentiate(plain))
+
+
+def lazy_rows(deferred: Deferred) -> Tensor:
+    """The lazy tensor of a deferred output, differentiable where gradients are on."""
+    if torch.is_grad_enabled() and deferred.inputs:
+        result: Tensor = _Attach.apply(deferred, *deferred.inputs)  # type: ignore[no-untyped-call]
+        return result
+    return LazyRows(deferred)
