@@ -148,14 +148,11 @@ def _prove(
 ) -> Attention:
     """Prove the score causal and take it apart; ``safe`` tells of a softmax that gives zero where all scores are -inf."""
     constants = constants_of(node)
-
-    def tables(expr: Expr) -> torch.Tensor | None:
-        return constants.table(expr, columns, heads)
-
+    tables = Tables(lambda expr: constants.table(expr, columns, heads), constants.consecutive)
     if columns > 1 and bounds(score, "future", tables)[1] > MASKING:
         raise NoLaw("attention that is not proved causal")
     value, found = split_mask(simplify(score, tables))
-    conditions = [_window_of_table(canonical_window(item), tables) for one in found for item in conjuncts(one)]
+    conditions = [_window_of_table(canonical_window(item, tables), tables) for one in found for item in conjuncts(one)]
     conditions = [item for item in conditions if decide(item, "past", tables) is not True]
     padding = [item for item in conditions if _reads_key_alone(item)]
     rest = [item for item in conditions if item not in padding]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, evaluate
-from treefx.passes.facts import Kind, fact_of
+from treefx.passes.facts import Kind, ancestors, fact_of
 from treefx.passes.score_algebra import walk
 
 __all__ = ["Constants", "constants_of"]
@@ -28,21 +28,25 @@ class Constants:
     Args:
         gm: The traced graph.
         inputs: The run-time value of each placeholder.
+        roles: What each placeholder is; the values of "input" ones may differ from call to call and prove nothing.
+        consecutive: Positions of inputs [B, T] (or [1, T]) known to count up by one along each row, such as position ids.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str], consecutive: frozenset[int]) -> None:
         self._values: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._gm = gm
         self._tables: dict[Expr, Tensor | None] = {}
         self.read: set[int] = set()
         """Positions of the inputs whose values entered a proof."""
         self._positions = {node: i for i, node in enumerate(self._values)}
+        self._per_call = {node for node, role in zip(self._values, roles, strict=True) if role == "input"}
+        self.consecutive = frozenset(node for node, i in self._positions.items() if i in consecutive)
         gm.meta[_KEY] = self
 
     def value(self, node: fx.Node) -> Tensor | None:
         """The value of an invariant node, or None if it depends on rows or on a trained parameter."""
         fact = fact_of(node)
-        if fact.kind is not Kind.INVARIANT or fact.learned:
+        if fact.kind is not Kind.INVARIANT or fact.learned or self._per_call & {node, *ancestors(node)}:
             return None
         with torch.no_grad():
             result = self._run(node)

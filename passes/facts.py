@@ -7,14 +7,14 @@ is an ordered product of factors, so that a view only regroups factors and sizes
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["Axis", "Dims", "Factor", "Fact", "Kind", "fact_of", "plain_dims", "set_fact", "shape_of", "token_axes"]
+__all__ = ["ALONG_ROWS", "Axis", "Dims", "Factor", "Fact", "Kind", "ancestors", "fact_of", "plain_dims", "set_fact", "shape_of", "token_axes"]
 
 _KEY = "treefx"
 
@@ -66,6 +66,8 @@ class Factor:
 
 
 Dims = tuple[tuple[Factor, ...], ...]
+ALONG_ROWS = "along rows"
+"""The ``law`` of a PREFIX value that reads earlier columns too, such as a running sum: it only exists in full."""
 
 
 @dataclass(frozen=True)
@@ -120,3 +122,15 @@ def shape_of(node: fx.Node) -> torch.Size:
     """The full shape of a node with one tensor result."""
     shape: torch.Size = node.meta["val"].shape
     return shape
+
+
+def ancestors(*nodes: fx.Node) -> Iterable[fx.Node]:
+    """All nodes that the given ones depend on, nearest first."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+                yield source

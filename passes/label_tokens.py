@@ -17,13 +17,14 @@ from torch import fx
 from treefx.kernels.score import Expr
 from treefx.passes import expert_laws, matmul_laws  # noqa: F401  (registers laws)
 from treefx.passes.attention_facts import Attention
+from treefx.passes.dependence import Dependence, depend, prefix_dims
 from treefx.passes.dims import NoLaw
-from treefx.passes.facts import Axis, Fact, Factor, Kind, fact_of, set_fact, shape_of
+from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, set_fact, shape_of
 from treefx.passes.laws import Call, find_law
 from treefx.passes.loss_laws import find_sink
 from treefx.passes.score_algebra import walk
 
-__all__ = ["DTYPE_ONLY", "Identity", "Role", "Tokens", "ancestors", "attentions", "find_tokens", "label_tokens", "user_line"]
+__all__ = ["DTYPE_ONLY", "Identity", "Role", "Tokens", "attentions", "find_tokens", "label_tokens", "user_line"]
 
 aten = torch.ops.aten
 DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
@@ -61,16 +62,9 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def ancestors(*nodes: fx.Node) -> Iterable[fx.Node]:
-    """All nodes that the given ones depend on, nearest first."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-                yield source
+def _has_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value))
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,7 @@ class _Labeller:
         self.identity: set[fx.Node] = {tokens.ids}
         """Inputs that tell tokens apart, as far as the attention needs them."""
         self.hides: frozenset[fx.Node] = frozenset()
+        self.dependence: dict[fx.Node, Dependence] = {}
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def run(self) -> None:
@@ -135,6 +130,8 @@ class _Labeller:
         facts = [fact_of(operand) for operand in node.all_input_nodes]
         kinds = {fact.kind for fact in facts}
         learned = any(fact.learned for fact in facts)
+        if not _has_tensors(node):
+            return Fact(Kind.INVARIANT)  # a size
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return self.refuse(call, "draws random numbers for every row")
         if kinds <= {Kind.INVARIANT} or node.target in DTYPE_ONLY:
@@ -194,7 +191,20 @@ class _Labeller:
         facts = [fact_of(operand) for operand in call.node.all_input_nodes]
         packed = any(fact.kind in (Kind.PACKED, Kind.SCORE) for fact in facts)
         learned = any(fact.learned for fact in facts)
+        if not packed and not learned:
+            dims = self._prove_prefix(call.node)
+            if dims is not None:
+                return Fact(Kind.PREFIX, dims, law=ALONG_ROWS)
         return Fact(Kind.ROW, learned=learned, reason=reason if packed else None)
+
+    def _prove_prefix(self, node: fx.Node) -> Dims | None:
+        """Labels for a function of the inputs that has no law and is still proved to read only the past of its row."""
+        rows, columns = self.tokens.rows, self.tokens.columns
+        found = depend(node, self.dependence, rows * columns)
+        if found is None:
+            return None
+        self.dependence[node] = found
+        return prefix_dims(found, rows, columns)
 
 
 def attentions(gm: fx.GraphModule) -> list[Attention]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from treefx.passes import dims as algebra
 from treefx.passes.dims import NoLaw
-from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, plain_dims, shape_of, token_axes
+from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, fact_of, plain_dims, shape_of, token_axes
 from treefx.passes.opaque_ops import is_pointwise_function
 from treefx.passes.uniformity import is_uniform
 
@@ -303,13 +303,15 @@ def along_dimension(call: Call) -> Fact:
     given = call.arg(2, "dims") if call.node.target is aten.roll.default else call.arg(1, "dim")
     where = _where(given, len(dims))
     softmax = call.node.target in {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
+    reach = None
     for d in where:
         if softmax and [factor.axis for factor in dims[d]] == [Axis.KEY]:
             continue
         if call.node.target is aten.cumsum.default and _is_causal_sum(call, dims[d]):
+            reach = ALONG_ROWS
             continue
         algebra.resize(dims, d, 1)
-    return call.result(tuple(_forget_repeats(dim) if d in where else dim for d, dim in enumerate(dims)))
+    return call.result(tuple(_forget_repeats(dim) if d in where else dim for d, dim in enumerate(dims)), reach)
 
 
 def _is_causal_sum(call: Call, dim: tuple[Factor, ...]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from treefx.passes.facts import Axis, Dims, Factor
 from treefx.passes.restore_gradients import expand
 
-__all__ = ["Metadata", "expand_rows", "gather_tokens", "packed_shape", "tokens_first"]
+__all__ = ["Metadata", "expand_rows", "gather_tokens", "packed_shape", "rows_in_order", "tokens_first"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,16 @@ def tokens_first(x: Tensor, dims: Dims, tokens: Any) -> Tensor:
 
 def expand_rows(first: Tensor, dims: Dims, token_of: Tensor) -> Tensor:
     """A value as ``tokens_first`` gives it, back on rows with the dimensions ``dims``."""
+    return rows_in_order(expand(first.contiguous(), token_of), dims)
+
+
+def rows_in_order(rows: Tensor, dims: Dims) -> Tensor:
+    """A value [B, T, ...] with its factors moved to their dimensions."""
     factors = _factors(dims)
     row, token = _position(factors, Axis.ROW), _position(factors, Axis.TOKEN)
-    rows = expand(first.contiguous(), token_of)
+    sizes = {Axis.ROW: rows.shape[0], Axis.TOKEN: rows.shape[1]}
     ordered = rows.movedim((0, 1), (row, token))
-    return ordered.reshape([math.prod(factor.size for factor in dim) for dim in dims])
+    return ordered.reshape([math.prod(sizes.get(factor.axis, factor.size) for factor in dim) for dim in dims])
 
 
 def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:

@@ -35,11 +35,11 @@ from treefx.kernels.score import Expr, Score
 from treefx.passes import expert_laws, laws, matmul_laws
 from treefx.passes.attention_facts import Attention
 from treefx.passes.dims import has_tokens
-from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, token_axes
-from treefx.passes.label_tokens import DTYPE_ONLY, Tokens, ancestors
+from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, token_axes
+from treefx.passes.label_tokens import DTYPE_ONLY, Tokens
 from treefx.passes.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
 from treefx.passes.loss_laws import Pick
-from treefx.passes.restore_gradients import pick
+from treefx.passes.restore_gradients import expand, pick
 
 __all__ = ["Output", "Packer", "is_packed_output"]
 
@@ -61,6 +61,7 @@ class Packer:
         tokens: Its token axes.
         keep_padding: Whether padding runs too, hidden from others by the model's own mask; else it must be dropped.
         detached: Positions of outputs that nobody is expected to differentiate (they leave without gradient).
+        redundant: Conditions of attentions that hold for every pair of tokens of the call.
         native: Whether the token ids come packed already, ``[1, N]``; other inputs are functions of the column.
     """
 
@@ -71,9 +72,11 @@ class Packer:
         *,
         keep_padding: bool = False,
         detached: frozenset[int] = frozenset(),
+        redundant: frozenset[Expr] = frozenset(),
         native: bool = False,
     ) -> None:
         self.gm, self.tokens, self.keep_padding, self.detached, self.native = gm, tokens, keep_padding, detached, native
+        self.redundant = redundant
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
         self._forms: dict[tuple[str, Any], Any] = {}
@@ -164,7 +167,7 @@ class Packer:
         return fx.node.map_arg((node.args, dict(node.kwargs)), self.full)
 
     def _make_packed(self, node: fx.Node) -> Any:
-        if node.op == "placeholder" or not _runs_packed(node):
+        if node.op == "placeholder" or not self._runs_packed(node):
             return self._gathered(node)
         fact = fact_of(node)
         if node.target is operator.getitem:
@@ -175,6 +178,13 @@ class Packer:
         if emit is not None:
             return emit(self, node, fact)
         return self.call(node)
+
+    def _runs_packed(self, node: fx.Node) -> bool:
+        """Whether the operator itself runs on packed operands; functions of the inputs alone run in full, as they were."""
+        fact = fact_of(node)
+        if fact.kind is Kind.PACKED:
+            return True
+        return self.native and fact.law != ALONG_ROWS and self.tokens.ids in ancestors(node)
 
     def _gathered(self, node: fx.Node) -> Tensor:
         fact = fact_of(node)
@@ -216,7 +226,8 @@ class Packer:
         if key.shape[1] != value.shape[1]:
             key, value = self._heads_first(attention.key, whole=True), self._heads_first(attention.value, whole=True)
         buffers: list[Tensor] = []
-        conditions = attention.conditions + (attention.padding if self.keep_padding else ())
+        conditions = [item for item in attention.conditions if item not in self.redundant]
+        conditions += attention.padding if self.keep_padding else ()
         visible = [self._kernel_form(item, buffers) for item in conditions]
         score = Score(self._kernel_form(attention.score, buffers), _all(visible))
         out = attend(query, key, value, self.metadata.subtree_end, score, buffers)
@@ -274,29 +285,40 @@ class Packer:
     def _picked(self, node: fx.Node, law: Pick) -> Any:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        dims = fact_of(source).dims
-        assert dims is not None
-        first = tokens_first(self.packed(source), dims, self.metadata.tokens)
-        entries = first.reshape([first.shape[0], -1])
         token_of = self.metadata.token_of
         if node.target is aten.gather.default:
             index = self.full(node.args[2])
-            choices = index.shape[-1]
-            repeated = token_of.reshape(-1, 1).expand(-1, choices).reshape(-1)
-            return pick(entries, repeated, index.reshape(-1)).reshape(index.shape)
-        return _negative_log_likelihood(entries, token_of.reshape(-1), self.full(node.args[1]), node.args[3], law)
+            repeated = token_of.reshape(-1, 1).expand(-1, index.shape[-1]).reshape(-1)
+            return pick(self._entries(source), repeated, index.reshape(-1)).reshape(index.shape)
+        target = self.full(node.args[1])
+        flat, tokens = target.reshape(-1), token_of.reshape(-1)
+        valid = flat != law.ignore_index
+        losses = torch.where(valid, self._surprise(source, tokens, torch.where(valid, flat, -1)), 0)
+        return _reduced(losses, valid, target.shape, node.args[3])
+
+    def _entries(self, node: fx.Node) -> Tensor:
+        """A packed value as [N, V]."""
+        dims = fact_of(node).dims
+        assert dims is not None
+        first = tokens_first(self.packed(node), dims, self.metadata.tokens)
+        return first.reshape([first.shape[0], -1])
+
+    def _surprise(self, source: fx.Node, token_of: Tensor, target: Tensor) -> Tensor:
+        """Minus the picked log-probabilities. Picked from the logits where those are at hand: the [N, V] tensor of all
+        log-probabilities is then never written."""
+        logits = source.args[0]
+        if source.target is not aten._log_softmax.default or not isinstance(logits, fx.Node) or source.args[2]:
+            return -pick(self._entries(source), token_of, target)
+        entries = self._entries(logits)
+        normaliser = torch.logsumexp(entries, -1)
+        return expand(normaliser, token_of) - pick(entries, token_of, target)
 
 
-def _negative_log_likelihood(
-    entries: Tensor, token_of: Tensor, target: Tensor, reduction: Any, law: Pick
-) -> tuple[Tensor, Tensor]:
-    """``nll_loss_forward`` without class weights: (loss, total weight)."""
-    flat = target.reshape(-1)
-    valid = flat != law.ignore_index
-    losses = torch.where(valid, -pick(entries, token_of, torch.where(valid, flat, -1)), 0)
+def _reduced(losses: Tensor, valid: Tensor, shape: Sequence[int], reduction: Any) -> tuple[Tensor, Tensor]:
+    """What ``nll_loss_forward`` returns without class weights: (loss, total weight)."""
     count = valid.sum().to(losses.dtype)
     if reduction == 0:
-        return losses.reshape(target.shape), torch.zeros_like(count)
+        return losses.reshape(shape), torch.zeros_like(count)
     return (losses.sum() / count if reduction == 1 else losses.sum()), count
 
 
@@ -323,20 +345,6 @@ def is_packed_output(fact: Fact) -> bool:
 def _is_token_wise(fact: Fact) -> bool:
     """Whether the value can be expanded: it has rows and tokens, and no slots of experts."""
     return fact.dims is not None and token_axes(fact.dims) == {Axis.ROW, Axis.TOKEN}
-
-
-def _runs_packed(node: fx.Node) -> bool:
-    """Whether the operator itself may run on packed operands; running sums of per-row inputs run in full."""
-    fact = fact_of(node)
-    if fact.kind is Kind.PACKED:
-        return True
-    source = node.args[0] if node.args else None
-    if node.target is aten.cumsum.default and isinstance(source, fx.Node):
-        dims = fact_of(source).dims
-        dim = node.args[1]
-        assert isinstance(dim, int)
-        return dims is None or not has_tokens(dims[dim])
-    return laws.find_law(node.target) is not None or node.target is operator.getitem
 
 
 class _Collapser:

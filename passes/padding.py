@@ -57,6 +57,20 @@ class Padding:
         target = node.args[1]
         return law.ignore_index is not None and isinstance(target, fx.Node) and not fact_of(target).learned
 
+    def redundant(self, args: Sequence[Any], keep: Tensor | None) -> frozenset[Expr]:
+        """The conditions ``x[query] == x[key]`` whose x is the same at all kept positions of a row (one packed document)."""
+        conditions = {item for attention in self._analysis.attentions for item in attention.conditions}
+        candidates = [item for item in conditions if _compares_one_value(item)]
+        grid = _Grid(self._analysis, args)
+        found = []
+        for condition in candidates:
+            value = grid.value(condition[1][1])
+            kept = torch.ones_like(value, dtype=torch.bool) if keep is None else keep
+            first = value.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))
+            if bool(((value == first) | ~kept).all()):
+                found.append(condition)
+        return frozenset(found)
+
     def is_defined(self, args: Sequence[Any], positions: Tensor) -> bool:
         """Whether the attention of unseen positions (bool [B, T]) is what tree attention computes.
 
@@ -74,6 +88,14 @@ class Padding:
             if not bool(visible.any(-1).all()):
                 return False
         return True
+
+
+def _compares_one_value(condition: Expr) -> bool:
+    """Whether a condition is ``load(x, query) == load(x, key)`` of one [B, T] value."""
+    if condition[0] != "eq" or any(side[0] != "load" or len(side) != 3 for side in condition[1:]):
+        return False
+    (_, left, at_left), (_, right, at_right) = condition[1:]
+    return left is right and {at_left, at_right} == {("cq",), ("ck",)} and left.meta["val"].dim() == 2
 
 
 class _Grid:

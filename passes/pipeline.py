@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.score import Expr
 from treefx.passes.attention_facts import Attention
 from treefx.passes.compile_inner import Compiled, Observer, compile_inner
 from treefx.passes.constants import Constants
@@ -53,6 +54,8 @@ class Variant:
     keep_padding: bool = False
     detached: frozenset[int] = frozenset()
     """Output positions that leave without gradient, because nobody has asked for theirs yet."""
+    redundant: frozenset[Expr] = frozenset()
+    """Conditions of attentions that the inputs of the call make true everywhere."""
     native: bool = False
 
 
@@ -115,13 +118,14 @@ def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     return [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in inputs]
 
 
-def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role]) -> Analysis:
+def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role], consecutive: frozenset[int]) -> Analysis:
     """Trace and label Dynamo's graph for inputs of the given shapes.
 
     Args:
         gm: Dynamo's graph.
         inputs: Run-time inputs; values of buffers may enter proofs.
         roles: What each placeholder is.
+        consecutive: Positions of inputs that count up by one along their rows, in this and all later calls of the analysis.
     """
     started = time.perf_counter()
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -131,7 +135,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role]) -> Ana
     if tokens is None:
         return Analysis(traced, roles, None, [], [], seconds=seconds)
     started = time.perf_counter()
-    constants = Constants(traced, inputs)
+    constants = Constants(traced, inputs, roles, consecutive)
     identity = label_tokens(traced, roles, tokens)
     seconds["label"] = time.perf_counter() - started
     placeholders = traced.graph.find_nodes(op="placeholder")
@@ -165,12 +169,25 @@ def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any]) -> Rewr
         )
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
-    fakes = fake_inputs(inputs, mode) + _metadata(analysis.tokens, device, mode)
+    metadata = _metadata(analysis.tokens, device, mode)
+    fakes = fake_inputs(inputs, mode)
+    if variant.native:
+        position = analysis.gm.graph.find_nodes(op="placeholder").index(analysis.tokens.ids)
+        with mode:
+            fakes[position] = torch.empty_like(metadata[1], dtype=inputs[position].dtype)[None]
     packer = Packer(
-        analysis.gm, analysis.tokens, keep_padding=variant.keep_padding, detached=variant.detached, native=variant.native
-    )
-    gm = trace_function(packer.run, fakes, mode)
-    return Rewritten(gm, packer.outputs, fakes, mode)
+        analysis.gm, analysis.tokens, keep_padding=variant.keep_padding, detached=variant.detached,
+        redundant=variant.redundant, native=variant.native,
+    )  # fmt: skip
+    tensors = [x for x in fakes if isinstance(x, Tensor)]
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        # Numbers are part of the graph: as inputs, AOTAutograd would give them symbols, and one symbol to equal sizes.
+        given = iter(values)
+        return packer.run(*[next(given) if isinstance(x, Tensor) else x for x in fakes], *given)
+
+    gm = trace_function(run, [*tensors, *metadata], mode)
+    return Rewritten(gm, packer.outputs, [*tensors, *metadata], mode)
 
 
 def _metadata(tokens: Tokens, device: torch.device, mode: FakeTensorMode) -> list[Any]:

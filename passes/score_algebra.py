@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,20 @@ MASKING = -1e4
 """Scores at or below this, next to finite products q.k, are taken for masked (the weakest fill that models use)."""
 
 Relation = str  # "future" | "past"
-Tables = Callable[[Expr], "torch.Tensor | None"]
-"""Evaluates an expression of constants on the grid [head, query column, key column], or returns None."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What is known of the values that an expression loads."""
+
+    evaluate: Callable[[Expr], torch.Tensor | None]
+    """Evaluates an expression of constants on the grid [head, query column, key column], or returns None."""
+    consecutive: frozenset[Any] = frozenset()
+    """Loaded sources that count up by one from column to column of a row."""
+
+    def __call__(self, expr: Expr) -> torch.Tensor | None:
+        return self.evaluate(expr)
+
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda low, high: high < 0,
@@ -53,22 +66,25 @@ def walk(expr: Expr) -> list[Expr]:
     return found
 
 
-def affine(expr: Expr) -> dict[str, float] | None:
-    """``expr`` as coefficients of the index symbols and of ``"1"``, or None."""
+def affine(expr: Expr, consecutive: frozenset[Any] = frozenset()) -> dict[str, float] | None:
+    """``expr`` as coefficients of the index symbols, of ``"1"``, and of one unknown start per consecutive source; or None."""
     op = expr[0]
     if op == "const":
         return {"1": float(expr[1])}
     if op in ("cq", "ck", "b", "head"):
         return {op: 1.0}
+    if op == "load" and expr[1] in consecutive:
+        column = affine(expr[-1])
+        return None if column is None else {**column, f"start of {expr[1]}": 1.0}
     if op in ("int", "float"):
-        return affine(expr[1])
+        return affine(expr[1], consecutive)
     if op == "neg":
-        return _combine(affine(expr[1]), None, -1.0)
+        return _combine(affine(expr[1], consecutive), None, -1.0)
     if op in ("add", "sub"):
-        right = affine(expr[2])
-        return None if right is None else _combine(affine(expr[1]), right, 1.0 if op == "add" else -1.0)
+        right = affine(expr[2], consecutive)
+        return None if right is None else _combine(affine(expr[1], consecutive), right, 1.0 if op == "add" else -1.0)
     if op == "mul":
-        left, right = affine(expr[1]), affine(expr[2])
+        left, right = affine(expr[1], consecutive), affine(expr[2], consecutive)
         for number, other in ((left, right), (right, left)):
             if number is not None and other is not None and set(number) <= {"1"}:
                 return {name: value * number.get("1", 0.0) for name, value in other.items()}
@@ -84,10 +100,10 @@ def _combine(left: dict[str, float] | None, right: dict[str, float] | None, fact
     return {name: left.get(name, 0.0) + factor * right.get(name, 0.0) for name in names}
 
 
-def _difference(expr: Expr, relation: Relation) -> tuple[float, float] | None:
+def _difference(expr: Expr, relation: Relation, tables: Tables) -> tuple[float, float] | None:
     """Range of left minus right of a comparison, where it depends on ``ck - cq`` alone."""
-    form = affine(("sub", expr[1], expr[2]))
-    if form is None or any(form.get(name) for name in ("b", "head")):
+    form = affine(("sub", expr[1], expr[2]), tables.consecutive)
+    if form is None or any(value for name, value in form.items() if name not in ("cq", "ck", "1")):
         return None
     slope, constant = form.get("ck", 0.0), form.get("1", 0.0)
     if slope != -form.get("cq", 0.0):
@@ -133,7 +149,7 @@ def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool |
     folded = fold(expr)
     if folded is not expr:  # a comparison of a choice between constants is that choice
         return decide(folded, relation, tables)
-    difference = _difference(expr, relation)
+    difference = _difference(expr, relation, tables)
     op = expr[0]
     if difference is None:
         return _decide_table(expr, relation, tables)
@@ -346,12 +362,12 @@ def conjuncts(condition: Expr) -> list[Expr]:
     return [condition]
 
 
-def canonical_window(condition: Expr) -> Expr:
+def canonical_window(condition: Expr, tables: Tables) -> Expr:
     """A condition on ``cq - ck`` alone as ``cq - ck < W``, the form kernels know; others as they are."""
     if condition[0] not in _COMPARISONS:
         return condition
-    form = affine(("sub", condition[1], condition[2]))
-    if form is None or any(form.get(name) for name in ("b", "head")):
+    form = affine(("sub", condition[1], condition[2]), tables.consecutive)
+    if form is None or any(value for name, value in form.items() if name not in ("cq", "ck", "1")):
         return condition
     slope, constant = form.get("ck", 0.0), form.get("1", 0.0)
     if slope == 0 or slope != -form.get("cq", 0.0):

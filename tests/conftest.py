@@ -6,6 +6,8 @@ import hypothesis
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.oracle", "tests.backend.support")
+
 hypothesis.settings.register_profile("treefx", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("treefx")
 

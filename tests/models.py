@@ -74,8 +74,9 @@ def _lifted(module_name: str) -> ModuleType:
 
 
 def _loss_without_casts(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    """Mean next-token loss in the dtype of the logits."""
-    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+    """transformers' own shift and mean, in the dtype of the logits."""
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
 
 
 def _spread(model: PreTrainedModel) -> PreTrainedModel:

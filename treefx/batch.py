@@ -106,8 +106,5 @@ def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.
 def forest_batch(forest: Forest, device: torch.device) -> Batch:
     """The metadata of the native level: the packed row of a forest is the only row."""
     count = forest.num_tokens
-    arange = torch.arange(count, device=device)
-    depth = forest.depth.to(device=device, dtype=torch.int64)
-    return Batch(
-        count, (torch.zeros_like(arange), depth, forest.subtree_end.to(device=device, dtype=torch.int32), arange[None])
-    )
+    depth, end = forest.depth.cpu().numpy(), forest.subtree_end.cpu().numpy()
+    return _tensors(np.zeros(count, dtype=np.int64), depth, end, np.arange(count)[None], device)

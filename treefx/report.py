@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import fx
+from torch._guards import CompileContext
 
 if TYPE_CHECKING:
     from treefx.runtime import CompiledGraph
@@ -30,10 +32,23 @@ class GraphReport:
     ran: str = "nothing"
     """"packed", "ordinary" or "nothing": what the last call ran."""
     compiles: int = 0
-    calls: int = 0
     shapes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+    frame: int | None = None
+    """Dynamo's number of the function the graph came from; its recompilations share it."""
+    last_call: int = 0
+    """Place of the last call among the calls of all graphs: of two graphs, the larger one ran later."""
+    _calls: int = 0
+
+    @property
+    def calls(self) -> int:
+        """How often the graph ran. Counting a call also notes its place among all calls."""
+        return self._calls
+
+    @calls.setter
+    def calls(self, count: int) -> None:
+        self._calls, self.last_call = count, next(_clock)
 
     @property
     def sharing_ratio(self) -> float:
@@ -41,11 +56,14 @@ class GraphReport:
         return self.raw_tokens / self.tokens if self.tokens else 1.0
 
 
+_clock = itertools.count(1)
 _graphs: list[weakref.ref[CompiledGraph]] = []
 
 
 def register(graph: CompiledGraph) -> None:
     """Remember a compiled graph for the inspector, as long as Dynamo keeps it."""
+    compile_id = CompileContext.current_compile_id()
+    graph.report.frame = None if compile_id is None else compile_id.frame_id
     _graphs[:] = [ref for ref in _graphs if ref() is not None]
     _graphs.append(weakref.ref(graph))
 

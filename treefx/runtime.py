@@ -17,7 +17,7 @@ from treefx.errors import ForestError, TreefxError, UnsupportedError
 from treefx.forest import Forest
 from treefx.lazy import Deferred, LazyRows, lazy_rows
 from treefx.ordinary import Ordinary
-from treefx.passes.layout import expand_rows
+from treefx.passes.layout import expand_rows, rows_in_order
 from treefx.passes.padding import Padding
 from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, compile_variant, is_packed, rewrite
 from treefx.report import GraphReport
@@ -46,10 +46,16 @@ class _Executable:
 class _Shape:
     """Everything known for one shape of inputs."""
 
-    def __init__(self, analysis: Analysis) -> None:
+    def __init__(self, analysis: Analysis, args: Sequence[Any]) -> None:
         self.analysis = analysis
         self.executables: dict[Variant, list[_Executable]] = {}
         self.padding = Padding(analysis)
+        read = analysis.constants.read if analysis.constants is not None else set()
+        self._buffers = {i: (args[i].data_ptr(), args[i]._version) for i in read}
+
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the buffers whose values entered a proof are still the same."""
+        return all((args[i].data_ptr(), args[i]._version) == seen for i, seen in self._buffers.items())
 
 
 class CompiledGraph:
@@ -73,11 +79,12 @@ class CompiledGraph:
         self._remember_parameters(args)
         self.report.calls += 1
         forest = current_forest()
-        shape = self._shape(args)
+        by_column = None if forest is None else self._by_column(args, forest)
+        shape = self._shape(args if by_column is None else by_column)
         if isinstance(shape, str):
             return self._run_ordinary(args, fallback=shape or None, forest=forest)
-        if forest is not None:
-            return self._run_native(shape, args, forest)
+        if forest is not None and by_column is not None:
+            return self._run_native(shape, args, by_column, forest)
         return self._run_rows(shape, args)
 
     def _remember_parameters(self, args: Sequence[Any]) -> None:
@@ -86,16 +93,19 @@ class CompiledGraph:
 
     def _shape(self, args: Sequence[Any]) -> _Shape | str:
         """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none)."""
-        key = tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x, role in zip(args, self.roles, strict=True) if role == "input")
-        if key not in self._shapes:
+        consecutive = frozenset(i for i, x in enumerate(args) if self.roles[i] == "input" and _counts_up(x))
+        inputs = [x for x, role in zip(args, self.roles, strict=True) if role == "input"]
+        key = (consecutive, *[tuple(x.shape) if isinstance(x, Tensor) else x for x in inputs])
+        known = self._shapes.get(key)
+        if known is None or (isinstance(known, _Shape) and not known.holds(args)):
             if len(self._shapes) >= self.config.max_shapes:
                 return f"more than {self.config.max_shapes} shapes of inputs (option max_shapes)"
-            self._shapes[key] = self._analyse(args)
+            self._shapes[key] = self._analyse(args, consecutive)
         return self._shapes[key]
 
-    def _analyse(self, args: Sequence[Any]) -> _Shape | str:
+    def _analyse(self, args: Sequence[Any], consecutive: frozenset[int]) -> _Shape | str:
         try:
-            analysis = analyse(self.gm, args, self.roles)
+            analysis = analyse(self.gm, args, self.roles, consecutive)
         except TreefxError:
             raise
         except Exception as error:
@@ -108,7 +118,7 @@ class CompiledGraph:
         report.has_tokens = True
         report.attention_rewritten = len(analysis.attentions)
         report.expansions = [vars(item) | {} for item in analysis.expansions]
-        return self._refusal(analysis) or _Shape(analysis)
+        return self._refusal(analysis) or _Shape(analysis, args)
 
     def _refusal(self, analysis: Analysis) -> str | None:
         unsupported = "; ".join(f"{item.op} {item.reason} ({item.line})" for item in analysis.expansions)
@@ -148,7 +158,9 @@ class CompiledGraph:
             self.report.tokens = raw
             return self._run_ordinary(args, fallback=None)
         detached = self._outputs.detached(shape.analysis)
-        results = self._run(shape, Variant(keep_padding=keeps_padding, detached=detached), args, batch)
+        redundant = shape.padding.redundant(args, keep)
+        variant = Variant(keep_padding=keeps_padding, detached=detached, redundant=redundant)
+        results = self._run(shape, variant, args, batch)
         return self._hand_back(shape, args, results, batch, detached)
 
     def _keep(self, shape: _Shape, args: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
@@ -160,30 +172,47 @@ class CompiledGraph:
             return seen, seen
         return seen, torch.ones_like(seen) if self._outputs.read else seen | shape.padding.read(args)
 
-    def _run_native(self, shape: _Shape, args: Sequence[Any], forest: Forest) -> Any:
+    def _by_column(self, args: Sequence[Any], forest: Forest) -> list[Any] | None:
+        """The inputs of a native call as functions of the column, or None for a graph without the packed row.
+
+        Where Dynamo left the length symbolic, they are as long as the deepest path rounded up, not as the forest: one
+        compilation then serves all forests of about that depth.
+        """
+        count = forest.num_tokens
+        packed = [isinstance(x, Tensor) and x.shape == (1, count) and self.roles[i] == "input" for i, x in enumerate(args)]
+        if not any(packed):
+            return None
+        dynamic = any(isinstance(x, int) and x == count for x in args)
+        columns = _capacity(forest) if dynamic else count
+        result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
+        return [columns if isinstance(x, int) and not isinstance(x, bool) and x == count else x for x in result]
+
+    def _run_native(self, shape: _Shape, args: Sequence[Any], by_column: list[Any], forest: Forest) -> Any:
+        """The native level: the graph's row is the packed row of a forest."""
         tokens = shape.analysis.tokens
         assert tokens is not None
-        placeholders = shape.analysis.gm.graph.find_nodes(op="placeholder")
-        given = dict(zip(placeholders, args, strict=True))
-        ids = given[tokens.ids]
+        position = shape.analysis.gm.graph.find_nodes(op="placeholder").index(tokens.ids)
+        ids = args[position]
         if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
             raise ForestError(
                 f"under treefx.use(forest) the model expects the forest's packed row, input_ids [1, {forest.num_tokens}], "
                 f"got {list(ids.shape)} with other tokens; call it with **forest.model_inputs()"
             )
         batch = forest_batch(forest, ids.device)
-        for node in tokens.inputs:
-            if node is not tokens.ids:
-                given[node] = _by_column(node.name, given[node], forest)
+        redundant = shape.padding.redundant(by_column, None)
         self.report.raw_tokens, self.report.tokens = forest.raw_tokens, forest.num_tokens
-        results = self._run(shape, Variant(native=True), [given[node] for node in placeholders], batch)
-        return tuple(self._on_rows(shape, i, value, batch) for i, value in enumerate(results))
+        by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
+        results = self._run(shape, Variant(native=True, redundant=redundant), by_column, batch)
+        packed = shape.analysis.packed_outputs
+        return tuple(
+            rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value for i, value in enumerate(results)
+        )
 
     def _run(self, shape: _Shape, variant: Variant, args: Sequence[Any], batch: Batch) -> Any:
         executable = self._executable(shape, variant, args, batch.size)
         self.report.fallback, self.report.ran = None, "packed"
         with torch._C._DisableAutocast():
-            results: Sequence[Any] = executable.run(*args, *batch.metadata)
+            results: Sequence[Any] = executable.run(*[x for x in args if isinstance(x, Tensor)], *batch.metadata)
         return results
 
     def _executable(self, shape: _Shape, variant: Variant, args: Sequence[Any], tokens: int) -> _Executable:
@@ -265,14 +294,27 @@ class _OutputUse:
         return frozenset(analysis.packed_outputs) - self.differentiated
 
 
-def _by_column(name: str, value: Tensor, forest: Forest) -> Tensor:
-    """An input of the native level as a function of the column: positions, or a mask of ones."""
-    count = forest.num_tokens
-    if value.shape == (1, count) and torch.equal(value[0].cpu().long(), forest.depth.cpu().long()):
-        return torch.arange(count, device=value.device, dtype=value.dtype)[None]
+def _counts_up(x: Any) -> bool:
+    """Whether an input [B, T] of integers counts up by one along each row."""
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.dtype is torch.bool or x.shape[1] < 2:
+        return False
+    return bool((x == x[:, :1] + torch.arange(x.shape[1], device=x.device)).all())
+
+
+def _capacity(forest: Forest) -> int:
+    """Columns to compile for: the longest path rounded up to a power of two."""
+    return max(16, 1 << int(forest.depth.max()).bit_length())
+
+
+def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
+    """An input of the native level as a function of the column: positions, or a mask of ones; token ids become zeros."""
+    if torch.equal(value[0].cpu().long(), forest.depth.cpu().long()):
+        return torch.arange(columns, device=value.device, dtype=value.dtype)[None]
     if bool((value == 1).all()):
-        return value
+        return value.new_ones(1, columns)
+    if torch.equal(value[0].cpu().long(), forest.tokens.cpu().long()):
+        return value.new_zeros(1, columns)
     raise ForestError(
-        f"under treefx.use(forest) {name} must be the forest's depth (position_ids) or all ones (attention_mask), got other "
-        "values; pass **forest.model_inputs()"
+        "under treefx.use(forest) the [1, N] inputs must be the forest's tokens (input_ids), its depth (position_ids) or all "
+        "ones (attention_mask), got other values; pass **forest.model_inputs() of the forest in use"
     )

@@ -1,0 +1,151 @@
+"""An inspection as one page of html that needs no other file: no script, style or font from elsewhere."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from string import Template
+from typing import Any
+
+from torch import fx
+
+from treefx.graph_diff import OperatorChange, operator_name
+from treefx.inspection_page import PAGE
+from treefx.passes.label_tokens import user_line
+from treefx.source_lines import module_of, type_of
+
+__all__ = ["render_page"]
+
+_CLASSES = {
+    "treefx.restore": "restore",
+    "treefx.restore_pick": "restore",
+    "treefx.tree_attention": "attention",
+    "treefx.tree_attention_backward": "attention",
+    "treefx.expand": "expand",
+    "treefx.pick": "expand",
+}
+_KINDS = {"restore": "gradient restoration", "attention": "tree attention", "expand": "expansion to rows"}
+_LONGEST_TEXT = 48
+"""Of a string among the arguments of a node; the score of an attention is told elsewhere."""
+
+
+def render_page(
+    summary: str,
+    stats: Mapping[str, Any],
+    graphs: Mapping[str, fx.GraphModule],
+    kernels: Mapping[str, str],
+    changes: Sequence[OperatorChange],
+) -> str:
+    """The whole page.
+
+    Args:
+        summary: Text for the top.
+        stats: ``Inspection.stats``.
+        graphs: Stages to show, in order.
+        kernels: Attention expressions by node name.
+        changes: Operators that the rewriting added or removed.
+    """
+    last = list(graphs)[-1]
+    return Template(PAGE).substitute(
+        figures="".join(_figures(stats)),
+        summary=html.escape(summary),
+        seconds=_bars(stats["seconds"]),
+        expansions=_table(("operator", "reason", "line"), _expansion_rows(stats)) or "<p>None.</p>",
+        kernels="".join(_kernel(name, text) for name, text in kernels.items()) or "<p>None.</p>",
+        changes=_table(("operator", "captured", "rewritten", "change"), _change_rows(changes))
+        or "<p>Nothing was rewritten.</p>",
+        tabs="".join(_tab(stage, gm, selected=stage == last) for stage, gm in graphs.items()),
+        graphs="".join(_graph(stage, gm, shown=stage == last) for stage, gm in graphs.items()),
+    )
+
+
+def _figures(stats: Mapping[str, Any]) -> Iterator[str]:
+    figures = {
+        "raw tokens": f"{stats['raw_tokens']:,}",
+        "distinct tokens": f"{stats['tokens']:,}",
+        "sharing ratio": f"{stats['sharing_ratio']:.2f}",
+        "attention layers": str(stats["attention_rewritten"]),
+        "expansions": str(len(stats["expansions"])),
+        "last call ran": stats["ran"],
+    }
+    for name, value in figures.items():
+        yield f"<div><b>{html.escape(value)}</b>{name}</div>"
+
+
+def _bars(seconds: Mapping[str, float]) -> str:
+    longest = max(seconds.values(), default=0.0) or 1.0
+    rows = (
+        f'<tr><td>{html.escape(name)}</td><td class="n">{value:.3f} s</td>'
+        f'<td class="bar"><i style="width:{100 * value / longest:.1f}%"></i></td></tr>'
+        for name, value in seconds.items()
+    )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    titles = "".join(f"<th>{title}</th>" for title in head)
+    return f"<table><tr>{titles}</tr>{body}</table>" if body else ""
+
+
+def _expansion_rows(stats: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    for item in stats["expansions"]:
+        yield item["op"], item["reason"], item["line"] or ""
+
+
+def _change_rows(changes: Sequence[OperatorChange]) -> Iterator[Sequence[str]]:
+    for change in changes:
+        yield change.name, str(change.before), str(change.after), f"{change.difference:+d}"
+
+
+def _kernel(name: str, text: str) -> str:
+    return f"<h3>{html.escape(name)}</h3><pre>{html.escape(text)}</pre>"
+
+
+def _tab(stage: str, gm: fx.GraphModule, *, selected: bool) -> str:
+    return (
+        f'<button role="tab" aria-selected="{str(selected).lower()}" data-stage="{stage}">'
+        f"{stage} <small>{len(gm.graph.nodes)}</small></button>"
+    )
+
+
+def _graph(stage: str, gm: fx.GraphModule, *, shown: bool) -> str:
+    counts = dict.fromkeys(_KINDS, 0)
+    lines = []
+    for node in gm.graph.nodes:
+        kind = _kind(node)
+        if kind:
+            counts[kind] += 1
+        lines.append(_line(node, kind))
+    legend = "".join(
+        f'<button class="{kind}" data-kind="{kind}">{count} {_KINDS[kind]}</button>' for kind, count in counts.items() if count
+    )
+    hidden = "" if shown else " hidden"
+    return f'<section class="graph" id="{stage}"{hidden}><p>{legend}</p><ol>{"".join(lines)}</ol></section>'
+
+
+def _kind(node: fx.Node) -> str:
+    return _CLASSES.get(operator_name(node), "") if node.op == "call_function" else ""
+
+
+def _line(node: fx.Node, kind: str) -> str:
+    """One node: ``name: type = operator(arguments)``, with its module and the user's line as a tooltip."""
+    origin = "\n".join(part for part in (_KINDS.get(kind), module_of(node), user_line(node)) if part)
+    called = operator_name(node) if node.op.startswith("call_") else node.op
+    arguments = [_argument(item) for item in node.args] + [f"{key}={_argument(item)}" for key, item in node.kwargs.items()]
+    if node.op == "placeholder":
+        arguments = [str(node.target)]
+    return (
+        f'<li class="{kind or node.op}" title="{html.escape(origin)}"><b>{html.escape(node.name)}</b>'
+        f"<i>{html.escape(type_of(node))}</i> = <u>{html.escape(called)}</u>({html.escape(', '.join(arguments))})</li>"
+    )
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(_argument(item) for item in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    text = repr(value) if not isinstance(value, str) or len(value) <= _LONGEST_TEXT else repr(value[:_LONGEST_TEXT] + "...")
+    return text

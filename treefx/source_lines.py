@@ -1,0 +1,32 @@
+"""Where the nodes of a graph come from: the user's line, the module, the type of the value."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._dtype_abbrs import dtype_abbrs
+
+__all__ = ["module_of", "type_of"]
+
+_ROOT = re.compile(r"^L\['\w+'\]\.?|^self\.?")
+_ITEM = re.compile(r"\._modules\['(\w+)'\]")
+
+
+def module_of(node: fx.Node) -> str | None:
+    """Path of the module whose forward a node (or the forward of a backward node) ran in, as ``named_modules`` has it."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    path: str = list(stack.values())[-1][0]
+    return _ITEM.sub(r".\1", _ROOT.sub("", path)) or None
+
+
+def type_of(node: fx.Node) -> str:
+    """Dtype and shape of a node's value, ``f32[4, 12, 64]``; empty for what is not a tensor."""
+    value: Any = node.meta.get("val", node.meta.get("example_value"))
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_abbrs[value.dtype]}[{', '.join(map(str, value.shape))}]"
+    return ""
