@@ -24,12 +24,8 @@ from treefx.cli.output import console, notes, print_line, refusals_end_the_comma
 from treefx.cli.report import TrainingReport
 from treefx.data import Conversation, load, scripted_conversations, sharing_statistics
 
-DataOption = Annotated[
-    Path | None, typer.Option(help="File or folder of trajectories. Default: a scripted sample.")
-]
-ModelOption = Annotated[
-    str, typer.Option(help="An architecture of transformers (llama, qwen3, gemma2, ...).")
-]
+DataOption = Annotated[Path | None, typer.Option(help="File or folder of trajectories. Default: a scripted sample.")]
+ModelOption = Annotated[str, typer.Option(help="An architecture of transformers (llama, qwen3, gemma2, ...).")]
 MaxLengthOption = Annotated[
     int | None,
     typer.Option(help="Leave longer rows out. Default: 640, or 3072 for --data.", show_default=False),
@@ -74,9 +70,7 @@ def train_rollouts(
     )
     causal_lm = make_model(config)
     parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-    print_line(
-        f"model: {model}, {layers} layers, width {hidden_size}, {parameters / 1e6:.1f} million parameters"
-    )
+    print_line(f"model: {model}, {layers} layers, width {hidden_size}, {parameters / 1e6:.1f} million parameters")
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as progress:
         task = progress.add_task("compiling", total=4 * steps + 1)

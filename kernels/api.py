@@ -109,9 +109,7 @@ def _check_tensors(
         _check_dtype(name, value, q, integer=name in integers)
     for name, value in given.items():
         if value.device != q.device:
-            raise InputError(
-                f"{name} must be on the device of q, {q.device}, got {value.device}: move it there"
-            )
+            raise InputError(f"{name} must be on the device of q, {q.device}, got {value.device}: move it there")
     for name, value in given.items():
         rank = 4 if name in _LAYOUTS else 1
         if value.ndim != rank:
@@ -137,9 +135,7 @@ def _check_shapes(given: dict[str, Tensor]) -> None:
     batch, heads, tokens, head_dim = given["q"].shape
     kv_heads = given["k"].shape[1]
     if kv_heads == 0 or heads % kv_heads:
-        raise InputError(
-            f"k must have kv_heads dividing the {heads} heads of q, got {list(given['k'].shape)}"
-        )
+        raise InputError(f"k must have kv_heads dividing the {heads} heads of q, got {list(given['k'].shape)}")
     expected: dict[str, Sequence[int]] = {
         "k": (batch, kv_heads, tokens, head_dim),
         "v": (batch, kv_heads, tokens, given["v"].shape[-1]),

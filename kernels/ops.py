@@ -52,9 +52,7 @@ def attend(
         InputError: an unknown ``impl``, or a score that does not fit its buffers.
         UnsupportedError: the implementation cannot run these inputs.
     """
-    out, _ = torch.ops.treefx.tree_attention(
-        q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl
-    )
+    out, _ = torch.ops.treefx.tree_attention(q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl)
     result: Tensor = out
     return result
 
@@ -175,9 +173,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_out: Tensor | None, _grad_lse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, subtree_end, *buffers, sinks, out, lse = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    buffer_grads = [
-        bool(need) and buffer.is_floating_point() for need, buffer in zip(needs[4], buffers, strict=True)
-    ]
+    buffer_grads = [bool(need) and buffer.is_floating_point() for need, buffer in zip(needs[4], buffers, strict=True)]
     if grad_out is None:
         return None, None, None, None, [None] * len(buffers), None, None, None
     dq, dk, dv, rest = torch.ops.treefx.tree_attention_backward(

@@ -101,9 +101,7 @@ class Score:
             table: dict[tuple[Any, ...], Expr] = {}
             return Score(_intern(value, table), None if visible is None else _intern(visible, table))
         except (ValueError, TypeError, IndexError) as error:
-            raise InputError(
-                f"score must be the text of Score.to_json(), got {text[:80]!r}: {error}"
-            ) from error
+            raise InputError(f"score must be the text of Score.to_json(), got {text[:80]!r}: {error}") from error
 
 
 _NUMBERS = {math.inf: "Infinity", -math.inf: "-Infinity"}
@@ -194,9 +192,7 @@ class _Evaluator:
         number, indices = expr[1], expr[2:]
         if not 0 <= number < len(self.buffers) or self.buffers[number].ndim != len(indices):
             shapes = [list(buffer.shape) for buffer in self.buffers]
-            raise InputError(
-                f"a load must index every dimension of a buffer, got {expr!r:.120} on buffers {shapes}"
-            )
+            raise InputError(f"a load must index every dimension of a buffer, got {expr!r:.120} on buffers {shapes}")
         buffer = self.buffers[number]
         if not indices:
             return buffer
@@ -317,9 +313,7 @@ def make_score(
         InputError: ``window`` or ``alibi`` without ``depth``.
     """
     if depth is None and (window is not None or alibi is not None):
-        raise InputError(
-            "window and alibi must come with a depth buffer, got depth=None: pass its buffer index"
-        )
+        raise InputError("window and alibi must come with a depth buffer, got depth=None: pass its buffer index")
     value: Expr = ("mul", ("dot",), ("const", float(scale)))
     if softcap is not None:
         value = ("mul", ("tanh", ("div", value, ("const", float(softcap)))), ("const", float(softcap)))

@@ -93,8 +93,7 @@ class Structure:
         positions = np.arange(tokens)
         if tokens and ((subtree_end <= positions).any() or subtree_end.max() > tokens):
             raise InputError(
-                f"subtree_end must lie in [k + 1, tokens] for token k of {tokens}, "
-                f"got {subtree_end[:8].tolist()}..."
+                f"subtree_end must lie in [k + 1, tokens] for token k of {tokens}, got {subtree_end[:8].tolist()}..."
             )
         first = np.flatnonzero(np.diff(subtree_end, prepend=-1))
         closed = np.cumsum(np.bincount(subtree_end, minlength=tokens + 1)[:tokens])

@@ -83,9 +83,7 @@ def _group_tiles(inputs: Inputs, group: Group) -> Iterator[Tile]:
     yield Tile(group.start, group.stop, keys, mask=mask)
 
 
-def scored_tiles(
-    inputs: Inputs, structure: Structure, bias: Expr | None, visible: Expr | None
-) -> Iterator[Tile]:
+def scored_tiles(inputs: Inputs, structure: Structure, bias: Expr | None, visible: Expr | None) -> Iterator[Tile]:
     """Yield the tiles of the tree condition, an extra condition and a bias; keys nobody sees are left out."""
     rows = rows_per_tile(inputs, structure)
     for group in structure.groups(min(_MIN_ROWS, rows), rows):
@@ -114,9 +112,7 @@ def find_tile_keys(inputs: Inputs, group: Group, visible: Expr | None) -> tuple[
     return keys[kept], seen[..., kept]
 
 
-def evaluate_tile(
-    expr: Expr, inputs: Inputs, group: Group, keys: Tensor, dot: Tensor | None = None
-) -> Tensor:
+def evaluate_tile(expr: Expr, inputs: Inputs, group: Group, keys: Tensor, dot: Tensor | None = None) -> Tensor:
     """Evaluate an expression for the queries of a group and the given keys."""
     q, _, head, batch = inputs.indices(group.start, group.stop)
     if dot is None:

@@ -1,7 +1,7 @@
 """From a matched attention to its lifted form: which value is query, key and value, and one expression for the score.
 
-Causality is proved for the score's value, not for the shape of a mask: with the key in the query's future the score must
-come out masked, whatever subgraph made it so.
+Causality is proved for the score's value, not for the shape of a mask: with the key in the query's future the score
+must come out masked, whatever subgraph made it so.
 """
 
 from __future__ import annotations
@@ -144,7 +144,13 @@ def _digit(factor: Factor, heads: list[Factor]) -> Digit:
 
 
 def _prove(
-    node: fx.Node, operands: tuple[fx.Node, fx.Node, fx.Node], score: Expr, columns: int, heads: int, *, safe: bool
+    node: fx.Node,
+    operands: tuple[fx.Node, fx.Node, fx.Node],
+    score: Expr,
+    columns: int,
+    heads: int,
+    *,
+    safe: bool,
 ) -> Attention:
     """Prove the score causal and take it apart; ``safe`` tells of a softmax that gives zero where all scores are -inf."""
     constants = constants_of(node)

@@ -1,7 +1,7 @@
 """Values of the graph that are known when it is compiled: buffers, aranges and what is computed from them alone.
 
-A causal mask may live in a registered buffer, where only its values prove it causal. The buffers read are remembered, so
-that the run time can tell when one of them has changed and the proof no longer holds.
+A causal mask may live in a registered buffer, where only its values prove it causal. The buffers read are remembered,
+so that the run time can tell when one of them has changed and the proof no longer holds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ class Constants:
         gm: The traced graph.
         inputs: The run-time value of each placeholder.
         roles: What each placeholder is; the values of "input" ones may differ from call to call and prove nothing.
-        consecutive: Positions of inputs [B, T] (or [1, T]) known to count up by one along each row, such as position ids.
+        consecutive: Positions of inputs [B, T] (or [1, T]) known to count up by one along each row, such as position
+        ids.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str], consecutive: frozenset[int]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str], consecutive: frozenset[int]
+    ) -> None:
         self._values: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._gm = gm
         self._tables: dict[Expr, Tensor | None] = {}

@@ -1,9 +1,9 @@
 """Exact dependence of small per-row values: which row each element reads, and up to which column.
 
-Laws cover operators that treat positions alike. Position bookkeeping often does not (``diff``, ``pad``, shifts), yet it may
-still be causal: element (b, t) reads row b up to column t, and so is determined by the prefix. That is decided here
-element by element, without sampling: movement operators are run on tables of rows and columns, pointwise operators take
-the maximum, running sums the running maximum. Anything else is unknown.
+Laws cover operators that treat positions alike. Position bookkeeping often does not (``diff``, ``pad``, shifts), yet
+it may still be causal: element (b, t) reads row b up to column t, and so is determined by the prefix. That is decided
+here element by element, without sampling: movement operators are run on tables of rows and columns, pointwise
+operators take the maximum, running sums the running maximum. Anything else is unknown.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def depend(node: fx.Node, known: dict[fx.Node, Dependence], positions: int) -> D
         return None
     tables = {source: found for source, found in operands.items() if found is not None}
     if node.target in _MOVEMENT:
-        return Dependence(_move(node, {n: d.row for n, d in tables.items()}), _move(node, {n: d.column for n, d in tables.items()}))
+        return Dependence(
+            _move(node, {n: d.row for n, d in tables.items()}),
+            _move(node, {n: d.column for n, d in tables.items()}),
+        )
     if node.target is aten.cumsum.default:
         (source,) = tables.values()
         dim = int(node.args[1])  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Algebra of labelled dimensions: what views, broadcasts and contractions do to factors.
 
-A labelled factor (row, token, key, slot) is never split and never merged with plain ones out of order; a plain factor may
-be split freely. Everything that would need more raises ``NoLaw`` and the value is expanded instead.
+A labelled factor (row, token, key, slot) is never split and never merged with plain ones out of order; a plain factor
+may be split freely. Everything that would need more raises ``NoLaw`` and the value is expanded instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,19 @@ from collections.abc import Sequence
 
 from treefx.passes.facts import Axis, Dims, Factor, token_axes
 
-__all__ = ["NoLaw", "broadcast", "coalesce", "extent", "has_tokens", "insert", "move", "plain", "regroup", "resize", "same_tokens"]
+__all__ = [
+    "NoLaw",
+    "broadcast",
+    "coalesce",
+    "extent",
+    "has_tokens",
+    "insert",
+    "move",
+    "plain",
+    "regroup",
+    "resize",
+    "same_tokens",
+]
 
 
 class NoLaw(Exception):

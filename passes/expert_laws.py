@@ -64,7 +64,9 @@ def sort(call: Call) -> Fact:
     dims = call.dims(source)
     if len(dims) != 1 or not algebra.has_tokens(dims[0]):
         return selection(call)
-    if [factor.axis for factor in dims[0][:2]] != [Axis.ROW, Axis.TOKEN] or any(algebra.has_tokens((f,)) for f in dims[0][2:]):
+    if [factor.axis for factor in dims[0][:2]] != [Axis.ROW, Axis.TOKEN] or any(
+        algebra.has_tokens((f,)) for f in dims[0][2:]
+    ):
         raise NoLaw("sorts over the tokens")
     slot = (Factor(Axis.SLOT, algebra.extent(dims[0])),)
     values = call.result((slot,))
@@ -92,7 +94,9 @@ def index(call: Call) -> Fact:
     (chosen,) = indices
     if not call.labelled(source) and call.labelled(chosen):
         return Fact(
-            call.result(()).kind, call.dims(chosen) + plain_dims(shape_of(source)[1:]), learned=call.result(()).learned
+            call.result(()).kind,
+            call.dims(chosen) + plain_dims(shape_of(source)[1:]),
+            learned=call.result(()).learned,
         )
     slots, dims = _slots(chosen), call.dims(source)
     if slots is None:

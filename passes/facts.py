@@ -1,7 +1,7 @@
 """What the analysis knows of a value, kept on its node under one key.
 
-Every value of the traced graph belongs to one kind. The token axes of a packed value are named by *factors*: a dimension
-is an ordered product of factors, so that a view only regroups factors and sizes are never guessed.
+Every value of the traced graph belongs to one kind. The token axes of a packed value are named by *factors*: a
+dimension is an ordered product of factors, so that a view only regroups factors and sizes are never guessed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,20 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["ALONG_ROWS", "Axis", "Dims", "Factor", "Fact", "Kind", "ancestors", "fact_of", "plain_dims", "set_fact", "shape_of", "token_axes"]
+__all__ = [
+    "ALONG_ROWS",
+    "Axis",
+    "Dims",
+    "Factor",
+    "Fact",
+    "Kind",
+    "ancestors",
+    "fact_of",
+    "plain_dims",
+    "set_fact",
+    "shape_of",
+    "token_axes",
+]
 
 _KEY = "treefx"
 
@@ -81,14 +94,14 @@ class Fact:
 
     kind: Kind
     dims: Dims | None = None
-    parts: tuple["Fact", ...] | None = None
+    parts: tuple[Fact, ...] | None = None
     law: Any = None
     learned: bool = False
     """Whether a trained parameter takes part in the value."""
     reason: str | None = field(default=None, compare=False)
     """Why this node reads expanded values (ROW nodes with packed operands only)."""
 
-    def with_dims(self, dims: Dims) -> "Fact":
+    def with_dims(self, dims: Dims) -> Fact:
         """The same fact with other dimensions."""
         return replace(self, dims=dims, parts=None, law=None)
 

@@ -19,12 +19,32 @@ from treefx.passes import expert_laws, matmul_laws  # noqa: F401  (registers law
 from treefx.passes.attention_facts import Attention
 from treefx.passes.dependence import Dependence, depend, prefix_dims
 from treefx.passes.dims import NoLaw
-from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, set_fact, shape_of
+from treefx.passes.facts import (
+    ALONG_ROWS,
+    Axis,
+    Dims,
+    Fact,
+    Factor,
+    Kind,
+    ancestors,
+    fact_of,
+    set_fact,
+    shape_of,
+)
 from treefx.passes.laws import Call, find_law
 from treefx.passes.loss_laws import find_sink
 from treefx.passes.score_algebra import walk
 
-__all__ = ["DTYPE_ONLY", "Identity", "Role", "Tokens", "attentions", "find_tokens", "label_tokens", "user_line"]
+__all__ = [
+    "DTYPE_ONLY",
+    "Identity",
+    "Role",
+    "Tokens",
+    "attentions",
+    "find_tokens",
+    "label_tokens",
+    "user_line",
+]
 
 aten = torch.ops.aten
 DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
@@ -64,7 +84,9 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _has_tensors(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value))
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value)
+    )
 
 
 @dataclass(frozen=True)
@@ -169,7 +191,9 @@ class _Labeller:
         facts = [fact_of(node) for node in call.operands]
         if call.node in self.before_attention or Kind.PACKED not in {fact.kind for fact in facts}:
             return
-        foreign = [node for node in call.operands if fact_of(node).kind is Kind.PREFIX and self.sources[node] - self.identity]
+        foreign = [
+            node for node in call.operands if fact_of(node).kind is Kind.PREFIX and self.sources[node] - self.identity
+        ]
         if foreign:
             raise NoLaw("meets a value given per row")
 

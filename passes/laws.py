@@ -1,8 +1,9 @@
 """Token-wise laws: for each operator, how the labelled dimensions of its result follow from those of its operands.
 
-A law is a function ``(call) -> Fact``; its docstring is one sentence of mathematics. It holds for values computed once per
-distinct token exactly as for values computed on rows, because no law lets an element depend on another token. An
-operator without a law, or one used in a way its law does not cover (``NoLaw``), reads expanded values instead.
+A law is a function ``(call) -> Fact``; its docstring is one sentence of mathematics. It holds for values computed
+once per distinct token exactly as for values computed on rows, because no law lets an element depend on another
+token. An operator without a law, or one used in a way its law does not cover (``NoLaw``), reads expanded values
+instead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from torch import fx
 
 from treefx.passes import dims as algebra
 from treefx.passes.dims import NoLaw
-from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, fact_of, plain_dims, shape_of, token_axes
+from treefx.passes.facts import (
+    ALONG_ROWS,
+    Axis,
+    Dims,
+    Fact,
+    Factor,
+    Kind,
+    fact_of,
+    plain_dims,
+    shape_of,
+    token_axes,
+)
 from treefx.passes.opaque_ops import is_pointwise_function
 from treefx.passes.uniformity import is_uniform
 

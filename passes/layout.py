@@ -22,8 +22,8 @@ __all__ = ["Metadata", "expand_rows", "gather_tokens", "packed_shape", "rows_in_
 class Metadata:
     """The trie of one call, as the graph sees it.
 
-    ``row`` [N] int64: a representative row of each distinct token; ``column`` [N] int64: its column; ``subtree_end`` [N]
-    int32; ``token_of`` [B, T] int64, -1 at dropped padding.
+    ``row`` [N] int64: a representative row of each distinct token; ``column`` [N] int64: its column; ``subtree_end``
+    [N] int32; ``token_of`` [B, T] int64, -1 at dropped padding.
     """
 
     row: Tensor
@@ -100,5 +100,3 @@ def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
             continue
         x = x.narrow(position, 0, 1) if axes == [Axis.ROW] else x.index_select(position, metadata.column)
     return x
-
-

@@ -17,7 +17,8 @@ from torch import fx
 from treefx.kernels.score import Expr
 from treefx.passes.dims import NoLaw
 from treefx.passes.facts import Axis, Kind, fact_of, shape_of
-from treefx.passes.score_algebra import const, fold
+from treefx.passes.score_algebra import const, fold, walk
+from treefx.passes.uniformity import is_uniform
 
 __all__ = ["Digit", "Index", "combined", "lift", "step"]
 
@@ -92,7 +93,9 @@ def _same(node: fx.Node, source: fx.Node, index: Index) -> Index:
 
 def _move_cast(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
     old, new = source.meta["val"].dtype, node.meta["val"].dtype
-    return index if old.is_floating_point == new.is_floating_point and (old is torch.bool) == (new is torch.bool) else None
+    return (
+        index if old.is_floating_point == new.is_floating_point and (old is torch.bool) == (new is torch.bool) else None
+    )
 
 
 def _move_view(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
@@ -326,6 +329,15 @@ def _product(node: fx.Node, index: Index) -> Expr:
     return ("add", added if beta == 1 else ("mul", added, const(beta)), product)
 
 
+def _invariant_position(node: fx.Node, dim: int, digits: Sequence[Digit]) -> Expr:
+    """The position along one dimension of an invariant value; rows are all alike there or it cannot be read."""
+    if not any(item == ("b",) for digit in digits for item in walk(digit[0])):
+        return combined(digits)
+    if not is_uniform(node, dim):
+        raise NoLaw("the mask differs from row to row by more than its inputs")
+    return const(0)
+
+
 # Leaves ----------------------------------------------------------------------------------------------------------------
 
 
@@ -334,9 +346,8 @@ def _load(node: fx.Node, index: Index) -> Expr:
     if node.target is operator.getitem:
         raise NoLaw(f"the mask is built by {node.args[0]}")
     fact = fact_of(node)
-    positions = [combined(digits) for digits in index]
     if fact.kind is Kind.INVARIANT:
-        return ("load", node, *positions)
+        return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
     if fact.kind is not Kind.PREFIX or fact.dims is None:
         raise NoLaw(f"the mask depends on whole rows through {node.target}")
     token: Expr | None = None
@@ -349,7 +360,10 @@ def _load(node: fx.Node, index: Index) -> Expr:
             continue
         elif axes == [Axis.TOKEN] and [d[0] for d in digits] in ([("cq",)], [("ck",)], []):
             token = digits[0][0] if digits else ("ck",)  # with one column, query and key are one token
-        elif axes == [Axis.ROW, Axis.TOKEN] and [d[0] for d in digits] in ([("b",), ("cq",)], [("b",), ("ck",)]):
+        elif axes == [Axis.ROW, Axis.TOKEN] and [d[0] for d in digits] in (
+            [("b",), ("cq",)],
+            [("b",), ("ck",)],
+        ):
             token = digits[1][0]
         else:
             raise NoLaw("the mask reads a token other than its query or key")

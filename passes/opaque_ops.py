@@ -1,8 +1,8 @@
 """Operators that the first trace keeps whole, because later passes read them by name.
 
 ``treefx::attention`` stands for ``F.scaled_dot_product_attention`` until it is rewritten or written back.
-``treefx::custom_function`` stands for a user's ``autograd.Function``: its backward is the user's own and may differ from
-the derivative of its forward, so neither body may be traced through and differentiated again.
+``treefx::custom_function`` stands for a user's ``autograd.Function``: its backward is the user's own and may differ
+from the derivative of its forward, so neither body may be traced through and differentiated again.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def is_pointwise_function(key: str) -> bool:
 
 def _is_pointwise_body(body: fx.GraphModule) -> bool:
     """Run the body on one shape under a recorder of operators."""
-    examples = [node.meta.get("example_value", node.meta.get("val")) for node in body.graph.find_nodes(op="placeholder")]
+    examples = [
+        node.meta.get("example_value", node.meta.get("val")) for node in body.graph.find_nodes(op="placeholder")
+    ]
     if not examples or any(not isinstance(example, Tensor) for example in examples):
         return False
     if len({tuple(example.shape) for example in examples}) != 1:
@@ -98,7 +100,11 @@ class _PointwiseRecorder(torch.utils._python_dispatch.TorchDispatchMode):
         self.all_pointwise = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        same_shape = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.detach.default}
+        same_shape = {
+            torch.ops.aten._to_copy.default,
+            torch.ops.aten.clone.default,
+            torch.ops.aten.detach.default,
+        }
         self.all_pointwise &= torch.Tag.pointwise in func.tags or func in same_shape
         return func(*args, **(kwargs or {}))
 
@@ -122,9 +128,7 @@ def custom_function_backward(grads: Sequence[Tensor], inputs: Sequence[Tensor], 
     function = _FUNCTIONS[key]
     _, saved = fx.Interpreter(function.forward).run(*inputs)
     results = fx.Interpreter(function.backward).run(*grads, *saved)
-    return [
-        torch.zeros_like(x) if grad is None else grad.clone() for grad, x in zip(results, inputs, strict=True)
-    ]
+    return [torch.zeros_like(x) if grad is None else grad.clone() for grad, x in zip(results, inputs, strict=True)]
 
 
 @custom_function_backward.register_fake

@@ -75,7 +75,13 @@ class Packer:
         redundant: frozenset[Expr] = frozenset(),
         native: bool = False,
     ) -> None:
-        self.gm, self.tokens, self.keep_padding, self.detached, self.native = gm, tokens, keep_padding, detached, native
+        self.gm, self.tokens, self.keep_padding, self.detached, self.native = (
+            gm,
+            tokens,
+            keep_padding,
+            detached,
+            native,
+        )
         self.redundant = redundant
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
@@ -224,7 +230,10 @@ class Packer:
         query = self._heads_first(attention.query)
         key, value = self._heads_first(attention.key), self._heads_first(attention.value)
         if key.shape[1] != value.shape[1]:
-            key, value = self._heads_first(attention.key, whole=True), self._heads_first(attention.value, whole=True)
+            key, value = (
+                self._heads_first(attention.key, whole=True),
+                self._heads_first(attention.value, whole=True),
+            )
         buffers: list[Tensor] = []
         conditions = [item for item in attention.conditions if item not in self.redundant]
         conditions += attention.padding if self.keep_padding else ()
@@ -246,7 +255,10 @@ class Packer:
 
     def _without_repeats(self, node: fx.Node, dims: Dims) -> tuple[Tensor, Dims]:
         """Take one of each group of repeated heads, if the groups are contiguous (``repeat_kv``)."""
-        where = next((i for i, dim in enumerate(dims) if dim and dim[-1].repeated and i < len(dims) - 2 + (len(dims) == 3)), None)
+        where = next(
+            (i for i, dim in enumerate(dims) if dim and dim[-1].repeated and i < len(dims) - 2 + (len(dims) == 3)),
+            None,
+        )
         if where is None or any(factor.repeated for factor in dims[where][:-1]):
             return self.packed(node), dims
         collapsed = _Collapser(self, dims[where][-1]).make(node)
@@ -264,7 +276,10 @@ class Packer:
             return ("load", _number(buffers, self.metadata.column), ("q" if expr[0] == "cq" else "k",))
         if expr[0] == "load":
             return self._kernel_load(expr, buffers)
-        return (expr[0], *[self._kernel_form(item, buffers) if isinstance(item, tuple) else item for item in expr[1:]])
+        return (
+            expr[0],
+            *[self._kernel_form(item, buffers) if isinstance(item, tuple) else item for item in expr[1:]],
+        )
 
     def _kernel_load(self, expr: Expr, buffers: list[Tensor]) -> Expr:
         node, *indices = expr[1:]

@@ -64,7 +64,7 @@ class Padding:
         grid = _Grid(self._analysis, args)
         found = []
         for condition in candidates:
-            value = grid.value(condition[1][1])
+            value = grid.value(condition[1][1]).expand(self._rows, self._columns)
             kept = torch.ones_like(value, dtype=torch.bool) if keep is None else keep
             first = value.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))
             if bool(((value == first) | ~kept).all()):
@@ -74,8 +74,9 @@ class Padding:
     def is_defined(self, args: Sequence[Any], positions: Tensor) -> bool:
         """Whether the attention of unseen positions (bool [B, T]) is what tree attention computes.
 
-        A query that sees nothing is a convention of the original: zero for hard masks in scaled_dot_product_attention, which
-        tree attention shares; NaN or a mean over past and future elsewhere, which only the original graph reproduces.
+        A query that sees nothing is a convention of the original: zero for hard masks in
+        scaled_dot_product_attention, which tree attention shares; NaN or a mean over past and future elsewhere, which
+        only the original graph reproduces.
         """
         grid = _Grid(self._analysis, args)
         queries = torch.nonzero(positions.reshape(-1)).to(torch.int64)
@@ -91,11 +92,12 @@ class Padding:
 
 
 def _compares_one_value(condition: Expr) -> bool:
-    """Whether a condition is ``load(x, query) == load(x, key)`` of one [B, T] value."""
-    if condition[0] != "eq" or any(side[0] != "load" or len(side) != 3 for side in condition[1:]):
+    """Whether a condition is ``load(x, query) == load(x, key)`` of one [B, T] or [1, T] value."""
+    if condition[0] != "eq" or any(side[0] != "load" for side in condition[1:]):
         return False
-    (_, left, at_left), (_, right, at_right) = condition[1:]
-    return left is right and {at_left, at_right} == {("cq",), ("ck",)} and left.meta["val"].dim() == 2
+    (_, left, *before, at_left), (_, right, *also_before, at_right) = condition[1:]
+    leading = all(item == ("const", 0) for item in before) and before == also_before
+    return left is right and leading and {at_left, at_right} == {("cq",), ("ck",)} and left.meta["val"].dim() == 2
 
 
 class _Grid:
@@ -147,7 +149,10 @@ class _Grid:
         if expr[0] in ("cq", "ck"):
             return ("mod", ("q" if expr[0] == "cq" else "k",), ("const", self._columns))
         if expr[0] != "load":
-            return (expr[0], *[self._resolve(item, buffers) if isinstance(item, tuple) else item for item in expr[1:]])
+            return (
+                expr[0],
+                *[self._resolve(item, buffers) if isinstance(item, tuple) else item for item in expr[1:]],
+            )
         node, *indices = expr[1:]
         fact = fact_of(node)
         if fact.kind is Kind.INVARIANT:

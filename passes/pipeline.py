@@ -35,7 +35,16 @@ from treefx.passes.loss_laws import Pick
 from treefx.passes.pack_tokens import Output, Packer, is_packed_output
 from treefx.passes.trace import trace_forward, trace_function
 
-__all__ = ["Analysis", "Expansion", "Rewritten", "Variant", "analyse", "compile_variant", "fake_inputs", "rewrite"]
+__all__ = [
+    "Analysis",
+    "Expansion",
+    "Rewritten",
+    "Variant",
+    "analyse",
+    "compile_variant",
+    "fake_inputs",
+    "rewrite",
+]
 
 
 @dataclass(frozen=True)
@@ -85,12 +94,17 @@ class Analysis:
     def returns_loss(self) -> bool:
         """Whether a single number made with parameters is among the outputs."""
         nodes = [item for item in self._outputs if isinstance(item, fx.Node)]
-        return any(fact_of(node).learned and node.meta["val"].numel() == 1 and i not in self.packed_outputs for i, node in enumerate(nodes))
+        return any(
+            fact_of(node).learned and node.meta["val"].numel() == 1 and i not in self.packed_outputs
+            for i, node in enumerate(nodes)
+        )
 
     @property
     def draws_random_numbers(self) -> bool:
         """Whether two runs of the graph differ."""
-        return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in self.gm.graph.nodes)
+        return any(
+            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in self.gm.graph.nodes
+        )
 
     @property
     def _outputs(self) -> Sequence[Any]:
@@ -125,7 +139,8 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role], consec
         gm: Dynamo's graph.
         inputs: Run-time inputs; values of buffers may enter proofs.
         roles: What each placeholder is.
-        consecutive: Positions of inputs that count up by one along their rows, in this and all later calls of the analysis.
+        consecutive: Positions of inputs that count up by one along their rows, in this and all later calls of the
+        analysis.
     """
     started = time.perf_counter()
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -140,7 +155,8 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role], consec
     seconds["label"] = time.perf_counter() - started
     placeholders = traced.graph.find_nodes(op="placeholder")
     always, with_padding = (
-        [i for i, node in enumerate(placeholders) if node in nodes] for nodes in (identity.always, identity.with_padding)
+        [i for i, node in enumerate(placeholders) if node in nodes]
+        for nodes in (identity.always, identity.with_padding)
     )
     return Analysis(
         traced, roles, tokens, always, with_padding, constants,

@@ -1,15 +1,16 @@
 """The operators at the edge between packed and per-row values, and gradient restoration, their backward.
 
-A packed value stands for all rows that share its tokens. Going out, ``treefx::expand`` and ``treefx::pick`` read it once
-per row; coming back, ``treefx::restore`` and ``treefx::restore_pick`` sum the gradients of all rows through a token. That
-sum is the one place where multiplicity enters: with the tree mask, every gradient below it is already right.
+A packed value stands for all rows that share its tokens. Going out, ``treefx::expand`` and ``treefx::pick`` read it
+once per row; coming back, ``treefx::restore`` and ``treefx::restore_pick`` sum the gradients of all rows through a
+token. That sum is the one place where multiplicity enters: with the tree mask, every gradient below it is already
+right.
 
 ======================  =========================================================  ===========================
 operator                forward                                                    backward
 ======================  =========================================================  ===========================
-``treefx::expand``      y[r] = x[token_of[r]]                                      dx[n] = sum_{r: token_of[r] = n} dy[r]
-``treefx::pick``        y[r] = x[token_of[r], target[r]]                           dx[n, v] = sum over r with (n, v)
-======================  =========================================================  ===========================
+``treefx::expand``      y[r] = x[token_of[r]]                                      dx[n] = sum_{r: token_of[r] = n}
+dy[r] ``treefx::pick``        y[r] = x[token_of[r], target[r]]                           dx[n, v] = sum over r with
+(n, v) ======================  =========================================================  ===========================
 
 A ``token_of`` of -1 (dropped padding) reads zero and returns no gradient.
 """

@@ -21,7 +21,18 @@ import torch
 
 from treefx.kernels.score import Expr
 
-__all__ = ["MASKING", "Relation", "Tables", "bounds", "conjuncts", "decide", "fold", "simplify", "split_mask", "walk"]
+__all__ = [
+    "MASKING",
+    "Relation",
+    "Tables",
+    "bounds",
+    "conjuncts",
+    "decide",
+    "fold",
+    "simplify",
+    "split_mask",
+    "walk",
+]
 
 MASKING = -1e4
 """Scores at or below this, next to finite products q.k, are taken for masked (the weakest fill that models use)."""

@@ -1,8 +1,8 @@
 """Trace Dynamo's graph to functional ATen, forward only.
 
-Works on a copy: changing Dynamo's own graph crashes Dynamo. Attention and the user's own ``autograd.Function`` stay whole
-(``treefx.passes.opaque_ops``); bodies of activation checkpoints are inlined and tagged for the partitioner; regions
-without gradient become ``detach``; casts of autocast become explicit.
+Works on a copy: changing Dynamo's own graph crashes Dynamo. Attention and the user's own ``autograd.Function`` stay
+whole (``treefx.passes.opaque_ops``); bodies of activation checkpoints are inlined and tagged for the partitioner;
+regions without gradient become ``detach``; casts of autocast become explicit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
         mode: The fake tensor mode of the inputs.
 
     Returns:
-        A graph with the same placeholders in the same order; each node has ``meta["val"]`` and the stack of the user's line.
+        A graph with the same placeholders in the same order; each node has ``meta["val"]`` and the stack of the
+        user's line.
     """
     interpreter = _ForwardTracer(gm)
     return trace_function(interpreter.run, inputs, mode, functional=True)
@@ -129,4 +130,3 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _call_custom_function(forward: Any, backward: Any, *inputs: Any) -> Any:
     key = opaque_ops.register_function(forward, backward)
     return tuple(opaque_ops.custom_function(list(inputs), key))
-

@@ -14,7 +14,13 @@ from torch import fx
 __all__ = ["is_uniform"]
 
 aten = torch.ops.aten
-_SAME_SHAPE = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+_SAME_SHAPE = {
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+}
 _FILLED = {aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default, aten.ones_like.default,
            aten.full_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
            aten.scalar_tensor.default}  # fmt: skip
@@ -87,6 +93,12 @@ def _bmm(node: fx.Node, dim: int) -> bool:
     return is_uniform(left, 1) if dim == 1 else is_uniform(right, 2)
 
 
+def _scan(node: fx.Node, dim: int) -> bool:
+    along = node.args[1]
+    assert isinstance(along, int)
+    return dim != along % node.meta["val"].dim() and is_uniform(_source(node), dim)
+
+
 def _repeat(node: fx.Node, dim: int) -> bool:
     return _is_uniform_aligned(_source(node), dim - node.meta["val"].dim())
 
@@ -101,4 +113,5 @@ _RULES: dict[object, Callable[[fx.Node, int], bool]] = {
     aten.embedding.default: _embedding,
     aten.bmm.default: _bmm,
     aten.repeat.default: _repeat,
+    aten.cumsum.default: _scan,
 }

@@ -93,9 +93,7 @@ def eager_step(model: nn.Module, batch: Batch, dtype: torch.dtype | None = None)
     return outcome(twin, lambda: loss_of(batch)(twin))
 
 
-def separate_rows(
-    model: nn.Module, rows: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]
-) -> Outcome:
+def separate_rows(model: nn.Module, rows: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Outcome:
     """Weighted sum of -log p over the tokens of every row, each row a batch of its own, in float64.
 
     Args:

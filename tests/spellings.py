@@ -144,9 +144,7 @@ def baddbmm(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         beta=1.0,
         alpha=dim**-0.5,
     )
-    return torch.bmm(scores.softmax(-1), v.reshape(batch * heads, length, dim)).view(
-        batch, heads, length, dim
-    )
+    return torch.bmm(scores.softmax(-1), v.reshape(batch * heads, length, dim)).view(batch, heads, length, dim)
 
 
 def additive_triu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -86,9 +86,7 @@ def test_torch_lists_the_backend_without_importing_treefx() -> None:
 
 
 def test_importing_treefx_loads_no_optional_library() -> None:
-    code = (
-        "import sys, treefx, treefx.data; print(*{'transformers', 'tokenizers', 'pytest'} & set(sys.modules))"
-    )
+    code = "import sys, treefx, treefx.data; print(*{'transformers', 'tokenizers', 'pytest'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -35,7 +35,9 @@ def treefx(
         ConfigError: An unknown option or mode.
     """
     if mode not in (None, "default"):
-        raise ConfigError(f"backend 'treefx' takes mode None or 'default', got {mode!r}; set options={{'inner': ...}} instead")
+        raise ConfigError(
+            f"backend 'treefx' takes mode None or 'default', got {mode!r}; set options={{'inner': ...}} instead"
+        )
     config = Config.from_options(options)
     placeholders = gm.graph.find_nodes(op="placeholder")
     roles = [_role(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]

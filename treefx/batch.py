@@ -23,8 +23,8 @@ _SMALLEST = 2
 class Batch:
     """The distinct tokens of a call.
 
-    ``metadata`` are the extra inputs of the rewritten graph: row [N] and column [N] int64, subtree_end [N] int32, token_of
-    [B, T] int64 (-1 where a position was dropped). ``tokens`` is N without the companion of a lone token.
+    ``metadata`` are the extra inputs of the rewritten graph: row [N] and column [N] int64, subtree_end [N] int32,
+    token_of [B, T] int64 (-1 where a position was dropped). ``tokens`` is N without the companion of a lone token.
     """
 
     tokens: int
@@ -43,7 +43,8 @@ _RECENT = 4
 def build_batch(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
     """Build the trie over columns of the inputs that tell tokens apart.
 
-    Calls of one step (policy and reference model, several graphs of one model) share the trie: it is looked up by content.
+    Calls of one step (policy and reference model, several graphs of one model) share the trie: it is looked up by
+    content.
 
     Args:
         keys: [B, T] inputs; two positions are one token iff these agree on all kept columns up to theirs.

@@ -34,7 +34,7 @@ class Config:
         hints = get_type_hints(type(self))
         for item in fields(self):
             _check(item.name, getattr(self, item.name), hints[item.name])
-        if self.min_sharing < 1.0:
+        if not self.min_sharing >= 1.0:  # also refuses NaN
             raise ConfigError(f"option 'min_sharing' must be a ratio of at least 1.0, got {self.min_sharing!r}")
 
     @classmethod
@@ -47,7 +47,9 @@ class Config:
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(options or {}) - set(known))
         if unknown:
-            raise ConfigError(f"backend 'treefx' has the options {', '.join(known)}; got {', '.join(map(repr, unknown))}")
+            raise ConfigError(
+                f"backend 'treefx' has the options {', '.join(known)}; got {', '.join(map(repr, unknown))}"
+            )
         return cls(**dict(options or {}))
 
 

@@ -72,9 +72,7 @@ def _draw_links(
     children = np.nonzero(parent >= 0)[0]
     start = np.stack([left[children], lane[parent[children]]], axis=1)
     stop = np.stack([left[children], lane[children]], axis=1)
-    axes.add_collection(
-        LineCollection(list(np.stack([start, stop], axis=1)), colors="#b0b0b0", linewidths=0.9)
-    )
+    axes.add_collection(LineCollection(list(np.stack([start, stop], axis=1)), colors="#b0b0b0", linewidths=0.9))
 
 
 def _draw_bars(
@@ -91,14 +89,10 @@ def _draw_bars(
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     most = int(multiplicity.max())
-    colour = ScalarMappable(
-        LogNorm(1, most) if most > 12 else Normalize(1, max(most, 2)), colormaps["viridis_r"]
-    )
+    colour = ScalarMappable(LogNorm(1, most) if most > 12 else Normalize(1, max(most, 2)), colormaps["viridis_r"])
     # A thin white edge tells a run of nodes in one lane apart; among very many short bars it would hide them.
     edge = 0.7 if len(lane) <= _MAX_EDGED_NODES else 0.0
-    axes.barh(
-        lane, length, _BAR_HEIGHT, left, color=colour.to_rgba(multiplicity), edgecolor="white", linewidth=edge
-    )
+    axes.barh(lane, length, _BAR_HEIGHT, left, color=colour.to_rgba(multiplicity), edgecolor="white", linewidth=edge)
     place = {"ax": axes, "pad": 0.015, "aspect": 5 * figure.get_figheight()}
     if most > 12:
         ticks = sorted({*(2**i for i in range(most.bit_length())), most})

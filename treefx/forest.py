@@ -270,13 +270,9 @@ class Forest:
         rank, count = self.first_rank[nodes.start].tolist(), self.multiplicity[nodes.start].tolist()
         order = self.row_order.tolist()
         graph = nx.DiGraph()
-        for node, (a, b, above) in enumerate(
-            zip(start, nodes.stop.tolist(), nodes.parent.tolist(), strict=True)
-        ):
+        for node, (a, b, above) in enumerate(zip(start, nodes.stop.tolist(), nodes.parent.tolist(), strict=True)):
             rows = sorted(order[rank[node] : rank[node] + count[node]])
-            graph.add_node(
-                node, start=a, stop=b, depth=depth[node], tokens=b - a, rows=rows, multiplicity=count[node]
-            )
+            graph.add_node(node, start=a, stop=b, depth=depth[node], tokens=b - a, rows=rows, multiplicity=count[node])
             if above >= 0:
                 graph.add_edge(above, node)
         return graph

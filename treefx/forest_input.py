@@ -80,9 +80,7 @@ def _read_row(row: Any, number: int) -> IntArray:
     if isinstance(row, torch.Tensor | np.ndarray):
         array = row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else row
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ForestError(
-                f"row {number}: expected integer token ids in one dimension, got {_describe(row)}"
-            )
+            raise ForestError(f"row {number}: expected integer token ids in one dimension, got {_describe(row)}")
         return _check_tokens(array, number)
     if isinstance(row, str | bytes | dict) or not isinstance(row, Sequence):
         raise ForestError(
@@ -92,9 +90,7 @@ def _read_row(row: Any, number: int) -> IntArray:
     wrong = {kind for kind in set(map(type, row)) if kind is bool or not issubclass(kind, int | np.integer)}
     if wrong:
         at = next(i for i, token in enumerate(row) if type(token) in wrong)
-        raise ForestError(
-            f"row {number}: expected integer token ids, got {_describe(row[at])} at position {at}"
-        )
+        raise ForestError(f"row {number}: expected integer token ids, got {_describe(row[at])} at position {at}")
     try:
         return _check_tokens(np.array(row, dtype=np.int64), number)
     except OverflowError as error:
@@ -120,9 +116,7 @@ def _read_weights(weights: list[Any] | None, lengths: list[int]) -> FloatArray:
     flat = np.ones(offsets[-1], dtype=np.float64)
     if weights is not None:
         if len(weights) != len(lengths):
-            raise ForestError(
-                f"weights must have one entry per row: expected {len(lengths)}, got {len(weights)}"
-            )
+            raise ForestError(f"weights must have one entry per row: expected {len(lengths)}, got {len(weights)}")
         for number, weight in enumerate(weights):
             flat[offsets[number] : offsets[number + 1]] = _read_row_weight(weight, number, lengths[number])
     flat[offsets[:-1]] = 0.0

@@ -13,8 +13,8 @@ __all__ = ["OperatorChange", "count_operators", "diff_operators", "operator_name
 
 
 _MOVES = {
-    "view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "clone", "detach", "slice",
-    "select", "sym_size",
+    "view", "_unsafe_view", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "clone", "detach",
+    "slice", "select", "sym_size",
 }  # fmt: skip
 """Operators that compute nothing."""
 
@@ -36,7 +36,7 @@ class OperatorChange(NamedTuple):
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator of a call without overload, and without the namespace that most share: ``mm``, ``treefx.expand``."""
+    """The operator of a call without its overload, and without ``aten``: ``mm``, ``treefx.expand``."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket).removeprefix("aten.")

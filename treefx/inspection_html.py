@@ -45,17 +45,16 @@ def render_page(
         kernels: Attention expressions by node name.
         changes: Operators that the rewriting added or removed.
     """
-    last = list(graphs)[-1]
+    first = "rewritten" if "rewritten" in graphs else "captured"
     return Template(PAGE).substitute(
         figures="".join(_figures(stats)),
         summary=html.escape(summary),
         seconds=_bars(stats["seconds"]),
         expansions=_table(("operator", "reason", "line"), _expansion_rows(stats)) or "<p>None.</p>",
         kernels="".join(_kernel(name, text) for name, text in kernels.items()) or "<p>None.</p>",
-        changes=_table(("operator", "captured", "rewritten", "change"), _change_rows(changes))
-        or "<p>Nothing was rewritten.</p>",
-        tabs="".join(_tab(stage, gm, selected=stage == last) for stage, gm in graphs.items()),
-        graphs="".join(_graph(stage, gm, shown=stage == last) for stage, gm in graphs.items()),
+        changes="".join(f"<code>{html.escape(str(change))}</code>" for change in changes) or "None.",
+        tabs="".join(_tab(stage, gm, selected=stage == first) for stage, gm in graphs.items()),
+        graphs="".join(_graph(stage, gm, shown=stage == first) for stage, gm in graphs.items()),
     )
 
 
@@ -93,11 +92,6 @@ def _expansion_rows(stats: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         yield item["op"], item["reason"], item["line"] or ""
 
 
-def _change_rows(changes: Sequence[OperatorChange]) -> Iterator[Sequence[str]]:
-    for change in changes:
-        yield change.name, str(change.before), str(change.after), f"{change.difference:+d}"
-
-
 def _kernel(name: str, text: str) -> str:
     return f"<h3>{html.escape(name)}</h3><pre>{html.escape(text)}</pre>"
 
@@ -118,7 +112,9 @@ def _graph(stage: str, gm: fx.GraphModule, *, shown: bool) -> str:
             counts[kind] += 1
         lines.append(_line(node, kind))
     legend = "".join(
-        f'<button class="{kind}" data-kind="{kind}">{count} {_KINDS[kind]}</button>' for kind, count in counts.items() if count
+        f'<button class="{kind}" data-kind="{kind}">{count} {_KINDS[kind]}</button>'
+        for kind, count in counts.items()
+        if count
     )
     hidden = "" if shown else " hidden"
     return f'<section class="graph" id="{stage}"{hidden}><p>{legend}</p><ol>{"".join(lines)}</ol></section>'
@@ -132,12 +128,14 @@ def _line(node: fx.Node, kind: str) -> str:
     """One node: ``name: type = operator(arguments)``, with its module and the user's line as a tooltip."""
     origin = "\n".join(part for part in (_KINDS.get(kind), module_of(node), user_line(node)) if part)
     called = operator_name(node) if node.op.startswith("call_") else node.op
-    arguments = [_argument(item) for item in node.args] + [f"{key}={_argument(item)}" for key, item in node.kwargs.items()]
+    arguments = [_argument(item) for item in node.args]
+    arguments += [f"{key}={_argument(item)}" for key, item in node.kwargs.items()]
     if node.op == "placeholder":
         arguments = [str(node.target)]
+    name, kind_of_value, listed = (html.escape(text) for text in (node.name, type_of(node), ", ".join(arguments)))
     return (
-        f'<li class="{kind or node.op}" title="{html.escape(origin)}"><b>{html.escape(node.name)}</b>'
-        f"<i>{html.escape(type_of(node))}</i> = <u>{html.escape(called)}</u>({html.escape(', '.join(arguments))})</li>"
+        f'<li class="{kind or node.op}" title="{html.escape(origin)}"><b>{name}</b><i>{kind_of_value}</i>'
+        f" = <u>{html.escape(called)}</u>({listed})</li>"
     )
 
 
@@ -147,5 +145,5 @@ def _argument(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         inner = ", ".join(_argument(item) for item in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-    text = repr(value) if not isinstance(value, str) or len(value) <= _LONGEST_TEXT else repr(value[:_LONGEST_TEXT] + "...")
-    return text
+    too_long = isinstance(value, str) and len(value) > _LONGEST_TEXT
+    return repr(value[:_LONGEST_TEXT] + "...") if too_long else repr(value)

@@ -34,11 +34,19 @@ th, td { padding: 3px 16px 3px 0; vertical-align: top; overflow-wrap: anywhere; 
 td.n { text-align: right; white-space: nowrap; }
 td.bar { width: 70%; }
 td.bar i { display: block; height: 12px; margin-top: 4px; border-radius: 3px; background: var(--accent); }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 10px; margin-bottom: 16px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 10px;
+  margin-bottom: 16px; }
 .figures div { background: var(--panel); border-radius: 6px; padding: 10px 14px; color: var(--faint); }
 .figures b { display: block; font-size: 21px; color: var(--text); }
-.tools { position: sticky; top: 0; background: var(--back); padding: 8px 0; display: flex; gap: 6px; flex-wrap: wrap; }
-button, input { border: 1px solid var(--line); border-radius: 6px; background: var(--panel); color: inherit; padding: 5px 11px; }
+.changes { columns: 250px; margin: 0; }
+code { display: block; font: 12.5px/1.55 ui-monospace, monospace; }
+.tools { position: sticky; top: 0; background: var(--back); padding: 8px 0; display: flex; gap: 6px;
+  flex-wrap: wrap; }
+button, input { border: 1px solid var(--line); border-radius: 6px; background: var(--panel); color: inherit;
+  padding: 5px 11px; }
+.restore { background: var(--restore); }
+.attention { background: var(--attention); }
+.expand { background: var(--expand); }
 button { font: inherit; cursor: pointer; }
 button small { color: var(--faint); }
 button[aria-selected="true"] { border-color: var(--accent); box-shadow: inset 0 -2px var(--accent); }
@@ -51,9 +59,6 @@ li b { font-weight: 600; }
 li i { color: var(--faint); font-style: normal; margin-left: 8px; }
 li u { text-decoration: none; color: var(--accent); }
 li.placeholder, li.output, li.get_attr { opacity: .75; }
-.restore { background: var(--restore); }
-.attention { background: var(--attention); }
-.expand { background: var(--expand); }
 [hidden] { display: none; }
 </style>
 </head>
@@ -67,11 +72,12 @@ $seconds
 $expansions
 <h2>Attention</h2>
 $kernels
-<h2>Operators, captured and rewritten</h2>
-$changes
+<h2>Operators, captured (traced to ATen) and rewritten</h2>
+<p class="changes">$changes</p>
 <h2>Graphs</h2>
 <div class="tools"><span role="tablist">$tabs</span>
-<input type="search" placeholder="search nodes, operators, shapes, lines" aria-label="search"><output></output></div>
+<input type="search" placeholder="search nodes, operators, shapes, lines" aria-label="search">
+<output></output></div>
 $graphs
 <script>
 const box = document.querySelector("input"), output = document.querySelector("output");

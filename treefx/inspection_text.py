@@ -10,6 +10,8 @@ from torch import fx
 
 __all__ = ["mark_restorations", "summarise"]
 
+Graphs = Mapping[str, fx.GraphModule]
+"""By stage."""
 RESTORATION = "treefx.restore"
 """How the names of the restoring operators begin."""
 _MARK = "  # <-- gradient restoration: the gradients of all rows through a token, summed"
@@ -21,8 +23,13 @@ def mark_restorations(code: str) -> str:
     return "\n".join(line + _MARK if RESTORATION in line else line for line in code.splitlines()) + "\n"
 
 
-def summarise(stats: Mapping[str, Any], graphs: Mapping[str, fx.GraphModule], restorations: Sequence[fx.Node]) -> str:
+def summarise(stats: Mapping[str, Any], graphs: Graphs, restorations: Sequence[fx.Node]) -> str:
     """The text of ``Inspection.summary``."""
+    times = (
+        _count(stats["calls"], "call"),
+        _count(stats["shapes"], "shape"),
+        _count(stats["compiles"], "compilation"),
+    )
     sizes = ", ".join(f"{stage} {len(gm.graph.nodes)}" for stage, gm in graphs.items())
     seconds = ", ".join(f"{name} {value:.2f}" for name, value in stats["seconds"].items())
     lines = {
@@ -33,7 +40,7 @@ def summarise(stats: Mapping[str, Any], graphs: Mapping[str, fx.GraphModule], re
         "expansions": "\n".join(_expansions(stats["expansions"])),
         "restoration": _restoration(stats, graphs, restorations),
         "graphs": f"{stats['graphs']}; nodes: {sizes}",
-        "calls": f"{stats['calls']}, on {_count(stats['shapes'], 'shape')}, {_count(stats['compiles'], 'compilation')}",
+        "counts": ", ".join(times),
         "seconds": seconds or "none",
     }
     return "\n".join(f"{label:<{_INDENT}}{_hanging(text)}" for label, text in lines.items())
@@ -60,7 +67,7 @@ def _expansions(expansions: Sequence[Mapping[str, str | None]]) -> Iterator[str]
             yield f"    {line}"
 
 
-def _restoration(stats: Mapping[str, Any], graphs: Mapping[str, fx.GraphModule], nodes: Sequence[fx.Node]) -> str:
+def _restoration(stats: Mapping[str, Any], graphs: Graphs, nodes: Sequence[fx.Node]) -> str:
     if stats["ran"] != "packed":
         return "none: the last call ran every row separately"
     if "backward" not in graphs:

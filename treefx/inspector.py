@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import fx
 
+from treefx.compiled_modules import is_compiled, modules_of
 from treefx.config import Config
 from treefx.errors import InputError
 from treefx.graph_diff import OperatorChange, diff_operators
+from treefx.inner_graphs import trace_inner_graphs
 from treefx.inspection_html import render_page
 from treefx.inspection_text import mark_restorations, summarise
+from treefx.passes.pipeline import Rewritten
 from treefx.passes.restore_gradients import restorations
 from treefx.report import GraphReport, find
 from treefx.runtime import CompiledGraph
@@ -31,75 +33,42 @@ def inspect(compiled: Any) -> Inspection:
     """Tell what treefx did with a compiled model, up to now.
 
     Args:
-        compiled: What ``torch.compile(..., backend="treefx")`` returned for a model or for a function that uses one, or
-            a model compiled in place with ``model.compile(backend="treefx")``; called at least once.
+        compiled: What ``torch.compile(..., backend="treefx")`` returned for a model, or for a function that
+            uses one, or a model compiled in place with ``model.compile(backend="treefx")``; called at least
+            once.
 
     Raises:
-        InputError: It is no model or function, is not compiled, or no graph of treefx has run with its parameters.
+        InputError: It is no model or function, is not compiled, or no graph of treefx has run with its
+            parameters.
     """
-    modules = _modules_of(compiled)
+    modules = modules_of(compiled)
     if not modules:
         raise InputError(
-            f"treefx.inspect expects a compiled model, or a compiled function that uses a model, got {type(compiled).__name__}; "
-            "pass what torch.compile(model, backend='treefx') returned"
+            "treefx.inspect expects a compiled model, or a compiled function that uses a model, got "
+            f"{type(compiled).__name__}; pass what torch.compile(model, backend='treefx') returned"
         )
     graphs = find({id(parameter) for module in modules for parameter in module.parameters()})
     if graphs:
         return Inspection(graphs)
     name = type(getattr(modules[0], "_orig_mod", modules[0])).__name__
-    if not _is_compiled(compiled):
+    if not is_compiled(compiled):
         raise InputError(
             f"treefx.inspect expects a compiled model, got {name}, which is not compiled; "
             "use torch.compile(model, backend='treefx') or model.compile(backend='treefx'), then call it"
         )
     raise InputError(
-        f"treefx.inspect expects a model that treefx has compiled and run, got {name}, with whose parameters no graph of treefx "
-        "has run; call it once first, and if that is done, compile it with backend='treefx' instead of another one"
+        f"treefx.inspect expects a model that treefx has compiled and run, got {name}, with whose parameters "
+        "no graph of treefx has run; call it once first, and if that is done, compile it with "
+        "backend='treefx' instead of another one"
     )
-
-
-def _is_compiled(compiled: Any) -> bool:
-    if isinstance(compiled, nn.Module):
-        return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in compiled.modules())
-    return hasattr(compiled, "_torchdynamo_orig_callable")
-
-
-def _modules_of(value: Any) -> list[nn.Module]:
-    """The modules that a compiled thing uses: itself, or what its function is bound to, closes over or names."""
-    found, seen, waiting = [], set(), [value]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, nn.Module):
-            found.append(item)
-        elif isinstance(item, functools.partial):
-            waiting += [item.func, *item.args, *item.keywords.values()]
-        elif callable(item):
-            waiting += _used_by(getattr(item, "_torchdynamo_orig_callable", item))
-    return found
-
-
-def _used_by(function: Callable[..., Any]) -> Iterator[Any]:
-    owner = getattr(function, "__self__", None)
-    yield owner
-    yield from (item for item in getattr(owner, "__dict__", {}).values() if isinstance(item, nn.Module))
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a variable that was never assigned
-            continue
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    known = getattr(function, "__globals__", {})
-    yield from (known[name] for name in names if isinstance(known.get(name), nn.Module))
 
 
 class Inspection:
     """What treefx did with one model, as of the moment of ``treefx.inspect``.
 
-    A model may consist of several graphs of Dynamo: one a piece where Dynamo breaks, and another for each recompilation.
-    Figures of a call are those of the graphs that ran last; ``graphs`` shows the one that holds the token ids.
+    A model may have several graphs of Dynamo: one a piece where Dynamo breaks it, and another for each
+    recompilation. Figures of a call are those of the graphs that ran last; ``graphs`` shows the one that the
+    token ids enter.
 
     Attributes:
         reports: One per graph that ran last of its piece, in the order they were compiled.
@@ -111,27 +80,41 @@ class Inspection:
         first = next((graph for graph in latest if graph.report.has_tokens), latest[0])
         self.reports = [replace(graph.report, graphs=dict(graph.report.graphs)) for graph in latest]
         self._first = self.reports[latest.index(first)]
-        self._traced = _traced_graph(first)
+        self._sources = _sources_of(first)
         self.stats = _statistics(everything, self.reports, self._first, first.config)
 
     def __repr__(self) -> str:
         stats = self.stats
-        done = f"{stats['raw_tokens']} -> {stats['tokens']} tokens, {stats['attention_rewritten']} attentions rewritten"
-        return f"Inspection({stats['ran']}, {done}, {len(stats['expansions'])} expansions, fallback={stats['fallback']!r})"
+        parts = (
+            stats["ran"],
+            f"{stats['raw_tokens']} -> {stats['tokens']} tokens",
+            f"{stats['attention_rewritten']} attentions rewritten",
+            f"{len(stats['expansions'])} expansions",
+            f"fallback={stats['fallback']!r}",
+        )
+        return f"Inspection({', '.join(parts)})"
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
-        """The stages of the graph with the tokens: those of "captured", "rewritten", "forward", "backward" that exist so far."""
-        return _by_stage(self._first)
+        """The graph with the tokens by stage, as far as they exist: ``STAGES`` in order."""
+        graphs = _by_stage(self._first)
+        if "forward" not in graphs and self._sources is not None:
+            graphs |= self._inner_graphs
+        return graphs
+
+    @functools.cached_property
+    def _inner_graphs(self) -> dict[str, fx.GraphModule]:
+        assert self._sources is not None
+        return trace_inner_graphs(self._sources.rewritten)
 
     @property
     def all_graphs(self) -> list[dict[str, fx.GraphModule]]:
         """``graphs`` of every piece of the model, in the order they were compiled."""
-        return [_by_stage(report) for report in self.reports]
+        return [self.graphs if report is self._first else _by_stage(report) for report in self.reports]
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What each tree attention computes, as mathematics, with the line and module it comes from, by node name."""
+        """What each tree attention computes, as mathematics, with the line it comes from, by node name."""
         graphs = self.graphs
         return describe_attentions(graphs["captured"], graphs["rewritten"]) if "rewritten" in graphs else {}
 
@@ -143,11 +126,11 @@ class Inspection:
     @property
     def operator_changes(self) -> list[OperatorChange]:
         """How the rewriting changed the operators of the captured graph, both counted in ATen's operators."""
-        rewritten = self.graphs.get("rewritten")
-        return [] if rewritten is None or self._traced is None else diff_operators(self._traced, rewritten)
+        sources = self._sources
+        return [] if sources is None else diff_operators(sources.traced, sources.rewritten.gm)
 
     def summary(self) -> str:
-        """What happened, for people: tokens, attention, expansions with the user's lines, fallback, timings."""
+        """What happened, for people: tokens, attention, expansions with the user's lines, timings."""
         return summarise(self.stats, self.graphs, self.restorations)
 
     def readable(self, stage: str) -> str:
@@ -162,8 +145,8 @@ class Inspection:
         graphs = self.graphs
         if stage not in graphs:
             raise InputError(
-                f"stage must be one of {', '.join(graphs)}, got {stage!r}; a backward graph exists after the first backward, "
-                "a rewritten one after the first packed call"
+                f"stage must be one of {', '.join(graphs)}, got {stage!r}; a rewritten graph exists after "
+                "the first packed call, a backward graph after one that needs gradients"
             )
         return mark_restorations(graphs[stage].print_readable(print_output=False))
 
@@ -191,14 +174,23 @@ def _by_stage(report: GraphReport) -> dict[str, fx.GraphModule]:
     return {stage: report.graphs[stage] for stage in STAGES if stage in report.graphs}
 
 
-def _traced_graph(graph: CompiledGraph) -> fx.GraphModule | None:
-    """The ATen graph from which the rewritten one was made."""
-    rewritten = graph.report.graphs.get("rewritten")
+class _Sources(NamedTuple):
+    """What the compiled graphs were made from."""
+
+    traced: fx.GraphModule
+    """The captured graph in ATen."""
+    rewritten: Rewritten
+
+
+def _sources_of(graph: CompiledGraph) -> _Sources | None:
+    """The sources of what was compiled packed last; None if nothing was."""
+    last = graph.report.graphs.get("rewritten")
     for shape in graph._shapes.values():
         if not isinstance(shape, str):
             executables = [item for items in shape.executables.values() for item in items]
-            if any(item.rewritten.gm is rewritten for item in executables):
-                return shape.analysis.gm
+            for item in executables:
+                if item.rewritten.gm is last:
+                    return _Sources(shape.analysis.gm, item.rewritten)
     return None
 
 

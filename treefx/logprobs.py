@@ -121,9 +121,7 @@ class _LogitsLogprobs(torch.autograd.Function):
         dtype = _accumulate_dtype(logits.dtype)
         rows, slot = torch.unique(source, return_inverse=True)
         lse = torch.empty(len(rows), dtype=dtype, device=logits.device)
-        for part, out in zip(
-            torch.split(rows, _ROWS_PER_CHUNK), torch.split(lse, _ROWS_PER_CHUNK), strict=True
-        ):
+        for part, out in zip(torch.split(rows, _ROWS_PER_CHUNK), torch.split(lse, _ROWS_PER_CHUNK), strict=True):
             torch.logsumexp(logits[part].to(dtype).div_(temperature), dim=1, out=out)
         ctx.save_for_backward(logits, source, token, rows, slot, lse)
         ctx.temperature = temperature
@@ -136,9 +134,7 @@ class _LogitsLogprobs(torch.autograd.Function):
         grad = grad.to(lse.dtype) / ctx.temperature
         total = torch.zeros_like(lse).index_add_(0, slot, grad)
         grad_logits = torch.zeros_like(logits)
-        for part, size, bound in zip(
-            *(torch.split(t, _ROWS_PER_CHUNK) for t in (rows, total, lse)), strict=True
-        ):
+        for part, size, bound in zip(*(torch.split(t, _ROWS_PER_CHUNK) for t in (rows, total, lse)), strict=True):
             probs = logits[part].to(lse.dtype).div_(ctx.temperature).sub_(bound[:, None]).exp_()
             grad_logits[part] = probs.mul_(-size[:, None]).to(logits.dtype)
         # A logit row can have several edges, but never two to the same token: siblings differ. Writing the

@@ -94,9 +94,7 @@ def policy(
     low, high = _read_clip(clip)
     edges = forest.edges
     if bool((edges.row_weight < 0).any()):
-        raise ForestError(
-            "the clipped policy loss needs weights of at least 0; put the sign into the advantages"
-        )
+        raise ForestError("the clipped policy loss needs weights of at least 0; put the sign into the advantages")
     scale = _row_scale(forest, reduction)[edges.row_index] * edges.row_weight
     advantage = _read_advantages(advantages, forest)[edges.raw_index]
     advantage = scale * _check_finite(advantage, "advantages", scale != 0)
@@ -111,9 +109,7 @@ def policy(
     counts = (positive != 0) | (negative != 0)
     old = torch.where(counts, _check_finite(old, "old_logp", counts).to(logp), logp.detach())
     ratio = (logp - old).exp()
-    gain = positive.to(logp.dtype) * ratio.clamp(max=1 + high) + negative.to(logp.dtype) * ratio.clamp(
-        min=1 - low
-    )
+    gain = positive.to(logp.dtype) * ratio.clamp(max=1 + high) + negative.to(logp.dtype) * ratio.clamp(min=1 - low)
     return -gain.sum()
 
 
@@ -121,13 +117,9 @@ def _check_logp(logp: torch.Tensor, forest: Forest) -> None:
     count = len(forest.edges)
     if not isinstance(logp, torch.Tensor) or logp.shape != (count,) or not logp.is_floating_point():
         got = f"{logp.dtype} {list(logp.shape)}" if isinstance(logp, torch.Tensor) else type(logp).__name__
-        raise ForestError(
-            f"expected one log-probability per edge, floats [{count}], got {got}; use edge_logprobs"
-        )
+        raise ForestError(f"expected one log-probability per edge, floats [{count}], got {got}; use edge_logprobs")
     if logp.device != forest.device:
-        raise ForestError(
-            f"log-probabilities are on {logp.device}, the forest on {forest.device}; use forest.to(...)"
-        )
+        raise ForestError(f"log-probabilities are on {logp.device}, the forest on {forest.device}; use forest.to(...)")
 
 
 def _row_scale(forest: Forest, reduction: Reduction) -> torch.Tensor:

@@ -72,5 +72,3 @@ def find(parameters: set[int]) -> list[CompiledGraph]:
     """The graphs that ran with any of the given tensors (by ``id``), in the order they were compiled."""
     alive = [graph for ref in _graphs if (graph := ref()) is not None]
     return [graph for graph in alive if graph.seen_parameters & parameters]
-
-

@@ -83,9 +83,14 @@ class CompiledGraph:
         shape = self._shape(args if by_column is None else by_column)
         if isinstance(shape, str):
             return self._run_ordinary(args, fallback=shape or None, forest=forest)
-        if forest is not None and by_column is not None:
-            return self._run_native(shape, args, by_column, forest)
-        return self._run_rows(shape, args)
+        if forest is None:
+            return self._run_rows(shape, args)
+        if by_column is None:
+            raise _wrong_row(
+                forest,
+                [x.shape for i, x in enumerate(args) if self.roles[i] == "input" and isinstance(x, Tensor)],
+            )
+        return self._run_native(shape, args, by_column, forest)
 
     def _remember_parameters(self, args: Sequence[Any]) -> None:
         if not self.seen_parameters:
@@ -179,7 +184,9 @@ class CompiledGraph:
         compilation then serves all forests of about that depth.
         """
         count = forest.num_tokens
-        packed = [isinstance(x, Tensor) and x.shape == (1, count) and self.roles[i] == "input" for i, x in enumerate(args)]
+        packed = [
+            isinstance(x, Tensor) and x.shape == (1, count) and self.roles[i] == "input" for i, x in enumerate(args)
+        ]
         if not any(packed):
             return None
         dynamic = any(isinstance(x, int) and x == count for x in args)
@@ -194,10 +201,7 @@ class CompiledGraph:
         position = shape.analysis.gm.graph.find_nodes(op="placeholder").index(tokens.ids)
         ids = args[position]
         if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
-            raise ForestError(
-                f"under treefx.use(forest) the model expects the forest's packed row, input_ids [1, {forest.num_tokens}], "
-                f"got {list(ids.shape)} with other tokens; call it with **forest.model_inputs()"
-            )
+            raise _wrong_row(forest, [ids.shape])
         batch = forest_batch(forest, ids.device)
         redundant = shape.padding.redundant(by_column, None)
         self.report.raw_tokens, self.report.tokens = forest.raw_tokens, forest.num_tokens
@@ -205,7 +209,8 @@ class CompiledGraph:
         results = self._run(shape, Variant(native=True, redundant=redundant), by_column, batch)
         packed = shape.analysis.packed_outputs
         return tuple(
-            rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value for i, value in enumerate(results)
+            rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value
+            for i, value in enumerate(results)
         )
 
     def _run(self, shape: _Shape, variant: Variant, args: Sequence[Any], batch: Batch) -> Any:
@@ -238,7 +243,12 @@ class CompiledGraph:
         return value if dims is None else expand_rows(value, dims, batch.metadata[3])
 
     def _hand_back(
-        self, shape: _Shape, args: Sequence[Any], results: Sequence[Any], batch: Batch, detached: frozenset[int]
+        self,
+        shape: _Shape,
+        args: Sequence[Any],
+        results: Sequence[Any],
+        batch: Batch,
+        detached: frozenset[int],
     ) -> tuple[Any, ...]:
         return tuple(
             self._lazily(shape, args, i, value, batch) if i in detached else self._on_rows(shape, i, value, batch)
@@ -299,6 +309,14 @@ def _counts_up(x: Any) -> bool:
     if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.dtype is torch.bool or x.shape[1] < 2:
         return False
     return bool((x == x[:, :1] + torch.arange(x.shape[1], device=x.device)).all())
+
+
+def _wrong_row(forest: Forest, shapes: Sequence[Sequence[int]]) -> ForestError:
+    given = ", ".join(str(list(shape)) for shape in shapes)
+    return ForestError(
+        f"under treefx.use(forest) the model expects the forest's packed row, input_ids [1, {forest.num_tokens}] of its tokens, "
+        f"got inputs of shape {given} with others; call it with **forest.model_inputs()"
+    )
 
 
 def _capacity(forest: Forest) -> int:

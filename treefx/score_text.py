@@ -18,8 +18,8 @@ aten = torch.ops.aten
 _METADATA = ("row", "column", "subtree_end", "token_of")
 """What the rewritten graph gets beside the inputs of the captured one, as its last placeholders."""
 _READS = {
-    aten.view, aten.reshape, aten.permute, aten.transpose, aten.unsqueeze, aten.squeeze, aten.index, aten.expand,
-    aten.index_select, aten.select, aten.slice, aten.clone, aten.alias, aten.detach,
+    aten.view, aten.reshape, aten.permute, aten.transpose, aten.unsqueeze, aten.squeeze, aten.index,
+    aten.index_select, aten.select, aten.slice, aten.expand, aten.clone, aten.alias, aten.detach,
 }  # fmt: skip
 """Operators that move elements and leave their values alone."""
 _INFIX = {
@@ -29,7 +29,13 @@ _INFIX = {
 }  # fmt: skip
 """Precedence and symbol."""
 _CONDITIONAL, _NOT, _NEGATION, _ATOM = 0, 3, 7, 9
-_LEAVES = {"dot": ("(q·k)", _ATOM), "q": ("q", _ATOM), "k": ("k", _ATOM), "head": ("head", _ATOM), "batch": ("row", _ATOM)}
+_LEAVES = {
+    "dot": ("(q·k)", _ATOM),
+    "q": ("q", _ATOM),
+    "k": ("k", _ATOM),
+    "head": ("head", _ATOM),
+    "batch": ("row", _ATOM),
+}
 
 
 def format_expression(expression: Expr, buffers: Sequence[str]) -> str:
@@ -40,8 +46,8 @@ def format_expression(expression: Expr, buffers: Sequence[str]) -> str:
         buffers: Names of the tensors that loads read.
 
     Returns:
-        For example ``50 * tanh(0.0625 * (q·k) / 50)``; ``(q·k)`` is the product of query and key, ``q`` and ``k`` are
-        their packed indices.
+        For example ``50 * tanh(0.0625 * (q·k) / 50)``; ``(q·k)`` is the product of query and key, ``q`` and
+        ``k`` are their packed indices.
     """
     return _Writer(buffers).write(expression)[0]
 
@@ -78,7 +84,8 @@ class _Writer:
             left, right = right, left
         # Equal operators in a row group to the left, comparisons do not chain.
         first = self.operand(left, precedence + (precedence in (4, 8)))
-        return f"{first} {symbol} {self.operand(right, precedence + (symbol not in ('and', 'or')))}", precedence
+        second = self.operand(right, precedence + (symbol not in ("and", "or")))
+        return f"{first} {symbol} {second}", precedence
 
     def operand(self, expression: Expr, precedence: int) -> str:
         text, own = self.write(expression)
@@ -96,7 +103,7 @@ def _number(value: bool | float) -> tuple[str, int]:
 
 def attention_nodes(rewritten: fx.GraphModule) -> list[fx.Node]:
     """The tree attentions of a graph, in order."""
-    return rewritten.graph.find_nodes(op="call_function", target=torch.ops.treefx.tree_attention.default)  # type: ignore[return-value]
+    return rewritten.graph.find_nodes(op="call_function", target=torch.ops.treefx.tree_attention.default)
 
 
 def describe_attentions(captured: fx.GraphModule, rewritten: fx.GraphModule) -> dict[str, str]:

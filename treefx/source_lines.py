@@ -16,7 +16,7 @@ _ITEM = re.compile(r"\._modules\['(\w+)'\]")
 
 
 def module_of(node: fx.Node) -> str | None:
-    """Path of the module whose forward a node (or the forward of a backward node) ran in, as ``named_modules`` has it."""
+    """Path, as in ``named_modules``, of the module that a node or its forward ran in."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None

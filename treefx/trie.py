@@ -116,9 +116,7 @@ def combine_keys(columns: Sequence[npt.NDArray[np.generic]]) -> IntArray:
         InputError: no column, a dtype without an exact integer code, or shapes that do not broadcast.
     """
     if not columns:
-        raise InputError(
-            "combine_keys expected at least one column, got none; pass the tensors that tell tokens apart"
-        )
+        raise InputError("combine_keys expected at least one column, got none; pass the tensors that tell tokens apart")
     try:
         arrays = np.broadcast_arrays(*[_as_integers(column) for column in columns])
     except ValueError as error:
@@ -157,9 +155,7 @@ def _as_integers(column: npt.NDArray[np.generic]) -> IntArray:
         return bits.astype(np.int64)
     if kind in "biu":
         return column.astype(np.int64)
-    raise InputError(
-        f"combine_keys expected integers, bools or floats of at most 64 bits, got {column.dtype}"
-    )
+    raise InputError(f"combine_keys expected integers, bools or floats of at most 64 bits, got {column.dtype}")
 
 
 def _as_rows(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None) -> tuple[list[IntArray], int]:
@@ -176,9 +172,7 @@ def _as_rows(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None) -> t
         return rows, width
     fits = len(lengths) == len(rows) and all(0 <= n <= len(row) for n, row in zip(lengths, rows, strict=True))
     if not fits:
-        raise InputError(
-            f"build_trie expected one length in [0, L] for each of {len(rows)} rows, got {lengths}"
-        )
+        raise InputError(f"build_trie expected one length in [0, L] for each of {len(rows)} rows, got {lengths}")
     return [row[:length] for row, length in zip(rows, lengths, strict=True)], width
 
 

@@ -53,9 +53,7 @@ def random_parents(draw: st.DrawFn) -> list[int]:
     return parents
 
 
-def draw_inputs(
-    tokens: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype
-) -> list[Tensor]:
+def draw_inputs(tokens: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     sizes = [(heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])]
     # Laid out as models do: heads inside tokens.
     return [torch.randn(1, tokens, h, d, dtype=dtype).transpose(1, 2).requires_grad_() for h, d in sizes]
@@ -162,8 +160,7 @@ def test_expanded_gradient_and_strided_inputs(ends_of: EndsOf) -> None:
     ends = ends_of(FORESTS["prefix"])
     q = torch.randn(1, len(ends), 8, 4).permute(0, 3, 1, 2).requires_grad_()
     results = [
-        torch.autograd.grad(tree_attention(q, q, q, ends, impl=impl).sum(), q)[0]
-        for impl in ("cpu", "reference")
+        torch.autograd.grad(tree_attention(q, q, q, ends, impl=impl).sum(), q)[0] for impl in ("cpu", "reference")
     ]
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
 

@@ -51,16 +51,12 @@ def test_opcheck_backward(impl: str) -> None:
 
 
 def test_fake_output_has_the_real_layout() -> None:
-    real = torch.ops.treefx.tree_attention(
-        *draw(9), comb(9), [], None, make_score(scale=1.0).to_json(), "auto"
-    )
+    real = torch.ops.treefx.tree_attention(*draw(9), comb(9), [], None, make_score(scale=1.0).to_json(), "auto")
     with FakeTensorMode() as mode:
         inputs = [mode.from_tensor(tensor) for tensor in (*draw(9), comb(9))]
         fake = torch.ops.treefx.tree_attention(*inputs, [], None, make_score(scale=1.0).to_json(), "auto")
     for first, second in zip(real, fake, strict=True):
-        assert (
-            first.shape == second.shape and first.stride() == second.stride() and first.dtype == second.dtype
-        )
+        assert first.shape == second.shape and first.stride() == second.stride() and first.dtype == second.dtype
     assert real[0].transpose(1, 2).is_contiguous()
 
 

@@ -35,9 +35,7 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, chosen: dict[str, Any]) -> Tenso
     for head in range(heads):
         for t in range(tokens):
             first = max(0, t + 1 - chosen.get("window", tokens))
-            logits = chosen.get("scale", 1 / math.sqrt(width)) * (
-                k[head // group, first : t + 1] @ q[head, t]
-            )
+            logits = chosen.get("scale", 1 / math.sqrt(width)) * (k[head // group, first : t + 1] @ q[head, t])
             if "softcap" in chosen:
                 logits = chosen["softcap"] * torch.tanh(logits / chosen["softcap"])
             if "alibi_slopes" in chosen:
@@ -95,9 +93,7 @@ def test_plain_causal_mask_is_another_result(ends_of: Callable[[list[int]], Tens
 
 
 @pytest.mark.parametrize("names", [("window",), ("alibi_slopes",)], ids=["window", "alibi"])
-def test_packed_distance_is_another_result(
-    names: tuple[str, ...], ends_of: Callable[[list[int]], Tensor]
-) -> None:
+def test_packed_distance_is_another_result(names: tuple[str, ...], ends_of: Callable[[list[int]], Tensor]) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, len(PARENTS), 8, dtype=torch.float64)
     ends, chosen = ends_of(PARENTS), options(names, 2)

@@ -54,9 +54,7 @@ def test_score_survives_the_text_and_shares_equal_parts() -> None:
     again = Score.from_json(score.to_json())
     assert again == score
     assert again.value[2] is again.value[1][2]
-    assert (
-        again.visible is not None and type(again.visible[1][1]) is int and type(again.visible[2][1]) is float
-    )
+    assert again.visible is not None and type(again.visible[1][1]) is int and type(again.visible[2][1]) is float
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '["dot"'])
@@ -90,9 +88,7 @@ EXPRESSIONS: dict[str, tuple[Expr, Any]] = {
 def test_evaluate(name: str) -> None:
     expr, expected = EXPRESSIONS[name]
     index = torch.arange(4)
-    wanted = expected(
-        torch.arange(-16.0, 16.0, dtype=torch.float64).view(1, 2, 4, 4), index[:, None], index[None]
-    )
+    wanted = expected(torch.arange(-16.0, 16.0, dtype=torch.float64).view(1, 2, 4, 4), index[:, None], index[None])
     torch.testing.assert_close(run(expr), wanted, check_dtype=True)
 
 
@@ -112,9 +108,7 @@ def test_load_indexes_like_torch_and_clamps_what_nobody_sees() -> None:
     assert run(("load", 0), (torch.tensor(5.0),)) == 5
 
 
-@pytest.mark.parametrize(
-    "expr", [("load", 1, Q), ("load", 0, Q, K), ("sinh", DOT), ("add", DOT), ("where", DOT, DOT)]
-)
+@pytest.mark.parametrize("expr", [("load", 1, Q), ("load", 0, Q, K), ("sinh", DOT), ("add", DOT), ("where", DOT, DOT)])
 def test_bad_expressions_are_refused(expr: Expr) -> None:
     with pytest.raises(InputError, match="got"):
         run(expr, (torch.zeros(4),))

@@ -42,9 +42,7 @@ def _treefx(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-P", "-m", "treefx", *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "command", [[], *COMMANDS, ["bench", "step"]], ids=lambda command: " ".join(command) or "all"
-)
+@pytest.mark.parametrize("command", [[], *COMMANDS, ["bench", "step"]], ids=lambda command: " ".join(command) or "all")
 def test_help_explains_every_command(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0

@@ -156,9 +156,7 @@ def test_load_openai_chats_from_json_lines(tmp_path: Path) -> None:
             "messages": [{"role": "assistant", "content": "c", "reasoning_content": "r"}],
         },
     ]
-    first, second = load(
-        _write(tmp_path, "chats.jsonl", "\n".join(json.dumps(chat) for chat in chats) + "\n")
-    )
+    first, second = load(_write(tmp_path, "chats.jsonl", "\n".join(json.dumps(chat) for chat in chats) + "\n"))
     assert first.messages == (Message("system", "ab"),)
     assert (second.task, second.trial) == ("t", 2)
     assert second.messages == (Message("assistant", "c", reasoning="r"),)
@@ -400,9 +398,7 @@ def test_batches_respect_the_token_limit() -> None:
 def test_batches_of_a_task_share_more_than_shuffled_ones() -> None:
     samples = make_samples(scripted_conversations(4, 3), ByteTokenizer())
     shuffled = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
-    tokens = sum(
-        Forest.from_sequences([row.tokens for row in group]).num_tokens for group in batches(shuffled, rows=8)
-    )
+    tokens = sum(Forest.from_sequences([row.tokens for row in group]).num_tokens for group in batches(shuffled, rows=8))
     chunks = [shuffled[i : i + 8] for i in range(0, len(shuffled), 8)]
     unsorted = sum(Forest.from_sequences([row.tokens for row in chunk]).num_tokens for chunk in chunks)
     assert tokens < 0.6 * unsorted

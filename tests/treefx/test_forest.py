@@ -125,14 +125,10 @@ def test_networkx_has_the_nodes_with_their_rows(rows: Rows) -> None:
     forest, slow = Forest.from_sequences(rows), SlowTrie(rows)
     graph, paths = forest.to_networkx(), prefixes_of(forest)
     assert sum(data["tokens"] for _, data in graph.nodes(data=True)) == forest.num_tokens
-    assert (
-        sum(data["tokens"] * data["multiplicity"] for _, data in graph.nodes(data=True)) == forest.raw_tokens
-    )
+    assert sum(data["tokens"] * data["multiplicity"] for _, data in graph.nodes(data=True)) == forest.raw_tokens
     for node, data in graph.nodes(data=True):
         assert data["rows"] == slow.through[paths[data["start"]]]
-        assert (
-            data["depth"] == len(paths[data["start"]]) - 1 and data["tokens"] == data["stop"] - data["start"]
-        )
+        assert data["depth"] == len(paths[data["start"]]) - 1 and data["tokens"] == data["stop"] - data["start"]
         assert graph.in_degree(node) == (0 if data["depth"] == 0 else 1)
 
 
@@ -316,9 +312,7 @@ ids = torch.tensor([[1, 2, 3], [1, 2, 4]])
         (ids, torch.ones(2, 3, device="meta"), None, "one device, got cpu, meta"),
     ],
 )
-def test_unfit_padded_batches_are_refused(
-    input_ids: Any, attention_mask: Any, weights: Any, words: str
-) -> None:
+def test_unfit_padded_batches_are_refused(input_ids: Any, attention_mask: Any, weights: Any, words: str) -> None:
     with pytest.raises(ForestError, match=words):
         Forest.from_padded(input_ids, attention_mask, weights)
 

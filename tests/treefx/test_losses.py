@@ -23,9 +23,7 @@ RowLosses = Callable[[torch.Tensor, int], torch.Tensor]
 
 def random_logits(forest: Forest, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(forest.raw_tokens)
-    return 3 * torch.randn(1, forest.num_tokens, VOCABULARY, generator=generator, dtype=torch.float64).to(
-        dtype
-    )
+    return 3 * torch.randn(1, forest.num_tokens, VOCABULARY, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def separate_loss(
@@ -75,9 +73,7 @@ def test_sft_equals_separate_rows(reduction: losses.Reduction, batch: tuple[Rows
     logits = random_logits(forest)
     assert_equal(
         value_and_grad(lambda x: losses.sft(edge_logprobs(x, forest), forest, reduction), logits),
-        value_and_grad(
-            lambda x: separate_loss(x, forest, weights, reduction, negative_log_likelihood), logits
-        ),
+        value_and_grad(lambda x: separate_loss(x, forest, weights, reduction, negative_log_likelihood), logits),
     )
 
 
@@ -98,9 +94,7 @@ def test_wrong_scales_are_told_apart() -> None:
     rows = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 6]]
     forest = Forest.from_sequences(rows)
     logits = random_logits(forest)
-    expected = value_and_grad(
-        lambda x: separate_loss(x, forest, [1.0] * 4, "sum", negative_log_likelihood), logits
-    )
+    expected = value_and_grad(lambda x: separate_loss(x, forest, [1.0] * 4, "sum", negative_log_likelihood), logits)
 
     def scaled(scale: torch.Tensor) -> list[torch.Tensor]:
         return value_and_grad(lambda x: -(scale * edge_logprobs(x, forest)).sum(), logits)
@@ -184,9 +178,7 @@ def test_summed_advantages_are_told_apart() -> None:
         return -torch.minimum(ratio * summed, ratio.clamp(0.8, 1.2) * summed).sum()
 
     assert_equal(
-        value_and_grad(
-            lambda x: losses.policy(edge_logprobs(x, forest), forest, old, advantages, 0.2, "sum"), logits
-        ),
+        value_and_grad(lambda x: losses.policy(edge_logprobs(x, forest), forest, old, advantages, 0.2, "sum"), logits),
         expected,
     )
     assert misses(value_and_grad(wrong, logits), expected)
@@ -211,9 +203,7 @@ def test_unset_old_logp_does_no_harm_where_the_weight_is_zero() -> None:
     forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]], [[0, 0, 1], [0, 0, 1]])
     logits, nan = random_logits(forest), float("nan")
     old = [torch.tensor([nan, nan, -1.0]), torch.tensor([nan, nan, -2.0])]
-    value, grad = value_and_grad(
-        lambda x: losses.policy(edge_logprobs(x, forest), forest, old, [1.0, -1.0]), logits
-    )
+    value, grad = value_and_grad(lambda x: losses.policy(edge_logprobs(x, forest), forest, old, [1.0, -1.0]), logits)
     assert value.isfinite() and grad.isfinite().all() and grad.norm() > 0
 
 
@@ -221,9 +211,7 @@ def test_rows_without_predictions_add_nothing() -> None:
     forest = Forest.from_sequences([[1], [2]])
     logits = random_logits(forest)
     for reduction in REDUCTIONS:
-        value, grad = value_and_grad(
-            lambda x: losses.sft(edge_logprobs(x, forest), forest, reduction), logits
-        )
+        value, grad = value_and_grad(lambda x: losses.sft(edge_logprobs(x, forest), forest, reduction), logits)
         assert value == 0 and not grad.any()
 
 
@@ -249,9 +237,7 @@ def test_logprobs_against_log_softmax(rows: Rows, temperature: float) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 8, 64, VOCABULARY, 4096])
 @pytest.mark.parametrize(("has_bias", "softcap", "temperature"), [(False, None, 1.0), (True, 4.0, 0.7)])
-def test_hidden_form_equals_logits_form(
-    chunk: int, has_bias: bool, softcap: float | None, temperature: float
-) -> None:
+def test_hidden_form_equals_logits_form(chunk: int, has_bias: bool, softcap: float | None, temperature: float) -> None:
     forest = Forest.from_sequences([[1, 2, 3, 70], [1, 2, 3, 0], [1, 2], [1, 9, 9, 9, 64]])
     hidden = torch.randn(1, forest.num_tokens, 16, dtype=torch.float64)
     weight = torch.randn(VOCABULARY, 16, dtype=torch.float64)
@@ -303,9 +289,7 @@ def test_hidden_form_under_autocast_rounds_as_the_linear_layer_does() -> None:
     hidden, weight = torch.randn(1, forest.num_tokens, 16), torch.randn(VOCABULARY, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         fused = value_and_grad(lambda h: edge_logprobs(h, forest, weight=weight).sum(), hidden)
-        plain = value_and_grad(
-            lambda h: edge_logprobs(torch.nn.functional.linear(h, weight), forest).sum(), hidden
-        )
+        plain = value_and_grad(lambda h: edge_logprobs(torch.nn.functional.linear(h, weight), forest).sum(), hidden)
     assert_equal(fused, plain, 1e-2)
     assert_equal(fused[:1], plain[:1], 1e-5)
     assert fused[1].dtype == torch.float32

@@ -52,9 +52,7 @@ def row_logp(model: ReferenceModel, row: torch.Tensor) -> torch.Tensor:
     return logits[:-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
 
 
-def separate_loss(
-    model: ReferenceModel, rows: list[torch.Tensor], weights: list[torch.Tensor]
-) -> torch.Tensor:
+def separate_loss(model: ReferenceModel, rows: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
     terms = [-(weight[1:] * row_logp(model, row)).sum() for row, weight in zip(rows, weights, strict=True)]
     return torch.stack(terms).sum()
 

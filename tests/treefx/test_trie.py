@@ -57,9 +57,7 @@ def test_token_of_maps_every_raw_token_to_its_prefix(rows: Rows) -> None:
     prefixes, token_of = prefixes_of(trie, rows), trie.token_of
     assert token_of.shape == (len(rows), max(map(len, rows)))
     for number, row in enumerate(rows):
-        assert [prefixes[k] for k in token_of[number, : len(row)]] == [
-            tuple(row[: i + 1]) for i in range(len(row))
-        ]
+        assert [prefixes[k] for k in token_of[number, : len(row)]] == [tuple(row[: i + 1]) for i in range(len(row))]
         assert (token_of[number, len(row) :] == -1).all()
 
 

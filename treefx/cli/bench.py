@@ -73,9 +73,7 @@ def _show(title: str, records: Sequence[dict[str, Any]], json: bool) -> None:
     names, *fields = list(records[0])
     if len(fields) > len(records):
         headers = [names, *(str(record[names]) for record in records)]
-        rows = [
-            [field.replace("_", " "), *(_format(record.get(field)) for record in records)] for field in fields
-        ]
+        rows = [[field.replace("_", " "), *(_format(record.get(field)) for record in records)] for field in fields]
     else:
         headers = [field.replace("_", " ") for field in (names, *fields)]
         rows = [[_format(record.get(field)) for field in (names, *fields)] for record in records]

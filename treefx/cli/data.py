@@ -23,15 +23,11 @@ __all__ = ["data"]
 def data(
     path: Annotated[
         Path | None,
-        typer.Argument(
-            help="A file or folder: tau-bench, ToolBench or OpenAI chats. Default: a scripted sample."
-        ),
+        typer.Argument(help="A file or folder: tau-bench, ToolBench or OpenAI chats. Default: a scripted sample."),
     ] = None,
     tokenizer: Annotated[str, typer.Option(help="'bpe', trained on the text at hand, or 'bytes'.")] = "bpe",
     vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of the BPE.")] = 16384,
-    draw: Annotated[
-        Path | None, typer.Option(help="Save a picture of the first task's tree (.png, .svg).")
-    ] = None,
+    draw: Annotated[Path | None, typer.Option(help="Save a picture of the first task's tree (.png, .svg).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Count what rollouts share: separate rows, merged rows, and the tree of distinct prefixes.
@@ -48,9 +44,7 @@ def data(
         draw.parent.mkdir(parents=True, exist_ok=True)
         Forest.from_sequences([sample.tokens for sample in make_samples(first, encoder)]).draw(draw)
     if json:
-        print_json(
-            {"path": str(path) if path else None, "vocab_size": encoder.vocab_size} | statistics.to_dict()
-        )
+        print_json({"path": str(path) if path else None, "vocab_size": encoder.vocab_size} | statistics.to_dict())
         return
     _print(statistics)
     if draw is not None:

@@ -15,9 +15,7 @@ __all__ = ["demo"]
 
 
 def demo(
-    model: Annotated[
-        str, typer.Option(help="An architecture of transformers: llama, qwen3, gemma2, ...")
-    ] = "llama",
+    model: Annotated[str, typer.Option(help="An architecture of transformers: llama, qwen3, gemma2, ...")] = "llama",
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 3,
     rows: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
     backend: Annotated[str, typer.Option(help="The torch.compile backend to show.")] = "treefx",
@@ -34,9 +32,7 @@ def demo(
     require_transformers()
     conversations = scripted_conversations(tasks=4, trials=3)
     tokenizer = make_tokenizer(conversations, vocab_size=1024)
-    prepared = prepare_batches(
-        conversations, tokenizer, steps=steps, rows=rows, max_length=768, pad_multiple=768
-    )
+    prepared = prepare_batches(conversations, tokenizer, steps=steps, rows=rows, max_length=768, pad_multiple=768)
     config = make_config(model, vocab_size=tokenizer.vocab_size, hidden_size=128, layers=2)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as progress:

@@ -30,9 +30,7 @@ def doctor(
     findings = _findings()
     problems = []
     if not findings["backend registered"]:
-        problems.append(
-            "torch does not find the backend 'treefx': reinstall the package, its entry point is missing"
-        )
+        problems.append("torch does not find the backend 'treefx': reinstall the package, its entry point is missing")
     elif inner == "inductor" and findings["C++ compiler"] is None:
         problems.append(
             "inductor needs a C++ compiler on the CPU: install gcc or clang, or check with --inner aot_eager"
@@ -67,9 +65,7 @@ def _findings() -> dict[str, Any]:
     findings["CPU instructions"] = torch.backends.cpu.get_cpu_capability()
     findings["GPU"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     compilers = (os.environ.get("CXX"), "g++", "clang++")
-    findings["C++ compiler"] = next(
-        (path for name in compilers if name and (path := shutil.which(name))), None
-    )
+    findings["C++ compiler"] = next((path for name in compilers if name and (path := shutil.which(name))), None)
     findings["backend registered"] = "treefx" in torch._dynamo.list_backends()
     return findings
 

@@ -18,16 +18,12 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    model: Annotated[
-        str, typer.Argument(help="An architecture (llama, qwen3, ...) or the path of a config.json.")
-    ],
+    model: Annotated[str, typer.Argument(help="An architecture (llama, qwen3, ...) or the path of a config.json.")],
     rows: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 4,
     prefix: Annotated[int, typer.Option(min=0, help="Tokens that all rows share.")] = 24,
     suffix: Annotated[int, typer.Option(min=1, help="Further tokens of every row.")] = 8,
     inner: Annotated[str, typer.Option(help="Inner compiler: aot_eager, inductor or eager.")] = "aot_eager",
-    stage: Annotated[
-        str, typer.Option(help="Graph to write: captured, rewritten, forward or backward.")
-    ] = "rewritten",
+    stage: Annotated[str, typer.Option(help="Graph to write: captured, rewritten, forward or backward.")] = "rewritten",
     out: Annotated[Path | None, typer.Option(help="Write the graph of --stage to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
 ) -> None:

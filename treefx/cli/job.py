@@ -37,9 +37,7 @@ class RolloutBatches:
     """Rows that were left out because they are longer than the limit."""
 
 
-def make_tokenizer(
-    conversations: Sequence[Conversation], kind: str = "bpe", vocab_size: int = 4096
-) -> Tokenizer:
+def make_tokenizer(conversations: Sequence[Conversation], kind: str = "bpe", vocab_size: int = 4096) -> Tokenizer:
     """A tokenizer for the text at hand: ``"bpe"`` trained on it, or ``"bytes"``.
 
     Raises:
@@ -51,9 +49,7 @@ def make_tokenizer(
         raise InputError(f"tokenizer must be 'bpe' or 'bytes', got {kind!r}")
     # The library warns of a deadlock when the compiler forks its workers after a parallel training.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return train_tokenizer(
-        (text for conversation in conversations for text in conversation.texts()), vocab_size
-    )
+    return train_tokenizer((text for conversation in conversations for text in conversation.texts()), vocab_size)
 
 
 def prepare_batches(
@@ -87,9 +83,7 @@ def prepare_batches(
     # Spread over the tasks: neighbours in this order are batches of the same task.
     chosen = [groups[index * len(groups) // steps] for index in range(steps)]
     padded = [collate(group, tokenizer.pad_id, pad_multiple=pad_multiple) for group in chosen]
-    return RolloutBatches(
-        batches=padded, samples=chosen, rows=len(samples), too_long=len(samples) - len(short)
-    )
+    return RolloutBatches(batches=padded, samples=chosen, rows=len(samples), too_long=len(samples) - len(short))
 
 
 def train_and_compare(
@@ -116,8 +110,6 @@ def train_and_compare(
         backend=backend,
         baseline=baseline,
         compile_seconds={each.backend: each.compile_seconds for each in (other, run)},
-        gradient_errors={
-            each.backend: gradient_error(each.first_gradients, reference)[0] for each in (other, run)
-        },
+        gradient_errors={each.backend: gradient_error(each.first_gradients, reference)[0] for each in (other, run)},
     )
     return report, run

@@ -108,7 +108,5 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"cannot read a model configuration from {path}: {error}") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
-        raise InputError(
-            f"{path} must hold a JSON object with the key 'model_type', as transformers writes it"
-        )
+        raise InputError(f"{path} must hold a JSON object with the key 'model_type', as transformers writes it")
     return fields

@@ -28,9 +28,7 @@ def print_json(value: Any) -> None:
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table whose first column is text and whose other columns are figures, aligned to the right."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
-    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:

@@ -125,12 +125,8 @@ class TrainingReport:
             times.bar([step + offset for step in steps], heights, width=0.38, color=colour, label=name)
         for record in self.records:
             top = max(record.seconds.values())
-            times.annotate(
-                f"{record.sharing_ratio:.1f}x", (record.step + 1, top), ha="center", va="bottom", fontsize=8
-            )
-        times.set(
-            title="Step time; above: raw / distinct tokens", xlabel="step", ylabel="seconds", xticks=steps
-        )
+            times.annotate(f"{record.sharing_ratio:.1f}x", (record.step + 1, top), ha="center", va="bottom", fontsize=8)
+        times.set(title="Step time; above: raw / distinct tokens", xlabel="step", ylabel="seconds", xticks=steps)
         styles = ((self.baseline, "#b0b7c3", "-", 4.0), (self.backend, "#1f6f8b", "--", 1.6))
         for name, colour, style, width in styles:
             values = [record.losses[name] for record in self.records]

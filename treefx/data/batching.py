@@ -35,9 +35,7 @@ class Batch:
         return int(self.attention_mask.sum())
 
 
-def collate(
-    samples: Sequence[Sample], pad_id: int, *, pad_multiple: int = 1, length: int | None = None
-) -> Batch:
+def collate(samples: Sequence[Sample], pad_id: int, *, pad_multiple: int = 1, length: int | None = None) -> Batch:
     """Pad samples on the right to one batch.
 
     Args:

@@ -64,9 +64,5 @@ def _outline(document: Any) -> str:
     if isinstance(document, dict):
         return f"an object with the keys {', '.join(map(repr, list(document)[:6])) or '(none)'}"
     if isinstance(document, list):
-        return (
-            f"a list of {len(document)}, its first entry {_outline(document[0])}"
-            if document
-            else "an empty list"
-        )
+        return f"a list of {len(document)}, its first entry {_outline(document[0])}" if document else "an empty list"
     return f"a {type(document).__name__}"

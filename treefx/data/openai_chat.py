@@ -36,9 +36,7 @@ def read_openai_chat(document: Any, source: str) -> list[Conversation]:
         Conversation(
             task=str(entry.get("task", index)),
             trial=int(entry.get("trial", 0)),
-            messages=tuple(
-                parse_message(message, f"{source}, conversation {index}") for message in entry["messages"]
-            ),
+            messages=tuple(parse_message(message, f"{source}, conversation {index}") for message in entry["messages"]),
             reward=entry.get("reward"),
             source=source,
         )
@@ -60,9 +58,7 @@ def parse_message(entry: Any, place: str) -> Message:
     """
     if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
         got = repr(entry.get("role")) if isinstance(entry, dict) else type(entry).__name__
-        raise InputError(
-            f"{place}: a message must be an object whose role is one of {', '.join(_ROLES)}; got {got}"
-        )
+        raise InputError(f"{place}: a message must be an object whose role is one of {', '.join(_ROLES)}; got {got}")
     calls = entry.get("tool_calls") or []
     return Message(
         role=_ROLES[entry["role"]],
@@ -87,6 +83,4 @@ def _text(content: Any, place: str) -> str:
         return content
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         return "".join(str(part["text"]) for part in content)
-    raise InputError(
-        f"{place}: content must be text, a list of text parts or null; got {type(content).__name__}"
-    )
+    raise InputError(f"{place}: content must be text, a list of text parts or null; got {type(content).__name__}")

@@ -46,9 +46,7 @@ class Sample:
         return len(self.tokens)
 
 
-def make_samples(
-    conversations: Iterable[Conversation], tokenizer: Tokenizer, form: Form = "turns"
-) -> list[Sample]:
+def make_samples(conversations: Iterable[Conversation], tokenizer: Tokenizer, form: Form = "turns") -> list[Sample]:
     """Training samples of all conversations, in their order.
 
     Args:

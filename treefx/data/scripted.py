@@ -135,8 +135,7 @@ def _make_world(task: int, dice: random.Random) -> _World:
     }
     others = [other for other in _COLOURS if other != colour]
     variants = [
-        {"item_id": f"{int(item_id) + 1 + i}", "colour": other, "in_stock": i != 1}
-        for i, other in enumerate(others)
+        {"item_id": f"{int(item_id) + 1 + i}", "colour": other, "in_stock": i != 1} for i, other in enumerate(others)
     ]
     return _World(customer, order, variants, wish, good, dice.choice(_STREETS))
 

@@ -87,8 +87,7 @@ def sharing_statistics(conversations: Sequence[Conversation], tokenizer: Tokeniz
         tokens += Forest.from_sequences([row.tokens for row in turns]).num_tokens
     if not rows:
         raise InputError(
-            f"expected at least one assistant message to train on, got none "
-            f"in {len(conversations)} conversations"
+            f"expected at least one assistant message to train on, got none in {len(conversations)} conversations"
         )
     return SharingStatistics(
         tasks=len(groups),

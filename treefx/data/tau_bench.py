@@ -19,8 +19,7 @@ def is_tau_bench(document: Any) -> bool:
         isinstance(document, list)
         and bool(document)
         and all(
-            isinstance(entry, dict) and "task_id" in entry and isinstance(entry.get("traj"), list)
-            for entry in document
+            isinstance(entry, dict) and "task_id" in entry and isinstance(entry.get("traj"), list) for entry in document
         )
     )
 

@@ -124,9 +124,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenize
     """
     smallest = _BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
-        raise InputError(
-            f"vocab_size must be at least {smallest} (all bytes and the special tokens), got {vocab_size}"
-        )
+        raise InputError(f"vocab_size must be at least {smallest} (all bytes and the special tokens), got {vocab_size}")
     try:
         library: Any = importlib.import_module("tokenizers")
     except ImportError as error:
