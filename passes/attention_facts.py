@@ -152,7 +152,10 @@ def _prove(
     *,
     safe: bool,
 ) -> Attention:
-    """Prove the score causal and take it apart; ``safe`` tells of a softmax that gives zero where all scores are -inf."""
+    """Prove the score causal and take it apart.
+
+    ``safe`` tells of a softmax that gives zero where all scores are -inf.
+    """
     constants = constants_of(node)
     tables = Tables(lambda expr: constants.table(expr, columns, heads), constants.consecutive)
     if columns > 1 and bounds(score, "future", tables)[1] > MASKING:

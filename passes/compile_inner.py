@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
@@ -39,14 +38,16 @@ def compile_inner(
         return gm.forward
     with tracing(TracingContext(mode)):
         if inner == "inductor":
-            return compile_fx(gm, list(inputs), inner_compile=_observed_inductor(observe))  # type: ignore[no-any-return]
+            compiled = compile_fx(gm, list(inputs), inner_compile=_observed_inductor(observe))
+            assert callable(compiled)
+            return compiled
         backend = aot_autograd(
             fw_compiler=_observed_boxed("forward", observe),
             bw_compiler=_observed_boxed("backward", observe),
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,
         )
-        return backend(gm, list(inputs))  # type: ignore[no-any-return]
+        return backend(gm, list(inputs))
 
 
 def _observed_inductor(observe: Observer) -> Callable[..., Any]:
@@ -63,8 +64,3 @@ def _observed_boxed(stage: str, observe: Observer) -> Callable[..., Any]:
         return boxed_nop(gm, list(example_inputs))
 
     return compiler
-
-
-def disable_autocast() -> Any:
-    """Casts are already in the graph; the ambient autocast must not add others."""
-    return torch._C._DisableAutocast()

@@ -84,7 +84,8 @@ class Constants:
         grid = {"q": column[:, None], "k": column[None, :], "head": torch.arange(heads)[:, None, None]}
         zero = torch.zeros(())
         value = evaluate(resolved, dot=zero, batch=zero, buffers=[b.cpu() for b in buffers], **grid)
-        return value.expand(torch.broadcast_shapes(value.shape, (1, columns, columns)))
+        shape = torch.broadcast_shapes(value.shape, (1, columns, columns))  # type: ignore[no-untyped-call]
+        return value.expand(shape)
 
     def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr | None:
         """Replace nodes by buffers and columns by indices of the grid."""

@@ -20,9 +20,9 @@ __all__ = ["Dependence", "depend", "prefix_dims"]
 
 aten = torch.ops.aten
 _MOVEMENT = {
-    aten.slice.Tensor, aten.cat.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
-    aten.clone.default, aten.alias.default, aten.select.int, aten.permute.default, aten.transpose.int, aten.roll.default,
-    aten.flip.default, aten.detach.default,
+    aten.slice.Tensor, aten.cat.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.expand.default, aten.clone.default, aten.alias.default, aten.select.int, aten.permute.default,
+    aten.transpose.int, aten.roll.default, aten.flip.default, aten.detach.default,
 }  # fmt: skip
 _LARGEST = 4
 """Values of more than this many entries per position are not followed: they are masks, which are lifted instead."""
@@ -30,7 +30,7 @@ _LARGEST = 4
 
 @dataclass(frozen=True)
 class Dependence:
-    """For each element the row it reads (-1: none) and one more than the last column it reads (0: none); int64 tables."""
+    """For each element the row it reads (-1: none) and one more than the last column it reads (0: none), as int64."""
 
     row: Tensor
     column: Tensor

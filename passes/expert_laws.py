@@ -60,7 +60,7 @@ def statistic(call: Call) -> bool:
 @law(aten.sort)
 def sort(call: Call) -> Fact:
     """A sort of all slots by expert is a permutation of slots."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims = call.dims(source)
     if len(dims) != 1 or not algebra.has_tokens(dims[0]):
         return selection(call)
@@ -86,12 +86,12 @@ def floor_divide(call: Call) -> Fact:
 
 @law(aten.index)
 def index(call: Call) -> Fact:
-    """Reading through an order, its tokens or its inverse moves between tokens and slots; an invariant table is looked up."""
+    """Reading through an order, its tokens or its inverse moves between tokens and slots; or a table lookup."""
     source, indices = call.node.args[:2]
     assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
     if len(indices) != 1 or not isinstance(indices[0], fx.Node):
         raise NoLaw("indexes tokens with several indices")
-    (chosen,) = indices
+    chosen = indices[0]
     if not call.labelled(source) and call.labelled(chosen):
         return Fact(
             call.result(()).kind,
@@ -125,7 +125,7 @@ def index_put(call: Call) -> Fact:
 @law(aten.histc, aten.bincount)
 def histogram(call: Call) -> Fact:
     """The number of slots per expert is a statistic of the batch."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims = call.dims(source)
     if len(dims) != 1 or Axis.PLAIN in {f.axis for f in dims[0]} and Axis.ROW not in {f.axis for f in dims[0]}:
         raise NoLaw("a histogram of something other than slots")
@@ -146,7 +146,7 @@ def of_statistic(call: Call) -> Fact:
 
 def is_grouped(target: Any) -> bool:
     """Whether an operator is a grouped matrix product (ATen's, or the fallback that transformers registers)."""
-    return isinstance(target, torch._ops.OpOverload) and target.name() in _GROUPED
+    return isinstance(target, torch._ops.OpOverload) and target.name() in _GROUPED  # type: ignore[no-untyped-call]
 
 
 def _grouped_product(call: Call) -> Fact:

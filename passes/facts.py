@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,13 +38,11 @@ class Kind(enum.Enum):
     INVARIANT = "invariant"
     """Same for every row: parameters, buffers, constants, arange."""
     PREFIX = "prefix"
-    """[B, T, ...], computed in full from inputs alone; (b, t) depends on row b's tokens up to t, so it may be gathered."""
+    """[B, T, ...], computed in full from inputs alone; (b, t) depends on row b up to t, so it may be gathered."""
     PACKED = "packed"
     """Like PREFIX, but computed once per distinct token."""
     SCORE = "score"
     """[.., query, key] attention scores or probabilities: never materialised packed, only lifted into attention."""
-    REINDEXED = "reindexed"
-    """A packed value seen through an index: token dimensions first, sliced, flattened or permuted."""
     ROW = "row"
     """Any other function of the rows: computed in full, and what it reads is expanded."""
 
@@ -57,8 +55,6 @@ class Axis(enum.Enum):
     KEY = "U"
     SLOT = "S"
     """Tokens times choices in the order of a sort: the slots of a mixture of experts."""
-    VIEW = "R"
-    """Token dimensions of a REINDEXED value."""
     PLAIN = ""
 
 
@@ -100,10 +96,6 @@ class Fact:
     """Whether a trained parameter takes part in the value."""
     reason: str | None = field(default=None, compare=False)
     """Why this node reads expanded values (ROW nodes with packed operands only)."""
-
-    def with_dims(self, dims: Dims) -> Fact:
-        """The same fact with other dimensions."""
-        return replace(self, dims=dims, parts=None, law=None)
 
 
 def fact_of(node: fx.Node) -> Fact:

@@ -156,6 +156,8 @@ class _Labeller:
             return Fact(Kind.INVARIANT)  # a size
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return self.refuse(call, "draws random numbers for every row")
+        if node.target is aten.copy_.default:
+            return self.refuse(call, "changes a buffer of the model")
         if kinds <= {Kind.INVARIANT} or node.target in DTYPE_ONLY:
             return Fact(Kind.INVARIANT, learned=learned)
         sink = find_sink(call)
@@ -187,7 +189,7 @@ class _Labeller:
         return fact
 
     def _check_identity(self, call: Call) -> None:
-        """In the loss, a per-row value does not become part of a token's identity: the packed side is expanded instead."""
+        """In the loss, a per-row value does not become part of a token's identity: the packed side is expanded."""
         facts = [fact_of(node) for node in call.operands]
         if call.node in self.before_attention or Kind.PACKED not in {fact.kind for fact in facts}:
             return
@@ -239,7 +241,7 @@ def attentions(gm: fx.GraphModule) -> list[Attention]:
 
 def user_line(node: fx.Node) -> str | None:
     """``file:line`` and the code of the user's line a node came from, or None where the trace has none."""
-    trace = node.meta.get("stack_trace")
+    trace: str | None = node.meta.get("stack_trace")
     if not trace:
         return None
     lines = [line.strip() for line in trace.strip().splitlines() if line.strip() and set(line.strip()) - {"^", "~"}]

@@ -50,6 +50,12 @@ class Call:
             return self.node.args[index]
         return self.node.kwargs.get(name, default)
 
+    def node_arg(self, index: int) -> fx.Node:
+        """A positional argument that is a value of the graph."""
+        found = self.node.args[index]
+        assert isinstance(found, fx.Node)
+        return found
+
     @property
     def operands(self) -> list[fx.Node]:
         """The tensor operands, each once."""
@@ -89,7 +95,7 @@ def law(*targets: Any) -> Callable[[Law], Law]:
     def register(function: Law) -> Law:
         for target in targets:
             overloads = (
-                [getattr(target, name) for name in target.overloads()]
+                [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
                 if isinstance(target, torch._ops.OpOverloadPacket)
                 else [target]
             )
@@ -174,16 +180,14 @@ def _pointwise_score(call: Call, labelled: list[fx.Node], dims: Dims) -> Fact:
 @law(aten.view, aten.reshape, aten._unsafe_view, aten._reshape_alias)
 def view(call: Call) -> Fact:
     """A view regroups factors in order."""
-    source = call.node.args[0]
-    assert isinstance(source, fx.Node)
+    source = call.node_arg(0)
     return call.result(algebra.regroup(call.dims(source), shape_of(call.node)))
 
 
 @law(aten.permute, aten.transpose, aten.t, aten.movedim, aten.numpy_T, aten.mT)
 def permute(call: Call) -> Fact:
     """A permutation of dimensions permutes their factors."""
-    source = call.node.args[0]
-    assert isinstance(source, fx.Node)
+    source = call.node_arg(0)
     dims = call.dims(source)
     labels = torch.empty([2 + i for i in range(len(dims))], device="meta")  # distinct sizes name the dimensions
     moved = call.node.target(labels, *call.node.args[1:], **call.node.kwargs)  # type: ignore[operator]
@@ -193,14 +197,14 @@ def permute(call: Call) -> Fact:
 @law(aten.unsqueeze)
 def unsqueeze(call: Call) -> Fact:
     """A new dimension of size one is an empty product."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     return call.result(algebra.insert(call.dims(source), call.arg(1, "dim")))
 
 
 @law(aten.squeeze)
 def squeeze(call: Call) -> Fact:
     """A dimension that is an empty product may go."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims = call.dims(source)
     given = call.arg(1, "dim")
     where = range(len(dims)) if given is None else [given] if isinstance(given, int) else given
@@ -213,7 +217,7 @@ def squeeze(call: Call) -> Fact:
 @law(aten.expand)
 def expand(call: Call) -> Fact:
     """An expanded dimension is a plain factor along which nothing varies."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims, shape = call.dims(source), shape_of(call.node)
     dims = ((),) * (len(shape) - len(dims)) + dims
     result = []
@@ -227,7 +231,7 @@ def expand(call: Call) -> Fact:
 @law(aten.slice)
 def slice_(call: Call) -> Fact:
     """A slice of a plain dimension is a plain dimension; one that keeps everything changes nothing."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims, dim = call.dims(source), call.arg(1, "dim", 0)
     size = shape_of(call.node)[dim]
     if size == shape_of(source)[dim]:
@@ -238,7 +242,7 @@ def slice_(call: Call) -> Fact:
 @law(aten.select)
 def select(call: Call) -> Fact:
     """One index of a plain dimension."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dim = call.arg(1, "dim") % len(call.dims(source))
     dims = algebra.resize(call.dims(source), dim, 1)
     return call.result(dims[:dim] + dims[dim + 1 :])
@@ -247,7 +251,7 @@ def select(call: Call) -> Fact:
 @law(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.tensor_split)
 def split(call: Call) -> Fact:
     """Pieces of a plain dimension."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     unbinds = call.node.target in {aten.unbind.int}
     dim = call.arg(1, "dim", 0) if unbinds else call.arg(2, "dim", 0)
     dim %= len(call.dims(source))
@@ -258,11 +262,19 @@ def split(call: Call) -> Fact:
     return Fact(parts[0].kind, parts=tuple(parts), learned=parts[0].learned)
 
 
+def nonempty_pieces(node: fx.Node) -> list[fx.Node]:
+    """What ``cat`` or ``stack`` joins, without the empty vectors that ``cat`` skips (a cache with no token yet)."""
+    pieces: Any = node.args[0]
+    return [piece for piece in pieces if tuple(shape_of(piece)) != (0,)]
+
+
 @law(aten.cat, aten.stack)
 def cat(call: Call) -> Fact:
     """Concatenation along a plain dimension; invariant pieces are read at the token's column."""
-    pieces: Any = call.node.args[0]
+    pieces = nonempty_pieces(call.node)
     labelled = [call.dims(node) for node in pieces if call.labelled(node)]
+    if len(pieces) == len(labelled) == 1 and call.node.target is aten.cat.default:
+        return call.result(labelled[0])
     stacks = call.node.target is aten.stack.default
     dim = call.arg(1, "dim", 0) % (len(labelled[0]) + stacks)
     if stacks:
@@ -277,13 +289,13 @@ def cat(call: Call) -> Fact:
 
 
 @law(
-    aten.sum.dim_IntList, aten.mean.dim, aten.amax, aten.amin, aten.var.correction, aten.std.correction, aten.prod.dim_int,
-    aten.logsumexp, aten.linalg_vector_norm, aten.norm.ScalarOpt_dim, aten.any.dim, aten.all.dim, aten.argmax, aten.argmin,
-    aten.var_mean.correction, aten.max.dim, aten.min.dim, aten.any.dims, aten.all.dims,
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax, aten.amin, aten.var.correction, aten.std.correction,
+    aten.prod.dim_int, aten.logsumexp, aten.linalg_vector_norm, aten.norm.ScalarOpt_dim, aten.any.dim, aten.all.dim,
+    aten.argmax, aten.argmin, aten.var_mean.correction, aten.max.dim, aten.min.dim, aten.any.dims, aten.all.dims,
 )  # fmt: skip
 def reduction(call: Call) -> Fact:
     """A reduction over plain dimensions."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims = call.dims(source)
     vector_norm = call.node.target in {aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim}
     given = call.arg(2 if vector_norm else 1, "dim")
@@ -310,7 +322,7 @@ def _where(given: Any, rank: int) -> set[int]:
 )  # fmt: skip
 def along_dimension(call: Call) -> Fact:
     """A function along plain dimensions that keeps the shape. A softmax over keys is left to the lifter."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims = call.dims(source)
     given = call.arg(2, "dims") if call.node.target is aten.roll.default else call.arg(1, "dim")
     where = _where(given, len(dims))
@@ -339,10 +351,11 @@ def _forget_repeats(dim: tuple[Factor, ...]) -> tuple[Factor, ...]:
 @law(aten.topk, aten.sort)
 def selection(call: Call) -> Fact:
     """Values and indices of a selection along a plain dimension."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims = call.dims(source)
     position = 2 if call.node.target is aten.topk.default else 1
-    dim = call.arg(position, "dim", -1) if call.node.target is not aten.sort.stable else call.node.kwargs.get("dim", -1)
+    named: Any = call.node.kwargs.get("dim", -1)
+    dim = call.arg(position, "dim", -1) if call.node.target is not aten.sort.stable else named
     part = call.result(algebra.resize(dims, dim, call.node.meta["val"][0].shape[dim]))
     return Fact(part.kind, parts=(part, part), learned=part.learned)
 
@@ -350,7 +363,7 @@ def selection(call: Call) -> Fact:
 @law(aten.native_layer_norm, aten._fused_rms_norm)
 def normalisation(call: Call) -> Fact:
     """A normalisation over trailing plain dimensions."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims = call.dims(source)
     rank = len(call.node.args[1])  # type: ignore[arg-type]
     for d in range(len(dims) - rank, len(dims)):
@@ -428,7 +441,7 @@ def _same_elsewhere(left: Dims, right: Dims, dim: int) -> None:
 @law(aten.repeat_interleave.self_int)
 def repeat_interleave(call: Call) -> Fact:
     """Each index of a plain dimension several times."""
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     dims, dim = call.dims(source), call.arg(2, "dim")
     if dim is None:
         raise NoLaw("flattens tokens")

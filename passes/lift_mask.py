@@ -132,9 +132,9 @@ def _move_unsqueeze(node: fx.Node, source: fx.Node, index: Index) -> Index:
 def _move_squeeze(node: fx.Node, source: fx.Node, index: Index) -> Index:
     kept = iter(index)
     gone = len(shape_of(source)) - len(index)
-    given = node.args[1] if len(node.args) > 1 else None
+    given: Any = node.args[1] if len(node.args) > 1 else None
     rank = len(shape_of(source))
-    where = None if given is None else {d % rank for d in ([given] if isinstance(given, int) else given)}  # type: ignore[union-attr]
+    where = None if given is None else {d % rank for d in ([given] if isinstance(given, int) else given)}
     result: list[tuple[Digit, ...]] = []
     for d, size in enumerate(shape_of(source)):
         removed = size == 1 and gone > 0 and (where is None or d in where)
@@ -268,7 +268,7 @@ def _index(node: fx.Node, index: Index) -> Expr:
     """x[i, j, ...] with every leading dimension indexed by an integer tensor."""
     source, indices = node.args[:2]
     assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
-    chosen = [item for item in indices if item is not None]
+    chosen = [item for item in indices if isinstance(item, fx.Node)]
     if len(chosen) != len(indices) or any(item.meta["val"].dtype is torch.bool for item in chosen):
         return _load(node, index)
     shape = shape_of(source)
@@ -298,14 +298,15 @@ _ELEMENTS: dict[Any, Callable[[fx.Node, Index], Expr]] = {
     aten.masked_fill.Scalar: _masked_fill, aten.masked_fill.Tensor: _masked_fill, aten.tril.default: _triangle(True),
     aten.triu.default: _triangle(False), aten.add.Tensor: _scaled_sum("add"), aten.sub.Tensor: _scaled_sum("sub"),
     aten.add.Scalar: _scaled_sum("add"), aten.sub.Scalar: _scaled_sum("sub"), aten.rsub.Scalar: _reversed_difference,
-    aten.rsub.Tensor: _reversed_difference, aten.bitwise_and.Tensor: _logic("and"), aten.bitwise_or.Tensor: _logic("or"),
+    aten.rsub.Tensor: _reversed_difference, aten.bitwise_and.Tensor: _logic("and"),
+    aten.bitwise_and.Scalar: _logic("and"), aten.bitwise_or.Tensor: _logic("or"),
     aten.bitwise_not.default: _logic("not"), aten.index.Tensor: _index, aten.pow.Tensor_Scalar: _pow,
-    aten.bitwise_and.Scalar: _logic("and"),
 }  # fmt: skip
 _POINTWISE: dict[Any, str] = {
-    aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div", aten.neg.default: "neg",
-    aten.tanh.default: "tanh", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp", aten.log.default: "log",
-    aten.abs.default: "abs", aten.sqrt.default: "sqrt", aten.maximum.default: "max", aten.minimum.default: "min",
+    aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div",
+    aten.neg.default: "neg", aten.tanh.default: "tanh", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp",
+    aten.log.default: "log", aten.abs.default: "abs", aten.sqrt.default: "sqrt", aten.maximum.default: "max",
+    aten.minimum.default: "min",
     aten.eq.Tensor: "eq", aten.eq.Scalar: "eq", aten.ne.Tensor: "ne", aten.ne.Scalar: "ne", aten.lt.Tensor: "lt",
     aten.lt.Scalar: "lt", aten.le.Tensor: "le", aten.le.Scalar: "le", aten.gt.Tensor: "gt", aten.gt.Scalar: "gt",
     aten.ge.Tensor: "ge", aten.ge.Scalar: "ge", aten.logical_and.default: "and", aten.logical_or.default: "or",
@@ -338,7 +339,7 @@ def _invariant_position(node: fx.Node, dim: int, digits: Sequence[Digit]) -> Exp
     return const(0)
 
 
-# Leaves ----------------------------------------------------------------------------------------------------------------
+# Leaves ---------------------------------------------------------------------------------------------------------------
 
 
 def _load(node: fx.Node, index: Index) -> Expr:

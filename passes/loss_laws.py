@@ -6,6 +6,7 @@ Expanding the picked numbers instead of the value they are picked from means tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class Pick:
 def find_sink(call: Call) -> Fact | None:
     """The fact of a loss that reads a packed value entry by entry, or None."""
     rule = _SINKS.get(call.node.target)
-    source: Any = call.node.args[0] if call.node.args else None
+    source = call.node.args[0] if call.node.args else None
     if rule is None or not isinstance(source, fx.Node) or fact_of(source).kind is not Kind.PACKED:
         return None
     try:
@@ -44,7 +45,7 @@ def find_sink(call: Call) -> Fact | None:
 def _nll_loss(call: Call, dims: Dims) -> Fact:
     """loss = - sum_i w_i x[i, target_i]; the class dimension is the last of two, or the second of more."""
     target, weight = call.node.args[1:3]
-    source: Any = call.node.args[0]
+    source = call.node_arg(0)
     classes = 1 if len(dims) > 1 else 0
     if weight is not None or algebra.has_tokens(dims[classes]) or len(dims) < 2:
         raise NoLaw("a weighted loss")
@@ -70,7 +71,7 @@ def _gather(call: Call, dims: Dims) -> Fact:
     return Fact(Kind.ROW, law=Pick(None), learned=fact_of(call.operands[0]).learned)
 
 
-_SINKS = {
+_SINKS: dict[Any, Callable[[Call, Dims], Fact]] = {
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss2d_forward.default: _nll_loss,
     aten.gather.default: _gather,

@@ -10,7 +10,7 @@ from torch import fx
 from treefx.passes import dims as algebra
 from treefx.passes.attention_facts import lift_products, lift_sdpa
 from treefx.passes.dims import NoLaw
-from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, shape_of, token_axes
+from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, token_axes
 from treefx.passes.laws import Call, aligned, law
 from treefx.passes.uniformity import is_uniform
 
@@ -132,5 +132,4 @@ def attention(call: Call) -> Fact:
             raise NoLaw("attention with tokens in its head or feature dimension")
     learned = any(fact_of(node).learned for node in call.operands)
     dims = (q[0], algebra.coalesce(q[1]), q[2], v[3])
-    assert shape_of(call.node)
     return Fact(Kind.PACKED, dims, law=lift_sdpa(call.node), learned=learned)

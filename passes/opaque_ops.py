@@ -94,9 +94,9 @@ def _is_pointwise_body(body: fx.GraphModule) -> bool:
     return recorder.all_pointwise
 
 
-class _PointwiseRecorder(torch.utils._python_dispatch.TorchDispatchMode):
+class _PointwiseRecorder(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.all_pointwise = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -75,14 +75,8 @@ class Packer:
         redundant: frozenset[Expr] = frozenset(),
         native: bool = False,
     ) -> None:
-        self.gm, self.tokens, self.keep_padding, self.detached, self.native = (
-            gm,
-            tokens,
-            keep_padding,
-            detached,
-            native,
-        )
-        self.redundant = redundant
+        self.gm, self.tokens, self.keep_padding = gm, tokens, keep_padding
+        self.detached, self.redundant, self.native = detached, redundant, native
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
         self._forms: dict[tuple[str, Any], Any] = {}
@@ -159,8 +153,8 @@ class Packer:
         if fact is not None and isinstance(fact.law, Pick):
             return self._picked(node, fact.law)
         if node.target is torch.ops.treefx.attention.default:
-            *args, scale, enable_gqa = self._full_args(node)[0]
-            return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
+            q, k, v, mask, dropout, is_causal, scale, enable_gqa = self._full_args(node)[0]
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
         args, kwargs = self._full_args(node)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -186,7 +180,7 @@ class Packer:
         return self.call(node)
 
     def _runs_packed(self, node: fx.Node) -> bool:
-        """Whether the operator itself runs on packed operands; functions of the inputs alone run in full, as they were."""
+        """Whether the operator itself runs on packed operands; functions of the inputs alone run in full."""
         fact = fact_of(node)
         if fact.kind is Kind.PACKED:
             return True
@@ -196,7 +190,8 @@ class Packer:
         fact = fact_of(node)
         assert fact.dims is not None
         if self.native and node is self.tokens.ids:
-            return self.full(node)
+            ids: Tensor = self.full(node)
+            return ids
         if self.native and self.tokens.ids in ancestors(node):
             raise UnsupportedError(
                 f"{node.target} runs along the rows of the token ids, which under treefx.use(forest) are packed; "
@@ -323,10 +318,12 @@ class Packer:
         log-probabilities is then never written."""
         logits = source.args[0]
         if source.target is not aten._log_softmax.default or not isinstance(logits, fx.Node) or source.args[2]:
-            return -pick(self._entries(source), token_of, target)
+            logprobs: Tensor = pick(self._entries(source), token_of, target)
+            return -logprobs
         entries = self._entries(logits)
-        normaliser = torch.logsumexp(entries, -1)
-        return expand(normaliser, token_of) - pick(entries, token_of, target)
+        normaliser: Tensor = expand(torch.logsumexp(entries, -1), token_of)
+        picked: Tensor = pick(entries, token_of, target)
+        return normaliser - picked
 
 
 def _reduced(losses: Tensor, valid: Tensor, shape: Sequence[int], reduction: Any) -> tuple[Tensor, Tensor]:
@@ -416,10 +413,13 @@ def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
 
 def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    pieces: Any = node.args[0]
+    pieces = laws.nonempty_pieces(node)
     assert fact.dims is not None
+    if len(pieces) == 1 and node.target is aten.cat.default:
+        return packer.packed(pieces[0])
     stacks = node.target is aten.stack.default
-    dim = int(node.args[1] if len(node.args) > 1 else 0) % len(fact.dims)  # type: ignore[call-overload]
+    given: Any = node.args[1] if len(node.args) > 1 else 0
+    dim = int(given) % len(fact.dims)
     dims = fact.dims[:dim] + fact.dims[dim + 1 :]
     values = []
     for piece in pieces:

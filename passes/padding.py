@@ -58,7 +58,7 @@ class Padding:
         return law.ignore_index is not None and isinstance(target, fx.Node) and not fact_of(target).learned
 
     def redundant(self, args: Sequence[Any], keep: Tensor | None) -> frozenset[Expr]:
-        """The conditions ``x[query] == x[key]`` whose x is the same at all kept positions of a row (one packed document)."""
+        """The conditions ``x[query] == x[key]`` whose x is the same at all kept positions of a row (one document)."""
         conditions = {item for attention in self._analysis.attentions for item in attention.conditions}
         candidates = [item for item in conditions if _compares_one_value(item)]
         grid = _Grid(self._analysis, args)
@@ -101,7 +101,10 @@ def _compares_one_value(condition: Expr) -> bool:
 
 
 class _Grid:
-    """Evaluates lifted conditions and inputs' functions on the real inputs of a call. Positions are flat, row * T + column."""
+    """Evaluates lifted conditions and functions of inputs on the real inputs of a call.
+
+    Positions are flat, row * T + column.
+    """
 
     def __init__(self, analysis: Analysis, args: Sequence[Any]) -> None:
         assert analysis.tokens is not None
@@ -143,7 +146,8 @@ class _Grid:
         zero = torch.zeros((), device=self.device)
         head = zero.to(torch.int64)
         value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head, buffers=buffers)
-        return value.to(torch.bool).expand(torch.broadcast_shapes(queries.shape, keys.shape))
+        shape = torch.broadcast_shapes(queries.shape, keys.shape)  # type: ignore[no-untyped-call]
+        return value.to(torch.bool).expand(shape)
 
     def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr:
         if expr[0] in ("cq", "ck"):

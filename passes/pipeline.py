@@ -100,11 +100,11 @@ class Analysis:
         )
 
     @property
-    def draws_random_numbers(self) -> bool:
-        """Whether two runs of the graph differ."""
-        return any(
-            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in self.gm.graph.nodes
-        )
+    def has_side_effects(self) -> bool:
+        """Whether a second run of the graph differs: it draws random numbers or changes a buffer."""
+        targets = [node.target for node in self.gm.graph.nodes if node.op == "call_function"]
+        seeded = any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)
+        return seeded or torch.ops.aten.copy_.default in targets
 
     @property
     def _outputs(self) -> Sequence[Any]:
@@ -114,9 +114,10 @@ class Analysis:
 
 @dataclass
 class Rewritten:
-    """Passes 4 and 5 for one variant."""
+    """Passes 4 and 5 for one variant of the graph ``traced``."""
 
     gm: fx.GraphModule
+    traced: fx.GraphModule
     outputs: list[Output]
     inputs: list[Any]
     mode: FakeTensorMode
@@ -158,10 +159,11 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role], consec
         [i for i, node in enumerate(placeholders) if node in nodes]
         for nodes in (identity.always, identity.with_padding)
     )
+    calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+    picks = [node for node in calls if isinstance(fact_of(node).law, Pick)]
     return Analysis(
         traced, roles, tokens, always, with_padding, constants,
-        attentions(traced), _expansions(traced),
-        [node for node in traced.graph.nodes if node.op == "call_function" and isinstance(fact_of(node).law, Pick)], seconds,
+        attentions(traced), _expansions(traced), picks, seconds,
     )  # fmt: skip
 
 
@@ -203,14 +205,14 @@ def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any]) -> Rewr
         return packer.run(*[next(given) if isinstance(x, Tensor) else x for x in fakes], *given)
 
     gm = trace_function(run, [*tensors, *metadata], mode)
-    return Rewritten(gm, packer.outputs, [*tensors, *metadata], mode)
+    return Rewritten(gm, analysis.gm, packer.outputs, [*tensors, *metadata], mode)
 
 
 def _metadata(tokens: Tokens, device: torch.device, mode: FakeTensorMode) -> list[Any]:
     """row, column, subtree_end of a symbolic length N, and token_of [B, T]."""
     hint = max(2, tokens.rows * tokens.columns)
     vectors = [torch.zeros(hint, dtype=dtype, device=device) for dtype in (torch.int64, torch.int64, torch.int32)]
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
+    context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
     fakes = [mode.from_tensor(vector, symbolic_context=context) for vector in vectors]
     token_of = torch.zeros(tokens.rows, tokens.columns, dtype=torch.int64, device=device)
     return [*fakes, mode.from_tensor(token_of, static_shapes=True)]

@@ -5,12 +5,12 @@ once per row; coming back, ``treefx::restore`` and ``treefx::restore_pick`` sum 
 token. That sum is the one place where multiplicity enters: with the tree mask, every gradient below it is already
 right.
 
-======================  =========================================================  ===========================
-operator                forward                                                    backward
-======================  =========================================================  ===========================
-``treefx::expand``      y[r] = x[token_of[r]]                                      dx[n] = sum_{r: token_of[r] = n}
-dy[r] ``treefx::pick``        y[r] = x[token_of[r], target[r]]                           dx[n, v] = sum over r with
-(n, v) ======================  =========================================================  ===========================
+====================  ================================  ==============================================================
+operator              forward                           backward
+====================  ================================  ==============================================================
+``treefx::expand``    y[r] = x[token_of[r]]             dx[n] = sum of dy[r] over r: token_of[r] = n
+``treefx::pick``      y[r] = x[token_of[r], target[r]]  dx[n, v] = sum of dy[r] over r: (token_of, target)[r] = (n, v)
+====================  ================================  ==============================================================
 
 A ``token_of`` of -1 (dropped padding) reads zero and returns no gradient.
 """

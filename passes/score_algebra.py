@@ -78,7 +78,7 @@ def walk(expr: Expr) -> list[Expr]:
 
 
 def affine(expr: Expr, consecutive: frozenset[Any] = frozenset()) -> dict[str, float] | None:
-    """``expr`` as coefficients of the index symbols, of ``"1"``, and of one unknown start per consecutive source; or None."""
+    """``expr`` as coefficients of the index symbols, ``"1"`` and one unknown start per consecutive source; or None."""
     op = expr[0]
     if op == "const":
         return {"1": float(expr[1])}
@@ -161,7 +161,7 @@ def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool |
     if folded is not expr:  # a comparison of a choice between constants is that choice
         return decide(folded, relation, tables)
     difference = _difference(expr, relation, tables)
-    op = expr[0]
+    op: str = expr[0]
     if difference is None:
         return _decide_table(expr, relation, tables)
     low, high = difference
@@ -192,7 +192,7 @@ def _select(table: torch.Tensor, relation: Relation) -> torch.Tensor:
 
 
 def bounds(expr: Expr, relation: Relation, tables: Tables) -> tuple[float, float]:
-    """Lowest and highest value of a score, products q.k and data-dependent reads counted as zero (their scale is small)."""
+    """Lowest and highest value of a score; products q.k and data-dependent reads, small in scale, count as zero."""
     op = expr[0]
     if op == "const":
         return float(expr[1]), float(expr[1])
@@ -253,7 +253,7 @@ def simplify(expr: Expr, tables: Tables) -> Expr:
         return _simplify_where(expr, tables)
     if op in ("max", "min"):
         masking = [item for item in arguments if item[0] == "const" and float(item[1]) <= MASKING]
-        others = [item for item in arguments if item not in masking]
+        others: list[Expr] = [item for item in arguments if item not in masking]
         if op == "max" and len(others) == 1:
             return others[0]
     return fold(expr)
@@ -280,6 +280,9 @@ def _simplify_condition(expr: Expr, tables: Tables) -> Expr:
 
 
 def _simplify_where(expr: Expr, tables: Tables) -> Expr:
+    condition: Expr
+    first: Expr
+    second: Expr
     _, condition, first, second = expr
     choice = decide(condition, "past", tables)
     if choice is not None:
@@ -311,6 +314,8 @@ def fold(expr: Expr) -> Expr:
             branches = [fold((op, *arguments[:i], branch, *arguments[i + 1 :])) for branch in item[2:]]
             return ("where", item[1], *branches)
     if len(arguments) == 2:
+        left: Expr
+        right: Expr
         left, right = arguments
         neutral = const(0.0) if op in ("add", "sub") else const(1.0)
         if op in ("add", "sub", "mul", "div") and right[0] == "const" and float(right[1]) == neutral[1]:

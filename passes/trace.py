@@ -78,7 +78,7 @@ class _ForwardTracer(fx.Interpreter):
         result = self._call(target, args, kwargs)
         return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
 
-    def call_method(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().call_method(target, args, kwargs)
         return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
 
@@ -119,7 +119,8 @@ def _call_attention(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (_autocast(x, dtype) for x in (query, key, value))
         attn_mask = None if attn_mask is None else _autocast(attn_mask, dtype)
-    return opaque_ops.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    out: Tensor = opaque_ops.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return out
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,7 @@ def _same_keep(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def _build(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
-    columns = [key.cpu().numpy() for key in keys]
+    columns = [(key.view(torch.int16) if key.dtype is torch.bfloat16 else key).cpu().numpy() for key in keys]
     device = keys[0].device
     rows, width = columns[0].shape
     if keep is None:
@@ -94,7 +94,7 @@ def _build(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
     return _tensors(row, column, trie.subtree_end, token_of, device)
 
 
-def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.ndarray, device: torch.device) -> Batch:  # type: ignore[type-arg]
+def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.ndarray, device: torch.device) -> Batch:
     tokens = len(row)
     missing = max(0, _SMALLEST - tokens)
     row, column = np.pad(row, (0, missing)), np.pad(column, (0, missing))

@@ -22,7 +22,7 @@ class Config:
     inner: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """What compiles the rewritten graph."""
     min_sharing: float = 1.15
-    """Sharing ratio (raw tokens / distinct tokens) below which a call runs the ordinary compiled graph. 1.0: always pack."""
+    """Sharing ratio (raw tokens / distinct tokens) below which a call runs the ordinary graph. 1.0: always pack."""
     on_unsupported: Literal["expand", "fallback", "error"] = "expand"
     """Where an operator has no token-wise law: expand what it reads, run the whole graph ordinarily, or raise."""
     padding: Literal["auto", "drop"] = "auto"

@@ -47,7 +47,7 @@ button, input { border: 1px solid var(--line); border-radius: 6px; background: v
 .restore { background: var(--restore); }
 .attention { background: var(--attention); }
 .expand { background: var(--expand); }
-button { font: inherit; cursor: pointer; }
+button { font: inherit; cursor: pointer; margin-right: 4px; }
 button small { color: var(--faint); }
 button[aria-selected="true"] { border-color: var(--accent); box-shadow: inset 0 -2px var(--accent); }
 input { flex: 1; min-width: 180px; }

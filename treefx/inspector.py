@@ -19,8 +19,7 @@ from treefx.inspection_html import render_page
 from treefx.inspection_text import mark_restorations, summarise
 from treefx.passes.pipeline import Rewritten
 from treefx.passes.restore_gradients import restorations
-from treefx.report import GraphReport, find
-from treefx.runtime import CompiledGraph
+from treefx.report import GraphReport, Run, find
 from treefx.score_text import describe_attentions
 
 __all__ = ["STAGES", "Inspection", "inspect"]
@@ -74,14 +73,14 @@ class Inspection:
         reports: One per graph that ran last of its piece, in the order they were compiled.
     """
 
-    def __init__(self, graphs: list[CompiledGraph]) -> None:
+    def __init__(self, graphs: list[Run]) -> None:
         everything = [graph.report for graph in graphs]
         latest = _latest_of_each_frame(graphs)
         first = next((graph for graph in latest if graph.report.has_tokens), latest[0])
         self.reports = [replace(graph.report, graphs=dict(graph.report.graphs)) for graph in latest]
         self._first = self.reports[latest.index(first)]
         self._sources = _sources_of(first)
-        self.stats = _statistics(everything, self.reports, self._first, first.config)
+        self.stats = _statistics(everything, self.reports, self._first, first.graph.config)
 
     def __repr__(self) -> str:
         stats = self.stats
@@ -146,7 +145,7 @@ class Inspection:
         if stage not in graphs:
             raise InputError(
                 f"stage must be one of {', '.join(graphs)}, got {stage!r}; a rewritten graph exists after "
-                "the first packed call, a backward graph after one that needs gradients"
+                "the first packed call, a backward graph after one that needs gradients (never with inner='eager')"
             )
         return mark_restorations(graphs[stage].print_readable(print_output=False))
 
@@ -159,11 +158,11 @@ class Inspection:
         return target
 
 
-def _latest_of_each_frame(graphs: list[CompiledGraph]) -> list[CompiledGraph]:
+def _latest_of_each_frame(graphs: list[Run]) -> list[Run]:
     """Of the graphs that Dynamo compiled from the same function, the one that ran last."""
-    latest: dict[object, CompiledGraph] = {}
+    latest: dict[object, Run] = {}
     for graph in graphs:
-        key = graph if graph.report.frame is None else graph.report.frame
+        key = graph.graph if graph.report.frame is None else graph.report.frame
         known = latest.get(key)
         if known is None or known.report.last_call < graph.report.last_call:
             latest[key] = graph
@@ -182,15 +181,12 @@ class _Sources(NamedTuple):
     rewritten: Rewritten
 
 
-def _sources_of(graph: CompiledGraph) -> _Sources | None:
+def _sources_of(run: Run) -> _Sources | None:
     """The sources of what was compiled packed last; None if nothing was."""
-    last = graph.report.graphs.get("rewritten")
-    for shape in graph._shapes.values():
-        if not isinstance(shape, str):
-            executables = [item for items in shape.executables.values() for item in items]
-            for item in executables:
-                if item.rewritten.gm is last:
-                    return _Sources(shape.analysis.gm, item.rewritten)
+    last = run.report.graphs.get("rewritten")
+    for rewritten in run.graph.rewrites:
+        if rewritten.gm is last:
+            return _Sources(rewritten.traced, rewritten)
     return None
 
 

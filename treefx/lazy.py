@@ -62,12 +62,12 @@ class LazyRows(Tensor):
     """A tensor on rows that does not exist yet. Every operation on it first makes it a plain tensor."""
 
     deferred: Deferred
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, deferred: Deferred) -> LazyRows:
         make = torch.Tensor._make_wrapper_subclass
-        return make(cls, deferred.shape, dtype=deferred.dtype, device=deferred.device)  # type: ignore[no-any-return,attr-defined]
+        return make(cls, deferred.shape, dtype=deferred.dtype, device=deferred.device)
 
     def __init__(self, deferred: Deferred) -> None:
         self.deferred = deferred
@@ -78,7 +78,7 @@ class LazyRows(Tensor):
         return self.deferred.rows
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (aten.detach.default, aten.alias.default):
             return LazyRows(args[0].deferred)
         plain = tree_map_only(LazyRows, lambda lazy: lazy.rows, (args, kwargs or {}))
@@ -95,9 +95,9 @@ class LazyRows(Tensor):
         return self.rows.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.rows.__reduce_ex__(protocol)
+        return self.rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.rows)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -125,7 +125,7 @@ class _Attach(torch.autograd.Function):
         return LazyRows(deferred)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         inputs = ctx.saved_tensors  # raises if an input was changed in place since the forward
         if grad is None:
             return (None,) * (1 + len(inputs))

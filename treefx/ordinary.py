@@ -14,35 +14,41 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.passes.pipeline import fake_inputs
-from treefx.report import GraphReport
 
 __all__ = ["Ordinary"]
 
 
 class Ordinary:
-    """Compiles Dynamo's graph as it is with the inner compiler, when first needed and once per shape.
+    """Compiles Dynamo's graph as it is with the inner compiler, when first needed.
+
+    A graph of fixed shapes is compiled once per shape. One with symbolic sizes (its inputs hold numbers) goes through
+    ``torch.compile(dynamic=True)``, which compiles once and checks its own guards.
 
     Args:
         gm: Dynamo's graph.
         inner: Name of the inner compiler.
-        report: Counts the compilations.
+        observe: Gets the seconds of each compilation.
     """
 
-    def __init__(self, gm: fx.GraphModule, inner: str, report: GraphReport) -> None:
-        self._gm, self._inner, self._report = gm, inner, report
+    def __init__(self, gm: fx.GraphModule, inner: str, observe: Callable[[float], None]) -> None:
+        self._gm, self._inner, self._observe = gm, inner, observe
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        key = tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in args)
+        symbolic = any(isinstance(x, int) for x in args)
+        key = ("symbolic",) if symbolic else tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in args)
         if key not in self._compiled:
-            self._compiled[key] = self._compile(args)
+            self._compiled[key] = self._compile_symbolic() if symbolic else self._compile(args)
         return self._compiled[key](*args)
+
+    def _compile_symbolic(self) -> Callable[..., Any]:
+        self._observe(0.0)  # it compiles when it is called
+        return torch.compile(self._gm, backend=self._inner, dynamic=True)
 
     def _compile(self, args: Sequence[Any]) -> Callable[..., Any]:
         started = time.perf_counter()
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        with tracing(TracingContext(mode)), torch._dynamo.config.patch():
-            compiled = lookup_backend(self._inner)(self._gm, fake_inputs(args, mode))
-        self._report.compiles += 1
-        self._report.seconds["ordinary"] = time.perf_counter() - started
+        with tracing(TracingContext(mode)):
+            compiled: Callable[..., Any] = lookup_backend(self._inner)(self._gm, fake_inputs(args, mode))
+        self._observe(time.perf_counter() - started)
         return compiled

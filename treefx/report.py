@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import fx
-from torch._guards import CompileContext
 
 if TYPE_CHECKING:
     from treefx.runtime import CompiledGraph
 
-__all__ = ["GraphReport", "find", "register"]
+__all__ = ["GraphReport", "Run", "find", "register"]
 
 
 @dataclass
@@ -37,23 +36,29 @@ class GraphReport:
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
     frame: int | None = None
     """Dynamo's number of the function the graph came from; its recompilations share it."""
+    parameters: set[int] = field(default_factory=set)
+    """``id`` of the parameters it ran with: two models of one class share a graph, and each has a report."""
+    calls: int = 0
     last_call: int = 0
     """Place of the last call among the calls of all graphs: of two graphs, the larger one ran later."""
-    _calls: int = 0
 
-    @property
-    def calls(self) -> int:
-        """How often the graph ran. Counting a call also notes its place among all calls."""
-        return self._calls
-
-    @calls.setter
-    def calls(self, count: int) -> None:
-        self._calls, self.last_call = count, next(_clock)
+    def count_call(self) -> None:
+        """Count a call and note its place among all calls."""
+        self.calls += 1
+        self.last_call = next(_clock)
 
     @property
     def sharing_ratio(self) -> float:
         """Raw over distinct tokens of the last call."""
         return self.raw_tokens / self.tokens if self.tokens else 1.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One graph as one model ran it."""
+
+    graph: CompiledGraph
+    report: GraphReport
 
 
 _clock = itertools.count(1)
@@ -62,13 +67,11 @@ _graphs: list[weakref.ref[CompiledGraph]] = []
 
 def register(graph: CompiledGraph) -> None:
     """Remember a compiled graph for the inspector, as long as Dynamo keeps it."""
-    compile_id = CompileContext.current_compile_id()
-    graph.report.frame = None if compile_id is None else compile_id.frame_id
     _graphs[:] = [ref for ref in _graphs if ref() is not None]
     _graphs.append(weakref.ref(graph))
 
 
-def find(parameters: set[int]) -> list[CompiledGraph]:
-    """The graphs that ran with any of the given tensors (by ``id``), in the order they were compiled."""
+def find(parameters: set[int]) -> list[Run]:
+    """What ran with any of the given tensors (by ``id``), in the order it was compiled."""
     alive = [graph for ref in _graphs if (graph := ref()) is not None]
-    return [graph for graph in alive if graph.seen_parameters & parameters]
+    return [Run(graph, report) for graph in alive for report in graph.reports if report.parameters & parameters]

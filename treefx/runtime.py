@@ -1,14 +1,16 @@
-"""One graph of Dynamo at run time: analyse per shape, build the trie per call, choose a variant, run, hand back rows."""
+"""One graph of Dynamo at run time: analyse per shape, build the trie per call, choose a variant, run, return rows."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import CompileContext
 
 from treefx.batch import Batch, build_batch, forest_batch
 from treefx.config import Config
@@ -69,15 +71,41 @@ class CompiledGraph:
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
         self.gm, self.roles, self.config = gm, roles, config
-        self.report = GraphReport(graphs={"captured": gm})
-        self.seen_parameters: set[int] = set()
+        compile_id = CompileContext.current_compile_id()
+        self._frame = None if compile_id is None else compile_id.frame_id
+        self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
+        self._reports: dict[int, GraphReport] = {}
+        self.report = self._report_of(())
         self._outputs = _OutputUse()
-        self._shapes: dict[tuple[Any, ...], _Shape | str] = {}
-        self._ordinary = Ordinary(gm, config.inner, self.report)
+        self._shapes: dict[tuple[Any, ...], list[_Shape] | str] = {}
+        self._ordinary = Ordinary(gm, config.inner, self._count_ordinary)
+
+    @property
+    def reports(self) -> list[GraphReport]:
+        """One report per model that ran the graph."""
+        return list(self._reports.values())
+
+    @property
+    def rewrites(self) -> list[Rewritten]:
+        """The rewritten graphs, one per variant of a shape."""
+        shapes = [shape for known in self._shapes.values() if not isinstance(known, str) for shape in known]
+        return [item.rewritten for shape in shapes for found in shape.executables.values() for item in found]
+
+    def _report_of(self, parameters: tuple[Any, ...]) -> GraphReport:
+        """The report of the model whose parameters these are."""
+        key = id(parameters[0]) if parameters else 0
+        if key not in self._reports:
+            ids = {id(x) for x in parameters}
+            self._reports[key] = GraphReport(frame=self._frame, graphs=self._graphs, parameters=ids)
+        return self._reports[key]
+
+    def _count_ordinary(self, seconds: float) -> None:
+        self.report.compiles += 1
+        self.report.seconds["ordinary"] = self.report.seconds.get("ordinary", 0.0) + seconds
 
     def __call__(self, *args: Any) -> Any:
-        self._remember_parameters(args)
-        self.report.calls += 1
+        self.report = self._report_of(tuple(x for x, role in zip(args, self.roles, strict=True) if role == "parameter"))
+        self.report.count_call()
         forest = current_forest()
         by_column = None if forest is None else self._by_column(args, forest)
         shape = self._shape(args if by_column is None else by_column)
@@ -92,21 +120,31 @@ class CompiledGraph:
             )
         return self._run_native(shape, args, by_column, forest)
 
-    def _remember_parameters(self, args: Sequence[Any]) -> None:
-        if not self.seen_parameters:
-            self.seen_parameters = {id(x) for x, role in zip(args, self.roles, strict=True) if role == "parameter"}
-
     def _shape(self, args: Sequence[Any]) -> _Shape | str:
         """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none)."""
         consecutive = frozenset(i for i, x in enumerate(args) if self.roles[i] == "input" and _counts_up(x))
         inputs = [x for x, role in zip(args, self.roles, strict=True) if role == "input"]
         key = (consecutive, *[tuple(x.shape) if isinstance(x, Tensor) else x for x in inputs])
         known = self._shapes.get(key)
-        if known is None or (isinstance(known, _Shape) and not known.holds(args)):
-            if len(self._shapes) >= self.config.max_shapes:
-                return f"more than {self.config.max_shapes} shapes of inputs (option max_shapes)"
-            self._shapes[key] = self._analyse(args, consecutive)
-        return self._shapes[key]
+        if isinstance(known, str):
+            return known
+        fitting = [shape for shape in known or () if shape.holds(args)]
+        shape = fitting[0] if fitting else self._new_shape(key, args, consecutive)
+        if isinstance(shape, _Shape):
+            self.report.has_tokens = True
+            self.report.attention_rewritten = len(shape.analysis.attentions)
+            self.report.expansions = [asdict(item) for item in shape.analysis.expansions]
+        return shape
+
+    def _new_shape(self, key: tuple[Any, ...], args: Sequence[Any], consecutive: frozenset[int]) -> _Shape | str:
+        known = self._shapes.get(key, [])
+        assert not isinstance(known, str)
+        count = sum(len(shapes) for shapes in self._shapes.values() if not isinstance(shapes, str))
+        if count >= self.config.max_shapes:
+            return f"more than {self.config.max_shapes} shapes of inputs (option max_shapes)"
+        shape = self._analyse(args, consecutive)
+        self._shapes[key] = shape if isinstance(shape, str) else [*known, shape]
+        return shape
 
     def _analyse(self, args: Sequence[Any], consecutive: frozenset[int]) -> _Shape | str:
         try:
@@ -115,14 +153,12 @@ class CompiledGraph:
             raise
         except Exception as error:
             return f"the graph could not be traced: {type(error).__name__}: {error}"
-        report = self.report
-        report.shapes += 1
-        report.seconds.update(analysis.seconds)
+        self.report.shapes += 1
+        self.report.seconds.update(analysis.seconds)
         if analysis.tokens is None:
             return ""
-        report.has_tokens = True
-        report.attention_rewritten = len(analysis.attentions)
-        report.expansions = [vars(item) | {} for item in analysis.expansions]
+        self.report.has_tokens = True
+        self.report.expansions = [asdict(item) for item in analysis.expansions]
         return self._refusal(analysis) or _Shape(analysis, args)
 
     def _refusal(self, analysis: Analysis) -> str | None:
@@ -228,8 +264,10 @@ class CompiledGraph:
         started = time.perf_counter()
         rewritten = rewrite(shape.analysis, variant, args)
         self.report.seconds["rewrite"] = time.perf_counter() - started
-        self.report.graphs["rewritten"] = rewritten.gm
-        run = compile_variant(rewritten, self.config.inner, self.report.graphs.__setitem__)
+        self._graphs.pop("backward", None)  # of another variant; the cache of AOTAutograd may not show this one's
+        self._graphs.pop("forward", None)
+        self._graphs["rewritten"] = rewritten.gm
+        run = compile_variant(rewritten, self.config.inner, self._graphs.__setitem__)
         self.report.seconds["compile"] = time.perf_counter() - started - self.report.seconds["rewrite"]
         self.report.compiles += 1
         known.append(_Executable(rewritten, run))
@@ -293,8 +331,8 @@ class _OutputUse:
         self._settled = False
 
     def settle(self, analysis: Analysis) -> None:
-        """Without a loss of its own, or where a second run would draw other random numbers, all outputs are in use."""
-        if not self._settled and (not analysis.returns_loss or analysis.draws_random_numbers):
+        """Without a loss of its own, or where a second run would have other effects, all outputs are in use."""
+        if not self._settled and (not analysis.returns_loss or analysis.has_side_effects):
             self.read |= set(analysis.packed_outputs)
             self.differentiated |= set(analysis.packed_outputs)
         self._settled = True
@@ -314,8 +352,8 @@ def _counts_up(x: Any) -> bool:
 def _wrong_row(forest: Forest, shapes: Sequence[Sequence[int]]) -> ForestError:
     given = ", ".join(str(list(shape)) for shape in shapes)
     return ForestError(
-        f"under treefx.use(forest) the model expects the forest's packed row, input_ids [1, {forest.num_tokens}] of its tokens, "
-        f"got inputs of shape {given} with others; call it with **forest.model_inputs()"
+        f"under treefx.use(forest) the model expects the forest's packed row, input_ids [1, {forest.num_tokens}] "
+        f"of its tokens, got inputs of shape {given} with others; call it with **forest.model_inputs()"
     )
 
 
@@ -325,7 +363,7 @@ def _capacity(forest: Forest) -> int:
 
 
 def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
-    """An input of the native level as a function of the column: positions, or a mask of ones; token ids become zeros."""
+    """An input of the native level as a function of the column: positions or a mask of ones; token ids become zeros."""
     if torch.equal(value[0].cpu().long(), forest.depth.cpu().long()):
         return torch.arange(columns, device=value.device, dtype=value.dtype)[None]
     if bool((value == 1).all()):
@@ -333,6 +371,6 @@ def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
     if torch.equal(value[0].cpu().long(), forest.tokens.cpu().long()):
         return value.new_zeros(1, columns)
     raise ForestError(
-        "under treefx.use(forest) the [1, N] inputs must be the forest's tokens (input_ids), its depth (position_ids) or all "
-        "ones (attention_mask), got other values; pass **forest.model_inputs() of the forest in use"
+        "under treefx.use(forest) the [1, N] inputs must be the forest's tokens (input_ids), its depth (position_ids) "
+        "or all ones (attention_mask), got other values; pass **forest.model_inputs() of the forest in use"
     )

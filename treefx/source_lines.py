@@ -25,8 +25,13 @@ def module_of(node: fx.Node) -> str | None:
 
 
 def type_of(node: fx.Node) -> str:
-    """Dtype and shape of a node's value, ``f32[4, 12, 64]``; empty for what is not a tensor."""
-    value: Any = node.meta.get("val", node.meta.get("example_value"))
+    """Dtype and shape of a node's value, ``f32[4, 12, 64]``; empty for what holds no tensor."""
+    return _type_of(node.meta.get("val", node.meta.get("example_value")))
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_type_of, value))})"
     if isinstance(value, torch.Tensor):
         return f"{dtype_abbrs[value.dtype]}[{', '.join(map(str, value.shape))}]"
     return ""

@@ -1,18 +1,15 @@
 """``treefx inspect``: what the backend does with a model."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from torch.fx import GraphModule
 
 import treefx
 from treefx.cli.models import make_config, make_model
 from treefx.cli.output import print_json, print_line
 from treefx.cli.synthetic import shared_prefix_batch
 from treefx.cli.training import TrainingRun, gradient_error, reference_gradients
-from treefx.errors import InputError
 
 __all__ = ["inspect"]
 
@@ -25,6 +22,7 @@ def inspect(
     inner: Annotated[str, typer.Option(help="Inner compiler: aot_eager, inductor or eager.")] = "aot_eager",
     stage: Annotated[str, typer.Option(help="Graph to write: captured, rewritten, forward or backward.")] = "rewritten",
     out: Annotated[Path | None, typer.Option(help="Write the graph of --stage to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write everything to this file, as one html page.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
 ) -> None:
     """Compile a small model, run one batch forward and backward, and tell what was rewritten.
@@ -39,18 +37,15 @@ def inspect(
     error, parameter = gradient_error(run.first_gradients, reference_gradients(causal_lm, batch))
     report = treefx.inspect(run.compiled)
     if out is not None:
-        _write_graph(report.graphs, stage, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(report.readable(stage), encoding="utf-8")
+    if html is not None:
+        report.to_html(html)
     if json:
         print_json({"stats": report.stats, "gradient_error": error, "gradient_error_of": parameter})
         return
     print_line(report.summary())
     print_line(f"gradients against eager float64: largest relative error {error:.1e} ({parameter})")
-    if out is not None:
-        print_line(f"{stage} graph: {out}")
-
-
-def _write_graph(graphs: Mapping[str, GraphModule], stage: str, out: Path) -> None:
-    if stage not in graphs:
-        raise InputError(f"stage must be one of {', '.join(graphs)}, got {stage!r}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(graphs[stage].print_readable(print_output=False), encoding="utf-8")
+    for written, path in ((f"{stage} graph", out), ("page", html)):
+        if path is not None:
+            print_line(f"{written}: {path}")

@@ -1,16 +1,22 @@
-"""Wrong variants of the native level: each is far beyond the tolerance, or other tests prove nothing."""
+"""Wrong masks, positions and scales: each is far beyond the tolerance, or other tests prove nothing."""
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import treefx
+import treefx.batch
+from tests.backend.support import llama
 from tests.backend.test_native import native_loss
+from tests.batches import shared_batch
 from tests.models import double
-from tests.oracle import FLOAT64, Outcome, compile_with, outcome, relative_errors, separate_rows
+from tests.oracle import FLOAT64, Outcome, compare, compile_with, outcome, relative_errors, separate_rows
 
 STEM = [11, 12, 13, 14, 15, 16, 17, 18]
 ROWS = [
@@ -80,3 +86,36 @@ def test_right_variant(name: str) -> None:
 @pytest.mark.parametrize("variant", WRONG, ids=lambda variant: variant.__name__)
 def test_wrong_variant(variant: Variant, name: str) -> None:
     assert error_of(variant, name) > 1e-3
+
+
+def no_tree(row: Any, column: Any, end: Any) -> tuple[Any, Any, Any]:
+    """Every token sees all before it in packed order."""
+    return row, column, np.full_like(end, len(end))
+
+
+def no_ancestors(row: Any, column: Any, end: Any) -> tuple[Any, Any, Any]:
+    """Every token sees itself alone."""
+    return row, column, np.arange(1, len(end) + 1, dtype=end.dtype)
+
+
+def shorter_subtrees(row: Any, column: Any, end: Any) -> tuple[Any, Any, Any]:
+    """The last two descendants of a token do not see it (of the last alone nothing is predicted)."""
+    return row, column, np.maximum(end - 2, np.arange(1, len(end) + 1)).astype(end.dtype)
+
+
+def shifted_columns(row: Any, column: Any, end: Any) -> tuple[Any, Any, Any]:
+    """Every token but the first is read one column too early."""
+    return row, np.maximum(column - 1, 0), end
+
+
+@pytest.mark.parametrize("wrong", [no_tree, no_ancestors, shorter_subtrees, shifted_columns])
+def test_wrong_trie_of_a_padded_batch(wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = treefx.batch._tensors
+
+    def spoiled(row: Any, column: Any, end: Any, *rest: Any) -> treefx.batch.Batch:
+        return tensors(*wrong(row, column, end), *rest)
+
+    monkeypatch.setattr(treefx.batch, "_tensors", spoiled)
+    monkeypatch.setattr(treefx.batch, "_recent", OrderedDict())
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(llama(), shared_batch(rows=4, length=14, shared=6), tolerance=1e-3)
