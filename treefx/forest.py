@@ -255,7 +255,7 @@ class Forest:
         moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
         return dataclasses.replace(self, **moved)
 
-    def to_networkx(self) -> "nx.DiGraph":
+    def to_networkx(self) -> "nx.DiGraph[int]":
         """Export the nodes as a directed graph, parents to children.
 
         Returns:
@@ -269,7 +269,7 @@ class Forest:
         start, depth = nodes.start.tolist(), self.depth[nodes.start].tolist()
         rank, count = self.first_rank[nodes.start].tolist(), self.multiplicity[nodes.start].tolist()
         order = self.row_order.tolist()
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[int] = nx.DiGraph()
         for node, (a, b, above) in enumerate(zip(start, nodes.stop.tolist(), nodes.parent.tolist(), strict=True)):
             rows = sorted(order[rank[node] : rank[node] + count[node]])
             graph.add_node(node, start=a, stop=b, depth=depth[node], tokens=b - a, rows=rows, multiplicity=count[node])
