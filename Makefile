@@ -25,7 +25,7 @@ test: $(VENV)/.test
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict --allow-untyped-calls examples
+	$(BIN)/mypy --strict --allow-untyped-calls --no-warn-unused-ignores examples
 
 bench: $(VENV)/.examples
 	$(BIN)/python -m treefx bench forest
