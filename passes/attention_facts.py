@@ -165,6 +165,8 @@ def _prove(
     conditions = [item for item in conditions if decide(item, "past", tables) is not True]
     padding = [item for item in conditions if _reads_key_alone(item)]
     rest = [item for item in conditions if item not in padding]
+    if any(item == ("b",) for expr in [value, *conditions] for item in walk(expr)):
+        raise NoLaw("attention that differs from row to row by more than its inputs")
     constants_used = [float(item[1]) for item in walk(score) if item[0] == "const"]
     soft = any(-math.inf < number <= MASKING for number in constants_used)
     return Attention(*operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), safe and not soft)

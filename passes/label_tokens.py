@@ -33,6 +33,7 @@ from treefx.passes.facts import (
 )
 from treefx.passes.laws import Call, find_law
 from treefx.passes.loss_laws import find_sink
+from treefx.passes.reindex import Reindexed, find_reindexed
 from treefx.passes.score_algebra import walk
 
 __all__ = [
@@ -49,6 +50,8 @@ __all__ = [
 aten = torch.ops.aten
 DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 """Their operand gives a dtype and a device, not values."""
+SHAPE_ONLY = {aten.zeros_like.default: 0, aten.ones_like.default: 1}
+"""Their operand gives a shape as well; the value fills it."""
 Role = str
 """What a placeholder is: "parameter", "buffer" or "input"."""
 
@@ -160,14 +163,21 @@ class _Labeller:
             return self.refuse(call, "changes a buffer of the model")
         if kinds <= {Kind.INVARIANT} or node.target in DTYPE_ONLY:
             return Fact(Kind.INVARIANT, learned=learned)
+        if node.target in SHAPE_ONLY and kinds <= {Kind.ROW, Kind.SCORE}:
+            return Fact(Kind.INVARIANT)
         sink = find_sink(call)
         if sink is not None:
             return sink
+        if any(isinstance(fact.law, Reindexed) for fact in facts):
+            return find_reindexed(call) or self.refuse(call, "reads logits after they were shifted")
         if Kind.ROW in kinds and Kind.SCORE not in kinds and node.target is not torch.ops.treefx.attention.default:
             return self.refuse(call, "meets a value computed per row")
         try:
             return self.lawful(call)
         except NoLaw as reason:
+            reindexed = find_reindexed(call)
+            if reindexed is not None:
+                return reindexed
             return self.refuse(call, str(reason))
 
     def part(self, node: fx.Node) -> Fact:
@@ -215,7 +225,7 @@ class _Labeller:
     def refuse(self, call: Call, reason: str) -> Fact:
         """Compute per row; the reason is kept where packed values have to be expanded for it."""
         facts = [fact_of(operand) for operand in call.node.all_input_nodes]
-        packed = any(fact.kind in (Kind.PACKED, Kind.SCORE) for fact in facts)
+        packed = any(fact.kind in (Kind.PACKED, Kind.SCORE) or isinstance(fact.law, Reindexed) for fact in facts)
         learned = any(fact.learned for fact in facts)
         if not packed and not learned:
             dims = self._prove_prefix(call.node)

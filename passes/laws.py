@@ -145,9 +145,9 @@ def aligned(call: Call, node: fx.Node, dims: Dims) -> None:
 def pointwise(call: Call) -> Fact:
     """f(x, y)[n] = f(x[n], y[n]); invariant operands are read at the token's column."""
     labelled = [node for node in call.operands if call.labelled(node)]
+    if any(fact_of(node).kind is Kind.SCORE for node in labelled):
+        return _pointwise_score(call, labelled)
     dims = algebra.broadcast([call.dims(node) for node in labelled])
-    if Axis.KEY in token_axes(dims):
-        return _pointwise_score(call, labelled, dims)
     others = [node for node in call.operands if not call.labelled(node)]
     for node in others:
         aligned(call, node, dims)
@@ -165,7 +165,7 @@ def _unlabelled(dims: Dims, target: Dims) -> Dims:
     return tuple(kept)
 
 
-def _pointwise_score(call: Call, labelled: list[fx.Node], dims: Dims) -> Fact:
+def _pointwise_score(call: Call, labelled: list[fx.Node]) -> Fact:
     """Scores may meet anything of their own shape: the lifter reads and proves it element by element."""
     scores = [node for node in labelled if fact_of(node).kind is Kind.SCORE]
     own = algebra.broadcast([call.dims(node) for node in scores])

@@ -284,6 +284,14 @@ def _pow(node: fx.Node, index: Index) -> Expr:
     return ("pow", *[_operand(item, node, index) for item in node.args])
 
 
+def _clamp(node: fx.Node, index: Index) -> Expr:
+    lowest, highest = (node.args[i] if len(node.args) > i else None for i in (1, 2))
+    inner = _operand(node.args[0], node, index)
+    if lowest is not None:
+        inner = ("max", inner, const(lowest))
+    return inner if highest is None else ("min", inner, const(highest))
+
+
 def _scalar(node: fx.Node, index: Index) -> Expr:
     return const(node.args[0])
 
@@ -300,7 +308,8 @@ _ELEMENTS: dict[Any, Callable[[fx.Node, Index], Expr]] = {
     aten.add.Scalar: _scaled_sum("add"), aten.sub.Scalar: _scaled_sum("sub"), aten.rsub.Scalar: _reversed_difference,
     aten.rsub.Tensor: _reversed_difference, aten.bitwise_and.Tensor: _logic("and"),
     aten.bitwise_and.Scalar: _logic("and"), aten.bitwise_or.Tensor: _logic("or"),
-    aten.bitwise_not.default: _logic("not"), aten.index.Tensor: _index, aten.pow.Tensor_Scalar: _pow,
+    aten.bitwise_not.default: _logic("not"), aten.clamp.default: _clamp, aten.clamp_min.default: _clamp,
+    aten.index.Tensor: _index, aten.pow.Tensor_Scalar: _pow,
 }  # fmt: skip
 _POINTWISE: dict[Any, str] = {
     aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div",

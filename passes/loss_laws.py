@@ -15,8 +15,9 @@ from torch import fx
 
 from treefx.passes import dims as algebra
 from treefx.passes.dims import NoLaw
-from treefx.passes.facts import Axis, Dims, Fact, Kind, fact_of
+from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, shape_of
 from treefx.passes.laws import Call
+from treefx.passes.reindex import Reindexed
 
 __all__ = ["Pick", "find_sink"]
 
@@ -34,44 +35,52 @@ def find_sink(call: Call) -> Fact | None:
     """The fact of a loss that reads a packed value entry by entry, or None."""
     rule = _SINKS.get(call.node.target)
     source = call.node.args[0] if call.node.args else None
-    if rule is None or not isinstance(source, fx.Node) or fact_of(source).kind is not Kind.PACKED:
+    if rule is None or not isinstance(source, fx.Node):
+        return None
+    fact = fact_of(source)
+    if fact.kind is not Kind.PACKED and not isinstance(fact.law, Reindexed):
         return None
     try:
-        return rule(call, fact_of(source).dims or ())
+        return rule(call, fact.dims)
     except NoLaw:
         return None
 
 
-def _nll_loss(call: Call, dims: Dims) -> Fact:
+def _nll_loss(call: Call, dims: Dims | None) -> Fact:
     """loss = - sum_i w_i x[i, target_i]; the class dimension is the last of two, or the second of more."""
-    target, weight = call.node.args[1:3]
-    source = call.node_arg(0)
-    classes = 1 if len(dims) > 1 else 0
-    if weight is not None or algebra.has_tokens(dims[classes]) or len(dims) < 2:
-        raise NoLaw("a weighted loss")
-    tokens = [factor.axis for d, dim in enumerate(dims) if d != classes for factor in dim]
-    if tokens != [Axis.ROW, Axis.TOKEN] or not isinstance(target, fx.Node):
-        raise NoLaw("a loss over other dimensions than the tokens")
-    if call.labelled(target) and fact_of(target).kind is Kind.PACKED:
-        raise NoLaw("targets made of hidden states")
+    source, target, weight = call.node_arg(0), *call.node.args[1:3]
+    if weight is not None or not isinstance(target, fx.Node) or fact_of(target).kind is Kind.PACKED:
+        raise NoLaw("a weighted loss, or targets made of hidden states")
+    if dims is None and len(shape_of(source)) != 2:
+        raise NoLaw("classes in the middle of shifted logits")
+    if dims is not None:
+        _only_tokens([dim for d, dim in enumerate(dims) if d != 1])
+        algebra.resize(dims, 1, 1)
     ignore = call.arg(4, "ignore_index", -100)
     loss = Fact(Kind.ROW, learned=fact_of(source).learned)
     return Fact(Kind.ROW, parts=(loss, loss), law=Pick(ignore), learned=loss.learned)
 
 
-def _gather(call: Call, dims: Dims) -> Fact:
+def _gather(call: Call, dims: Dims | None) -> Fact:
     """y[b, t, i] = x[b, t, index[b, t, i]] along the last dimension."""
-    source, dim, index = call.node.args[:3]
-    assert isinstance(dim, int) and isinstance(index, fx.Node)
-    tokens = [factor.axis for d in dims[:-1] for factor in d]
-    if dim % len(dims) != len(dims) - 1 or tokens != [Axis.ROW, Axis.TOKEN] or fact_of(index).kind is Kind.PACKED:
-        raise NoLaw("a gather within the packed values")
-    if algebra.extent(tuple(f for d in dims[:-1] for f in d)) != index.meta["val"][..., 0].numel():
-        raise NoLaw("a gather over some of the tokens")
-    return Fact(Kind.ROW, law=Pick(None), learned=fact_of(call.operands[0]).learned)
+    source, dim, index = call.node_arg(0), call.node.args[1], call.node_arg(2)
+    shape = shape_of(source)
+    assert isinstance(dim, int)
+    if dim % len(shape) != len(shape) - 1 or fact_of(index).kind is Kind.PACKED or shape_of(index)[:-1] != shape[:-1]:
+        raise NoLaw("a gather within the packed values, or over some of the tokens")
+    if dims is not None:
+        _only_tokens(list(dims[:-1]))
+        algebra.resize(dims, -1, 1)
+    return Fact(Kind.ROW, law=Pick(None), learned=fact_of(source).learned)
 
 
-_SINKS: dict[Any, Callable[[Call, Dims], Fact]] = {
+def _only_tokens(dims: list[tuple[Factor, ...]]) -> None:
+    """Check that dimensions hold every row and token once, in order, and nothing else."""
+    if [factor.axis for dim in dims for factor in dim] != [Axis.ROW, Axis.TOKEN]:
+        raise NoLaw("a loss over other dimensions than the tokens")
+
+
+_SINKS: dict[Any, Callable[[Call, Dims | None], Fact]] = {
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss2d_forward.default: _nll_loss,
     aten.gather.default: _gather,

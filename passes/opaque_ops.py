@@ -109,16 +109,21 @@ class _PointwiseRecorder(torch.utils._python_dispatch.TorchDispatchMode):  # typ
         return func(*args, **(kwargs or {}))
 
 
+def _run(body: fx.GraphModule, *values: Tensor) -> Any:
+    with torch.no_grad():  # bodies end by switching gradients on; leaving the block restores what was
+        return fx.Interpreter(body).run(*values)
+
+
 @torch.library.custom_op("treefx::custom_function", mutates_args=())
 def custom_function(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
     """Apply a registered ``autograd.Function``."""
-    outputs, _ = fx.Interpreter(_FUNCTIONS[key].forward).run(*inputs)
+    outputs, _ = _run(_FUNCTIONS[key].forward, *inputs)
     return [output.clone() for output in outputs]
 
 
 @custom_function.register_fake
 def _(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    outputs, _ = fx.Interpreter(_FUNCTIONS[key].forward).run(*inputs)
+    outputs, _ = _run(_FUNCTIONS[key].forward, *inputs)
     return [torch.empty_like(output) for output in outputs]
 
 
@@ -126,8 +131,8 @@ def _(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
 def custom_function_backward(grads: Sequence[Tensor], inputs: Sequence[Tensor], key: str) -> list[Tensor]:
     """Gradients of a registered ``autograd.Function``; a gradient the user left out comes back as zeros."""
     function = _FUNCTIONS[key]
-    _, saved = fx.Interpreter(function.forward).run(*inputs)
-    results = fx.Interpreter(function.backward).run(*grads, *saved)
+    _, saved = _run(function.forward, *inputs)
+    results = _run(function.backward, *grads, *saved)
     return [torch.zeros_like(x) if grad is None else grad.clone() for grad, x in zip(results, inputs, strict=True)]
 
 

@@ -36,9 +36,10 @@ from treefx.passes import expert_laws, laws, matmul_laws
 from treefx.passes.attention_facts import Attention
 from treefx.passes.dims import has_tokens
 from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, token_axes
-from treefx.passes.label_tokens import DTYPE_ONLY, Tokens
+from treefx.passes.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
 from treefx.passes.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
 from treefx.passes.loss_laws import Pick
+from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
 
 __all__ = ["Output", "Packer", "is_packed_output"]
@@ -103,7 +104,7 @@ class Packer:
         fact = fact_of(node)
         if fact.kind is Kind.PACKED or (fact.parts and fact.parts[0].kind is Kind.PACKED):
             self.packed(node)
-        elif fact.kind is Kind.ROW:
+        elif fact.kind is Kind.ROW and not isinstance(fact.law, Reindexed):
             self.full(node)
 
     def _outputs(self, node: fx.Node) -> tuple[Any, ...]:
@@ -150,6 +151,11 @@ class Packer:
             return expand_rows(first, fact.dims, self.metadata.token_of)
         if node.op == "get_attr":
             return getattr(self.gm, str(node.target))
+        if node.target in SHAPE_ONLY and fact is not None and fact.kind is Kind.INVARIANT:
+            value = node.meta["val"]
+            return torch.full(value.shape, SHAPE_ONLY[node.target], dtype=value.dtype, device=value.device)
+        if fact is not None and isinstance(fact.law, Reindexed):
+            return expand(self._entries(node), token_index(node, self.metadata.token_of))
         if fact is not None and isinstance(fact.law, Pick):
             return self._picked(node, fact.law)
         if node.target is torch.ops.treefx.attention.default:
@@ -295,7 +301,7 @@ class Packer:
     def _picked(self, node: fx.Node, law: Pick) -> Any:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        token_of = self.metadata.token_of
+        token_of = token_index(source, self.metadata.token_of)
         if node.target is aten.gather.default:
             index = self.full(node.args[2])
             repeated = token_of.reshape(-1, 1).expand(-1, index.shape[-1]).reshape(-1)
@@ -307,7 +313,9 @@ class Packer:
         return _reduced(losses, valid, target.shape, node.args[3])
 
     def _entries(self, node: fx.Node) -> Tensor:
-        """A packed value as [N, V]."""
+        """A packed value, or one seen through an index, as [N, V]."""
+        if isinstance(fact_of(node).law, Reindexed):
+            return reindexed_entries(node, self._entries)
         dims = fact_of(node).dims
         assert dims is not None
         first = tokens_first(self.packed(node), dims, self.metadata.tokens)

@@ -17,6 +17,7 @@ from treefx.kernels.score import Expr, evaluate
 from treefx.passes.facts import Axis, Dims, Kind, fact_of
 from treefx.passes.loss_laws import Pick
 from treefx.passes.pipeline import Analysis
+from treefx.passes.reindex import token_index
 
 __all__ = ["Padding"]
 
@@ -46,11 +47,16 @@ class Padding:
         shape = (self._rows, self._columns)
         grid = _Grid(self._analysis, args)
         picks = [(node, fact_of(node).law) for node in self._analysis.picks]
-        if self._analysis.expansions or any(not self._can_tell(node, law) for node, law in picks):
+        unclear = self._analysis.expansions or self._analysis.returns_reindexed
+        if unclear or any(not self._can_tell(node, law) for node, law in picks):
             return torch.ones(shape, dtype=torch.bool, device=grid.device)
         read = torch.zeros(shape, dtype=torch.bool, device=grid.device)
+        positions = torch.arange(read.numel(), device=grid.device).reshape(shape)
         for node, law in picks:
-            read |= (grid.value(node.args[1]) != law.ignore_index).reshape(shape)
+            source, target = node.args[:2]
+            assert isinstance(source, fx.Node)
+            wanted = (grid.value(target) != law.ignore_index).reshape(-1)
+            read.view(-1)[token_index(source, positions).reshape(-1)[wanted]] = True
         return read
 
     def _can_tell(self, node: fx.Node, law: Pick) -> bool:

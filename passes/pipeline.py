@@ -30,9 +30,10 @@ from treefx.passes.attention_facts import Attention
 from treefx.passes.compile_inner import Compiled, Observer, compile_inner
 from treefx.passes.constants import Constants
 from treefx.passes.facts import Dims, Kind, fact_of
-from treefx.passes.label_tokens import Role, Tokens, attentions, find_tokens, label_tokens, user_line
+from treefx.passes.label_tokens import SHAPE_ONLY, Role, Tokens, attentions, find_tokens, label_tokens, user_line
 from treefx.passes.loss_laws import Pick
 from treefx.passes.pack_tokens import Output, Packer, is_packed_output
+from treefx.passes.reindex import Reindexed
 from treefx.passes.trace import trace_forward, trace_function
 
 __all__ = [
@@ -98,6 +99,11 @@ class Analysis:
             fact_of(node).learned and node.meta["val"].numel() == 1 and i not in self.packed_outputs
             for i, node in enumerate(nodes)
         )
+
+    @property
+    def returns_reindexed(self) -> bool:
+        """Whether shifted logits are among the outputs."""
+        return any(isinstance(node, fx.Node) and isinstance(fact_of(node).law, Reindexed) for node in self._outputs)
 
     @property
     def has_side_effects(self) -> bool:
@@ -168,12 +174,28 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role], consec
 
 
 def _expansions(gm: fx.GraphModule) -> list[Expansion]:
+    """The operators that read expanded values, as far as anybody reads theirs."""
+    live = _live(gm)
     found = []
     for node in gm.graph.nodes:
-        reason = fact_of(node).reason if node.op == "call_function" else None
+        reason = fact_of(node).reason if node in live and node.op == "call_function" else None
         if reason is not None:
             found.append(Expansion(str(node.target), reason, user_line(node)))
     return found
+
+
+def _live(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose values reach an output or change a buffer; who only lends a shape does not count."""
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    stack = [*gm.graph.find_nodes(op="output"), *copies]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        for source in node.all_input_nodes:
+            if source not in seen and node.target not in SHAPE_ONLY:
+                seen.add(source)
+                stack.append(source)
+    return seen
 
 
 def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any]) -> Rewritten:

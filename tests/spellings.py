@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GROUPED", "PADDED", "SPELLINGS", "Spelling"]
+__all__ = ["EXPANDED", "GROUPED", "PADDED", "SPELLINGS", "Spelling"]
 
 MOST_TOKENS = 64
 CHUNK = 6
@@ -262,7 +262,9 @@ SPELLINGS: dict[str, Builder] = {
     **_builders(sdpa_contiguous_layout, head_by_head),
 }
 """As many key heads as query heads, no padding mask."""
-GROUPED: dict[str, Builder] = _builders(sdpa_enable_gqa, sdpa_repeat_interleave, einsum_grouped)
+GROUPED: dict[str, Builder] = _builders(sdpa_enable_gqa, sdpa_repeat_interleave)
 """Fewer key heads than query heads."""
+EXPANDED: dict[str, Builder] = _builders(einsum_grouped)
+"""Not recognised as attention of heads."""
 PADDED: dict[str, Builder] = _builders(sdpa_padding, additive_padding, two_fills)
 """These take the padding mask."""
