@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,15 @@ def find_tokens(gm: fx.GraphModule, roles: Sequence[Role]) -> Tokens | None:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _drawn_by(call: Call) -> str | None:
+    """The operator that drew the random numbers which a node meets, if it meets any."""
+    rows = [node for node in call.operands if fact_of(node).kind is Kind.ROW and not fact_of(node).learned]
+    for node in [*rows, *ancestors(*rows)]:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return str(node.target)
+    return None
 
 
 def _has_tensors(node: fx.Node) -> bool:
@@ -169,7 +178,7 @@ class _Labeller:
         if sink is not None:
             return sink
         if any(isinstance(fact.law, Reindexed) for fact in facts):
-            return find_reindexed(call) or self.refuse(call, "reads logits after they were shifted")
+            return find_reindexed(call) or self._refuse_shifted(call, facts)
         if Kind.ROW in kinds and Kind.SCORE not in kinds and node.target is not torch.ops.treefx.attention.default:
             return self.refuse(call, "meets a value computed per row")
         try:
@@ -231,7 +240,21 @@ class _Labeller:
             dims = self._prove_prefix(call.node)
             if dims is not None:
                 return Fact(Kind.PREFIX, dims, law=ALONG_ROWS)
-        return Fact(Kind.ROW, learned=learned, reason=reason if packed else None)
+        if not packed:
+            return Fact(Kind.ROW, learned=learned)
+        return Fact(Kind.ROW, learned=learned, reason=reason, blame=_drawn_by(call))
+
+    def _refuse_shifted(self, call: Call, facts: list[Fact]) -> Fact:
+        """Something else than a loss reads a shifted value: the shift is what mixes positions."""
+        for node in call.operands:
+            while isinstance(fact_of(node).law, Reindexed):
+                set_fact(node, replace(fact_of(node), reason=None))
+                shift, node = node, Call(node).node_arg(0)
+                if not isinstance(fact_of(node).law, Reindexed):
+                    set_fact(shift, replace(fact_of(shift), reason="mixes positions along the tokens"))
+        if any(fact.kind in (Kind.PACKED, Kind.SCORE) for fact in facts):
+            return self.refuse(call, "meets a value computed per row")
+        return Fact(Kind.ROW, learned=any(fact.learned for fact in facts))
 
     def _prove_prefix(self, node: fx.Node) -> Dims | None:
         """Labels for a function of the inputs that has no law and is still proved to read only the past of its row."""

@@ -180,7 +180,7 @@ def _expansions(gm: fx.GraphModule) -> list[Expansion]:
     for node in gm.graph.nodes:
         reason = fact_of(node).reason if node in live and node.op == "call_function" else None
         if reason is not None:
-            found.append(Expansion(str(node.target), reason, user_line(node)))
+            found.append(Expansion(fact_of(node).blame or str(node.target), reason, user_line(node)))
     return found
 
 

@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -43,7 +44,9 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
         user's line.
     """
     interpreter = _ForwardTracer(gm)
-    return trace_function(interpreter.run, inputs, mode, functional=True)
+    # Some functions of torch.nn.functional call attention themselves (multi_head_attention_forward).
+    with mock.patch.object(F, "scaled_dot_product_attention", _call_attention):
+        return trace_function(interpreter.run, inputs, mode, functional=True)
 
 
 def trace_function(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,21 @@ def treefx(
     graph = CompiledGraph(gm, roles, config)
     register(graph)
     return graph
+
+
+def _keep_logs_from_breaking_graphs() -> None:
+    """Let Dynamo trace past ``logger.warning_once``.
+
+    transformers adds that method and calls it in the loss of models without a loss type (gpt2), where it would cut the
+    graph between logits and loss: the loss could not say any more which positions nobody reads. PyTorch's own setting
+    for this; the message is not shown from compiled code.
+    """
+    warn_once = getattr(logging.Logger, "warning_once", None)
+    if warn_once is not None:
+        torch._dynamo.config.ignore_logging_functions.add(warn_once)
+
+
+_keep_logs_from_breaking_graphs()
 
 
 def _role(node: fx.Node, example: Any) -> str:

@@ -43,7 +43,8 @@ def test_other_shapes() -> None:
     batches = [shared_batch(rows=rows, length=length, shared=5) for rows, length in shapes]
     for batch in batches:
         assert check(compiled, model, batch)["tokens"] == distinct_tokens(batch)
-    check(compiled, model, batches[0])  # its graph of fixed sizes is found again only by Dynamo's general one
+    for batch in batches:  # Dynamo now takes its most general graph for all of them, which knows only the last ones
+        check(compiled, model, batch)
     compiles = stats_of(compiled)["compiles"]
     for batch in batches:
         assert check(compiled, model, batch)["compiles"] == compiles
