@@ -60,9 +60,8 @@ def test_graphs_of_all_stages(name: str) -> None:
     assert tuple(inspection.graphs) == STAGES
     assert all(isinstance(gm, fx.GraphModule) for gm in inspection.graphs.values())
     assert len(inspection.kernels) == 2
-    # The loss of gpt2 is a graph of its own: gradients of rows meet in between, where logits are expanded.
-    assert bool(inspection.restorations) == (name == "llama")
-    assert ("outside the graph" in inspection.summary()) == (name == "gpt2")
+    assert inspection.restorations
+    assert "outside the graph" not in inspection.summary()
 
 
 def test_graphs_of_inductor_with_and_without_its_cache() -> None:
