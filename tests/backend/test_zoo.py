@@ -17,6 +17,6 @@ def test_architecture(name: str) -> None:
     assert_packed(compare(zoo(name), BATCH), distinct_tokens(BATCH), layers=2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "bloom"])
 def test_architecture_on_inductor(name: str) -> None:
     assert_packed(compare(zoo(name), BATCH, inner="inductor"), distinct_tokens(BATCH), layers=2)
