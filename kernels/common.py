@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "Boundary",
     "Inputs",
     "accumulation_dtype",
     "autograd_enabled",
@@ -15,6 +16,23 @@ __all__ = [
     "empty_outputs",
     "sink_gradient",
 ]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Keys of tokens that lie above the packed tokens and run elsewhere; own query i sees key j iff lo[j] <= i < hi[j].
+
+    Attributes:
+        k: keys ``[B, Hkv, P, D]``.
+        v: values ``[B, Hkv, P, Dv]``.
+        lo: first own token that sees each key, int32 ``[P]``.
+        hi: one past the last, int32 ``[P]``; not above ``lo`` where none does.
+    """
+
+    k: Tensor
+    v: Tensor
+    lo: Tensor
+    hi: Tensor
 
 
 @dataclass(frozen=True)
@@ -28,6 +46,8 @@ class Inputs:
         subtree_end: exclusive end of each token's subtree in packed order, int32 ``[N]``.
         buffers: what the score expression loads from.
         sinks: one extra logit per query head ``[H]``, or ``None``.
+        boundary: keys from outside, or ``None``. In a score's indices they come first: key j of the boundary is token
+            j, own token i is token P + i, and buffers along the tokens hold P + N entries.
     """
 
     q: Tensor
@@ -36,6 +56,26 @@ class Inputs:
     subtree_end: Tensor
     buffers: Sequence[Tensor] = ()
     sinks: Tensor | None = None
+    boundary: Boundary | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """All keys, those of the boundary first, ``[B, Hkv, P + N, D]``."""
+        return self.k if self.boundary is None else torch.cat([self.boundary.k, self.k], dim=2)
+
+    @property
+    def values(self) -> Tensor:
+        """All values, those of the boundary first, ``[B, Hkv, P + N, Dv]``."""
+        return self.v if self.boundary is None else torch.cat([self.boundary.v, self.v], dim=2)
+
+    def intervals(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens (as a score counts them) between which each key is seen, ``[P + N]`` each."""
+        first = torch.arange(self.k.shape[2], device=self.k.device)
+        if self.boundary is None:
+            return first, self.subtree_end
+        outside = self.boundary.k.shape[2]
+        starts, ends = torch.cat([self.boundary.lo, first]), torch.cat([self.boundary.hi, self.subtree_end])
+        return starts + outside, ends + outside
 
     def as_leaves(self, dtype: torch.dtype, buffer_grads: Sequence[bool]) -> "Inputs":
         """Return copies in ``dtype`` that require grad (of the buffers, the marked); needs autograd on."""
@@ -44,6 +84,7 @@ class Inputs:
             return tensor.detach().to(dtype).requires_grad_()
 
         marked = zip(self.buffers, buffer_grads, strict=True)
+        boundary = self.boundary
         return replace(
             self,
             q=leaf(self.q),
@@ -51,6 +92,7 @@ class Inputs:
             v=leaf(self.v),
             buffers=[leaf(buffer) if wanted else buffer for buffer, wanted in marked],
             sinks=None if self.sinks is None else leaf(self.sinks),
+            boundary=boundary and replace(boundary, k=leaf(boundary.k), v=leaf(boundary.v)),
         )
 
     def detached(self) -> "Inputs":
@@ -65,17 +107,19 @@ class Inputs:
         )
 
     def differentiable(self, buffer_grads: Sequence[bool]) -> list[Tensor]:
-        """Return q, k, v, then sinks if there are any, then the marked buffers."""
+        """Return q, k, v, then k and v of the boundary and sinks if there are any, then the marked buffers."""
         marked = [buffer for buffer, wanted in zip(self.buffers, buffer_grads, strict=True) if wanted]
-        return [self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks]), *marked]
+        outside = [] if self.boundary is None else [self.boundary.k, self.boundary.v]
+        return [self.q, self.k, self.v, *outside, *([] if self.sinks is None else [self.sinks]), *marked]
 
     def indices(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the indices of q ``[Q, 1]``, k ``[1, N]``, head ``[H, 1, 1]``, batch ``[B, 1, 1, 1]``."""
+        """Return the indices of q ``[Q, 1]``, k ``[1, P + N]``, head ``[H, 1, 1]``, batch ``[B, 1, 1, 1]``."""
         batch, heads, tokens, _ = self.q.shape
         device = self.q.device
+        outside = 0 if self.boundary is None else self.boundary.k.shape[2]
         return (
-            torch.arange(start, stop, device=device)[:, None],
-            torch.arange(tokens, device=device)[None, :],
+            torch.arange(start + outside, stop + outside, device=device)[:, None],
+            torch.arange(tokens + outside, device=device)[None, :],
             torch.arange(heads, device=device)[:, None, None],
             torch.arange(batch, device=device)[:, None, None, None],
         )

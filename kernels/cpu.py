@@ -6,20 +6,21 @@ are merged by log-sum-exp, ``lse = logaddexp(lse_1, lse_2)``, ``out = sum_i out_
 backward runs each rectangle's ATen backward with the *merged* out and lse, which makes the sum of the
 rectangles the exact gradient.
 
-A logit that is not linear in q.k (softcap), or a gradient for a buffer, takes
-:mod:`treefx.kernels.eager_tiles`.
+A condition or a bias is :mod:`treefx.kernels.scored_tiles`. A logit that is not linear in q.k (softcap), or a
+gradient for a buffer, takes :mod:`treefx.kernels.eager_tiles`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from treefx.kernels import eager_tiles
+from treefx.kernels import eager_tiles, reference
 from treefx.kernels.common import Inputs, accumulation_dtype, empty_outputs, sink_gradient
 from treefx.kernels.score import Score, linear_in_dot
+from treefx.kernels.scored_tiles import plan_scored_tiles
 from treefx.kernels.structure import find_structure
-from treefx.kernels.tiles import Tile, add_keys, plain_tiles, scored_tiles, take_keys
+from treefx.kernels.tiles import Tile, add_keys, plain_tiles, take_keys
 
 __all__ = ["backward", "forward"]
 
@@ -28,6 +29,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 _SMALL_TILE = 1 << 17
 """Below this many pairs the kernel's 16-bit backward is up to three times slower than its float32 one."""
+_FAINT = -1e4
+"""Rows with a smaller log-sum-exp than this were masked by a constant."""
 
 
 def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
@@ -40,6 +43,9 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
         with_sink = torch.logaddexp(lse, inputs.sinks.to(lse.dtype)[None, :, None])
         out *= torch.exp(lse - with_sink)[..., None]
         lse = with_sink
+    faint = _faint_rows(lse, score)
+    if len(faint):
+        out[:, :, faint], lse[:, :, faint] = reference.forward(inputs, score, faint)
     return out, lse
 
 
@@ -47,6 +53,9 @@ def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers."""
+    faint, whole_lse = _faint_rows(lse, score), lse
+    if len(faint):
+        lse = lse.index_fill(2, faint, torch.inf)  # every exp(logit - lse) is 0: they are left out
     if linear_in_dot(score.value) is None or any(buffer_grads):
         dq, dk, dv, rest = eager_tiles.backward(grad_out, inputs, out, lse, score, buffer_grads)
     else:
@@ -54,6 +63,9 @@ def backward(
         rest = []
     if inputs.sinks is not None:
         rest = [sink_gradient(grad_out, out, lse, inputs.sinks), *rest]
+    if len(faint):
+        *exact, marked = reference.backward(grad_out, inputs, out, whole_lse, score, buffer_grads, faint)
+        dq, dk, dv, *rest = [a + b for a, b in zip((dq, dk, dv, *rest), (*exact, *marked), strict=True)]
     leaves = inputs.differentiable(buffer_grads)
     first, second, third, *others = [
         grad.to(leaf.dtype) for grad, leaf in zip((dq, dk, dv, *rest), leaves, strict=True)
@@ -61,14 +73,29 @@ def backward(
     return first, second, third, others
 
 
-def _tiles(inputs: Inputs, score: Score) -> tuple[float, Iterator[Tile]]:
+def _faint_rows(lse: Tensor, score: Score) -> Tensor:
+    """Return the rows whose logits are all so low that their log-sum-exp, ``constant + log(n)``, has lost log(n).
+
+    Masking constants do that (``finfo.min`` added to every key that a query sees: attention is uniform then);
+    such rows go to the reference, which never divides by exp(lse).
+    """
+    linear = linear_in_dot(score.value)
+    if linear is not None and linear[1] is None:
+        return torch.empty(0, dtype=torch.int64)
+    faint = (lse < _FAINT) & (lse > -torch.inf)
+    return faint.flatten(0, 1).any(dim=0).nonzero().squeeze(-1)
+
+
+def _tiles(inputs: Inputs, score: Score) -> tuple[float, Iterable[Tile], Tensor | None]:
+    """Return the factor of q.k, the tiles, and what their log-sum-exp lacks per row."""
     linear = linear_in_dot(score.value)
     assert linear is not None, "callers take the eager path for these"
     factor, bias = linear
     structure = find_structure(inputs.subtree_end)
     if bias is None and score.visible is None:
-        return factor, plain_tiles(inputs, structure)
-    return factor, scored_tiles(inputs, structure, bias, score.visible)
+        return factor, plain_tiles(inputs, structure), None
+    planned = plan_scored_tiles(inputs, structure, bias, score.visible)
+    return factor, planned, planned.row_terms
 
 
 def _forward_linear(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
@@ -76,7 +103,7 @@ def _forward_linear(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q)
     out = _zeros_heads_inside(v, q.shape[1], dtype)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
-    factor, tiles = _tiles(inputs, score)
+    factor, tiles, row_terms = _tiles(inputs, score)
     written = 0
     for tile in tiles:
         rows = slice(tile.start, tile.stop)
@@ -86,6 +113,10 @@ def _forward_linear(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
             written = tile.stop
         else:
             _merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
+    if row_terms is not None:
+        lse += row_terms
+    if out.dtype == inputs.q.dtype and out.shape[-1] == inputs.v.shape[-1]:
+        return out, lse
     result, _ = empty_outputs(inputs.q, inputs.v)
     return result.copy_(out[..., : inputs.v.shape[-1]]), lse
 
@@ -113,10 +144,11 @@ def _backward_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _same_width(inputs.q, inputs.k, inputs.v)
     grad_out, out = (_widened(tensor, q.shape[-1]) for tensor in (grad_out, out))
+    factor, tiles, row_terms = _tiles(inputs, score)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)  # rows that see nothing: every exp(-inf - lse) is 0
+    lse = lse if row_terms is None else lse - row_terms
     dtype = accumulation_dtype(q)
     dq, dk, dv = (_zeros_heads_inside(tensor, tensor.shape[1], dtype) for tensor in (q, k, v))
-    factor, tiles = _tiles(inputs, score)
     for tile in tiles:
         rows = slice(tile.start, tile.stop)
         row_tensors = [tensor[:, :, rows] for tensor in (grad_out, q, out, lse)]

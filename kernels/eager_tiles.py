@@ -11,8 +11,9 @@ from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled, empty_outputs
 from treefx.kernels.score import Score
-from treefx.kernels.structure import Group, Structure, find_structure, ranges_of
-from treefx.kernels.tiles import add_keys, evaluate_tile, find_tile_keys, rows_per_tile, take_keys
+from treefx.kernels.structure import Group, Ranges, Structure, find_structure, ranges_of
+from treefx.kernels.tile_keys import TileKeys, evaluate_tile, find_tile_keys
+from treefx.kernels.tiles import add_keys, rows_per_tile, take_keys
 
 __all__ = ["backward", "forward"]
 
@@ -21,14 +22,17 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     """Return output ``[B, H, N, Dv]`` and log-sum-exp ``[B, H, N]``, without sinks."""
     out, lse = empty_outputs(inputs.q, inputs.v)
     for group in _groups(inputs):
-        keys, seen = find_tile_keys(inputs, group, score.visible)
-        logits = _logits(inputs, score, group, keys, _products(inputs, group, keys), seen)
-        tile_lse = torch.logsumexp(logits, dim=-1)
-        weights = torch.exp(logits - _finite(tile_lse)[..., None])
-        values = take_keys(inputs.v, ranges_of(keys.numpy())).to(weights.dtype)
-        grouped = _by_kv_head(weights, values) @ values
-        out[:, :, group.start : group.stop] = grouped.reshape(*weights.shape[:-1], values.shape[-1])
-        lse[:, :, group.start : group.stop] = tile_lse
+        keys = find_tile_keys(inputs, group, score.visible)
+        rows, ranges = slice(group.start, group.stop), ranges_of(keys.all.numpy())
+        logits = _logits(inputs, score, group, keys, _products(inputs, group, ranges))
+        logits[..., len(keys.full) :].masked_fill_(~keys.seen, -torch.inf)
+        top = _finite(logits.amax(dim=-1, keepdim=True))
+        weights = logits.sub_(top).exp_()
+        total = weights.sum(dim=-1, keepdim=True)
+        values = take_keys(inputs.v, ranges).to(weights.dtype)
+        grouped = (_by_kv_head(weights, values) @ values).view(*weights.shape[:-1], values.shape[-1])
+        out[:, :, rows] = grouped / total.masked_fill(total == 0, 1.0)
+        lse[:, :, rows] = (total.log() + top).squeeze(-1)
     return out, lse
 
 
@@ -43,17 +47,18 @@ def backward(
         marked = [buffer for buffer, wanted in zip(leaves.buffers, buffer_grads, strict=True) if wanted]
     sums = [torch.zeros_like(buffer, requires_grad=False) for buffer in marked]
     for group in _groups(inputs):
-        keys, seen = find_tile_keys(inputs, group, score.visible)
-        rows, ranges = slice(group.start, group.stop), ranges_of(keys.numpy())
+        keys = find_tile_keys(inputs, group, score.visible)
+        rows, ranges = slice(group.start, group.stop), ranges_of(keys.all.numpy())
         q, k, v = inputs.q[:, :, rows].to(dtype), take_keys(inputs.k, ranges), take_keys(inputs.v, ranges)
         grad = grad_out[:, :, rows].to(dtype)
         with autograd_enabled():
-            dot = _products(inputs, group, keys).requires_grad_()
-            logits = _logits(leaves, score, group, keys, dot, seen)
-        weights = torch.exp(logits.detach() - _finite(lse[:, :, rows])[..., None])
+            dot = _products(inputs, group, ranges).requires_grad_()
+            logits = _logits(leaves, score, group, keys, dot)
+        weights = (logits.detach() - _finite(lse[:, :, rows])[..., None]).exp_()
+        weights[..., len(keys.full) :].masked_fill_(~keys.seen, 0.0)
         delta = (grad * out[:, :, rows]).sum(dim=-1, keepdim=True)
         v, k = v.to(dtype), k.to(dtype)
-        dlogits = weights * ((_by_kv_head(grad, v) @ v.transpose(-1, -2)).view_as(weights) - delta)
+        dlogits = (_by_kv_head(grad, v) @ v.transpose(-1, -2)).view_as(weights).sub_(delta).mul_(weights)
         ddot, *dbuffers = _through_expression(logits, [dot, *marked], dlogits)
         dq[:, :, rows] = (_by_kv_head(ddot, k) @ k).view_as(q)
         add_keys(dk, ranges, _by_kv_head(ddot, k).transpose(-1, -2) @ _by_kv_head(q, k))
@@ -84,16 +89,17 @@ def _by_kv_head(tensor: Tensor, keys: Tensor) -> Tensor:
     return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 
-def _products(inputs: Inputs, group: Group, keys: Tensor) -> Tensor:
+def _products(inputs: Inputs, group: Group, ranges: Ranges) -> Tensor:
     dtype = accumulation_dtype(inputs.q)
     q = inputs.q[:, :, group.start : group.stop].to(dtype)
-    k = take_keys(inputs.k, ranges_of(keys.numpy())).to(dtype)
-    return (_by_kv_head(q, k) @ k.transpose(-1, -2)).view(*q.shape[:-1], len(keys))
+    k = take_keys(inputs.k, ranges).to(dtype)
+    return (_by_kv_head(q, k) @ k.transpose(-1, -2)).view(*q.shape[:-1], k.shape[2])
 
 
-def _logits(inputs: Inputs, score: Score, group: Group, keys: Tensor, dot: Tensor, seen: Tensor) -> Tensor:
-    value = evaluate_tile(score.value, inputs, group, keys, dot).to(dot.dtype)
-    return value.expand_as(dot).masked_fill(~seen, -torch.inf)
+def _logits(inputs: Inputs, score: Score, group: Group, keys: TileKeys, dot: Tensor) -> Tensor:
+    """Return the score's values before any mask, ``[B, H, Q, K]``, in memory of their own."""
+    value = evaluate_tile(score.value, inputs, group, keys.all, dot).to(dot.dtype)
+    return value if value.shape == dot.shape else value.expand_as(dot).contiguous()
 
 
 def _finite(lse: Tensor) -> Tensor:

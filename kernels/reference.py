@@ -4,7 +4,7 @@ It is the specification of ``treefx::tree_attention`` in code. It runs any dtype
 float64 for float64 and in float32 otherwise, and holds the scores of one block of queries at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,28 +18,38 @@ _BLOCK_ELEMENTS = 1 << 25
 """Elements of the score block held at a time."""
 
 
-def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
-    """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
-    out, lse = empty_outputs(inputs.q, inputs.v)
-    for start, stop in _query_blocks(inputs):
-        block_out, block_lse = _attend_block(inputs, score, start, stop)
-        out[:, :, start:stop] = block_out
-        lse[:, :, start:stop] = block_lse
+def forward(inputs: Inputs, score: Score, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``, or those of the given rows."""
+    out, lse = empty_outputs(inputs.q if rows is None else inputs.q[:, :, rows], inputs.v)
+    start = 0
+    for block in _query_blocks(inputs, rows):
+        stop = start + len(block)
+        out[:, :, start:stop], lse[:, :, start:stop] = _attend_block(inputs, score, block)
+        start = stop
     return out, lse
 
 
 def backward(
-    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
+    grad_out: Tensor,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    score: Score,
+    buffer_grads: Sequence[bool],
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers'."""
+    """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers.
+
+    With ``rows``, only the outputs of these queries count.
+    """
     dtype = accumulation_dtype(inputs.q)
     with autograd_enabled():
         fresh = inputs.as_leaves(dtype, buffer_grads)
         leaves = fresh.differentiable(buffer_grads)
         sums = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
-        for start, stop in _query_blocks(inputs):
-            block_out, _ = _attend_block(fresh, score, start, stop)
-            block_grad = grad_out[:, :, start:stop].to(dtype)
+        for block in _query_blocks(inputs, rows):
+            block_out, _ = _attend_block(fresh, score, block)
+            block_grad = grad_out[:, :, block].to(dtype)
             grads = torch.autograd.grad(block_out, leaves, block_grad, allow_unused=True)
             for total, grad in zip(sums, grads, strict=True):
                 if grad is not None:
@@ -49,35 +59,50 @@ def backward(
     return dq, dk, dv, rest
 
 
-def _query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
+def _query_blocks(inputs: Inputs, rows: Tensor | None) -> Sequence[Tensor]:
     batch, heads, tokens, _ = inputs.q.shape
-    rows = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * tokens))
-    return ((start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+    outside = 0 if inputs.boundary is None else inputs.boundary.k.shape[2]
+    at_once = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * (outside + tokens)))
+    chosen = torch.arange(tokens, device=inputs.q.device) if rows is None else rows
+    return torch.split(chosen, at_once) if len(chosen) else ()
 
 
-def _attend_block(inputs: Inputs, score: Score, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Attend from queries ``[start, stop)`` to all keys, in the accumulation type."""
+def _attend_block(inputs: Inputs, score: Score, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend from the queries ``rows`` to all keys, in the accumulation type."""
     dtype = accumulation_dtype(inputs.q)
     batch, heads, tokens, _ = inputs.q.shape
     group = heads // inputs.k.shape[1]
-    keys = inputs.k.to(dtype).repeat_interleave(group, dim=1)
-    values = inputs.v.to(dtype).repeat_interleave(group, dim=1)
-    dot = inputs.q[:, :, start:stop].to(dtype) @ keys.transpose(-1, -2)
-    q, k, head, batch_index = inputs.indices(start, stop)
+    keys = inputs.keys.to(dtype).repeat_interleave(group, dim=1)
+    values = inputs.values.to(dtype).repeat_interleave(group, dim=1)
+    dot = inputs.q[:, :, rows].to(dtype) @ keys.transpose(-1, -2)
+    q, k, head, batch_index = inputs.indices(0, tokens)
+    q = q[rows]
 
     def evaluated(expr: Expr) -> Tensor:
         return evaluate(expr, dot=dot, q=q, k=k, head=head, batch=batch_index, buffers=inputs.buffers)
 
-    visible = (k <= q) & (q < inputs.subtree_end[None, :])
+    first, end = inputs.intervals()
+    visible = (first <= q) & (q < end)
     if score.visible is not None:
         visible = visible & evaluated(score.visible).to(torch.bool)
     value = evaluated(score.value).to(dtype).expand_as(dot)
     logits = value.masked_fill(~visible, -torch.inf)
     if inputs.sinks is not None:
-        sink = inputs.sinks.to(dtype)[None, :, None, None].expand(batch, heads, stop - start, 1)
+        sink = inputs.sinks.to(dtype)[None, :, None, None].expand(batch, heads, len(rows), 1)
         logits = torch.cat([logits, sink], dim=-1)
-    lse = torch.logsumexp(logits, dim=-1)
-    # A row without any visible key: its lse is -inf, and -inf - (-inf) would be NaN.
-    shift = lse.masked_fill(lse == -torch.inf, 0.0)
-    weights = torch.exp(logits - shift[..., None])[..., :tokens]
-    return weights @ values, lse
+    weights, lse = _softmax(logits)
+    return weights[..., : keys.shape[2]] @ values, lse
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return softmax and log-sum-exp; both of a row of -inf are those of no keys: zeros, and -inf.
+
+    The weights are divided by their sum, not formed as ``exp(logit - lse)``: where every logit is a masking constant,
+    ``lse = constant + log(n)`` rounds to the constant and the weights would sum to n.
+    """
+    top = logits.detach().amax(dim=-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)  # -inf - (-inf) would be NaN
+    weights = torch.exp(logits - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    lse = (total.detach().log() + top).squeeze(-1)
+    return weights / total.masked_fill(total == 0, 1.0), lse

@@ -6,8 +6,12 @@ every ancestor before s is an ancestor of s itself, because ``k < s <= q < subtr
 the whole group.
 """
 
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +28,13 @@ __all__ = [
     "count_tokens",
     "find_structure",
     "indices_of",
+    "joined",
     "ranges_of",
 ]
 
 IntArray = npt.NDArray[np.int64]
-Ranges = tuple[tuple[int, int], ...]
-"""Sorted, disjoint, non-adjacent intervals [start, stop) of packed tokens."""
+Ranges = IntArray
+"""Disjoint, non-adjacent intervals [start, stop) of packed tokens, int64 ``[R, 2]``."""
 
 _CACHED_FORESTS = 8
 
@@ -38,28 +43,67 @@ _CACHED_FORESTS = 8
 class Group:
     """Consecutive queries [start, stop) and their keys.
 
+    The keys are found when they are read and not kept: all groups together have a range for every pair of a
+    group and a node above it.
+
     Attributes:
+        structure: the forest.
         start: first query.
         stop: exclusive last query.
-        shared: keys before ``start`` that every query of the group sees.
-        partial: keys before ``start`` that only the first queries of the group see.
         causal: whether every query sees all queries of the group before it.
+        taken: leading shared keys that a column attends to.
     """
 
+    structure: "Structure" = field(repr=False)
     start: int
     stop: int
-    shared: Ranges
-    partial: Ranges
     causal: bool
+    taken: int = 0
+
+    @property
+    def shared(self) -> Ranges:
+        """Keys before ``start`` that every query of the group sees, without the ``taken`` ones."""
+        runs, ends = self.structure.path(self.start)
+        shared = _merged(runs[ends >= self.stop])
+        return _sliced(shared, self.taken, self.start) if self.taken else shared
+
+    @property
+    def partial(self) -> Ranges:
+        """Keys before ``start`` that only the first queries of the group see."""
+        runs, ends = self.structure.path(self.start)
+        return _merged(runs[ends < self.stop])
+
+    @property
+    def block(self) -> Ranges:
+        """The group's own tokens."""
+        return np.array([[self.start, self.stop]])
 
 
 @dataclass(frozen=True)
 class Column:
-    """Keys that the queries of several groups, [start, stop) together, all see."""
+    """Keys that the queries of several groups, [start, stop) together, all see.
 
-    start: int
+    Attributes:
+        first: the first of the groups.
+        stop: exclusive last query of the last.
+        low: first key, counted along the shared path of the first group.
+        high: exclusive last.
+    """
+
+    first: Group
     stop: int
-    keys: Ranges
+    low: int
+    high: int
+
+    @property
+    def start(self) -> int:
+        """The first query."""
+        return self.first.start
+
+    @property
+    def keys(self) -> Ranges:
+        """The keys, in packed order."""
+        return _sliced(replace(self.first, taken=0).shared, self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -71,12 +115,14 @@ class Structure:
         node_start: first token of each node, in packed order.
         node_end: ``subtree_end`` of each node.
         longest_path: largest number of tokens on a path.
+        kept: what users of the forest derive from it alone, under keys of their own.
     """
 
     subtree_end: IntArray
     node_start: IntArray
     node_end: IntArray
     longest_path: int
+    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _groups: dict[tuple[int, int], tuple[Group, ...]] = field(default_factory=dict, repr=False)
     _columns: dict[tuple[int, int], tuple[tuple[Column, ...], tuple[Group, ...]]] = field(
         default_factory=dict, repr=False
@@ -100,6 +146,25 @@ class Structure:
         longest = int((positions - closed).max()) + 1 if tokens else 0
         return cls(subtree_end, first, subtree_end[first], longest)
 
+    @cached_property
+    def _node_stop(self) -> IntArray:
+        return np.append(self.node_start[1:], len(self.subtree_end))
+
+    @cached_property
+    def _internal(self) -> IntArray:
+        """The nodes with children: no other can lie above another one."""
+        return np.flatnonzero(self.node_end > self._node_stop)
+
+    def path(self, start: int) -> tuple[IntArray, IntArray]:
+        """Return the runs of tokens [first, stop) above a token, ``[R, 2]``, and the ends of their subtrees ``[R]``."""
+        own = int(np.searchsorted(self.node_start, start, side="right")) - 1
+        inner = self._internal[: np.searchsorted(self._internal, own)]
+        nodes = inner[self.node_end[inner] > start]
+        if self.node_start[own] < start:
+            nodes = np.append(nodes, own)
+        runs = np.stack([self.node_start[nodes], np.minimum(self._node_stop[nodes], start)], axis=1)
+        return runs, self.node_end[nodes]
+
     def groups(self, min_rows: int, max_rows: int) -> tuple[Group, ...]:
         """Cut the tokens into groups of queries.
 
@@ -109,22 +174,25 @@ class Structure:
         found = self._groups.get((min_rows, max_rows))
         if found is None:
             cuts = self._cuts(min_rows, max_rows)
-            found = tuple(self._group(start, stop) for start, stop in zip(cuts[:-1], cuts[1:], strict=True))
+            found = tuple(self.group(start, stop) for start, stop in zip(cuts[:-1], cuts[1:], strict=True))
             self._groups[min_rows, max_rows] = found
         return found
+
+    def group(self, start: int, stop: int) -> Group:
+        """Return the queries [start, stop) as a group."""
+        return Group(self, start, stop, bool((self.subtree_end[start : stop - 1] >= stop).all()))
 
     def columns(self, min_rows: int, min_keys: int) -> tuple[tuple[Column, ...], tuple[Group, ...]]:
         """Return columns of at least ``min_keys`` keys, and the groups without the keys the columns hold."""
         found = self._columns.get((min_rows, min_keys))
         if found is None:
             groups = self.groups(min_rows, len(self.subtree_end))
-            found = self._columns[min_rows, min_keys] = _split_columns(groups, min_keys)
+            found = self._columns[min_rows, min_keys] = _split_columns(groups, self._common(groups), min_keys)
         return found
 
     def _cuts(self, min_rows: int, max_rows: int) -> list[int]:
         cuts = [0]
-        node_stops = np.append(self.node_start[1:], len(self.subtree_end)).tolist()
-        for start, stop in zip(self.node_start.tolist(), node_stops, strict=True):
+        for start, stop in zip(self.node_start.tolist(), self._node_stop.tolist(), strict=True):
             # The pending group [cuts[-1], start) closes before a big node and once it is big itself.
             if start > cuts[-1] and (stop - start >= min_rows or start - cuts[-1] >= min_rows):
                 cuts.append(start)
@@ -134,96 +202,90 @@ class Structure:
             cuts.append(len(self.subtree_end))
         return cuts
 
-    def _group(self, start: int, stop: int) -> Group:
-        on_path = (self.node_start < start) & (self.node_end > start)
-        chosen = np.flatnonzero(on_path)
-        node_stops = np.append(self.node_start[1:], len(self.subtree_end))
-        runs = np.stack([self.node_start[chosen], np.minimum(node_stops[chosen], start)], axis=1)
-        shared = self.node_end[chosen] >= stop
-        inner = self.subtree_end[start : stop - 1]
-        causal = bool((inner >= stop).all())
-        return Group(start, stop, _merged(runs[shared]), _merged(runs[~shared]), causal)
+    def _common(self, groups: Sequence[Group]) -> IntArray:
+        """Return how many keys each group shares with the next: tokens before it whose subtrees hold both."""
+        nodes = list(zip(self.node_start.tolist(), self._node_stop.tolist(), self.node_end.tolist(), strict=True))
+        # The nodes above the group at hand, outermost first: minus their ends (ascending), tokens up to each.
+        minus_ends: list[int] = []
+        tokens, common, pushed = [0], [], 0
+
+        def close(before: int) -> None:
+            while minus_ends and -minus_ends[-1] <= before:
+                minus_ends.pop()
+                tokens.pop()
+
+        for group, after in zip(groups[:-1], groups[1:], strict=True):
+            while pushed < len(nodes) and nodes[pushed][0] < group.start:
+                start, stop, end = nodes[pushed]
+                close(start)
+                minus_ends.append(-end)
+                tokens.append(tokens[-1] + stop - start)
+                pushed += 1
+            close(group.start)
+            found = bisect_right(minus_ends, -after.stop)
+            beyond = max(0, nodes[pushed - 1][1] - group.start) if pushed and found == len(minus_ends) else 0
+            common.append(tokens[found] - beyond)
+        return np.array(common, dtype=np.int64)
 
 
-def _split_columns(groups: tuple[Group, ...], min_keys: int) -> tuple[tuple[Column, ...], tuple[Group, ...]]:
+def _split_columns(
+    groups: tuple[Group, ...], common: IntArray, min_keys: int
+) -> tuple[tuple[Column, ...], tuple[Group, ...]]:
     """Give runs of groups one call for the leading keys that they share.
 
     The shared keys of neighbouring groups are prefixes of two paths, so their common keys are a common
     prefix; runs are the intervals of the array of those prefixes' lengths, as in a suffix array.
     """
-    common = [_common_prefix(a.shared, b.shared) for a, b in zip(groups[:-1], groups[1:], strict=True)]
-    taken, columns = [0] * len(groups), []
+    taken, columns = np.zeros(len(groups), dtype=np.int64), []
     runs = [(0, len(groups), 0)]
     while runs:
         first, last, done = runs.pop()
         if last - first < 2:
             continue
-        length = min(common[first : last - 1])
+        within = common[first : last - 1]
+        length = int(within.min())
         if length - done >= min_keys:
-            keys = _sliced(groups[first].shared, done, length)
-            columns.append(Column(groups[first].start, groups[last - 1].stop, keys))
-            taken[first:last] = [length] * (last - first)
+            columns.append(Column(groups[first], groups[last - 1].stop, done, length))
+            taken[first:last] = length
             done = length
-        cuts = [i + 1 for i in range(first, last - 1) if common[i] == length]
+        cuts = (first + 1 + np.flatnonzero(within == length)).tolist()
         runs += [(a, b, done) for a, b in zip([first, *cuts], [*cuts, last], strict=True)]
-    rest = [
-        replace(group, shared=_sliced(group.shared, done, count_tokens(group.shared)))
-        for group, done in zip(groups, taken, strict=True)
-    ]
+    rest = [replace(group, taken=count) for group, count in zip(groups, taken.tolist(), strict=True)]
     return tuple(columns), tuple(rest)
-
-
-def _common_prefix(first: Ranges, second: Ranges) -> int:
-    total = 0
-    for (start, stop), (other_start, other_stop) in zip(first, second, strict=False):
-        if start != other_start:
-            break
-        total += min(stop, other_stop) - start
-        if stop != other_stop:
-            break
-    return total
 
 
 def _sliced(ranges: Ranges, first: int, last: int) -> Ranges:
     """Return the tokens number [first, last) of the ranges."""
-    sliced: list[tuple[int, int]] = []
-    offset = 0
-    for start, stop in ranges:
-        low, high = max(start, start + first - offset), min(stop, start + last - offset)
-        if low < high:
-            sliced.append((low, high))
-        offset += stop - start
-    return tuple(sliced)
+    offsets = np.cumsum(ranges[:, 1] - ranges[:, 0]) - ranges[:, 1]  # number of a token minus the token
+    low, high = np.maximum(ranges[:, 0], first - offsets), np.minimum(ranges[:, 1], last - offsets)
+    return np.stack([low, high], axis=1)[low < high]
 
 
 def count_tokens(ranges: Ranges) -> int:
     """Return the number of tokens in the ranges."""
-    return sum(stop - start for start, stop in ranges)
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
+
+
+def joined(*parts: Ranges) -> Ranges:
+    """Return the ranges of all parts, in order; of two that touch, one is made."""
+    return _merged(np.concatenate(parts))
 
 
 def _merged(runs: IntArray) -> Ranges:
-    merged: list[tuple[int, int]] = []
-    for start, stop in runs.tolist():
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
+    apart = np.append(True, runs[1:, 0] != runs[:-1, 1])[: len(runs)]
+    last = np.append(apart[1:], True)[: len(runs)]
+    return np.stack([runs[apart, 0], runs[last, 1]], axis=1)
 
 
 def ranges_of(indices: IntArray) -> Ranges:
-    """Return sorted indices as ranges."""
-    if len(indices) == 0:
-        return ()
-    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
-    starts = indices[np.append(0, breaks)]
-    stops = indices[np.append(breaks, len(indices)) - 1] + 1
-    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+    """Return indices as ranges."""
+    return _merged(np.stack([indices, indices + 1], axis=1))
 
 
 def indices_of(ranges: Ranges) -> IntArray:
     """Return the tokens of the ranges in order."""
-    return np.concatenate([np.arange(start, stop) for start, stop in ranges] or [np.arange(0)])
+    counts = ranges[:, 1] - ranges[:, 0]
+    return np.repeat(ranges[:, 1] - np.cumsum(counts), counts) + np.arange(counts.sum())
 
 
 _recent: list[tuple[Tensor, Structure]] = []

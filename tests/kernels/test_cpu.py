@@ -99,9 +99,9 @@ def test_cpu_matches_reference_in_float64(ends_of: EndsOf, parents: list[int], n
     leaves = [q, k, v, *([chosen["sinks"]] if "sinks" in chosen else [])]
     ends = ends_of(parents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_MIN_ROWS", rows)
-        patch.setattr(tiles, "_MIN_COLUMN_KEYS", 8)
-        patch.setattr(tiles, "_UNSPLIT_KEYS", 8)
+        patch.setattr(tiles, "MIN_ROWS", rows)
+        patch.setattr(tiles, "MIN_COLUMN_KEYS", 8)
+        patch.setattr(tiles, "UNSPLIT_KEYS", 8)
         assert_same(lambda impl: tree_attention(q, k, v, ends, impl=impl, **chosen), leaves, 1e-10)
 
 
