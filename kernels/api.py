@@ -136,6 +136,8 @@ def _check_shapes(given: dict[str, Tensor]) -> None:
     kv_heads = given["k"].shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise InputError(f"k must have kv_heads dividing the {heads} heads of q, got {list(given['k'].shape)}")
+    if head_dim == 0:
+        raise InputError(f"q must have at least one feature per head, got {list(given['q'].shape)}")
     expected: dict[str, Sequence[int]] = {
         "k": (batch, kv_heads, tokens, head_dim),
         "v": (batch, kv_heads, tokens, given["v"].shape[-1]),

@@ -1,9 +1,9 @@
 """FlexAttention with the tree condition: the exact path for devices without a kernel of treefx's own.
 
-The block lists come from two extrema per key block, which are complete information on a forest's mask: the
-block pair (q in [q0, q1], k in [k0, k1]) has a visible pair iff ``k0 <= q1 and max(subtree_end[k0..k1]) >
-q0``, and only visible ones iff ``k1 <= q0 and min(subtree_end[k0..k1]) > q1``. The backward runs the forward
-again under autograd.
+The block lists come from the extrema of each key block: with key k seen from ``first[k]`` to ``end[k]`` (its own
+index and ``subtree_end``), the block pair (q in [q0, q1], k in [k0, k1]) has a visible pair only if ``min(first) <= q1
+and max(end) > q0``, and only visible ones iff ``max(first) <= q0 and min(end) > q1``. Without a boundary the former
+is exact too. The backward runs the forward again under autograd.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled
 from treefx.kernels.score import Score, evaluate
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "block_mask", "forward"]
 
 _BLOCK = 128
 
@@ -48,10 +48,10 @@ def _attend(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     with torch._dynamo.config.patch(specialize_float=True):
         out, aux = run(
             inputs.q,
-            inputs.k,
-            inputs.v,
+            inputs.keys,
+            inputs.values,
             score_mod=_score_mod(inputs, score),
-            block_mask=_block_mask(inputs.subtree_end, _mask_mod(inputs, score), exact=score.visible is None),
+            block_mask=block_mask(inputs, _mask_mod(inputs, score), exact=score.visible is None),
             scale=1.0,
             enable_gqa=inputs.q.shape[1] != inputs.k.shape[1],
             return_aux=AuxRequest(lse=True),
@@ -74,43 +74,63 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _score_mod(inputs: Inputs, score: Score) -> Callable[..., Tensor]:
-    buffers = tuple(inputs.buffers)
+    buffers, outside = tuple(inputs.buffers), _outside(inputs)
 
     def score_mod(dot: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        value = evaluate(score.value, dot=dot, q=q, k=k, head=head, batch=batch, buffers=buffers)
+        value = evaluate(score.value, dot=dot, q=q + outside, k=k, head=head, batch=batch, buffers=buffers)
         return value.to(dot.dtype)
 
     return score_mod
 
 
 def _mask_mod(inputs: Inputs, score: Score) -> Callable[..., Tensor]:
-    subtree_end, buffers = inputs.subtree_end, tuple(inputs.buffers)
+    buffers, outside = tuple(inputs.buffers), _outside(inputs)
+    first, end = inputs.intervals()
     dtype = accumulation_dtype(inputs.q)
 
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        visible = (k <= q) & (q < subtree_end[k])
+        q = q + outside
+        visible = (first[k] <= q) & (q < end[k])
         if score.visible is None:
             return visible
-        dot = torch.zeros((), dtype=dtype, device=subtree_end.device)  # a condition never reads it
+        dot = torch.zeros((), dtype=dtype, device=end.device)  # a condition never reads it
         extra = evaluate(score.visible, dot=dot, q=q, k=k, head=head, batch=batch, buffers=buffers)
         return visible & extra.to(torch.bool)
 
     return mask_mod
 
 
-def _block_mask(subtree_end: Tensor, mask_mod: Callable[..., Tensor], *, exact: bool) -> BlockMask:
-    tokens = subtree_end.shape[0]
-    blocks = -(-tokens // _BLOCK)
-    first = torch.arange(blocks, device=subtree_end.device) * _BLOCK
-    last = first + _BLOCK - 1
-    padded = torch.nn.functional.pad(subtree_end, (0, blocks * _BLOCK - tokens), value=0).view(blocks, _BLOCK)
-    nonempty = (first[None, :] <= last[:, None]) & (padded.amax(dim=1)[None, :] > first[:, None])
-    # A ragged block of queries or keys never counts as full: no end exceeds its last row, its padded ends are
-    # 0.
-    full = (last[None, :] <= first[:, None]) & (padded.amin(dim=1)[None, :] > last[:, None]) & exact
+def _outside(inputs: Inputs) -> int:
+    return 0 if inputs.boundary is None else inputs.boundary.k.shape[2]
+
+
+def block_mask(
+    inputs: Inputs, mask_mod: Callable[..., Tensor], *, exact: bool = True, block: int = _BLOCK
+) -> BlockMask:
+    """Return the lists of blocks, from the extrema of each block, with the condition for the partial ones.
+
+    Args:
+        inputs: whose ``subtree_end`` and boundary say who sees whom.
+        mask_mod: the condition on (batch, head, q, k).
+        exact: whether it is nothing but that, so that full blocks need not evaluate it.
+        block: tokens per side of a block.
+    """
+    begin, end = inputs.intervals()
+    tokens, keys = inputs.q.shape[2], begin.shape[0]
+    first = _outside(inputs) + torch.arange(-(-tokens // block), device=begin.device) * block
+    last = first + block - 1
+    # A ragged block of queries or keys never counts as full: no end exceeds its last row, padded keys are never
+    # seen.
+    never = int(torch.iinfo(torch.int32).max)
+    begin, end = (
+        torch.nn.functional.pad(x, (0, -keys % block), value=value).view(-1, block)
+        for x, value in ((begin, never), (end, 0))
+    )
+    nonempty = (begin.amin(dim=1)[None, :] <= last[:, None]) & (end.amax(dim=1)[None, :] > first[:, None])
+    full = (begin.amax(dim=1)[None, :] <= first[:, None]) & (end.amin(dim=1)[None, :] > last[:, None]) & exact
     partial_lists, full_lists = _block_lists(nonempty & ~full), _block_lists(full)
     return BlockMask.from_kv_blocks(
-        *partial_lists, *full_lists, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(tokens, tokens)
+        *partial_lists, *full_lists, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(tokens, keys)
     )
 
 

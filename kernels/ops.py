@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels import cpu, flex, reference
+from treefx.kernels import cpu, cuda, flex, reference
 from treefx.kernels.common import Inputs, empty_heads_inside, empty_outputs
 from treefx.kernels.score import Score
+from treefx.kernels.triton_tree import support as triton_support
 
-__all__ = ["IMPLEMENTATIONS", "attend"]
+__all__ = ["IMPLEMENTATIONS", "OPERATOR_TAGS", "attend"]
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "flex", "triton")
-"""Values of ``impl``. ``auto``: ``cpu`` for CPU tensors (``reference`` for float64), ``flex`` for others."""
+"""Values of ``impl``. ``auto``: ``cpu`` on the CPU; on CUDA ``triton`` where it runs and gives the reference's numbers,
+else ``flex`` with a warning; ``reference`` for float64."""
+
+OPERATOR_TAGS = (torch.Tag.cudagraph_unsafe,)
+"""The tile lists of a forest are made on the host: a captured CUDA graph would replay those of another forest."""
 
 
 def attend(
@@ -57,28 +62,31 @@ def attend(
     return result
 
 
-def choose_implementation(impl: str, q: Tensor) -> Any:
-    """Return the module that runs ``impl`` for tensors like ``q``."""
-    on_cpu = q.device.type == "cpu"
+def choose_implementation(impl: str, inputs: Inputs) -> Any:
+    """Return the module that runs ``impl`` for these inputs."""
+    q = inputs.q
     if impl == "auto":
-        impl = "flex" if not on_cpu else "reference" if q.dtype == torch.float64 else "cpu"
+        on_device = cpu if q.device.type == "cpu" else cuda
+        return reference if q.dtype == torch.float64 else on_device
     if impl == "reference":
         return reference
     if impl == "flex":
         return flex
     if impl == "cpu":
-        if not on_cpu:
+        if q.device.type != "cpu":
             raise UnsupportedError(f"impl='cpu' must get tensors on the CPU, got {q.device}: use impl='auto'")
         return cpu
     if impl == "triton":
-        raise UnsupportedError(
-            "impl='triton' must name a kernel that is built in, and there is none yet: use impl='auto' "
-            "(FlexAttention on CUDA tensors, ATen's flash kernels on the CPU)"
-        )
+        reason = triton_support.refusal(q)
+        if reason is not None:
+            raise UnsupportedError(f"impl='triton' {reason}")
+        from treefx.kernels.triton_tree import attention  # only here: it brings in templates and sympy
+
+        return attention
     raise InputError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
 
 
-@torch.library.custom_op("treefx::tree_attention", mutates_args=())
+@torch.library.custom_op("treefx::tree_attention", mutates_args=(), tags=OPERATOR_TAGS)
 def _tree_attention(
     q: Tensor,
     k: Tensor,
@@ -94,7 +102,8 @@ def _tree_attention(
         out, lse = empty_outputs(q, v)
         return out.zero_(), lse.fill_(-torch.inf)
     with torch.autocast(q.device.type, enabled=False):  # dtypes are settled outside
-        result: tuple[Tensor, Tensor] = choose_implementation(impl, q).forward(inputs, Score.from_json(score))
+        parsed = Score.from_json(score)
+        result: tuple[Tensor, Tensor] = choose_implementation(impl, inputs).forward(inputs, parsed)
     return result
 
 
@@ -112,7 +121,7 @@ def _(
     return empty_outputs(q, v)
 
 
-@torch.library.custom_op("treefx::tree_attention_backward", mutates_args=())
+@torch.library.custom_op("treefx::tree_attention_backward", mutates_args=(), tags=OPERATOR_TAGS)
 def _tree_attention_backward(
     grad_out: Tensor,
     q: Tensor,
@@ -132,9 +141,10 @@ def _tree_attention_backward(
     if q.numel() == 0 or v.numel() == 0:
         first, second, third, *rest = [torch.zeros_like(leaf) for leaf in inputs.differentiable(buffer_grads)]
         return _laid_out(first), _laid_out(second), _laid_out(third), rest
-    module = choose_implementation(impl, q)
+    parsed = Score.from_json(score)
+    module = choose_implementation(impl, inputs)
     with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv, rest = module.backward(grad_out, inputs, out, lse, Score.from_json(score), buffer_grads)
+        dq, dk, dv, rest = module.backward(grad_out, inputs, out, lse, parsed, buffer_grads)
     return _laid_out(dq), _laid_out(dk), _laid_out(dv), rest
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treefx.errors import UnsupportedError
 from treefx.kernels import tree_attention
+from treefx.kernels.common import Inputs
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score, make_score
 
@@ -139,7 +140,8 @@ def test_flex_block_lists_hold_exactly_the_visible_blocks() -> None:
     ends = torch.cat([comb(301), torch.full((400,), 701, dtype=torch.int32)])
     index = torch.arange(701)
     dense = (index[None] <= index[:, None]) & (index[:, None] < ends[None])
-    mask = flex._block_mask(ends, lambda b, h, q, k: (k <= q) & (q < ends[k]), exact=True)
+    inputs = Inputs(*torch.empty(3, 1, 1, 701, 1), ends)
+    mask = flex.block_mask(inputs, lambda b, h, q, k: (k <= q) & (q < ends[k]), exact=True)
     blocks = torch.nn.functional.pad(dense, (0, 67, 0, 67)).view(6, 128, 6, 128).transpose(1, 2)
     whole = blocks.flatten(2).all(dim=2)
     assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.flatten(2).any(dim=2))
@@ -147,5 +149,5 @@ def test_flex_block_lists_hold_exactly_the_visible_blocks() -> None:
 
 
 def test_triton_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="impl='triton'.*use impl='auto'"):
+    with pytest.raises(UnsupportedError, match="impl='triton'.*CUDA device, got the CPU: use impl='auto'"):
         tree_attention(*draw(3), comb(3), impl="triton")

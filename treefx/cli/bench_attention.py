@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from treefx.cli.bench_step import WrongResultError
+from treefx.errors import InputError
 from treefx.kernels import tree_attention
 
-__all__ = ["CASES", "Tree", "run"]
+__all__ = ["CASES", "Tree", "agent_nodes", "choose_device", "repeated_nodes", "run", "thought_nodes"]
 
 _TOLERANCE = 1e-4
 _CHECKED_HEADS = 1
@@ -55,13 +56,13 @@ class Tree:
         return rows
 
 
-def _repeated(count: int, prefix: int, leaves: int, length: int) -> tuple[tuple[int, int], ...]:
+def repeated_nodes(count: int, prefix: int, leaves: int, length: int) -> tuple[tuple[int, int], ...]:
     """Return ``count`` prefixes with ``leaves`` continuations each."""
     trees = ([(-1, prefix), *[(tree * (leaves + 1), length)] * leaves] for tree in range(count))
     return tuple(node for tree in trees for node in tree)
 
 
-def _agent_nodes(count: int = 102) -> tuple[tuple[int, int], ...]:
+def agent_nodes(count: int = 102) -> tuple[tuple[int, int], ...]:
     """Return a conversation that forks now and then: a long system prompt, then turns of 30 to 70 tokens."""
     random = np.random.default_rng(0)
     nodes, path = [(-1, 1000)], [0]
@@ -73,7 +74,7 @@ def _agent_nodes(count: int = 102) -> tuple[tuple[int, int], ...]:
     return tuple(nodes)
 
 
-def _thought_nodes(depth: int = 4, width: int = 4) -> tuple[tuple[int, int], ...]:
+def thought_nodes(depth: int = 4, width: int = 4) -> tuple[tuple[int, int], ...]:
     """Return a full tree of short thoughts, 15 to 45 tokens each."""
     random = np.random.default_rng(0)
     nodes: list[tuple[int, int]] = []
@@ -89,12 +90,23 @@ def _thought_nodes(depth: int = 4, width: int = 4) -> tuple[tuple[int, int], ...
 
 
 CASES = (
-    Tree("prefix 2048 + 8 x 256", _repeated(1, 2048, 8, 256)),
-    Tree("GRPO 2 x (512 + 8 x 512)", _repeated(2, 512, 8, 512)),
-    Tree("DPO 8 x (384 + 2 x 192)", _repeated(8, 384, 2, 192)),
-    Tree("agent, 102 nodes", _agent_nodes()),
-    Tree("tree of thought, 341 nodes", _thought_nodes()),
+    Tree("prefix 2048 + 8 x 256", repeated_nodes(1, 2048, 8, 256)),
+    Tree("GRPO 2 x (512 + 8 x 512)", repeated_nodes(2, 512, 8, 512)),
+    Tree("DPO 8 x (384 + 2 x 192)", repeated_nodes(8, 384, 2, 192)),
+    Tree("agent, 102 nodes", agent_nodes()),
+    Tree("tree of thought, 341 nodes", thought_nodes()),
 )
+
+
+def choose_device(device: str) -> str:
+    """Return ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        InputError: it is neither of them, nor ``"auto"``.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device must be auto, cpu or cuda, got {device!r}")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def run(

@@ -1,0 +1,107 @@
+"""Attention of a part with a boundary on the CPU: own keys as a forest of its own, the boundary as rectangles.
+
+Runs of boundary keys that the same own queries [lo, hi) see are rectangles without a mask, which ATen's flash kernel
+takes whole; a part with one topmost token has exactly one. They are merged with the own keys by log-sum-exp and
+differentiated with the merged out and lse, like the rectangles of :mod:`treefx.kernels.cpu`. Any score but a plain
+multiple of q.k without a condition runs densely (:mod:`treefx.kernels.reference`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treefx.kernels import cpu, reference
+from treefx.kernels.common import Inputs, accumulation_dtype, empty_outputs, sink_gradient
+from treefx.kernels.score import Score, linear_in_dot
+
+__all__ = ["backward", "forward"]
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """Own queries ``rows`` that all see the boundary keys ``keys``."""
+
+    rows: slice
+    keys: slice
+
+
+def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
+    """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
+    factor = _plain_factor(inputs, score)
+    if factor is None:
+        return reference.forward(inputs, score)
+    own, lse = cpu.forward(_own(inputs), score)
+    assert inputs.boundary is not None
+    out = own.to(lse.dtype)
+    for part in _rectangles(inputs):
+        k, v = (_dense_last(x[:, :, part.keys]) for x in (inputs.boundary.k, inputs.boundary.v))
+        part_out, part_lse = _flash(_dense_last(inputs.q[:, :, part.rows]), k, v, 0.0, False, scale=factor)
+        merged = torch.logaddexp(lse[:, :, part.rows], part_lse)
+        out[:, :, part.rows] *= torch.exp(lse[:, :, part.rows] - merged)[..., None]
+        out[:, :, part.rows] += part_out * torch.exp(part_lse - merged)[..., None]
+        lse[:, :, part.rows] = merged
+    if inputs.sinks is not None:
+        with_sink = torch.logaddexp(lse, inputs.sinks.to(lse.dtype)[None, :, None])
+        out *= torch.exp(lse - with_sink)[..., None]
+        lse = with_sink
+    return empty_outputs(inputs.q, inputs.v)[0].copy_(out), lse
+
+
+def backward(
+    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return the gradients of q, k, v, and a list: k and v of the boundary, sinks if given, the marked buffers."""
+    factor = _plain_factor(inputs, score)
+    if factor is None:
+        return reference.backward(grad_out, inputs, out, lse, score, buffer_grads)
+    dtype, boundary = accumulation_dtype(inputs.q), inputs.boundary
+    assert boundary is not None
+    dq, dk, dv, marked = cpu.backward(grad_out, _own(inputs), out, lse, score, buffer_grads)
+    dq = dq.to(dtype)
+    dbk, dbv = torch.zeros_like(boundary.k, dtype=dtype), torch.zeros_like(boundary.v, dtype=dtype)
+    for part in _rectangles(inputs):
+        grad, q, row_out, row_lse = (_dense_last(x[:, :, part.rows]) for x in (grad_out, inputs.q, out, lse))
+        k, v = (_dense_last(x[:, :, part.keys]) for x in (boundary.k, boundary.v))
+        part_q, part_k, part_v = _flash_backward(grad, q, k, v, row_out, row_lse, 0.0, False, scale=factor)
+        dq[:, :, part.rows] += part_q
+        dbk[:, :, part.keys] += part_k
+        dbv[:, :, part.keys] += part_v
+    sinks = [] if inputs.sinks is None else [sink_gradient(grad_out, out, lse, inputs.sinks)]
+    outside = [dbk.to(boundary.k.dtype), dbv.to(boundary.v.dtype)]
+    return dq.to(inputs.q.dtype), dk, dv, [*outside, *sinks, *marked]
+
+
+def _plain_factor(inputs: Inputs, score: Score) -> float | None:
+    """The factor of q.k where that is the whole logit and there is no condition but the tree's."""
+    linear = linear_in_dot(score.value)
+    if linear is None or linear[1] is not None or score.visible is not None:
+        return None
+    return linear[0] if inputs.q.shape[-1] == inputs.v.shape[-1] else None
+
+
+def _dense_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _own(inputs: Inputs) -> Inputs:
+    return replace(inputs, boundary=None, sinks=None)
+
+
+def _rectangles(inputs: Inputs) -> list[_Rectangle]:
+    assert inputs.boundary is not None
+    lo, hi = inputs.boundary.lo.numpy(), inputs.boundary.hi.numpy()
+    if not len(lo):
+        return []
+    first = np.flatnonzero(np.diff(lo, prepend=-1) | np.diff(hi, prepend=-1))
+    last = np.append(first[1:], len(lo))
+    return [
+        _Rectangle(slice(int(lo[a]), int(hi[a])), slice(int(a), int(b)))
+        for a, b in zip(first, last, strict=True)
+        if lo[a] < hi[a]
+    ]

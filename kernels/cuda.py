@@ -1,0 +1,122 @@
+"""``impl="auto"`` on a device: the generated kernels where they are right, FlexAttention everywhere else.
+
+The first tokens of a forest are a forest. So when a process first meets an attention of some kind, it runs that much
+of it on the generated kernels and on the dense reference, forward and backward. If a kernel cannot be made or differs,
+FlexAttention takes all attentions of this kind over, with one warning.
+"""
+
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from treefx.errors import InputError, UnsupportedError
+from treefx.kernels import flex, reference
+from treefx.kernels.common import Inputs, relative_error
+from treefx.kernels.score import Score
+from treefx.kernels.triton_tree import support
+
+__all__ = ["READS_BOUNDARY", "backward", "forward"]
+
+READS_BOUNDARY = True
+"""Both implementations behind this one read keys from outside."""
+_CHECKED_TOKENS = 512
+_TOLERANCE = {torch.float32: 1e-3}
+_SIXTEEN_BITS_TOLERANCE = 0.02
+"""Relative error of a whole result; a wrong tile is off by far more."""
+_SOFT_MASK = -1e30
+"""A log-sum-exp below it: the row saw nothing but masking constants, so its gradients mean nothing."""
+
+_problems: dict[Hashable, str | None] = {}
+
+
+def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
+    """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
+    result: tuple[Tensor, Tensor] = _chosen(inputs, score).forward(inputs, score)
+    return result
+
+
+def backward(
+    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers."""
+    chosen = _chosen(inputs, score)
+    result: tuple[Tensor, Tensor, Tensor, list[Tensor]] = chosen.backward(
+        grad_out, inputs, out, lse, score, buffer_grads
+    )
+    return result
+
+
+def _chosen(inputs: Inputs, score: Score) -> ModuleType:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    shape = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+    buffers = tuple((buffer.dtype, buffer.ndim) for buffer in inputs.buffers)
+    key = score.to_json(), buffers, q.dtype, q.device, shape, inputs.sinks is None, inputs.boundary is None
+    if key not in _problems:
+        _problems[key] = problem = _problem_of(inputs, score)
+        if problem is not None:
+            warnings.warn(
+                f"treefx: FlexAttention runs this attention instead of a generated kernel, slower: {problem}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    if _problems[key] is not None:
+        return flex
+    from treefx.kernels.triton_tree import attention  # only here: it brings in templates and sympy
+
+    return attention
+
+
+def _problem_of(inputs: Inputs, score: Score) -> str | None:
+    refusal = support.refusal(inputs.q)
+    if refusal is not None:
+        return f"it {refusal}"
+    try:
+        with torch.inference_mode(False):
+            errors = _errors(_first_tokens(inputs), score)
+    except UnsupportedError as reason:
+        return str(reason)
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except Exception as reason:  # whatever the compiler or the launch raises: FlexAttention is there
+        return f"{type(reason).__name__}: {str(reason)[:200]}"
+    tolerance = _TOLERANCE.get(inputs.q.dtype, _SIXTEEN_BITS_TOLERANCE)
+    wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= tolerance]  # NaN is wrong too
+    return f"relative to the reference it is off in {', '.join(wrong)}" if wrong else None
+
+
+def _first_tokens(inputs: Inputs) -> Inputs:
+    """Return the first tokens of the first element of the batch."""
+    tokens, boundary = min(_CHECKED_TOKENS, inputs.q.shape[2]), inputs.boundary
+    q, k, v = (_usable(tensor[:1, :, :tokens]) for tensor in (inputs.q, inputs.k, inputs.v))
+    ends = inputs.subtree_end[:tokens].clamp(max=tokens)
+    if boundary is not None:
+        keys, values = _usable(boundary.k[:1]), _usable(boundary.v[:1])
+        boundary = replace(boundary, k=keys, v=values, hi=boundary.hi.clamp(max=tokens))
+    buffers = [_usable(buffer) for buffer in inputs.buffers]
+    sinks = None if inputs.sinks is None else _usable(inputs.sinks)
+    return replace(inputs, q=q, k=k, v=v, subtree_end=ends, buffers=buffers, sinks=sinks, boundary=boundary)
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    """Return the tensor as one that the reference's autograd takes: those of inference mode are copied."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _errors(inputs: Inputs, score: Score) -> dict[str, float]:
+    from treefx.kernels.triton_tree import attention
+
+    unmarked = [False] * len(inputs.buffers)
+    wanted, lse = reference.forward(inputs, score)
+    generator = torch.Generator(wanted.device).manual_seed(0)  # not the program's own random numbers
+    grad = torch.randn(wanted.shape, generator=generator, device=wanted.device).to(wanted.dtype)
+    grad = grad.masked_fill((lse < _SOFT_MASK)[..., None], 0.0)
+    *wanted_grads, others = reference.backward(grad, inputs, wanted, lse, score, unmarked)
+    got, got_lse = attention.forward(inputs, score, path="plain")
+    *grads, rest = attention.backward(grad, inputs, got, got_lse, score, unmarked, path="plain")
+    names = ("the output", "dq", "dk", "dv", *(f"gradient {number}" for number in range(4, 4 + len(rest))))
+    pairs = zip(names, (got, *grads, *rest), (wanted, *wanted_grads, *others), strict=True)
+    return {name: relative_error(first, second) for name, first, second in pairs}

@@ -1,0 +1,273 @@
+"""Which tiles of the attention matrix a kernel must visit, from interval arithmetic on blocks of keys.
+
+Key j is seen by the queries ``low[j] <= q < high[j]``; a token's own key has ``low = j, high = subtree_end[j]``.
+For a block of keys the queries that meet it are one interval of query blocks, and those that meet *only* visible
+pairs are another, inside the first:
+
+* nonempty iff ``min(low) <= q1`` and ``max(high) > q0`` (exact for own keys, conservative for others);
+* full iff ``max(low) <= q0`` and ``min(high) > q1``.
+
+So the lists need no matrix of blocks: time and memory are linear in the tokens plus the listed tiles. A condition of
+the score is decided per tile by :mod:`treefx.kernels.tile_bounds`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.kernels.score import Expr
+from treefx.kernels.tile_bounds import Extrema, decide_tiles
+
+__all__ = ["Keys", "TileLists", "TreeBlocks", "build_blocks", "find_blocks", "find_node_length"]
+
+_CACHED = 32
+_PAIRS_AT_ONCE = 1 << 22
+"""Tiles that are decided in one go: bounds the memory of the conditions."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one launch.
+
+    Attributes:
+        high: exclusive last query that sees each key, int32 ``[K]``; not above ``low`` where none does.
+        low: first query that sees each key, int32 ``[K]``; ``None``: the key's own index.
+        base: index of the first key in score expressions.
+        query_base: index of the first query in score expressions.
+    """
+
+    high: Tensor
+    low: Tensor | None = None
+    base: int = 0
+    query_base: int = 0
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """The tiles of one side for every block of the other side, in CSR form, all int32.
+
+    Attributes:
+        order: blocks, those with the longest lists first ``[blocks]``.
+        start: first entry of each block ``[blocks + 1]``.
+        middle: exclusive end of each block's full tiles, which come before its partial ones ``[blocks]``.
+        tiles: block numbers of the other side ``[entries]``.
+    """
+
+    order: Tensor
+    start: Tensor
+    middle: Tensor
+    tiles: Tensor
+
+
+@dataclass(frozen=True)
+class TreeBlocks:
+    """Tile lists in both directions, and what the mask of a partial tile reads.
+
+    Attributes:
+        query_block: queries per block.
+        key_block: keys per block.
+        low: as in :class:`Keys`.
+        size: ``high - low``, 0 where nobody sees the key, int32 ``[K]``: q sees key j iff ``unsigned(q - low[j]) <
+            size[j]``.
+        by_query: key blocks of each query block (forward, dq).
+        by_key: query blocks of each key block (dk, dv).
+    """
+
+    query_block: int
+    key_block: int
+    low: Tensor | None
+    size: Tensor
+    by_query: TileLists
+    by_key: TileLists
+
+
+def build_blocks(
+    keys: Keys,
+    queries: int,
+    query_block: int,
+    key_block: int,
+    visible: Expr | None = None,
+    buffers: Sequence[Tensor] = (),
+) -> TreeBlocks:
+    """Build the tile lists; on a CUDA device the host waits for it once, twice with a condition.
+
+    Args:
+        keys: the keys, on the device that the lists shall be on.
+        queries: number of queries.
+        query_block: queries per tile.
+        key_block: keys per tile.
+        visible: extra condition of the score; tiles where it is provably false are left out, and only those where
+            it is provably true count as full.
+        buffers: what the condition loads from.
+    """
+    device = keys.high.device
+    own = torch.arange(len(keys.high), device=device, dtype=torch.int32)
+    low = own if keys.low is None else keys.low
+    begin, stop, full_begin, full_stop = _intervals(low, keys.high, queries, query_block, key_block)
+    key_tile, query_tile = _pairs(begin, stop)
+    full = (query_tile >= full_begin[key_tile]) & (query_tile < full_stop[key_tile])
+    if visible is not None:
+        query_extrema = Extrema("q", torch.arange(queries, device=device) + keys.query_base, query_block, buffers)
+        key_extrema = Extrema("k", own.to(torch.int64) + keys.base, key_block, buffers)
+        never, always = _decide(visible, query_extrema, key_extrema, query_tile, key_tile)
+        kept = (~never).nonzero()[:, 0]
+        key_tile, query_tile, full = key_tile[kept], query_tile[kept], (full & always)[kept]
+    query_blocks, key_blocks = -(-queries // query_block), len(begin)
+    return TreeBlocks(
+        query_block,
+        key_block,
+        keys.low,
+        (keys.high - low).clamp(min=0).to(torch.int32).contiguous(),  # as an unsigned number
+        _lists(query_tile, key_tile, full, query_blocks),
+        _lists(key_tile, query_tile, full, key_blocks),
+    )
+
+
+def _intervals(
+    low: Tensor, high: Tensor, queries: int, query_block: int, key_block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return per key block the query blocks [begin, stop) it meets and those [begin, stop) it fills."""
+    blocks = -(-len(low) // key_block)
+    padding = blocks * key_block - len(low)
+
+    def padded(values: Tensor, filler: int) -> Tensor:
+        return torch.nn.functional.pad(values.to(torch.int64), (0, padding), value=filler).view(blocks, key_block)
+
+    begin = padded(low, queries).amin(1).clamp(0, queries) // query_block
+    last = padded(high, 0).amax(1).clamp(0, queries)
+    stop = (last + query_block - 1) // query_block
+    # Keys that do not exist are seen by nobody, so a ragged block of keys is never full.
+    full_begin = (padded(low, queries).amax(1).clamp(min=0) + query_block - 1) // query_block
+    smallest = padded(high, 0).amin(1)
+    total = -(-queries // query_block)
+    full_stop = torch.where(smallest >= queries, total, smallest // query_block)  # the last query block may be ragged
+    return begin, torch.maximum(stop, begin), full_begin, full_stop
+
+
+def _pairs(begin: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """Return every (key block, query block) of the intervals, by key block."""
+    counts = stop - begin
+    first = counts.cumsum(0) - counts
+    key_tile = torch.repeat_interleave(torch.arange(len(begin), device=begin.device), counts)
+    query_tile = torch.arange(len(key_tile), device=begin.device) - first[key_tile] + begin[key_tile]
+    return key_tile, query_tile
+
+
+def _decide(
+    visible: Expr, queries: Extrema, keys: Extrema, query_tile: Tensor, key_tile: Tensor
+) -> tuple[Tensor, Tensor]:
+    parts = [
+        decide_tiles(visible, queries, keys, rows, columns)
+        for rows, columns in zip(*(torch.split(tile, _PAIRS_AT_ONCE) for tile in (query_tile, key_tile)), strict=True)
+    ]
+    never, always = zip(*parts, strict=True)
+    return torch.cat(never), torch.cat(always)
+
+
+def _lists(block: Tensor, tile: Tensor, full: Tensor, blocks: int) -> TileLists:
+    """Group the tiles by block, full ones first, in ascending order."""
+    entry, by_block = torch.sort(2 * block + (~full).to(torch.int64), stable=True)
+    bounds = torch.searchsorted(entry, torch.arange(2 * blocks + 1, device=block.device))
+    start, middle = bounds[::2], bounds[1::2]
+    return TileLists(
+        torch.argsort(start[1:] - start[:-1], descending=True, stable=True).to(torch.int32),
+        start.to(torch.int32),
+        middle.to(torch.int32),
+        tile[by_block].to(torch.int32),
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    settings: tuple[object, ...]
+    given: tuple[Tensor, ...]
+    """The caller's tensors, held so that no other tensor can take their place in memory."""
+    versions: tuple[int | None, ...]
+    copies: tuple[Tensor, ...]
+    value: Any
+
+
+_recent: list[_Entry] = []
+_lock = Lock()
+
+
+def find_blocks(
+    keys: Keys,
+    queries: int,
+    query_block: int,
+    key_block: int,
+    visible: Expr | None = None,
+    buffers: Sequence[Tensor] = (),
+) -> TreeBlocks:
+    """Return :func:`build_blocks` of the arguments; layers, forward and backward of one step share it.
+
+    On the CPU a hit is verified by content. On a CUDA device it goes by the identity and version of the tensors, so
+    that nothing waits for the device; the device itself checks the content and stops the program if a tensor was
+    overwritten behind autograd's back.
+    """
+    read = [buffers[number] for number in sorted(_loads(visible))]
+    given = tuple(tensor for tensor in (keys.high, keys.low, *read) if tensor is not None)
+    settings = (queries, query_block, key_block, repr(visible), keys.base, keys.query_base, keys.low is None)
+    blocks: TreeBlocks = _remembered(
+        settings, given, lambda: build_blocks(keys, queries, query_block, key_block, visible, buffers)
+    )
+    return blocks
+
+
+def find_node_length(subtree_end: Tensor) -> int:
+    """Return the mean number of tokens of a forest's nodes, rounded down to a power of two; remembered like the lists.
+
+    Args:
+        subtree_end: int32 ``[N]``. A token goes on the node of the token before it iff their subtrees end alike.
+    """
+
+    def count() -> int:
+        nodes = 1 + int((subtree_end[1:] != subtree_end[:-1]).sum())
+        return 1 << (max(1, len(subtree_end) // nodes).bit_length() - 1)
+
+    length: int = _remembered(("node length",), (subtree_end,), count)
+    return length
+
+
+def _remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
+    with _lock:  # backward runs in threads of its own
+        for position, entry in enumerate(_recent):
+            if entry.settings == settings and _same(entry, given):
+                _recent.insert(0, _recent.pop(position))
+                return entry.value
+        value = build()
+        versions = tuple(_version(tensor) for tensor in given)
+        _recent.insert(0, _Entry(settings, given, versions, tuple(tensor.clone() for tensor in given), value))
+        del _recent[_CACHED:]
+    return value
+
+
+def _loads(expr: Expr | None) -> set[int]:
+    if expr is None:
+        return set()
+    inner = [_loads(item) for item in expr[1:] if isinstance(item, tuple)]
+    return set().union(*inner, {expr[1]} if expr[0] == "load" else ())
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _same(entry: _Entry, given: tuple[Tensor, ...]) -> bool:
+    if any(
+        old.shape != new.shape or old.dtype != new.dtype or old.device != new.device
+        for old, new in zip(entry.given, given, strict=True)
+    ):
+        return False
+    if given[0].device.type == "cpu" or any(_version(tensor) is None for tensor in given):
+        return all(torch.equal(old, new) for old, new in zip(entry.copies, given, strict=True))
+    for old, version, new in zip(entry.given, entry.versions, given, strict=True):
+        if old.data_ptr() != new.data_ptr() or old.stride() != new.stride() or _version(new) != version:
+            return False
+    for copy, new in zip(entry.copies, given, strict=True):
+        torch._assert_async((copy == new).all(), "a forest tensor was overwritten without a new version")
+    return True

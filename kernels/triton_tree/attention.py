@@ -1,0 +1,170 @@
+"""``impl="triton"``: generated kernels for tree attention, forward and backward."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from treefx.kernels.common import Inputs, empty_heads_inside, empty_outputs
+from treefx.kernels.score import Score
+from treefx.kernels.tree_blocks import find_node_length
+from treefx.kernels.triton_tree.buffer_gradients import buffer_gradients
+from treefx.kernels.triton_tree.configs import Config, Problem, usable_shared_memory
+from treefx.kernels.triton_tree.launch import Attention, KeySource, dense_features
+from treefx.kernels.triton_tree.paths import checked, on_path
+from treefx.kernels.triton_tree.support import interpreted
+from treefx.kernels.triton_tree.tuning import best_config, tuned
+
+__all__ = ["READS_BOUNDARY", "backward", "backward_from", "forward", "forward_from"]
+
+READS_BOUNDARY = True
+"""Keys from outside the launch are read where they are."""
+
+
+def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``, on the best path or the given one."""
+    attention = _attention(inputs, score)
+
+    def run(chosen: Attention) -> list[Tensor]:
+        return list(forward_from(chosen, chosen.sources()))
+
+    out, lse = run(on_path(attention, path)) if path else checked("forward", attention, [], run)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    score: Score,
+    buffer_grads: Sequence[bool],
+    *,
+    path: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers."""
+    attention = _attention(inputs, score)
+    grad_out, out = dense_features([grad_out, out])
+    delta = _delta(attention, grad_out, out)
+
+    def run(chosen: Attention) -> list[Tensor]:
+        dq, pairs = backward_from(chosen, chosen.sources(), grad_out, lse, delta)
+        return [dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
+
+    dq, dk, dv, *rest = run(on_path(attention, path)) if path else checked("backward", attention, [grad_out], run)
+    if inputs.sinks is not None:
+        weight = torch.exp(inputs.sinks.to(lse.dtype)[None, :, None] - lse)
+        rest.append((-(weight * delta).sum(dim=(0, 2))).to(inputs.sinks.dtype))
+    if any(buffer_grads):
+        rest += buffer_gradients(grad_out, inputs, lse, delta, score, buffer_grads)
+    return dq, dk, dv, rest
+
+
+def forward_from(attention: Attention, sources: Sequence[KeySource]) -> tuple[Tensor, Tensor]:
+    """Attend to several sources of keys, one launch each; every launch goes on from the result before.
+
+    Args:
+        attention: the queries, the score, the path.
+        sources: keys and values; a source may be empty.
+
+    Returns:
+        The output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]`` over all sources and the sinks.
+    """
+    inputs = attention.inputs
+    out, lse = empty_outputs(inputs.q, inputs.v)
+    previous: tuple[Tensor, Tensor] | None = None
+    used = [source for source in sources if len(source)] or list(sources[-1:])
+    with _device_of(inputs.q):
+        for source in used[:-1]:
+            result = out.new_empty(out.shape, dtype=torch.float32), torch.empty_like(lse)
+            attention.forward(source, *result, previous).run()
+            previous = result
+        tuned(attention, "forward", lambda chosen: chosen.forward(used[-1], out, lse, previous)).run()
+    return out, lse
+
+
+def backward_from(
+    attention: Attention, sources: Sequence[KeySource], grad_out: Tensor, lse: Tensor, delta: Tensor
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Differentiate :func:`forward_from`.
+
+    Args:
+        attention: as in the forward.
+        sources: as in the forward.
+        grad_out: ``[B, H, N, Dv]``, features side by side.
+        lse: log-sum-exp over all sources and the sinks, ``[B, H, N]``.
+        delta: ``sum(grad_out * out)``, ``[B, H, N]``.
+
+    Returns:
+        The gradient of q, and those of k and v of every source, one row per key also where the source is a pool.
+    """
+    inputs = attention.inputs
+    pairs, previous = [], None
+    last = max((number for number, source in enumerate(sources) if len(source)), default=0)
+    dq = empty_heads_inside(inputs.q, inputs.q.shape[-1])
+    with _device_of(inputs.q):
+        for number, source in enumerate(sources):
+            dk, dv = (_gradient_of(tensor, len(source)) for tensor in (source.k, source.v))
+            pairs.append((dk, dv))
+            if not len(source):
+                continue
+            target = dq if number == last else torch.empty_like(dq, dtype=torch.float32)
+            keys = partial(
+                Attention.backward_keys, source=source, grad_out=grad_out, lse=lse, delta=delta, dk=dk, dv=dv
+            )
+            queries = partial(
+                Attention.backward_queries, source=source, grad_out=grad_out, lse=lse, delta=delta, dq=target
+            )
+            tuned(attention, "backward_keys", keys).run()
+            tuned(attention, "backward_queries", partial(queries, previous=previous)).run()
+            previous = target
+    return dq if previous is not None else dq.zero_(), pairs
+
+
+def _attention(inputs: Inputs, score: Score) -> Attention:
+    if interpreted():
+        return Attention(_dense(inputs), score, choose=_interpreted_config)
+    major, minor = torch.cuda.get_device_capability(inputs.q.device)
+    return Attention(
+        _dense(inputs),
+        score,
+        choose=best_config,
+        node_length=find_node_length(inputs.subtree_end),
+        shared_limit=usable_shared_memory(10 * major + minor),
+    )
+
+
+def _interpreted_config(problem: Problem) -> Config:
+    return Config(64, 64, 4, 1)  # tiles as on a device; nothing is short
+
+
+def _delta(attention: Attention, grad_out: Tensor, out: Tensor) -> Tensor:
+    delta = torch.empty(grad_out.shape[:-1], dtype=torch.float32, device=grad_out.device)
+    with _device_of(grad_out):
+        attention.delta(grad_out, out, delta).run()
+    return delta
+
+
+def _dense(inputs: Inputs) -> Inputs:
+    """Return the inputs as the kernels read them: features side by side, vectors dense."""
+    q, k, v = dense_features([inputs.q, inputs.k, inputs.v])
+    boundary = inputs.boundary
+    if boundary is not None:
+        boundary_k, boundary_v = dense_features([boundary.k, boundary.v])
+        ends = {"lo": boundary.lo.to(torch.int32).contiguous(), "hi": boundary.hi.to(torch.int32).contiguous()}
+        boundary = replace(boundary, k=boundary_k, v=boundary_v, **ends)
+    sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
+    return replace(inputs, q=q, k=k, v=v, sinks=sinks, boundary=boundary)
+
+
+def _gradient_of(tensor: Tensor, rows: int) -> Tensor:
+    batch, heads, _, width = tensor.shape
+    return tensor.new_empty((batch, rows, heads, width)).transpose(1, 2)
+
+
+def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which Triton launches on the tensor's device."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()

@@ -1,0 +1,79 @@
+"""Gradients of the tensors that a score loads from (an additive bias, learned slopes), densely in torch.
+
+The weights follow from the saved log-sum-exp and ds from ``delta``, so only the score expression itself runs under
+autograd. It holds the scores of one block of queries at a time; quadratic in the tokens, deterministic, and used only
+if a buffer requires grad.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.kernels.common import Inputs, autograd_enabled
+from treefx.kernels.score import Score, evaluate
+
+__all__ = ["buffer_gradients"]
+
+_BLOCK_ELEMENTS = 1 << 25
+
+
+def buffer_gradients(
+    grad_out: Tensor, inputs: Inputs, lse: Tensor, delta: Tensor, score: Score, buffer_grads: Sequence[bool]
+) -> list[Tensor]:
+    """Return the gradients of the marked buffers, in their own types.
+
+    Args:
+        grad_out: ``[B, H, N, Dv]``.
+        inputs: the tensors of the attention.
+        lse: ``[B, H, N]``.
+        delta: ``sum(grad_out * out)``, ``[B, H, N]``.
+        score: the score.
+        buffer_grads: which buffers want a gradient.
+    """
+    with autograd_enabled():
+        leaves = inputs.as_leaves(torch.float32, buffer_grads)
+    marked = [buffer for buffer, wanted in zip(leaves.buffers, buffer_grads, strict=True) if wanted]
+    sums = [torch.zeros_like(buffer, requires_grad=False) for buffer in marked]
+    batch, heads, queries, _ = inputs.q.shape
+    keys = inputs.intervals()[0].shape[0]
+    rows = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * keys))
+    for start in range(0, queries, rows):
+        for total, part in zip(sums, _of_block(grad_out, leaves, marked, lse, delta, score, start, rows), strict=True):
+            if part is not None:
+                total += part
+    originals = [buffer for buffer, wanted in zip(inputs.buffers, buffer_grads, strict=True) if wanted]
+    return [total.to(original.dtype) for total, original in zip(sums, originals, strict=True)]
+
+
+def _of_block(
+    grad_out: Tensor,
+    leaves: Inputs,
+    marked: Sequence[Tensor],
+    lse: Tensor,
+    delta: Tensor,
+    score: Score,
+    start: int,
+    rows: int,
+) -> Sequence[Tensor | None]:
+    stop = min(start + rows, leaves.q.shape[2])
+    group = leaves.q.shape[1] // leaves.k.shape[1]
+    q, k, head, batch = leaves.indices(start, stop)
+    key, value = (tensor.detach().repeat_interleave(group, dim=1) for tensor in (leaves.keys, leaves.values))
+    dot = leaves.q.detach()[:, :, start:stop] @ key.transpose(-1, -2)
+    places: dict[str, Any] = {"q": q, "k": k, "head": head, "batch": batch, "buffers": leaves.buffers}
+    with autograd_enabled():
+        logit = evaluate(score.value, dot=dot, **places).to(torch.float32).expand_as(dot)
+    first, end = leaves.intervals()
+    visible = (first <= q) & (q < end)
+    if score.visible is not None:
+        visible = visible & evaluate(score.visible, dot=dot, **places).to(torch.bool)
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)  # rows that see nothing: -inf - (-inf) would be NaN
+    weights = torch.exp((logit.detach() - finite[:, :, start:stop, None]).clamp(max=0.0)).masked_fill(~visible, 0.0)
+    dp = grad_out[:, :, start:stop].to(torch.float32) @ value.transpose(-1, -2)
+    ds = weights * (dp - delta[:, :, start:stop, None])
+    if not logit.requires_grad:
+        return [None] * len(marked)
+    with autograd_enabled():
+        return torch.autograd.grad(logit, marked, ds, allow_unused=True)

@@ -1,0 +1,203 @@
+"""Tile sizes, warps and stages of the kernels: what compiled without spills, by kernel, type and head dim."""
+
+from dataclasses import dataclass
+
+import torch
+
+from treefx.errors import UnsupportedError
+
+__all__ = [
+    "SHARED_MEMORY",
+    "Config",
+    "Problem",
+    "candidates",
+    "default_config",
+    "largest_chunk",
+    "pack_of",
+    "usable_shared_memory",
+]
+
+_MOST_PACKED = 16
+"""Query heads in one tile; larger groups take several tiles."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is launched.
+
+    Attributes:
+        block_m: rows of a query tile: tokens times the heads packed with them.
+        block_n: keys of a tile.
+        warps: warps of a program.
+        stages: depth of the software pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the best configuration depends on.
+
+    Attributes:
+        kernel: ``"forward"``, ``"backward_keys"`` or ``"backward_queries"``.
+        path: ``"plain"`` or ``"warp"``.
+        dtype: of q, k and v.
+        head_dim: width of queries and keys.
+        value_dim: width of values.
+        group: query heads per key head.
+        heavy: whether the score needs registers of its own (a slope that varies, terms per pair).
+        loads_pairs: whether the score loads an element per pair.
+        node_length: mean length of the forest's nodes, rounded down to a power of two.
+        shared_limit: bytes of shared memory that a program may use.
+    """
+
+    kernel: str
+    path: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    group: int
+    heavy: bool = False
+    loads_pairs: bool = False
+    node_length: int = 256
+    shared_limit: int = 232_448
+
+
+def usable_shared_memory(arch: int) -> int:
+    """Return the bytes of shared memory to plan with on compute capability ``arch / 10``."""
+    if arch >= 100:
+        # Products take their operands from there too.
+        return SHARED_MEMORY[100 if arch < 120 else 120] - 34_000
+    return SHARED_MEMORY.get(arch, SHARED_MEMORY[86])
+
+
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that a program may use, by compute capability times 10; Triton's compiler does not check them."""
+
+
+def pack_of(group: int) -> int:
+    """Return how many query heads of a group share a tile: a power of two."""
+    return min(_MOST_PACKED, 1 << (group - 1).bit_length())
+
+
+def largest_chunk(dtype: torch.dtype) -> int:
+    """Return the widest piece of a head in one product; float32 keeps three parts of each in registers."""
+    return 64 if dtype == torch.float32 else 256
+
+
+def default_config(problem: Problem) -> Config:
+    """Return the first choice, used until tuning has found a better one."""
+    return candidates(problem)[0]
+
+
+def candidates(problem: Problem) -> tuple[Config, ...]:
+    """Return the configurations worth trying that fit the device, the best guess first.
+
+    Raises:
+        UnsupportedError: the heads are too wide for any tile.
+    """
+    width = max(problem.head_dim, problem.value_dim)
+    table = _WARP if problem.path == "warp" else _FLOAT32 if problem.dtype == torch.float32 else _SIXTEEN_BITS
+    found = table[problem.kernel]
+    bound = next((bound for bound in found if width <= bound), max(found))
+    choices = found[bound]
+    if problem.heavy and problem.kernel == "backward_keys":
+        largest = _HEAVY_TILE if width <= _WIDE_HEAD else _HEAVY_WIDE_TILE
+        choices = tuple(config for config in choices if config.block_m * config.block_n <= largest)
+    if problem.loads_pairs and problem.kernel == "forward":
+        choices = tuple(config for config in choices if config.block_n <= _LOADING_KEYS)
+    others = () if problem.path == "warp" else _SMALL
+    fitting = [config for config in (*choices, *others) if _fits(problem, config)]
+    if not fitting:
+        raise UnsupportedError(
+            f"a generated kernel must find room for its tiles, got heads of {problem.head_dim} and "
+            f"{problem.value_dim} features and {problem.shared_limit} bytes: use impl='flex'"
+        )
+    return tuple(dict.fromkeys(fitting))[: len(choices)]
+
+
+def _shared_bytes(problem: Problem, config: Config) -> int:
+    """Return about how many bytes of shared memory a program takes: its own tile and the pipeline of the others."""
+    both = problem.head_dim + problem.value_dim
+    if problem.kernel == "backward_keys":
+        elements = config.block_n * both + config.stages * config.block_m * both
+    elif problem.kernel == "forward":
+        elements = config.block_m * problem.head_dim + config.stages * config.block_n * both
+    else:
+        elements = config.block_m * both + config.stages * config.block_n * both
+    return elements * (4 if problem.dtype == torch.float32 else 2) + _RESERVED
+
+
+_RESERVED = 3_000
+"""For reductions, masks and barriers."""
+_LOADING_KEYS = 32
+"""Keys of a tile of the forward that does not spill when every pair loads."""
+_WIDE_HEAD = 192
+_HEAVY_TILE, _HEAVY_WIDE_TILE = 32 * 128, 16 * 64
+"""Largest tile of dk and dv that does not spill when the score needs registers of its own."""
+
+
+def _fits(problem: Problem, config: Config) -> bool:
+    return config.block_m >= pack_of(problem.group) and _shared_bytes(problem, config) <= problem.shared_limit
+
+
+_Table = dict[str, dict[int, tuple[Config, ...]]]
+
+# Tables: the widest head a row is good for, then its configurations.
+# Three stages: with two, the assembler serialises the products of Hopper (its warning C7515).
+_SIXTEEN_BITS: _Table = {
+    "forward": {
+        128: (Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(128, 32, 8, 3), Config(64, 32, 4, 3)),
+        192: (Config(128, 64, 8, 3), Config(64, 32, 4, 3)),
+        256: (Config(128, 32, 8, 3), Config(64, 32, 4, 3)),
+    },
+    "backward_keys": {
+        128: (Config(64, 128, 8, 3), Config(32, 128, 8, 3), Config(64, 64, 4, 3)),
+        192: (Config(32, 128, 8, 3), Config(64, 64, 8, 3), Config(32, 64, 8, 3)),
+        256: (Config(32, 64, 8, 3), Config(16, 64, 8, 3)),
+    },
+    "backward_queries": {
+        128: (Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(128, 32, 8, 3)),
+        192: (Config(128, 32, 8, 3), Config(64, 32, 8, 3)),
+        256: (Config(128, 32, 8, 3), Config(64, 32, 8, 3)),
+    },
+}
+_WARP: _Table = {
+    "forward": {
+        128: (Config(128, 64, 4, 3), Config(128, 128, 4, 2)),
+        192: (Config(128, 64, 4, 3), Config(128, 64, 4, 2)),
+    },
+    "backward_keys": {
+        128: (Config(64, 128, 4, 2), Config(32, 128, 4, 2)),
+        192: (Config(32, 128, 4, 2),),
+    },
+    "backward_queries": {
+        128: (Config(128, 64, 4, 2), Config(128, 32, 4, 2)),
+        192: (Config(128, 32, 4, 2),),
+    },
+}
+"""Four warps: Triton adds a second group of them and one that loads."""
+_FLOAT32: _Table = {
+    "forward": {
+        64: (Config(64, 32, 4, 2), Config(32, 32, 4, 2)),
+        128: (Config(32, 32, 4, 2), Config(32, 16, 4, 2)),
+        256: (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
+    },
+    "backward_keys": {
+        64: (Config(32, 32, 8, 2), Config(32, 64, 8, 2)),
+        128: (Config(32, 16, 8, 2), Config(16, 16, 4, 2)),
+        256: (Config(16, 16, 8, 2),),
+    },
+    "backward_queries": {
+        64: (Config(32, 32, 8, 2), Config(64, 32, 4, 2)),
+        96: (Config(16, 32, 4, 2), Config(16, 16, 4, 2)),
+        128: (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
+        256: (Config(16, 16, 8, 2),),
+    },
+}
+_SMALL = (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(16, 16, 4, 2), Config(16, 16, 4, 1))
+"""What fits older devices and wider heads, at some loss."""

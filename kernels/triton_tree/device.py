@@ -1,0 +1,83 @@
+"""Device functions that every generated kernel calls; Triton inlines them."""
+
+# Annotations would be evaluated by Triton: parameters are tensors, and constants where marked.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+import triton
+import triton.language as tl
+
+__all__ = ["clamped", "floor_divide", "load_rows", "remainder", "softened", "store_rows", "tanh", "under"]
+
+
+@triton.jit
+def load_rows(pointer, offsets, valid, START: tl.constexpr, WIDTH: tl.constexpr, STOP: tl.constexpr):
+    """Load features [START, STOP) of some rows as ``[rows, WIDTH]``; what lies outside reads 0.
+
+    ``offsets`` is the first element of each row, ``valid`` a mask of rows or None.
+    """
+    feature = START + tl.arange(0, WIDTH)
+    address = pointer + offsets[:, None] + feature[None, :]
+    if START + WIDTH > STOP:
+        if valid is None:
+            tile = tl.load(address, mask=(feature < STOP)[None, :], other=0.0)
+        else:
+            tile = tl.load(address, mask=valid[:, None] & (feature < STOP)[None, :], other=0.0)
+    elif valid is None:
+        tile = tl.load(address)
+    else:
+        tile = tl.load(address, mask=valid[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(pointer, offsets, valid, tile, START: tl.constexpr, WIDTH: tl.constexpr, STOP: tl.constexpr):
+    """Store features [START, STOP) of the valid rows."""
+    feature = START + tl.arange(0, WIDTH)
+    address = pointer + offsets[:, None] + feature[None, :]
+    mask = valid[:, None] & (feature < STOP)[None, :]
+    tl.store(address, tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def under(query, low, size):
+    """Return where ``low <= query < low + size``: one comparison, because negative distances are huge unsigned."""
+    return (query - low).to(tl.uint32, bitcast=True) < size.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def softened(logit):
+    """Return the logit times log2(e); what was finite stays finite, so the lowest number still masks softly."""
+    finite = tl.maximum(logit, -2.3e38) * 1.4426950408889634
+    return tl.where(logit == float("-inf"), logit, finite)
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh, accurate to float32 near 0 too, where 1 - 2 / (1 + exp(2 x)) cancels."""
+    square = x * x
+    series = x * (1.0 + square * (-0.3333333333 + square * (0.1333333333 - square * 0.0539682540)))
+    return tl.where(tl.abs(x) < 0.15, series, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))
+
+
+@triton.jit
+def floor_divide(a, b, FLOATING: tl.constexpr):
+    """Return floor(a / b), as torch does; Triton's own division of integers rounds toward 0."""
+    if FLOATING:
+        result = tl.floor(a / b)
+    else:
+        quotient = a // b
+        rest = a - quotient * b
+        result = quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(quotient.dtype)
+    return result
+
+
+@triton.jit
+def remainder(a, b, FLOATING: tl.constexpr):
+    """Return ``a - floor(a / b) * b``."""
+    return a - floor_divide(a, b, FLOATING) * b
+
+
+@triton.jit
+def clamped(index, size):
+    """Return an index into ``size`` elements: negative ones count from the end, others stay inside."""
+    index = tl.minimum(tl.maximum(index, -size), size - 1)
+    return tl.where(index < 0, index + size, index)

@@ -1,0 +1,350 @@
+"""The launches of one attention: which kernels with which arguments, on which lists of tiles.
+
+A launch is data first: it can be run, or compiled ahead of time without a device, from the same arguments.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.kernels.common import Inputs
+from treefx.kernels.score import Score, evaluate
+from treefx.kernels.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
+from treefx.kernels.triton_tree.codegen import Request, kernel_module
+from treefx.kernels.triton_tree.configs import Config, Problem, default_config, largest_chunk, pack_of
+from treefx.kernels.triton_tree.expressions import ScoreCode, kinds_of, score_code
+
+__all__ = ["Attention", "KeySource", "Launch"]
+
+_DELTA_ROWS = 64
+_ALIGNED = 128
+"""Vectors that are read by tiles have a multiple of this many elements, so that every one of them starts aligned."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, its grid and its arguments by name."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: dict[str, Any]
+    config: Config
+
+    def run(self) -> None:
+        """Run it on the current device."""
+        if "PackedLse" in self.arguments or "packed_rows" in self.arguments:  # its descriptors are made by the kernel
+            import triton
+
+            triton.set_allocator(_scratch)
+        self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
+
+
+@dataclass(frozen=True)
+class KeySource:
+    """Keys and values of one launch.
+
+    Attributes:
+        k: ``[B, Hkv, K, D]``, or a pool ``[B, Hkv, R, D]`` of which ``rows`` picks the keys.
+        v: ``[B, Hkv, K, Dv]``, or a pool ``[B, Hkv, R, Dv]``.
+        keys: which queries see them.
+        rows: int32 ``[K]``: where in the pool each key lies; ``None``: key j is row j. Keys of ancestors are used in
+            place this way, without a gathered copy.
+    """
+
+    k: Tensor
+    v: Tensor
+    keys: Keys
+    rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys.high)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What all launches of one attention share.
+
+    Attributes:
+        inputs: the tensors; the boundary is a key source of its own.
+        score: the score.
+        path: ``"plain"`` or ``"warp"``.
+        choose: the configuration of each problem.
+        node_length: mean length of the forest's nodes, rounded down to a power of two.
+        shared_limit: bytes of shared memory that a program may use.
+        request: what the kernels' source depends on.
+        code: the score in Triton.
+        module: the kernels.
+        group: query heads per key head.
+    """
+
+    inputs: Inputs
+    score: Score
+    path: str = "plain"
+    choose: Callable[[Problem], Config] = default_config
+    node_length: int = 256
+    shared_limit: int = 232_448
+    request: Request = field(init=False)
+    code: ScoreCode = field(init=False)
+    module: ModuleType = field(init=False)
+    group: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        q, v = self.inputs.q, self.inputs.v
+        buffers = kinds_of(self.inputs.buffers)
+        chunk = largest_chunk(q.dtype)
+        request = Request(self.score.to_json(), buffers, q.shape[-1], v.shape[-1], chunk, self.path)
+        object.__setattr__(self, "request", request)
+        object.__setattr__(self, "code", score_code(request.score, buffers))
+        object.__setattr__(self, "module", kernel_module(request))
+        object.__setattr__(self, "group", q.shape[1] // self.inputs.k.shape[1])
+
+    def sources(self) -> list[KeySource]:
+        """Return the boundary's keys, if there is a boundary, then the own keys."""
+        own = self.own_keys()
+        return [own] if self.inputs.boundary is None else [self.boundary_keys(), own]
+
+    def own_keys(self) -> KeySource:
+        """Return the keys of the queries' own tokens."""
+        boundary = self.inputs.boundary
+        outside = 0 if boundary is None else boundary.k.shape[2]
+        keys = Keys(self.inputs.subtree_end, None, base=outside, query_base=outside)
+        return KeySource(self.inputs.k, self.inputs.v, keys)
+
+    def boundary_keys(self) -> KeySource:
+        """Return the keys from outside, which come first in the score's indices."""
+        boundary = self.inputs.boundary
+        assert boundary is not None
+        keys = Keys(boundary.hi, boundary.lo, base=0, query_base=boundary.k.shape[2])
+        return KeySource(boundary.k, boundary.v, keys)
+
+    def problem(self, kernel: str) -> Problem:
+        """Return what the configuration of a kernel depends on."""
+        return Problem(
+            kernel,
+            self.path,
+            self.inputs.q.dtype,
+            self.request.head_dim,
+            self.request.value_dim,
+            self.group,
+            self.code.slope is not None or bool(self.code.pair),
+            self.code.loads_pairs,
+            self.node_length,
+            self.shared_limit,
+        )
+
+    def config(self, kernel: str) -> Config:
+        """Return the configuration of a kernel."""
+        return self.choose(self.problem(kernel))
+
+    def forward(
+        self, source: KeySource, out: Tensor, lse: Tensor, previous: tuple[Tensor, Tensor] | None = None
+    ) -> Launch:
+        """Return the launch that writes ``out`` and ``lse``, going on from a previous pair of them."""
+        config = self.config("forward")
+        blocks = self.blocks(source, config)
+        arguments = {
+            **self.shared(source, config, blocks, blocks.by_query),
+            **self.rows("Q", "q", self.inputs.q),
+            "Out": out,
+            "Lse": lse,
+            "PreviousOut": None if previous is None else previous[0],
+            "PreviousLse": None if previous is None else previous[1],
+            "Sinks": self.inputs.sinks,
+            **strides("out", out),
+            **strides("previous", out if previous is None else previous[0]),
+        }
+        return self.launch("forward", blocks.by_query, self.query_programs(), arguments, config)
+
+    def delta(self, grad_out: Tensor, out: Tensor, delta: Tensor) -> Launch:
+        """Return the launch that writes ``sum(grad_out * out)`` of every row."""
+        batch, heads, queries, _ = grad_out.shape
+        arguments = {
+            "GradOut": grad_out,
+            "Out": out,
+            "Delta": delta,
+            **strides("grad", grad_out),
+            **strides("out", out),
+            "queries": queries,
+            "heads": heads,
+            "BLOCK_M": _DELTA_ROWS,
+        }
+        grid = (-(-queries // _DELTA_ROWS), batch * heads)
+        return Launch(self.module.delta, grid, arguments, Config(_DELTA_ROWS, 0, 4, 1))
+
+    def backward_keys(
+        self, source: KeySource, grad_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor
+    ) -> Launch:
+        """Return the launch that writes the gradients of a source's keys and values."""
+        config = self.config("backward_keys")
+        blocks = self.blocks(source, config)
+        arguments = {
+            **self.shared(source, config, blocks, blocks.by_key),
+            **self.gradients(grad_out, lse, delta),
+            "GradK": dk,
+            "GradV": dv,
+            **strides("dk", dk),
+            **strides("dv", dv),
+        }
+        programs = self.inputs.q.shape[0] * self.inputs.k.shape[1]
+        return self.launch("backward_keys", blocks.by_key, programs, arguments, config)
+
+    def backward_queries(
+        self,
+        source: KeySource,
+        grad_out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Tensor,
+        previous: Tensor | None = None,
+    ) -> Launch:
+        """Return the launch that writes the gradient of the queries, added to a previous one."""
+        config = self.config("backward_queries")
+        blocks = self.blocks(source, config)
+        arguments = {
+            **self.shared(source, config, blocks, blocks.by_query),
+            **self.gradients(grad_out, lse, delta),
+            **self.rows("Q", "q", self.inputs.q),
+            **self.rows("GradOut", "grad", grad_out),
+            "GradQ": dq,
+            "PreviousGradQ": previous,
+            **strides("dq", dq),
+            **strides("previous", dq if previous is None else previous),
+        }
+        return self.launch("backward_queries", blocks.by_query, self.query_programs(), arguments, config)
+
+    def query_programs(self) -> int:
+        """Return the programs per block of queries: batches, key heads, and parts of a group that fit a tile."""
+        tiles = -(-self.group // pack_of(self.group))
+        return self.inputs.q.shape[0] * self.inputs.k.shape[1] * tiles
+
+    def blocks(self, source: KeySource, config: Config) -> TreeBlocks:
+        """Return the tile lists of a source for tiles of this configuration."""
+        tokens = config.block_m // pack_of(self.group)
+        queries = self.inputs.q.shape[2]
+        return find_blocks(source.keys, queries, tokens, config.block_n, self.score.visible, self.inputs.buffers)
+
+    def launch(self, name: str, lists: TileLists, programs: int, arguments: dict[str, Any], config: Config) -> Launch:
+        """Return a launch with one program per block and head."""
+        kernel = getattr(self.module, name)
+        taken = {parameter: arguments[parameter] for parameter in kernel.arg_names}
+        return Launch(kernel, (len(lists.order), programs), taken, config)
+
+    def shared(self, source: KeySource, config: Config, blocks: TreeBlocks, lists: TileLists) -> dict[str, Any]:
+        """Return the arguments that the three big kernels have in common."""
+        q = self.inputs.q
+        return {
+            "Q": q,
+            "K": source.k,
+            "V": source.v,
+            "Low": blocks.low,
+            "Size": blocks.size,
+            "pool_row": source.rows,
+            "order": lists.order,
+            "start": lists.start,
+            "middle": lists.middle,
+            "tiles": lists.tiles,
+            **(self.buffers() if self.path == "plain" else self.vectors(len(source))),
+            **strides("q", q),
+            **strides("k", source.k),
+            **strides("v", source.v),
+            "queries": q.shape[2],
+            "keys": len(source),
+            "query_base": source.keys.query_base,
+            "key_base": source.keys.base,
+            "kv_heads": source.k.shape[1],
+            "GROUP": self.group,
+            "PACK": pack_of(self.group),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        }
+
+    def gradients(self, grad_out: Tensor, lse: Tensor, delta: Tensor) -> dict[str, Any]:
+        """Return the arguments that both backward kernels have in common."""
+        arguments = {"GradOut": grad_out, "Lse": lse, "Delta": delta, **strides("grad", grad_out)}
+        if self.path == "warp":
+            seen = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
+            arguments["PackedLse"], arguments["PackedDelta"] = self.packed(seen, torch.inf), self.packed(delta, 0.0)
+        return arguments
+
+    def vectors(self, keys: int) -> dict[str, Any]:
+        """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""
+        batch, heads, queries, _ = self.inputs.q.shape
+        q, k, head, number = self.inputs.indices(0, queries)
+        dot = torch.zeros((), device=q.device)
+        found: dict[str, Any] = {}
+        for side, values in (("Row", self.code.row_values), ("Column", self.code.column_values)):
+            for hoisted in values:
+                value = evaluate(hoisted.expr, dot=dot, q=q, k=k, head=head, batch=number, buffers=self.inputs.buffers)
+                value = value.to(torch.float32 if value.is_floating_point() else torch.int32)
+                shape = (batch, heads, queries, 1) if side == "Row" else (batch, 1, 1, keys)
+                value = value.detach().expand(shape).reshape(batch, -1, queries if side == "Row" else keys)
+                found[f"{side}_{hoisted.name}"] = self.packed(value, 0) if side == "Row" else _padded(value[:, 0])
+        rows = -(-queries // _ALIGNED) * _ALIGNED * pack_of(self.group)
+        return {**found, "packed_rows": rows, "packed_keys": -(-keys // _ALIGNED) * _ALIGNED}
+
+    def rows(self, name: str, prefix: str, tensor: Tensor) -> dict[str, Any]:
+        """Return queries or their gradients as a tile of queries reads them, ``[B, Hkv * tiles of a group, rows, D]``.
+
+        The warp-specialised form takes a copy in the order of its rows where a group has several heads; everything else
+        is read in place.
+        """
+        if self.path == "warp" and self.group > 1:
+            batch, _, queries, width = tensor.shape
+            pack, kv_heads = pack_of(self.group), self.inputs.k.shape[1]
+            members = -(-self.group // pack) * pack
+            grouped = tensor.reshape(batch, kv_heads, self.group, queries, width)
+            if members > self.group:
+                grouped = torch.nn.functional.pad(grouped, (0, 0, 0, 0, 0, members - self.group))
+            tiles = grouped.reshape(batch, -1, pack, queries, width).transpose(2, 3)
+            tensor = tiles.reshape(batch, -1, queries * pack, width)
+        return {name: tensor, **strides(prefix, tensor)}
+
+    def packed(self, values: Tensor, filler: float) -> Tensor:
+        """Return a value per row in the order of the tiles' rows, ``[B * Hkv * tiles of a group, rows]``."""
+        batch, heads, queries = values.shape
+        pack, kv_heads = pack_of(self.group), self.inputs.k.shape[1]
+        tiles = -(-self.group // pack)
+        grouped = values.reshape(batch, kv_heads, self.group, queries)
+        # Whole tiles, so that every row of this matrix starts aligned.
+        wide = torch.nn.functional.pad(grouped, (0, -queries % _ALIGNED, 0, tiles * pack - self.group), value=filler)
+        ordered = wide.reshape(batch * kv_heads * tiles, pack, -1).transpose(1, 2)
+        return ordered.reshape(batch * kv_heads * tiles, -1).contiguous()
+
+    def buffers(self) -> dict[str, Any]:
+        """Return the buffers that the score reads, with strides and sizes."""
+        arguments: dict[str, Any] = {}
+        for number in self.code.used:
+            buffer = self.inputs.buffers[number]
+            # A pointer to booleans is one to bits in Triton.
+            arguments[f"buffer_{number}"] = buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
+            for dim in range(buffer.ndim):
+                arguments[f"buffer_{number}_stride_{dim}"] = buffer.stride(dim)
+                arguments[f"buffer_{number}_size_{dim}"] = buffer.shape[dim]
+        return arguments
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Return device memory for the descriptors that a kernel makes."""
+    del alignment, stream
+    return torch.empty(size, device="cuda", dtype=torch.int8)
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    return torch.nn.functional.pad(matrix, (0, -matrix.shape[-1] % _ALIGNED)).contiguous()
+
+
+def strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Return the strides over batch, heads and tokens of a ``[B, H, N, D]`` tensor with dense features."""
+    batch, head, token, _ = tensor.stride()
+    return {f"{name}_batch": batch, f"{name}_head": head, f"{name}_token": token}
+
+
+def dense_features(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors with features side by side in memory, as the kernels read them."""
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]

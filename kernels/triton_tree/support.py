@@ -1,0 +1,47 @@
+"""What the generated kernels cannot run, in words."""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+__all__ = ["interpreted", "refusal"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OLDEST = (8, 0)
+
+
+def refusal(q: Tensor) -> str | None:
+    """Return why the kernels cannot run tensors like ``q``, or ``None`` if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "must find the package triton, which is not installed: use impl='auto', or install triton"
+    if q.dtype not in _DTYPES:
+        return f"must get bfloat16, float16 or float32, got {q.dtype}: use impl='reference'"
+    if q.device.type == "cpu":
+        return _refusal_on_cpu(q)
+    if q.device.type != "cuda" or torch.version.hip is not None:
+        return f"must get tensors on an NVIDIA device, got {q.device}: use impl='flex'"
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < _OLDEST:
+        return f"must run on compute capability 8.0 or later, got {capability[0]}.{capability[1]}: use impl='flex'"
+    return None
+
+
+def _refusal_on_cpu(q: Tensor) -> str | None:
+    if not interpreted():
+        return (
+            "must get tensors on a CUDA device, got the CPU: use impl='auto' (Triton's interpreter runs the kernels on "
+            "the CPU where TRITON_INTERPRET=1 was set before Triton was imported)"
+        )
+    if q.dtype == torch.bfloat16:
+        return (
+            "must not get bfloat16 under Triton's interpreter, whose products of it are wrong: use float32 or float16"
+        )
+    return None
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets kernels on the CPU."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,107 @@
+"""Which configuration of a kernel is fastest: measured once for a kind of attention, kept on disk.
+
+With ``TREEFX_TUNE=1`` a kernel that meets a new kind of attention (heads, group, type, score, length of the nodes) is
+timed in each of its few configurations on the tensors at hand. Without it nothing is measured, and what was measured
+before is used: so the bits of a result depend on the file of findings alone, ``tuning.json`` in the cache folder.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from treefx.kernels.triton_tree.codegen import cache_folder
+from treefx.kernels.triton_tree.configs import Config, Problem, candidates
+from treefx.kernels.triton_tree.launch import Attention, Launch
+
+__all__ = ["best_config", "tuned", "tuning_wanted"]
+
+_log = logging.getLogger(__name__)
+_FILE = "tuning.json"
+
+
+def tuning_wanted() -> bool:
+    """Return whether ``TREEFX_TUNE`` asks for measuring."""
+    return os.environ.get("TREEFX_TUNE", "0") not in ("", "0")
+
+
+def best_config(problem: Problem) -> Config:
+    """Return the fastest configuration that was found for a problem on this device, else the first guess."""
+    choices = candidates(problem)
+    found = _findings().get(_key(problem))
+    return next((config for config in choices if _numbers(config) == found), choices[0])
+
+
+def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]) -> Launch:
+    """Return the launch of a kernel in its best configuration, which is measured first if that is wanted and new.
+
+    Args:
+        attention: the attention.
+        kernel: the kernel's name.
+        make: builds the launch of an attention like the given one; running it twice does no harm.
+    """
+    problem = attention.problem(kernel)
+    if attention.choose is best_config and tuning_wanted() and _key(problem) not in _findings():
+        choices = candidates(problem)
+        times = {config: _milliseconds(make(replace(attention, choose=_always(config)))) for config in choices}
+        best = min(choices, key=times.__getitem__)
+        _log.info("%s: %s", _key(problem), {str(config): times[config] for config in choices})
+        _remember(_key(problem), best)
+    return make(attention)
+
+
+def _always(config: Config) -> Callable[[Problem], Config]:
+    return lambda problem: config
+
+
+def _milliseconds(launch: Launch) -> float:
+    """Time a launch; a configuration that the compiler or the device refuses takes for ever."""
+    import triton.testing
+
+    try:
+        return float(triton.testing.do_bench(launch.run, warmup=10, rep=40, return_mode="median"))
+    except Exception as reason:  # of many types: no room in shared memory, a pass of the compiler that fails
+        _log.info("%s cannot run: %s", launch.config, reason)
+        return float("inf")
+
+
+def _key(problem: Problem) -> str:
+    import triton
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return " ".join(map(str, (device, triton.__version__, *vars(problem).values())))
+
+
+def _numbers(config: Config) -> list[int]:
+    return list(vars(config).values())
+
+
+@lru_cache(maxsize=1)
+def _findings() -> dict[str, Any]:
+    """Return what is on disk; a file that cannot be read counts as empty."""
+    try:
+        found = json.loads((cache_folder() / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(key: str, config: Config) -> None:
+    mine = _findings()
+    _findings.cache_clear()
+    found = {**mine, **_findings(), key: _numbers(config)}  # another process may have written in the meantime
+    mine = _findings()
+    mine.update(found)
+    path = cache_folder() / _FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
+        partial.replace(path)
+    except OSError as reason:
+        _log.warning("the findings of tuning cannot be kept in %s: %s", path, reason)

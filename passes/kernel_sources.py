@@ -1,0 +1,60 @@
+"""The Triton source that a rewritten attention runs as on a GPU: for the inspector, and for ``TREEFX_DUMP_DIR``."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import fx
+
+from treefx.errors import UnsupportedError
+from treefx.kernels.dumps import dump, dumps_wanted
+from treefx.passes.label_tokens import user_line
+
+__all__ = ["kernel_source_of", "write_kernel_sources"]
+
+_ATTENTIONS = ("tree_attention", "tree_attention_boundary")
+
+
+def kernel_source_of(node: fx.Node) -> str:
+    """Return the plain form of the kernels of a tree attention, with the user's line; or why there are none.
+
+    Args:
+        node: A call of ``treefx::tree_attention`` or ``treefx::tree_attention_boundary``, with ``meta["val"]`` on its
+            operands.
+    """
+    from treefx.kernels.triton_tree.codegen import Request, kernel_source
+    from treefx.kernels.triton_tree.configs import largest_chunk
+    from treefx.kernels.triton_tree.expressions import kinds_of
+
+    query, _, value, *_ = node.args
+    buffers, _, score = node.args[-4:-1]
+    assert isinstance(buffers, list | tuple) and isinstance(score, str)
+    q, v = _value(query), _value(value)
+    if q.dtype == torch.float64:
+        return "# No kernel is generated for float64: the dense reference runs it."
+    kinds = kinds_of([_value(buffer) for buffer in buffers])
+    widths = int(q.shape[-1]), int(v.shape[-1])
+    request = Request(score, kinds, *widths, largest_chunk(q.dtype), "plain", user_line(node) or "")
+    try:
+        return kernel_source(request)
+    except UnsupportedError as reason:
+        return f"# No kernel is generated: {reason}"
+
+
+def write_kernel_sources(gm: fx.GraphModule) -> None:
+    """Write the kernels of a graph's attentions into the folder ``kernels`` of ``TREEFX_DUMP_DIR``, if it is set."""
+    if not dumps_wanted():
+        return
+    for name in _ATTENTIONS:
+        packet = getattr(torch.ops.treefx, name, None)
+        for node in gm.graph.find_nodes(op="call_function", target=packet.default) if packet is not None else ():
+            source = kernel_source_of(node)
+            digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+            dump("kernels", f"{node.name}.{digest}.py", source)
+
+
+def _value(node: Any) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value

@@ -1,0 +1,450 @@
+"""The generated kernels in Triton's interpreter against the dense reference in float64.
+
+Not collected by itself: test_triton_interpreter.py runs it in a process with TRITON_INTERPRET=1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import treefx
+from tests.strategies import Rows, row_batches
+from treefx.errors import InputError, UnsupportedError
+from treefx.kernels import cuda, reference, tree_attention
+from treefx.kernels.boundary import attend_with_boundary
+from treefx.kernels.common import Boundary, Inputs
+from treefx.kernels.ops import attend
+from treefx.kernels.score import Expr, Score, make_score
+from treefx.kernels.tree_blocks import Keys
+from treefx.kernels.triton_tree import attention, paths
+from treefx.kernels.triton_tree.configs import Config
+from treefx.kernels.triton_tree.launch import Attention, KeySource
+
+DEPTH_Q, DEPTH_K = ("load", 0, ("q",)), ("load", 0, ("k",))
+BIAS = ("load", 1, ("head",), ("q",), ("k",))
+
+
+def const(value: float) -> Expr:
+    return ("const", value)
+
+
+SCALED: Expr = ("mul", ("dot",), const(0.3))
+SCORES: dict[str, Score] = {
+    "plain": make_score(scale=0.3),
+    "window": make_score(scale=0.3, window=3, depth=0),
+    "softcap": make_score(scale=0.3, softcap=1.5),
+    "chunked": Score(SCALED, ("eq", ("floordiv", DEPTH_Q, const(4)), ("floordiv", DEPTH_K, const(4)))),
+    "bias": Score(("add", SCALED, BIAS)),
+    "relative": Score(("add", SCALED, ("load", 2, ("head",), ("min", ("sub", DEPTH_Q, DEPTH_K), const(5))))),
+    "negative": Score(("sub", SCALED, ("float", ("mod", ("sub", ("k",), ("q",)), const(7))))),
+    "floored": Score(("add", SCALED, ("mul", ("floordiv", ("sub", ("k",), ("q",)), const(3)), const(0.1)))),
+    "powers": Score(("pow", ("add", SCALED, const(0.5)), const(3)), ("ne", ("pow", DEPTH_K, const(2)), const(9))),
+    "gated": Score(("mul", ("sigmoid", ("dot",)), ("sub", ("exp", ("neg", ("abs", SCALED))), ("load", 3, ("head",))))),
+    "clamped": Score(("max", ("min", SCALED, const(0.7)), BIAS), ("or", ("not", ("lt", DEPTH_K, const(2))), DEPTH_Q)),
+    "chosen": Score(("where", ("gt", ("dot",), const(0.0)), SCALED, ("sqrt", ("add", ("abs", SCALED), const(1.0))))),
+    "masked": Score(("where", ("le", ("mod", DEPTH_K, const(3)), const(1)), SCALED, const(-torch.inf))),
+    "no product": Score(("float", ("neg", ("sub", DEPTH_Q, DEPTH_K)))),
+}
+
+
+@dataclass
+class Case:
+    """One attention in float64 and in the type under test, with the same numbers."""
+
+    wide: Inputs
+    narrow: Inputs
+    grad: Tensor
+
+    @property
+    def wanted_grads(self) -> list[bool]:
+        return [buffer.is_floating_point() for buffer in self.wide.buffers]
+
+
+def forest(rows: Rows) -> tuple[Tensor, Tensor]:
+    built = treefx.Forest.from_sequences(rows)
+    return built.subtree_end.to(torch.int32), built.depth
+
+
+def draw(
+    ends: Tensor,
+    depth: Tensor,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    widths: tuple[int, int] = (16, 16),
+    batch: int = 1,
+    sinks: bool = False,
+    outside: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    tokens, generator = len(ends), torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).double()
+
+    tensors = [normal(batch, h, tokens, d) for h, d in zip((heads[0], heads[1], heads[1]), (widths[0], *widths))]
+    boundary = None
+    if outside:
+        lo = torch.randint(0, tokens, (outside,), generator=generator, dtype=torch.int32)
+        hi = (lo + torch.randint(0, tokens, (outside,), generator=generator, dtype=torch.int32)).clamp(max=tokens)
+        hi[::7] = lo[::7] - 2  # nobody sees these
+        keys = [normal(batch, heads[1], outside, width) for width in widths]
+        boundary = Boundary(*keys, lo, hi)
+        depth = torch.cat([torch.randint(0, 3, (outside,), generator=generator), depth + 3])
+    total = tokens + outside
+    buffers = [depth, normal(heads[0], total, total), normal(heads[0], 6), normal(heads[0])]
+    wide = Inputs(*tensors, ends, buffers, normal(heads[0]) if sinks else None, boundary)
+    return Case(wide, as_type(wide, dtype), normal(batch, heads[0], tokens, widths[1]))
+
+
+def as_type(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    outside = inputs.boundary
+    return replace(
+        inputs,
+        q=cast(inputs.q),
+        k=cast(inputs.k),
+        v=cast(inputs.v),
+        buffers=[cast(buffer) for buffer in inputs.buffers],
+        sinks=None if inputs.sinks is None else cast(inputs.sinks),
+        boundary=outside and replace(outside, k=cast(outside.k), v=cast(outside.v)),
+    )
+
+
+def expected(case: Case, score: Score) -> list[Tensor]:
+    out, lse = reference.forward(case.wide, score)
+    *grads, rest = reference.backward(case.grad, case.wide, out, lse, score, case.wanted_grads)
+    return [out, lse, *grads, *rest]
+
+
+def computed(case: Case, score: Score) -> list[Tensor]:
+    out, lse = attention.forward(case.narrow, score)
+    grad = case.grad.to(out.dtype)
+    *grads, rest = attention.backward(grad, case.narrow, out, lse, score, case.wanted_grads)
+    return [out, lse, *grads, *rest]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-5) -> None:
+    assert len(got) == len(wanted)
+    for number, (first, second) in enumerate(zip(got, wanted, strict=True)):
+        assert first.shape == second.shape
+        finite = torch.isfinite(second)
+        assert torch.equal(torch.isfinite(first), finite), number
+        error = (first.double() - second)[finite].norm()
+        scale = max(second[finite].norm().item(), 1.0)  # gradients may vanish exactly; what they sum is of order 1
+        assert error <= tolerance * scale, (number, error.item(), scale)
+
+
+def check(case: Case, score: Score, tolerance: float = 1e-5) -> None:
+    assert_equal(computed(case, score), expected(case, score), tolerance)
+
+
+BRANCH_AT_57 = forest([[*range(57), *range(100, 150)], [*range(57), *range(200, 215)], [*range(3), *range(300, 330)]])
+SMALL = forest([[1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 7], [1, 7, 8, 8, 8], [5, 5], [5, 6, 1, 1, 1, 1, 1]])
+
+
+@settings(max_examples=60)
+@given(row_batches(), st.sampled_from(sorted(SCORES)), st.booleans(), st.sampled_from([(1, 1), (4, 2), (7, 1)]))
+def test_random_forests(rows: Rows, name: str, sinks: bool, heads: tuple[int, int]) -> None:
+    check(draw(*forest(rows), heads=heads, sinks=sinks), SCORES[name])
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str) -> None:
+    check(draw(*SMALL, batch=2, sinks=name in ("plain", "softcap")), SCORES[name])
+
+
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_branch_inside_a_tile(name: str) -> None:
+    check(draw(*BRANCH_AT_57, heads=(2, 1)), SCORES[name])
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (80, 80), (96, 40), (192, 128), (72, 100), (8, 8), (256, 256)])
+def test_head_widths(widths: tuple[int, int]) -> None:
+    check(draw(*SMALL, heads=(2, 1), widths=widths), SCORES["softcap"])
+
+
+@pytest.mark.parametrize("heads", [(7, 1), (6, 2), (24, 1), (40, 2)])
+def test_groups(heads: tuple[int, int]) -> None:
+    """Groups that are no power of two, and groups that take several tiles."""
+    check(draw(*SMALL, heads=heads), SCORES["window"])
+
+
+def test_half_precision() -> None:
+    check(draw(*BRANCH_AT_57, heads=(2, 1), widths=(64, 64), sinks=True, dtype=torch.float16), SCORES["softcap"], 2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in SCORES if name not in ("bias", "relative", "clamped")])
+def test_warp_specialised_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loads are through tensor descriptors, which step by multiples of 16 bytes."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
+    check(draw(*SMALL, heads=(6, 2), batch=2, sinks=name in ("plain", "softcap")), SCORES[name])
+
+
+@pytest.mark.parametrize(("heads", "widths"), [((7, 1), (64, 64)), ((24, 1), (80, 40)), ((2, 2), (192, 128))])
+def test_warp_specialised_shapes(
+    heads: tuple[int, int], widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
+    monkeypatch.setattr(attention, "_interpreted_config", lambda problem: Config(128, 32, 4, 1))
+    check(draw(*BRANCH_AT_57, heads=heads, widths=widths), SCORES["window"])
+
+
+def test_forced_paths_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
+    with pytest.raises(UnsupportedError, match="must meet an attention.*loads by query and key"):
+        computed(draw(*SMALL), SCORES["bias"])
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "fast")
+    with pytest.raises(InputError, match="one of plain, warp, or unset, got 'fast'"):
+        computed(draw(*SMALL), SCORES["plain"])
+
+
+@pytest.mark.parametrize("config", [Config(16, 16, 4, 1), Config(32, 64, 4, 1), Config(128, 32, 4, 1)])
+def test_tile_sizes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_interpreted_config", lambda problem: config)
+    check(draw(*BRANCH_AT_57, sinks=True), SCORES["window"])
+
+
+def test_one_token_leaves() -> None:
+    check(draw(*forest([[0, 1, 2, leaf] for leaf in range(150)]), heads=(2, 1)), SCORES["window"])
+
+
+def test_one_token() -> None:
+    check(draw(*forest([[3]])), SCORES["plain"])
+
+
+def test_no_token_through_the_operator() -> None:
+    q = torch.zeros(1, 2, 0, 8, requires_grad=True)
+    out = tree_attention(q, q, q, torch.empty(0, dtype=torch.int32), impl="triton")
+    out.sum().backward()
+    assert out.shape == q.shape and q.grad is not None and q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_see_nothing_are_zero(sinks: bool) -> None:
+    """By the condition, and by minus infinity in the score itself."""
+    blind = ("lt", DEPTH_Q, const(2))
+    for score in (
+        Score(SCALED, ("not", blind)),
+        Score(("where", blind, const(-torch.inf), SCALED)),
+        Score(("add", SCALED, ("load", 1, ("head",), ("q",), ("k",)))),
+    ):
+        case = draw(*SMALL, sinks=sinks)
+        for inputs in (case.wide, case.narrow):
+            inputs.buffers[1][:, :3] = -torch.inf
+        got = computed(case, score)
+        assert not any(tensor.isnan().any() for tensor in got)
+        assert_equal(got, expected(case, score))
+
+
+def test_lowest_number_masks_softly() -> None:
+    """A row of nothing but the lowest number weighs its keys alike, as the same model does on its own.
+
+    Such rows are padding, whose outputs nobody reads: their gradients are exact for a gradient of zero, else finite.
+    """
+    case = draw(*SMALL)
+    lowest = torch.finfo(torch.float32).min
+    for inputs in (case.wide, case.narrow):
+        inputs.buffers[1][:, 2:6] = lowest
+        inputs.buffers[1][:, :, 3:5] = lowest
+    assert all(tensor.isfinite().all() for tensor in computed(case, SCORES["bias"]))
+    case.grad[:, :, 2:6] = 0.0
+    (out, _, *grads), (wanted_out, _, *wanted) = computed(case, SCORES["bias"]), expected(case, SCORES["bias"])
+    assert_equal([out, *grads], [wanted_out, *wanted])
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "bias"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_boundary(name: str, sinks: bool) -> None:
+    check(draw(*SMALL, outside=70, sinks=sinks), SCORES[name])
+
+
+def test_boundary_through_the_operator() -> None:
+    case = draw(*SMALL, outside=5)
+    inputs, outside = case.narrow, case.narrow.boundary
+    assert outside is not None
+    leaves = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v, outside.k, outside.v)]
+    results = []
+    for impl in ("triton", "reference"):
+        out = attend_with_boundary(*leaves[:3], inputs.subtree_end, outside, SCORES["plain"], impl=impl)
+        results.append([out, *torch.autograd.grad(out, leaves, case.grad.to(out.dtype))])
+    assert_equal(results[0], [tensor.double() for tensor in results[1]])
+
+
+def test_keys_in_a_pool() -> None:
+    """The keys of ancestors are used where they lie: the result is that of a gathered copy."""
+    case = draw(*SMALL, outside=20)
+    outside = case.narrow.boundary
+    assert outside is not None
+    rows = torch.randperm(50, dtype=torch.int32)[:20]
+    pools = [torch.full((1, 2, 50, 16), torch.nan) for _ in range(2)]
+    for pool, keys in zip(pools, (outside.k, outside.v), strict=True):
+        pool[:, :, rows.long()] = keys
+    runner = Attention(case.narrow, SCORES["window"], choose=attention._interpreted_config)
+    gathered, own = runner.sources()
+    pooled = KeySource(*pools, gathered.keys, rows)
+    results = []
+    for source in (gathered, pooled):
+        out, lse = attention.forward_from(runner, [source, own])
+        grad = case.grad.float()
+        delta = (grad * out).sum(-1)
+        dq, pairs = attention.backward_from(runner, [source, own], grad, lse, delta)
+        results.append([out, lse, dq, *pairs[0], *pairs[1]])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_sources_may_be_empty() -> None:
+    case = draw(*SMALL)
+    runner = Attention(case.narrow, SCORES["plain"], choose=attention._interpreted_config)
+    nobody = torch.empty(0, dtype=torch.int32)
+    empty = KeySource(case.narrow.k[:, :, :0], case.narrow.v[:, :, :0], Keys(nobody, nobody))
+    out, lse = attention.forward_from(runner, [empty, runner.own_keys()])
+    plain = attention.forward(case.narrow, SCORES["plain"])
+    assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
+
+
+def test_bitwise_the_same_every_time() -> None:
+    case = draw(*BRANCH_AT_57, sinks=True)
+    for first, second in zip(computed(case, SCORES["bias"]), computed(case, SCORES["bias"]), strict=True):
+        assert torch.equal(first, second) or first.isinf().any()
+
+
+@pytest.mark.parametrize("layout", ["heads outside", "heads inside", "features apart"])
+def test_memory_layouts(layout: str) -> None:
+    case = draw(*SMALL, heads=(2, 1))
+    moved: Callable[[Tensor], Tensor] = {
+        "heads outside": lambda x: x.contiguous(),
+        "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "features apart": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    }[layout]
+    narrow = case.narrow
+    case.narrow = replace(narrow, q=moved(narrow.q), k=moved(narrow.k), v=moved(narrow.v))
+    check(case, SCORES["plain"])
+
+
+def test_the_operator_end_to_end() -> None:
+    ends, depth = SMALL
+    case = draw(ends, depth)
+    options: dict[str, Any] = {"window": 3, "softcap": 2.0, "alibi_slopes": torch.rand(4).requires_grad_()}
+    options["sinks"] = torch.randn(4, requires_grad=True)
+    leaves = [case.narrow.q, case.narrow.k, case.narrow.v]
+    wanted = [tensor.requires_grad_() for tensor in leaves] + [options["alibi_slopes"], options["sinks"]]
+    results = []
+    for impl in ("triton", "reference"):
+        out = tree_attention(*leaves, ends, depth, impl=impl, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
+    assert_equal(results[0], [tensor.double() for tensor in results[1]])
+
+
+def test_a_wrong_mask_is_noticed() -> None:
+    case = draw(*SMALL)
+    case.narrow = replace(case.narrow, subtree_end=torch.full_like(case.narrow.subtree_end, len(SMALL[0])))
+    with pytest.raises(AssertionError):
+        check(case, SCORES["plain"])
+
+
+@pytest.fixture
+def fresh_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_problems", {})
+
+
+@pytest.mark.usefixtures("fresh_verdicts")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("outside", [0, 20])
+def test_right_kernels_are_chosen_without_a_word(outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_CHECKED_TOKENS", 9)
+    monkeypatch.setattr(cuda.flex, "forward", None)
+    case = draw(*SMALL, batch=2, sinks=True, outside=outside)
+    state = torch.get_rng_state()
+    out, lse = cuda.forward(case.narrow, SCORES["window"])
+    assert torch.equal(torch.get_rng_state(), state)
+    *grads, rest = cuda.backward(case.grad.float(), case.narrow, out, lse, SCORES["window"], case.wanted_grads)
+    assert_equal([out, lse, *grads, *rest], expected(case, SCORES["window"]))
+    assert list(cuda._problems.values()) == [None]
+
+
+@pytest.mark.usefixtures("fresh_verdicts")
+@pytest.mark.filterwarnings("error")
+def test_inference_mode_is_no_reason_for_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.flex, "forward", None)
+    with torch.inference_mode():
+        case = draw(*SMALL, sinks=True, outside=5)
+        assert_equal(
+            list(cuda.forward(case.narrow, SCORES["bias"])), list(reference.forward(case.wide, SCORES["bias"]))
+        )
+
+
+@pytest.mark.usefixtures("fresh_verdicts")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("damage", ["wrong output", "wrong gradient", "NaN", "a crash", "no derivative"])
+def test_what_is_wrong_is_left_to_flex_with_one_warning(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = Score(("floordiv", ("dot",), const(2.0))) if damage == "no derivative" else SCORES["window"]
+    right_forward, right_backward = attention.forward, attention.backward
+
+    def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[Tensor, Tensor]:
+        if damage == "a crash":
+            raise RuntimeError("PassManager::run failed")
+        out, lse = right_forward(inputs, score, path=path)
+        return (out * 1.1, lse) if damage == "wrong output" else (out, lse)
+
+    def backward(*arguments: Any, path: str | None = None) -> Any:
+        dq, dk, dv, rest = right_backward(*arguments, path=path)
+        factor = {"wrong gradient": 0.9, "NaN": torch.nan}.get(damage, 1.0)
+        return dq, dk, dv * factor, rest
+
+    monkeypatch.setattr(attention, "forward", forward)
+    monkeypatch.setattr(attention, "backward", backward)
+    case = draw(*SMALL)
+    with pytest.warns(RuntimeWarning, match="FlexAttention runs this attention") as caught:
+        results = [cuda.forward(case.narrow, score) for _ in range(2)]
+    assert sum("FlexAttention runs" in str(warning.message) for warning in caught) == 1
+    for result in results:
+        assert_equal(list(result), list(reference.forward(case.wide, score)))
+
+
+def test_first_use_compares_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device does, with both forms interpreted: the specialised one is taken over only if it agrees."""
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(paths, "interpreted", lambda: False)
+    monkeypatch.setattr(paths, "warp_refusal", lambda attention, tensors: None)
+    case = draw(*SMALL)
+    runner = Attention(case.narrow, SCORES["window"], choose=attention._interpreted_config)
+    taken: list[str] = []
+
+    def run(chosen: Attention, *, factor: float = 1.0) -> list[Tensor]:
+        taken.append(chosen.path)
+        out, lse = attention.forward_from(chosen, chosen.sources())
+        return [out, lse * (factor if chosen.path == "warp" else 1.0)]
+
+    for _ in range(2):
+        paths.checked("forward", runner, [], run)
+    assert taken == ["plain", "warp", "warp"]
+    for factor in (1.5, float("nan")):
+        taken.clear()
+        with pytest.warns(RuntimeWarning, match="warp-specialised .* is switched off") as caught:
+            for _ in range(2):
+                paths.checked(f"wrong by {factor}", runner, [], lambda chosen: run(chosen, factor=factor))
+        assert len(caught) == 1 and taken == ["plain", "warp", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"), [(torch.bfloat16, "interpreter, whose products"), (torch.float64, "use impl='reference'")]
+)
+def test_types_that_would_be_wrong_are_refused(dtype: torch.dtype, text: str) -> None:
+    q = torch.zeros(1, 1, 3, 8, dtype=dtype)
+    with pytest.raises(UnsupportedError, match=text):
+        tree_attention(q, q, q, SMALL[0][:3], impl="triton")
+
+
+def test_scores_without_a_derivative_are_refused() -> None:
+    q = torch.zeros(1, 1, 3, 8)
+    with pytest.raises(UnsupportedError, match="differentiable operations.*'floordiv'"):
+        attend(q, q, q, SMALL[0][:3], Score(("floordiv", ("dot",), const(2.0))), impl="triton")

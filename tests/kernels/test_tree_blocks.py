@@ -1,0 +1,124 @@
+"""Tile lists against the dense mask: nothing visible is left out, nothing partial counts as full."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import treefx
+from tests.strategies import Rows, row_batches
+from treefx.kernels.score import Expr, evaluate
+from treefx.kernels.tree_blocks import Keys, TileLists, TreeBlocks, build_blocks, find_blocks
+
+DEPTH_Q, DEPTH_K = ("load", 0, ("q",)), ("load", 0, ("k",))
+WINDOW: Expr = ("lt", ("sub", DEPTH_Q, DEPTH_K), ("const", 3))
+CHUNKED: Expr = ("eq", ("floordiv", DEPTH_Q, ("const", 4)), ("floordiv", DEPTH_K, ("const", 4)))
+CONDITIONS: dict[str, Expr | None] = {
+    "tree": None,
+    "window": WINDOW,
+    "chunked": CHUNKED,
+    "mixed": ("and", WINDOW, ("or", ("not", CHUNKED), ("ge", ("mod", ("k",), ("const", 5)), ("const", 2)))),
+    "by head": ("ne", ("head",), ("const", 0)),
+    "chosen": ("where", ("ne", DEPTH_K, ("const", 0)), ("gt", DEPTH_K, ("const", 2)), ("le", DEPTH_Q, ("const", 1))),
+}
+
+
+def dense_mask(low: Tensor, high: Tensor, queries: int, visible: Expr | None, depth: Tensor) -> Tensor:
+    q, k = torch.arange(queries)[:, None], torch.arange(len(high))[None, :]
+    mask = (low <= q) & (q < high)
+    if visible is not None:
+        zero = torch.zeros(1, dtype=torch.int64)
+        mask = mask & evaluate(visible, dot=zero.float(), q=q, k=k, head=zero, batch=zero, buffers=[depth]).bool()
+    return mask
+
+
+def check_lists(lists: TileLists, mask: Tensor, rows: int, columns: int, *, exact: bool, ragged: int) -> None:
+    """``mask`` with the listing side first; ``ragged`` is the dimension of the keys."""
+    blocks = -(-mask.shape[0] // rows)
+    assert sorted(lists.order.tolist()) == list(range(blocks))
+    lengths = (lists.start[1:] - lists.start[:-1])[lists.order.long()]
+    assert (lengths[1:] <= lengths[:-1]).all(), "longest first"
+    for block in range(blocks):
+        start, middle, stop = (int(x) for x in (lists.start[block], lists.middle[block], lists.start[block + 1]))
+        full, partial = lists.tiles[start:middle].tolist(), lists.tiles[middle:stop].tolist()
+        for other in range(-(-mask.shape[1] // columns)):
+            tile = mask[block * rows : (block + 1) * rows, other * columns : (other + 1) * columns]
+            whole = bool(tile.all()) and tile.shape[ragged] == (rows, columns)[ragged]
+            assert other not in full or whole
+            assert bool(tile.any()) <= (other in full or other in partial)
+            if exact:
+                assert (other in full, other in partial) == (whole, bool(tile.any()) and not whole)
+
+
+def check(blocks: TreeBlocks, mask: Tensor, *, exact: bool) -> None:
+    check_lists(blocks.by_query, mask, blocks.query_block, blocks.key_block, exact=exact, ragged=1)
+    check_lists(blocks.by_key, mask.T, blocks.key_block, blocks.query_block, exact=exact, ragged=0)
+
+
+@given(row_batches(), st.sampled_from(sorted(CONDITIONS)), st.sampled_from([1, 2, 8, 64]), st.sampled_from([1, 4, 32]))
+def test_lists_are_those_of_the_mask(rows: Rows, name: str, query_block: int, key_block: int) -> None:
+    forest = treefx.Forest.from_sequences(rows)
+    ends, depth = forest.subtree_end.to(torch.int32), forest.depth
+    blocks = build_blocks(Keys(ends), len(ends), query_block, key_block, CONDITIONS[name], [depth])
+    mask = dense_mask(torch.arange(len(ends)), ends, len(ends), CONDITIONS[name], depth)
+    check(blocks, mask, exact=name == "tree")
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000))
+def test_keys_from_outside(queries: int, keys: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    low = torch.randint(0, queries + 1, (keys,), generator=generator, dtype=torch.int32)
+    high = torch.randint(0, queries + 1, (keys,), generator=generator, dtype=torch.int32)
+    depth = torch.arange(keys + queries)
+    blocks = build_blocks(Keys(high, low, 0, keys), queries, 8, 4)
+    check(blocks, dense_mask(low, high, queries, None, depth), exact=False)
+
+
+def test_a_window_leaves_tiles_out() -> None:
+    tokens, depth = 4096, torch.arange(4096)
+    ends = torch.full((tokens,), tokens, dtype=torch.int32)
+    everything = build_blocks(Keys(ends), tokens, 64, 64)
+    near = build_blocks(Keys(ends), tokens, 64, 64, ("lt", ("sub", DEPTH_Q, DEPTH_K), ("const", 200)), [depth])
+    assert len(everything.by_query.tiles) == 64 * 65 // 2
+    # Blocks 0 to 4 behind; the first three of them without gaps.
+    assert len(near.by_query.tiles) == sum(min(block, 4) + 1 for block in range(64))
+    assert int((near.by_query.middle - near.by_query.start[:-1]).max()) == 2
+
+
+@pytest.mark.parametrize("leaves", [10_000, 200_000])
+def test_many_one_token_leaves_take_linear_space(leaves: int) -> None:
+    """A root with leaves, then leaves without a root: every block meets the root's block and its own."""
+    ends = torch.arange(1, leaves + 1, dtype=torch.int32)
+    ends[0] = leaves // 2
+    blocks = build_blocks(Keys(ends), leaves, 64, 64)
+    assert len(blocks.by_key.tiles) == len(blocks.by_query.tiles) <= 2 * (leaves // 64 + 1)
+
+
+def test_a_long_prefix_with_two_leaves() -> None:
+    prefix, leaf = 100_000, 50
+    ends = torch.full((prefix + 2 * leaf,), prefix + 2 * leaf, dtype=torch.int32)
+    ends[prefix : prefix + leaf] = prefix + leaf
+    blocks = build_blocks(Keys(ends), len(ends), 128, 128)
+    last = blocks.by_query.start[-1] - blocks.by_query.start[-2]
+    assert int(last) == -(-len(ends) // 128)
+    assert int(blocks.by_query.order[0]) == len(blocks.by_query.order) - 1
+
+
+def test_one_build_serves_all_layers() -> None:
+    ends = torch.full((70,), 70, dtype=torch.int32)
+    first = find_blocks(Keys(ends), 70, 16, 16)
+    assert find_blocks(Keys(ends.clone()), 70, 16, 16) is first
+    assert find_blocks(Keys(ends), 70, 16, 32) is not first
+    assert find_blocks(Keys(ends), 70, 16, 16, WINDOW, [torch.arange(70)]) is not first
+    ends[:3] = 3
+    changed = find_blocks(Keys(ends), 70, 16, 16)
+    assert changed is not first
+    check(changed, dense_mask(torch.arange(70), ends, 70, None, ends), exact=True)
+
+
+def test_the_condition_reads_the_buffers_of_the_call() -> None:
+    ends = torch.full((64,), 64, dtype=torch.int32)
+    near = find_blocks(Keys(ends), 64, 8, 8, WINDOW, [torch.arange(64)])
+    far = find_blocks(Keys(ends), 64, 8, 8, WINDOW, [torch.zeros(64, dtype=torch.int64)])
+    assert len(near.by_query.tiles) < len(far.by_query.tiles) == 36

@@ -1,0 +1,149 @@
+"""Convolutions and recurrences along a tree: equal to every row alone, in float64, gradients included."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.strategies import row_batches
+from treefx import Forest, TreefxError
+from treefx.kernels.tree_chunks import plan_levels
+from treefx.kernels.tree_conv import find_parents, tree_conv1d
+from treefx.kernels.tree_scan import tree_delta_rule, tree_ssd
+
+HEADS, KEY, VALUE, CHANNELS = 2, 3, 2, 4
+Inputs = list[Tensor]
+
+
+def inputs_of(tokens: int, *shapes: tuple[int, ...]) -> Inputs:
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(tokens, *shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def recurrence_inputs(tokens: int) -> Inputs:
+    return inputs_of(tokens, (HEADS, KEY), (HEADS, KEY), (HEADS, VALUE), (HEADS,), (HEADS,))
+
+
+def sequential(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+    """The definition, one token after the other."""
+    state, outs = q.new_zeros(HEADS, KEY, VALUE), []
+    for t in range(len(q)):
+        state = state * g[t].exp()[:, None, None]
+        written = v[t] if beta is None else beta[t, :, None] * (v[t] - torch.einsum("hd,hde->he", k[t], state))
+        state = state + k[t][..., None] * written[:, None]
+        outs.append(torch.einsum("hd,hde->he", q[t], state))
+    return torch.stack(outs)
+
+
+def assert_equal_to_rows(
+    forest: Forest, inputs: Inputs, tree: Callable[..., Tensor], row: Callable[..., Tensor], parameters: Inputs
+) -> None:
+    """Weighted sums over all rows agree, and so do the gradients of all inputs and parameters."""
+    packed = tree(*inputs)
+    total, expected = packed.new_zeros(()), packed.new_zeros(())
+    for number, place in enumerate(forest.token_of):
+        index = torch.as_tensor(place)
+        alone = row(*[x[index] for x in inputs])
+        weight = torch.linspace(0.5, 2.0, alone.numel(), dtype=torch.float64).view(alone.shape) * (1 + number)
+        total, expected = total + (packed[index] * weight).sum(), expected + (alone * weight).sum()
+    leaves = [*inputs, *parameters]
+    got, wanted = (torch.autograd.grad(loss, leaves, allow_unused=True) for loss in (total, expected))
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    for left, right in zip(got, wanted, strict=True):
+        assert (left is None) == (right is None)
+        if left is not None and right is not None:
+            torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-11)
+
+
+def check_scan(rows: list[list[int]], chunk: int, delta: bool) -> None:
+    forest = Forest.from_sequences(rows)
+    parent, ends = forest.parent.to(torch.int64), forest.subtree_end
+
+    def tree(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        decay = -F.softplus(g)
+        if delta:
+            return tree_delta_rule(q, F.normalize(k, dim=-1), v, decay, beta.sigmoid(), parent, ends, chunk)
+        return tree_ssd(q, k, v, decay, parent, ends, chunk)
+
+    def row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        if delta:
+            return sequential(q, F.normalize(k, dim=-1), v, -F.softplus(g), beta.sigmoid())
+        return sequential(q, k, v, -F.softplus(g), None)
+
+    assert_equal_to_rows(forest, recurrence_inputs(forest.num_tokens), tree, row, [])
+
+
+def check_convolution(rows: list[list[int]], taps: int, dilation: int, groups: int) -> None:
+    forest = Forest.from_sequences(rows)
+    parent = forest.parent.to(torch.int64)
+    weight, bias = inputs_of(CHANNELS, (CHANNELS // groups, taps), ())
+    distances = [tap * dilation for tap in reversed(range(taps))]
+
+    def row(x: Tensor) -> Tensor:
+        padded = F.pad(x.t()[None], ((taps - 1) * dilation, 0))
+        return F.conv1d(padded, weight, bias, dilation=dilation, groups=groups)[0].t()
+
+    assert_equal_to_rows(
+        forest, inputs_of(forest.num_tokens, (CHANNELS,)),
+        lambda x: tree_conv1d(x, weight, bias, parent, distances=distances, groups=groups), row, [weight, bias],
+    )  # fmt: skip
+
+
+def forked_at(position: int, length: int = 11) -> list[list[int]]:
+    """Three rows: two that part after ``position`` tokens, and one that parts from the second a token later."""
+    stem = list(range(position))
+    second = [*stem, *range(200, 200 + length - position)]
+    return [stem + list(range(100, 100 + length - position)), second, [*second[: position + 1], 300, 301]]
+
+
+@pytest.mark.parametrize("position", range(1, 10))
+@pytest.mark.parametrize("delta", [False, True], ids=["ssd", "delta_rule"])
+def test_fork_at_every_position_of_a_chunk(position: int, delta: bool) -> None:
+    check_scan(forked_at(position), chunk=4, delta=delta)
+
+
+@pytest.mark.parametrize("position", range(1, 7))
+@pytest.mark.parametrize("groups", [1, CHANNELS])
+def test_fork_at_every_position_of_a_window(position: int, groups: int) -> None:
+    check_convolution(forked_at(position, 8), taps=4, dilation=1, groups=groups)
+
+
+@settings(max_examples=20)
+@given(row_batches(), st.sampled_from([1, 2, 3, 8]), st.booleans())
+def test_recurrences_on_any_forest(rows: list[list[int]], chunk: int, delta: bool) -> None:
+    check_scan(rows, chunk, delta)
+
+
+@settings(max_examples=20)
+@given(row_batches(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, CHANNELS]))
+def test_convolutions_on_any_forest(rows: list[list[int]], taps: int, dilation: int, groups: int) -> None:
+    check_convolution(rows, taps, dilation, groups)
+
+
+@given(row_batches())
+def test_parents_follow_from_depth_and_subtree_end(rows: list[list[int]]) -> None:
+    forest = Forest.from_sequences(rows)
+    found = find_parents(torch.as_tensor(forest.depth), torch.as_tensor(forest.subtree_end))
+    assert found.tolist() == forest.parent.tolist()
+
+
+def test_levels_are_as_many_as_the_longest_row_has_chunks() -> None:
+    """A chunk never crosses a fork, and all branches of a level are one batch."""
+    rows = [[0] * 8 + [branch] * 8 for branch in range(1, 6)]
+    forest = Forest.from_sequences(rows)
+    levels = plan_levels(forest.parent.to(torch.int64), forest.subtree_end, 4)
+    assert [tuple(level.tokens.shape) for level in levels] == [(1, 4), (1, 4), (5, 4), (5, 4)]
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, parent: tree_conv1d(x, torch.ones(4, 1, 3), None, parent, distances=[1, 0, -1], groups=4),
+    lambda x, parent: tree_ssd(x[:, None], x[:, None], x[:2, None], x[:, :1], parent, parent),
+    lambda x, parent: tree_delta_rule(*[x[:, None]] * 3, x[:, :1], x, parent, parent),
+])  # fmt: skip
+def test_refusals(call: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(TreefxError, match="expected"):
+        call(torch.ones(3, 4), torch.tensor([-1, 0, 1]))

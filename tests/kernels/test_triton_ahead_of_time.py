@@ -1,0 +1,111 @@
+"""Kernels compiled for GPUs that are not there: a part of ``treefx bench kernel``, and the bounds themselves."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from treefx.cli import bench_kernel
+from treefx.cli.app import app
+from treefx.cli.bench_kernel import Case, problems, run
+from treefx.kernels.triton_tree.ahead_of_time import CompileReport, _specialised
+
+pytest.importorskip("triton")
+
+EVERYTHING = ("window", "softcap", "alibi", "sinks")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
+
+
+def verdicts(arch: int, *cases: Case, paths: tuple[str, ...] = ("plain", "warp")) -> dict[tuple[Any, ...], list[str]]:
+    records = run(arch, paths=paths, cases=cases)
+    return {(record["kernel"], record["path"], *record["features"]): record["problems"] for record in records}
+
+
+def test_hopper_in_both_forms() -> None:
+    found = verdicts(90, Case(BF16, 128, 128, 7, EVERYTHING))
+    assert len(found) == 6
+    assert not any(found.values()), found
+
+
+def test_hopper_wide_and_uneven_heads() -> None:
+    cases = Case(BF16, 192, 128, 4, ("boundary",)), Case(torch.float32, 80, 80)
+    found = verdicts(90, *cases, paths=("plain",))
+    assert not any(found.values()), found
+
+
+def test_blackwell() -> None:
+    found = verdicts(100, Case(BF16, 128, 128, 4))
+    assert {path for _, path, *_ in found} == {"plain"}
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("path", ["plain", "warp"])
+@pytest.mark.parametrize("features", [(), ("window", "bias"), ("window", "alibi")])
+def test_a_new_length_compiles_nothing(path: str, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton specialises on is the same for every number of tokens, in all kernels."""
+    keys = []
+    for tokens in (256, 333, 1008, 1001):
+        monkeypatch.setattr(bench_kernel, "_TOKENS", tokens)
+        launches = list(bench_kernel._launches(Case(BF16, 64, 64, 4, features), path, 90))
+        assert len(launches) == (0 if path == "warp" and "bias" in features else 3)
+        keys.append([_specialised(launch) for launch in launches])
+    assert all(key == keys[0] for key in keys)
+
+
+def test_lengths_are_arguments() -> None:
+    """No length is a constant of the kernel or an assumption about its divisibility."""
+    (launch, *_) = bench_kernel._launches(Case(BF16, 64, 64), "plain", 90)
+    special = {parameter.name for parameter in launch.kernel.params if not parameter.do_not_specialize}
+    assert not special & {"queries", "keys", "query_base", "key_base"}
+    assert {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr} == {
+        "GROUP",
+        "PACK",
+        "BLOCK_M",
+        "BLOCK_N",
+        "PRECISION",
+    }
+
+
+GOOD = CompileReport(168, 0, 150_000, wgmma=24, tcgen05=0, mma=0, setmaxnreg=True, warnings=())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"spill_bytes": 400}, "spills 400 bytes"),
+        ({"shared_bytes": 240_000}, "needs 240000 bytes of shared memory"),
+        ({"setmaxnreg": False}, "not warp-specialised"),
+        ({"mma": 3}, "by warpgroups only"),
+        ({"wgmma": 0}, "by warpgroups only"),
+        ({"warnings": ("C7512",)}, "serialises its products"),
+    ],
+)
+def test_every_bound_can_be_missed(change: dict[str, Any], text: str) -> None:
+    assert not problems(GOOD, BF16, "forward", "warp", 90)
+    (problem,) = problems(replace(GOOD, **change), BF16, "forward", "warp", 90)
+    assert text in problem
+
+
+def test_command_prints_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Ampere, where there is one form only."""
+    monkeypatch.setattr(bench_kernel, "CASES", (Case(torch.float16, 64, 64, 1, ("sinks",)),))
+    result = CliRunner().invoke(app, ["bench", "kernel", "--arch", "sm_80", "--json"])
+    assert result.exit_code == 0, result.output
+    records = json.loads(result.stdout)
+    keys = {"kernel", "path", "dtype", "head_dim", "head_dim_v", "features", "registers", "spill_bytes"}
+    assert all(keys | {"shared_bytes", "wgmma", "setmaxnreg"} <= record.keys() for record in records)
+    assert [record["kernel"] for record in records] == ["forward", "backward_keys", "backward_queries"]
+
+
+def test_command_refuses_other_architectures() -> None:
+    result = CliRunner().invoke(app, ["bench", "kernel", "--arch", "sm_75"])
+    assert result.exit_code != 0

@@ -1,0 +1,23 @@
+"""The generated kernels in Triton's interpreter, in a process of their own: Triton chooses it when imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TREEFX_CACHE_DIR": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
+    result = subprocess.run(
+        [*command, "tests/kernels/interpreted_triton.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout

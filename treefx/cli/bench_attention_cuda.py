@@ -1,0 +1,338 @@
+"""Time tree attention on a GPU against FlexAttention with the same tree, SDPA on every row alone, and a matrix product.
+
+The numbers come first: out, dq, dk and dv of sampled tokens are compared with the dense reference in float64, and may
+be off by no more than 1.5 times what SDPA on separate rows is off in the same type. Where they are, no time is
+reported. Times are those of the device: the queue is filled behind a pause, so that no method waits for Python.
+"""
+
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from treefx.cli.attention_sample import Attend, Sample, causal, rounded
+from treefx.cli.bench_attention import Tree, agent_nodes, repeated_nodes, thought_nodes
+from treefx.cli.output import make_table
+from treefx.errors import UnsupportedError
+from treefx.kernels import flex, tree_attention
+from treefx.kernels.common import Inputs
+
+__all__ = ["SETTINGS", "Setting", "make_summary", "run"]
+
+Timer = Callable[[Callable[[], object]], float]
+_OURS, _OTHERS = 1.5, 4.0
+"""How many times the error of SDPA on separate rows a method may be off."""
+_LARGEST_ROWS = 6e9
+"""Bytes of padded queries above which the separate rows are not timed."""
+_PAUSE_CYCLES = 10_000_000
+_CEILING = 8192
+_FLEX_VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (128, {}),
+    "TMA": (128, {"USE_TMA": True}),
+    "64 x 64": (64, dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 64)),
+}
+"""Tokens per side of the mask's blocks, and ``kernel_options``: the fastest of these counts, per direction."""
+
+
+def make_summary(records: Sequence[dict[str, Any]]) -> Table:
+    """Return the records as a table: milliseconds, TFLOP/s, and how many times longer the others take."""
+    names = ("tree_{}_ms", "tree_{}_tflops", "flex_over_tree_{}", "rows_over_tree_{}")
+    fields = [name.format(way) for way in ("forward", "backward") for name in names]
+    rows = [
+        (record["case"], record.get("tokens", "-"), *(record.get(field, "-") for field in fields), _verdict(record))
+        for record in records
+    ]
+    short = ("ms", "TFLOP/s", "flex x", "rows x")
+    headers = [f"{way} {name}" for way in ("fwd", "bwd") for name in short]
+    ceiling = next((record["matmul_tflops"] for record in records if record.get("matmul_tflops")), None)
+    title = "Tree attention" + (f"; a plain matrix product reaches {ceiling} TFLOP/s" if ceiling else "")
+    return make_table(title, ("case", "tokens", *headers, "verdict"), rows)
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    return "; ".join([*record["wrong"], *record.get("warnings", ())]) or "exact"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One forest and the shape of the heads."""
+
+    tree: Tree
+    head_dim: int = 128
+    heads: int = 32
+    kv_heads: int = 8
+    variants: Sequence[str] = ("default",)
+    """Of FlexAttention; each is compiled anew."""
+
+    @property
+    def name(self) -> str:
+        """The case as a table shows it."""
+        return f"{self.tree.name}, D={self.head_dim}, {self.heads}:{self.kv_heads}"
+
+
+def _prefix(prefix: int, leaves: int, length: int) -> Tree:
+    return Tree(f"prefix {prefix} + {leaves} x {length}", repeated_nodes(1, prefix, leaves, length))
+
+
+def _groups(kind: str, count: int, prefix: int, leaves: int, length: int) -> Tree:
+    return Tree(f"{kind} {count} x ({prefix} + {leaves} x {length})", repeated_nodes(count, prefix, leaves, length))
+
+
+_EVERY = tuple(_FLEX_VARIANTS)
+_SHORT, _MIDDLE = _prefix(2048, 8, 256), _prefix(8192, 16, 512)
+_AGENT = Tree("agent, 150 nodes", agent_nodes(150))
+_THOUGHT = Tree("tree of thought, 341 nodes", thought_nodes())
+SETTINGS = (
+    Setting(_SHORT, variants=_EVERY),
+    Setting(_prefix(32768, 16, 2048), variants=_EVERY),
+    Setting(_AGENT, variants=_EVERY),
+    Setting(_THOUGHT, variants=_EVERY),
+    Setting(_groups("GRPO", 2, 512, 16, 1024), variants=_EVERY),
+    Setting(_groups("DPO", 32, 512, 2, 256), variants=_EVERY),
+    Setting(_MIDDLE, variants=_EVERY),
+    Setting(Tree("agent, 640 nodes", agent_nodes(640)), variants=_EVERY),
+    Setting(Tree("tree of thought, 1365 nodes", thought_nodes(depth=5)), variants=_EVERY),
+    Setting(_groups("GRPO", 1, 512, 16, 224), variants=_EVERY),
+    Setting(_groups("DPO", 4, 512, 2, 256), variants=_EVERY),
+    Setting(_MIDDLE, head_dim=64),
+    Setting(_AGENT, head_dim=64),
+    Setting(_MIDDLE, head_dim=256, heads=16, kv_heads=4),
+    Setting(_AGENT, head_dim=256, heads=16, kv_heads=4),
+    Setting(_prefix(98304, 16, 2048), variants=_EVERY),
+    Setting(_MIDDLE, kv_heads=32),
+    Setting(_MIDDLE, kv_heads=4),
+    Setting(_MIDDLE, heads=28, kv_heads=4),
+)
+"""The most telling first: what does not fit the time is left out, by name."""
+
+
+def run(
+    settings: Sequence[Setting] = SETTINGS,
+    *,
+    minutes: float = 7.5,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    timer: Timer | None = None,
+    with_flex: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """Measure the settings in turn until the time is up.
+
+    Kernels are tuned (``TREEFX_TUNE=1``) unless the environment says otherwise.
+
+    Args:
+        settings: what to measure.
+        minutes: no new setting starts after this time.
+        device: where.
+        dtype: of q, k and v.
+        timer: milliseconds of a call on the device; by default measured there.
+        with_flex: whether FlexAttention runs as well.
+
+    Yields:
+        One record per setting: ``case, tokens, raw_tokens``, errors and what is ``wrong``; if nothing is, milliseconds
+        and TFLOP/s (on visible pairs) of each method, forward and backward, and the quotients.
+
+    Raises:
+        UnsupportedError: there is no such device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("this benchmark must run on a CUDA device, and there is none: use --device cpu")
+    os.environ.setdefault("TREEFX_TUNE", "1")
+    start, timer = time.perf_counter(), timer or _device_ms
+    ceiling = _ceiling_tflops(timer) if device == "cuda" else None
+    for setting in settings:
+        if time.perf_counter() - start > 60 * minutes:
+            yield {"case": setting.name, "wrong": [f"not measured: the {minutes:g} minutes are up"]}
+            continue
+        # AOTAutograd may reuse a backward's inputs only if it runs once; every length of a case is a recompilation.
+        with (
+            torch._functorch.config.patch(donated_buffer=False),
+            torch._dynamo.config.patch(recompile_limit=256),
+        ):
+            record = _measured(setting, torch.device(device), dtype, timer, setting.variants if with_flex else ())
+        yield {**record, "matmul_tflops": ceiling, "total_s": round(time.perf_counter() - start, 1)}
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(
+    setting: Setting, device: torch.device, dtype: torch.dtype, timer: Timer, variants: Sequence[str]
+) -> dict[str, Any]:
+    try:
+        return _Case(setting, device, dtype, timer).measure(variants)
+    except Exception as reason:  # of many types, of the device too: the other settings are worth having
+        return {"case": setting.name, "wrong": [f"{type(reason).__name__}: {str(reason)[:300]}"]}
+
+
+class _Case:
+    """The tensors of one setting and the methods on them."""
+
+    def __init__(self, setting: Setting, device: torch.device, dtype: torch.dtype, timer: Timer) -> None:
+        self.setting, self.device, self.timer = setting, device, timer
+        self.ends = setting.tree.subtree_end().to(device)
+        self.rows = [row.to(device) for row in setting.tree.rows()]
+        generator = torch.Generator(device).manual_seed(0)
+
+        def heads(count: int) -> Tensor:
+            shape = 1, len(self.ends), count, setting.head_dim
+            return torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2)
+
+        self.leaves = [heads(count).requires_grad_() for count in (setting.heads, setting.kv_heads, setting.kv_heads)]
+        self.grad = heads(setting.heads)
+
+    def measure(self, variants: Sequence[str]) -> dict[str, Any]:
+        tokens = len(self.ends)
+        pairs = int((self.ends.long() - torch.arange(tokens, device=self.device)).sum())
+        record: dict[str, Any] = {
+            "case": self.setting.name,
+            "tokens": tokens,
+            "raw_tokens": sum(map(len, self.rows)),
+            "visible_pairs": pairs,
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+        }
+        began = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.autograd.grad(self.tree(*self.leaves), self.leaves, self.grad)
+            self.synchronize()
+        record["tree_first_call_s"] = round(time.perf_counter() - began, 2)
+        record["warnings"] = [str(warning.message) for warning in caught if "treefx" in str(warning.message)]
+        sample = Sample(self.ends, self.rows, self.leaves, self.grad)
+        limits = sample.errors_of_rows()
+        record |= {"rows_errors": rounded(limits), "wrong": sample.judge("tree", self.tree, limits, _OURS, record)}
+        if record["wrong"]:
+            return record
+        flops = 4.0 * pairs * self.setting.head_dim * self.setting.heads
+        record |= _figures("tree", self.times(self.tree), flops)
+        record["tree_host_ms"] = self.host_ms()
+        record |= self.flex_figures(variants, sample, limits, flops)
+        try:
+            record |= self.row_figures()
+        except torch.OutOfMemoryError:
+            record["rows"] = "not measured: the padded rows do not fit the device"
+        for other in ("flex", "rows"):
+            for way in ("forward", "backward"):
+                if f"{other}_{way}_ms" in record:
+                    record[f"{other}_over_tree_{way}"] = round(
+                        record[f"{other}_{way}_ms"] / record[f"tree_{way}_ms"], 2
+                    )
+        return record
+
+    def tree(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Not "auto" on a device, which could be FlexAttention.
+        return tree_attention(q, k, v, self.ends, impl="triton" if self.device.type == "cuda" else "auto")
+
+    def times(self, attend: Attend) -> tuple[float, float]:
+        """Return the milliseconds of the forward and of the backward."""
+        out = attend(*self.leaves)
+        forward = self.timer(lambda: attend(*self.leaves))
+        backward = self.timer(lambda: torch.autograd.grad(out, self.leaves, self.grad, retain_graph=True))
+        return forward, backward
+
+    def host_ms(self) -> float:
+        """Return what a forward costs in Python, while the device has enough to do."""
+        self.synchronize()
+        began = time.perf_counter()
+        for _ in range(10):
+            self.tree(*self.leaves)
+        taken = time.perf_counter() - began
+        self.synchronize()
+        return round(taken * 100, 3)
+
+    def flex_figures(
+        self, variants: Sequence[str], sample: "Sample", limits: dict[str, float], flops: float
+    ) -> dict[str, Any]:
+        """Return the times of FlexAttention's fastest variant, and what became of the others."""
+        found: dict[str, tuple[float, float]] = {}
+        record: dict[str, Any] = {}
+        for name in variants:
+            try:
+                attend = self.flex(name)
+                problem = "; ".join(sample.judge(f"flex {name}", attend, limits, _OTHERS, record))
+                if not problem:
+                    found[name] = self.times(attend)
+            except Exception as reason:  # of many types: options that do not fit, a compiler that fails
+                problem = f"{type(reason).__name__}: {str(reason)[:120]}"
+            record[f"flex {name}"] = problem or [round(ms, 4) for ms in found[name]]
+        if found:
+            best = min(forward for forward, _ in found.values()), min(backward for _, backward in found.values())
+            record |= _figures("flex", best, flops)
+        return record
+
+    def flex(self, variant: str) -> Attend:
+        block, options = _FLEX_VARIANTS[variant]
+        ends, given = self.ends, cast(Any, dict(options))
+
+        def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q < ends[k])
+
+        q, k, v = self.leaves
+        blocks = flex.block_mask(Inputs(q, k, v, ends), visible, block=block)
+        compiled = torch.compile(flex_attention, fullgraph=True)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            grouped = self.setting.heads != self.setting.kv_heads
+            out: Tensor = compiled(q, k, v, block_mask=blocks, enable_gqa=grouped, kernel_options=given)
+            return out
+
+        return attend
+
+    def row_figures(self) -> dict[str, Any]:
+        """Return the times of SDPA on the rows as a trainer has them: one batch, padded on the right."""
+        length = max(map(len, self.rows))
+        q, k, v = self.leaves
+        if len(self.rows) * length * q.shape[1] * q.shape[-1] * q.element_size() > _LARGEST_ROWS:
+            return {"rows": "not measured: the padded rows are too large"}
+        index = torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in self.rows])
+        alone = [tensor.detach()[0].transpose(0, 1)[index].transpose(1, 2).requires_grad_() for tensor in (q, k, v)]
+        grad = self.grad[0].transpose(0, 1)[index].transpose(1, 2)
+        out = causal(*alone)
+        forward = self.timer(lambda: causal(*alone))
+        backward = self.timer(lambda: torch.autograd.grad(out, alone, grad, retain_graph=True))
+        return {"rows_forward_ms": round(forward, 4), "rows_backward_ms": round(backward, 4)}
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _figures(method: str, times: tuple[float, float], flops: float) -> dict[str, float]:
+    """Return milliseconds and TFLOP/s; a backward has five products of matrices where a forward has two."""
+    found: dict[str, float] = {}
+    for way, ms, work in zip(("forward", "backward"), times, (flops, 2.5 * flops), strict=True):
+        found |= {f"{method}_{way}_ms": round(ms, 4), f"{method}_{way}_tflops": round(work / ms / 1e9, 1)}
+    return found
+
+
+def _ceiling_tflops(timer: Timer) -> float:
+    """Return what a plain matrix product of random bfloat16 numbers reaches."""
+    a, b = torch.randn(2, _CEILING, _CEILING, device="cuda").to(torch.bfloat16)
+    return round(2 * _CEILING**3 / timer(lambda: a @ b) / 1e9, 1)
+
+
+def _device_ms(call: Callable[[], object]) -> float:
+    """Return the median time of a call on the device, from events behind a pause that hides Python's part."""
+    call()
+    rough = _timed(call, 1)[0]
+    pause = _PAUSE_CYCLES if rough < 100 else 0
+    return statistics.median(_timed(call, max(3, min(30, int(300 / rough))), pause))
+
+
+def _timed(call: Callable[[], object], repeats: int, pause: int = _PAUSE_CYCLES) -> list[float]:
+    cuda: Any = torch.cuda
+    events = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        if pause:
+            cuda._sleep(pause)
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]

@@ -1,0 +1,281 @@
+"""Compile the generated kernels for a GPU that need not be there, and judge what the assembler says.
+
+What is judged is what can be known without running: registers, spills, shared memory, which matrix instructions were
+chosen, whether warp specialisation happened where it was asked for, and the assembler's warnings about serialised
+products.
+"""
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from treefx.cli.output import make_table
+from treefx.errors import InputError
+from treefx.kernels.common import Inputs
+from treefx.kernels.score import Expr, Score, make_score
+from treefx.kernels.tree_blocks import Keys
+from treefx.kernels.triton_tree.ahead_of_time import CompileReport, compile_launch
+from treefx.kernels.triton_tree.configs import SHARED_MEMORY, usable_shared_memory
+from treefx.kernels.triton_tree.launch import Attention, KeySource, Launch
+from treefx.kernels.triton_tree.paths import PATHS, refused_widths
+
+__all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "problems", "run", "run_with_progress"]
+
+ARCHITECTURES = (80, 90, 100)
+_TOKENS, _KV_HEADS = 256, 2
+_SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
+"""Bytes per thread."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention to compile: three kernels (and, without features, the one of delta)."""
+
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    group: int = 1
+    features: tuple[str, ...] = ()
+
+
+_WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+_COMMON_WIDTHS = ((64, 64), (128, 128), (192, 128))
+_FEATURES: tuple[tuple[str, ...], ...] = (
+    ("window",),
+    ("softcap",),
+    ("alibi",),
+    ("sinks",),
+    ("chunked",),
+    ("bias",),
+    ("boundary",),
+    ("window", "softcap", "alibi", "sinks"),
+)
+CASES = (
+    *(Case(torch.bfloat16, *widths) for widths in _WIDTHS),
+    *(Case(dtype, *widths) for dtype in (torch.float16, torch.float32) for widths in _COMMON_WIDTHS),
+    *(Case(torch.bfloat16, 128, 128, group) for group in (4, 7)),
+    *(Case(torch.bfloat16, 128, 128, 4, names) for names in _FEATURES),
+    Case(torch.bfloat16, 256, 256, 4, ("window", "softcap")),
+)
+MORE_CASES = (
+    *(Case(dtype, *w) for dtype in (torch.float16, torch.float32) for w in _WIDTHS if w not in _COMMON_WIDTHS),
+    *(Case(torch.bfloat16, 128, 128, group) for group in (8, 16)),
+    *(Case(torch.bfloat16, 64, 64, 4, names) for names in _FEATURES),
+    *(Case(torch.float32, 64, 64, 4, names) for names in _FEATURES),
+)
+"""What ``--full`` adds: together every type, width, group and feature."""
+
+
+def run_with_progress(
+    arch: str, path: str, *, quick: bool = False, full: bool = False, json: bool = False, jobs: int = 1
+) -> list[dict[str, Any]]:
+    """Compile the table under a progress bar.
+
+    Args:
+        arch: ``"sm_80"``, ``"sm_90"`` or ``"sm_100"``.
+        path: ``"plain"``, ``"warp"`` or ``"both"``.
+        quick: every tenth case only.
+        full: :data:`MORE_CASES` as well.
+        json: a program reads the result, so no progress bar is shown.
+        jobs: processes that compile at once.
+
+    Returns:
+        The records of :func:`run`.
+
+    Raises:
+        InputError: another architecture or path.
+    """
+    if path not in (*PATHS, "both"):
+        raise InputError(f"path must be plain, warp or both, got {path!r}")
+    number = arch.removeprefix("sm_")
+    if not number.isdecimal():
+        raise InputError(f"arch must look like sm_90, got {arch!r}")
+    if int(number) not in ARCHITECTURES:
+        known = ", ".join(f"sm_{one}" for one in ARCHITECTURES)
+        raise InputError(f"arch must be one of {known}, got {arch}")
+    cases = (*CASES, *MORE_CASES) if full else CASES[::10] if quick else CASES
+    compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "both" else (path,))
+    with _pool(min(jobs, len(cases))) as run_all:
+        done = run_all(compile_case, cases)
+        shown = track(done, "compiling kernels", len(cases), disable=json, console=Console(stderr=True), transient=True)
+        return [record for records in shown for record in records]
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Give a ``map`` over some processes."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
+
+
+def _compile_case(case: Case, *, arch: int, paths: Sequence[str]) -> list[dict[str, Any]]:
+    return list(run(arch, paths=paths, cases=[case]))
+
+
+def make_summary(arch: str, records: Sequence[dict[str, Any]]) -> Table:
+    """Return the records as a table."""
+    rows = [
+        (
+            f"{record['kernel']} ({record['path']})",
+            record["dtype"],
+            f"{record['head_dim']}/{record['head_dim_v']}",
+            record["group"],
+            " ".join(record["features"]) or "-",
+            record["tile"],
+            record["registers"],
+            record["spill_bytes"],
+            f"{record['shared_bytes']:,}",
+            record["wgmma"] or record["tcgen05"] or record["mma"],
+            "; ".join(record["problems"]) or "ok",
+        )
+        for record in records
+    ]
+    headers = ("kernel", "dtype", "heads", "group", "features", "tile", "registers", "spilled", "shared")
+    bad = sum(bool(record["problems"]) for record in records)
+    title = f"{len(records)} kernels compiled for {arch}, {bad} out of bounds"
+    return make_table(title, (*headers, "matrix ops", "verdict"), rows)
+
+
+def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] = CASES) -> Iterator[dict[str, Any]]:
+    """Compile every case for one architecture.
+
+    Args:
+        arch: compute capability times 10; one of :data:`ARCHITECTURES`.
+        paths: which forms of the kernels; ``"warp"`` exists for 16-bit types on 90 only.
+        cases: what to compile.
+
+    Yields:
+        One record per kernel: ``kernel, path, dtype, head_dim, head_dim_v, group, features, registers, spill_bytes,
+        shared_bytes, wgmma, tcgen05, mma, setmaxnreg, tile, seconds, problems``.
+    """
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder  # hundreds of megabytes otherwise stay
+        for case in cases:
+            for path in paths:
+                for launch in _launches(case, path, arch):
+                    yield _record(case, path, launch, arch)
+
+
+def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
+    start = time.perf_counter()
+    report = compile_launch(launch, arch)
+    name = launch.kernel.__name__
+    return {
+        "kernel": name,
+        "path": path,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "head_dim": case.head_dim,
+        "head_dim_v": case.value_dim,
+        "group": case.group,
+        "features": list(case.features),
+        "registers": report.registers,
+        "spill_bytes": report.spill_bytes,
+        "shared_bytes": report.shared_bytes,
+        "wgmma": report.wgmma,
+        "tcgen05": report.tcgen05,
+        "mma": report.mma,
+        "setmaxnreg": report.setmaxnreg,
+        "tile": f"{launch.config.block_m}x{launch.config.block_n} w{launch.config.warps} s{launch.config.stages}",
+        "seconds": round(time.perf_counter() - start, 2),
+        "problems": problems(report, case.dtype, name, path, arch),
+    }
+
+
+def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, arch: int) -> list[str]:
+    """Return what is out of bounds, in words; empty if nothing is."""
+    found = []
+    if report.spill_bytes > _SPILL_LIMIT[dtype]:
+        found.append(f"spills {report.spill_bytes} bytes, at most {_SPILL_LIMIT[dtype]} are allowed")
+    if report.shared_bytes > SHARED_MEMORY[arch]:
+        found.append(f"needs {report.shared_bytes} bytes of shared memory, the device has {SHARED_MEMORY[arch]}")
+    if report.setmaxnreg != (path == "warp"):
+        found.append("is not warp-specialised" if path == "warp" else "is warp-specialised")
+    if kernel == "delta" or dtype == torch.float32:  # float32 is right first, and fast where it may be
+        return found
+    if arch == 90:
+        if not report.wgmma or report.mma:
+            found.append(f"must multiply by warpgroups only, got {report.wgmma} wgmma and {report.mma} mma.sync")
+        found += [f"serialises its products ({warning})" for warning in report.warnings]
+    elif not (report.tcgen05 if arch == 100 else report.mma):
+        found.append("has no matrix instruction")
+    return found
+
+
+def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
+    if path == "warp" and not _has_warp_path(case, arch):
+        return
+    attention, source = _attention(case, path, arch)
+    inputs = attention.inputs
+    out, row = _heads(inputs.q.shape[1], case.value_dim, case.dtype), torch.empty(1, inputs.q.shape[1], _TOKENS)
+    yield attention.forward(source, out, row)
+    yield attention.backward_keys(source, out, row, row, inputs.k, inputs.v)
+    yield attention.backward_queries(source, out, row, row, inputs.q)
+    if path == "plain" and not case.features and case.group == 1:
+        yield attention.delta(out, out, row)
+
+
+def _has_warp_path(case: Case, arch: int) -> bool:
+    """Return whether the warp-specialised form exists: what ``paths.warp_refusal`` says, without a device."""
+    sixteen_bits = case.dtype != torch.float32
+    narrow = refused_widths(case.head_dim, case.value_dim) is None
+    return arch == 90 and sixteen_bits and narrow and not {"bias", "boundary"} & set(case.features)
+
+
+def _attention(case: Case, path: str, arch: int) -> tuple[Attention, KeySource]:
+    query_heads = case.group * _KV_HEADS
+    q = _heads(query_heads, case.head_dim, case.dtype)
+    k, v = _heads(_KV_HEADS, case.head_dim, case.dtype), _heads(_KV_HEADS, case.value_dim, case.dtype)
+    score, buffers = _score(case, query_heads)
+    sinks = torch.zeros(query_heads) if "sinks" in case.features else None
+    ends = torch.full((_TOKENS,), _TOKENS, dtype=torch.int32)
+    inputs = Inputs(q, k, v, ends, buffers, sinks)
+    attention = Attention(inputs, score, path, shared_limit=usable_shared_memory(arch))
+    source = attention.own_keys()
+    if "boundary" in case.features:
+        rows = torch.arange(_TOKENS, dtype=torch.int32)
+        source = KeySource(k, v, Keys(ends, torch.zeros_like(ends)), rows)
+    return attention, source
+
+
+def _heads(heads: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(1, _TOKENS, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def _score(case: Case, heads: int) -> tuple[Score, list[Tensor]]:
+    """Return the score of a case with buffers 0: depth, 1: slopes, 2: bias."""
+    names = case.features
+    score = make_score(
+        scale=0.125,
+        depth=0,
+        window=64 if "window" in names else None,
+        softcap=20.0 if "softcap" in names else None,
+        alibi=1 if "alibi" in names else None,
+    )
+    value, visible = score.value, score.visible
+    if "bias" in names:
+        value = ("add", value, ("load", 2, ("head",), ("q",), ("k",)))
+    if "chunked" in names:
+        sides: list[Expr] = [("floordiv", ("load", 0, (side,)), ("const", 64)) for side in ("q", "k")]
+        visible = ("eq", *sides)
+    return Score(value, visible), [
+        torch.arange(_TOKENS, dtype=torch.int32),
+        torch.zeros(heads),
+        torch.empty(heads, _TOKENS, _TOKENS, dtype=case.dtype),
+    ]
