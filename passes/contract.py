@@ -1,0 +1,109 @@
+"""Contract what a causal mixer computed on rows: back to one value per distinct token, as soon as that is proved.
+
+A convolution, scan or recurrence has no token-wise law, so the graph expands before it. Where the causal domain proves
+that its result at (row, column) reads that row up to that column, the same way in every row, two rows that share a
+prefix have equal results there. The value is then read once per token, at the token's representative row and column,
+and everything after it runs packed again. The full value stays at hand for the next operator without a law, and
+whichever of the two nobody reads is not computed.
+
+Before (4 rows of 12 tokens, everything after the convolution on rows)::
+
+    conv: "f32[4, 64, 14]" = convolution(x, w, padding=2);  y: "f32[4, 64, 12]" = slice(conv, 2, 0, 12)
+
+After::
+
+    y: "f32[1, 64, s0]" = slice(conv, 2, 0, 12)[row, :, column]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from treefx.passes.causal_domain import CausalDomain, State, token_dims
+from treefx.passes.facts import ALONG_ROWS, Dims, Fact, Kind, fact_of, set_fact
+from treefx.passes.tree_mixers import TreeConvolution, find_tree_convolution
+
+__all__ = ["Contracted", "Contractor", "leaks", "mixes"]
+
+_LARGEST_UNLEARNED = 4
+"""Functions of the inputs alone with more entries per position are masks, which are lifted instead."""
+
+
+@dataclass(frozen=True)
+class Contracted:
+    """The value is computed on rows and read once per distinct token."""
+
+
+class Contractor:
+    """Turns facts of values computed per row into packed ones where the domain proves it.
+
+    Args:
+        domain: The causal domain of the graph.
+        admits: Whether inputs may become part of what tells tokens apart, for a value at the given node.
+    """
+
+    def __init__(self, domain: CausalDomain, admits: Callable[[fx.Node, frozenset[fx.Node]], bool]) -> None:
+        self._domain, self._admits = domain, admits
+
+    def improve(self, node: fx.Node, fact: Fact) -> Fact:
+        """The fact of a node, contracted where that is proved."""
+        improved = self._improved(node, fact)
+        if improved.kind is Kind.PACKED:
+            self._domain.refine(node)
+        self._domain.release(node)
+        return improved
+
+    def _improved(self, node: fx.Node, fact: Fact) -> Fact:
+        value = node.meta.get("val")
+        if fact.kind is not Kind.ROW or fact.law is not None or fact.parts is not None or not isinstance(value, Tensor):
+            return fact
+        found = self._prove(node)
+        if found is None:
+            return fact
+        state, dims = found
+        if not (state.packed or fact.learned):
+            small = value.numel() <= _LARGEST_UNLEARNED * self._domain.rows * self._domain.columns
+            return Fact(Kind.PREFIX, dims, law=ALONG_ROWS) if small else fact
+        if not self._admits(node, state.sources):
+            return fact
+        set_fact(node, fact)
+        tree = find_tree_convolution(node)
+        if tree is not None:
+            return replace(fact, kind=Kind.PACKED, dims=dims, law=tree, reason=None)
+        return replace(fact, kind=Kind.PACKED, dims=dims, law=Contracted())
+
+    def _prove(self, node: fx.Node) -> tuple[State, Dims] | None:
+        state = self._domain.state(node)
+        if not isinstance(state, State):
+            return None
+        dims = token_dims(state, self._domain.rows, self._domain.columns)
+        return None if dims is None else (state, dims)
+
+
+def mixes(gm: fx.GraphModule) -> bool:
+    """Whether values of a labelled graph are contracted or computed along the tree: those read their row's past."""
+    calls = [fact_of(node).law for node in gm.graph.nodes if node.op == "call_function"]
+    return any(isinstance(law, Contracted | TreeConvolution) for law in calls)
+
+
+def leaks(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether a value computed per row reaches anything but contracted values."""
+    stack, seen = [node], {node}
+    while stack:
+        top = stack.pop()
+        if top.op == "output":
+            return True
+        fact = fact_of(top)
+        if (
+            isinstance(fact.law, Contracted | TreeConvolution) or fact.kind is Kind.INVARIANT
+        ):  # the latter borrows a shape
+            continue
+        if fact.kind is not Kind.ROW:
+            return True
+        following = [user for user in top.users if user in live and user not in seen]
+        seen.update(following)
+        stack += following
+    return False
