@@ -16,8 +16,8 @@ from torch import fx
 from treefx.kernels.score import Expr
 from treefx.passes.constants import constants_of
 from treefx.passes.dims import NoLaw, extent
-from treefx.passes.facts import Axis, Dims, Factor, fact_of, shape_of
-from treefx.passes.lift_mask import Digit, Index, lift, step
+from treefx.passes.facts import Axis, Dims, Factor, Kind, fact_of, shape_of
+from treefx.passes.lift_mask import Digit, Index, lift, offset_of_keys, step
 from treefx.passes.score_algebra import (
     MASKING,
     Tables,
@@ -53,6 +53,8 @@ class Attention:
     padding: tuple[Expr, ...]
     zero_if_blind: bool
     """Whether the model's own attention gives zero to a query that sees no key, as tree attention does."""
+    sinks: Expr | None = None
+    """The logit, per head, of an entry behind the keys that takes weight and has no value."""
 
 
 def lift_sdpa(node: fx.Node) -> Attention:
@@ -66,8 +68,8 @@ def lift_sdpa(node: fx.Node) -> Attention:
     if dropout:
         raise NoLaw("dropout in attention draws anew for every row")
     rows, heads, columns, features = shape_of(query)
-    if shape_of(key)[1] != heads and not enable_gqa:
-        raise NoLaw("broadcasts keys over heads")
+    if not enable_gqa and any(shape_of(item)[1] not in (1, heads) for item in (key, value)):
+        raise NoLaw("pairs several key heads with more query heads, without enable_gqa")
     factor = float(scale) if scale is not None else 1 / math.sqrt(features)  # type: ignore[arg-type]
     score: Expr = ("mul", ("dot", node, ()), const(factor))
     index: Index = tuple(
@@ -91,8 +93,9 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     Raises:
         NoLaw: What lies between the products is not a softmax of a causal score of single queries and keys.
     """
-    index = _digits(fact_of(probabilities).dims or ())
-    batch = [digit for digit in index[0]]
+    dims = fact_of(probabilities).dims or ()
+    index = _digits(dims)
+    batch = index[0] + tuple(digit for digit in index[1] if digit[0] != ("cq",))
     node = probabilities
     while (moved := step(node, index)) is not None or (moved := _uncast(node, index)) is not None:
         node, index = moved
@@ -100,20 +103,52 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
         raise NoLaw(f"attention probabilities pass through {node.target}")
     source, dim = node.args[:2]
     assert isinstance(source, fx.Node) and isinstance(dim, int)
-    if [d[0] for d in index[dim]] not in ([("ck",)], []):
+    if offset_of_keys(index[dim]) is None:
         raise NoLaw("a softmax over another axis than the keys")
+    source = _unshifted(source, dim)
     score = lift(source, index)
+    columns = extent(dims[1][-1:])
+    sinks = _sinks(source, index, dim, columns)
     products = {(item[1], item[2]) for item in walk(score) if item[0] == "dot"}
     if len(products) != 1:
         raise NoLaw("a score with several products of queries and keys")
     ((product, digits),) = products
-    if [d for d in digits] != batch:
+    if digits != batch:
         raise NoLaw("heads change places between the scores and the values")
     query, key = product.args[-2:]
     heads = math.prod(size for expr, size in batch if expr != ("b",))
-    columns = extent((fact_of(probabilities).dims or ())[1])
     safe = node.target is aten._safe_softmax.default
-    return _prove(probabilities, (query, key, value), score, columns, heads, safe=safe)
+    return _prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
+
+
+def _unshifted(node: fx.Node, dim: int) -> fx.Node:
+    """The score before a number per query was subtracted from it (its maximum, say), which no softmax notices."""
+    while node.target is aten.sub.Tensor and not node.kwargs:
+        source, shift = node.args
+        assert isinstance(source, fx.Node)
+        shape = shape_of(node)
+        per_query = isinstance(shift, fx.Node) and len(shape_of(shift)) == len(shape) and shape_of(shift)[dim] == 1
+        if not per_query or shape_of(source) != shape:
+            break
+        node = source
+    return node
+
+
+def _sinks(source: fx.Node, index: Index, dim: int, columns: int) -> Expr | None:
+    """The logit of the one entry before the first or behind the last key, if there is one.
+
+    Raises:
+        NoLaw: There are more, or it is no function of the head alone.
+    """
+    size = shape_of(source)[dim]
+    if size == columns:
+        return None
+    dim %= len(index)
+    place = ((const(0 if offset_of_keys(index[dim]) else columns), size),)
+    logit = lift(source, index[:dim] + (place,) + index[dim + 1 :])
+    if size != columns + 1 or any(item[0] in ("b", "cq", "ck", "dot") for item in walk(logit)):
+        raise NoLaw("takes logits beside the keys for other than one attention sink per head")
+    return logit
 
 
 def _uncast(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
@@ -151,6 +186,7 @@ def _prove(
     heads: int,
     *,
     safe: bool,
+    sinks: Expr | None = None,
 ) -> Attention:
     """Prove the score causal and take it apart.
 
@@ -167,9 +203,15 @@ def _prove(
     rest = [item for item in conditions if item not in padding]
     if any(item == ("b",) for expr in [value, *conditions] for item in walk(expr)):
         raise NoLaw("attention that differs from row to row by more than its inputs")
+    loads = [item[1] for item in walk(sinks) if item[0] == "load"] if sinks is not None else []
+    if any(fact_of(source).kind is not Kind.INVARIANT for source in loads):
+        raise NoLaw("an attention sink that differs from token to token")
     constants_used = [float(item[1]) for item in walk(score) if item[0] == "const"]
     soft = any(-math.inf < number <= MASKING for number in constants_used)
-    return Attention(*operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), safe and not soft)
+    zero_if_blind = sinks is not None or (safe and not soft)
+    return Attention(
+        *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), zero_if_blind, sinks
+    )  # fmt: skip
 
 
 def _reads_key_alone(condition: Expr) -> bool:
@@ -179,7 +221,7 @@ def _reads_key_alone(condition: Expr) -> bool:
 
 def _reads_rows(condition: Expr) -> bool:
     loads = [item[1] for item in walk(condition) if item[0] == "load"]
-    return bool(loads) and all(fact_of(source).dims is not None for source in loads)
+    return bool(loads) and all(fact_of(source).kind is Kind.PREFIX for source in loads)
 
 
 def _window_of_table(condition: Expr, tables: Tables) -> Expr:

@@ -7,6 +7,7 @@ so that the run time can tell when one of them has changed and the proof no long
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,35 @@ from treefx.kernels.score import Expr, evaluate
 from treefx.passes.facts import Kind, ancestors, fact_of
 from treefx.passes.score_algebra import walk
 
-__all__ = ["Constants", "constants_of"]
+__all__ = ["Constants", "InputValues", "constants_of", "input_values"]
 
 _KEY = "treefx_constants"
 _LARGEST_TABLE = 1 << 28
+
+
+@dataclass(frozen=True)
+class InputValues:
+    """What the values of a call's inputs prove, in this and all calls that share an analysis: positions of inputs."""
+
+    consecutive: frozenset[int] = frozenset()
+    """[B, T] or [1, T], counting up by one along each row, such as position ids."""
+    binary: frozenset[int] = frozenset()
+    """[B, T] or [1, T], zeros and ones alone, such as an attention mask."""
+
+
+def input_values(args: Sequence[Any], roles: Sequence[str]) -> InputValues:
+    """Look at the inputs of a call."""
+    tables = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and isinstance(x, Tensor) and x.dim() == 2]
+    return InputValues(
+        frozenset(i for i, x in tables if _counts_up(x)),
+        frozenset(i for i, x in tables if x.dtype is not torch.bool and bool(((x == 0) | (x == 1)).all())),
+    )
+
+
+def _counts_up(x: Tensor) -> bool:
+    if x.is_floating_point() or x.dtype is torch.bool or x.shape[1] < 2:
+        return False
+    return bool((x == x[:, :1] + torch.arange(x.shape[1], device=x.device)).all())
 
 
 class Constants:
@@ -29,13 +55,10 @@ class Constants:
         gm: The traced graph.
         inputs: The run-time value of each placeholder.
         roles: What each placeholder is; the values of "input" ones may differ from call to call and prove nothing.
-        consecutive: Positions of inputs [B, T] (or [1, T]) known to count up by one along each row, such as position
-        ids.
+        known: What the values of the inputs prove nevertheless.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str], consecutive: frozenset[int]
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str], known: InputValues) -> None:
         self._values: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._gm = gm
         self._tables: dict[Expr, Tensor | None] = {}
@@ -43,7 +66,8 @@ class Constants:
         """Positions of the inputs whose values entered a proof."""
         self._positions = {node: i for i, node in enumerate(self._values)}
         self._per_call = {node for node, role in zip(self._values, roles, strict=True) if role == "input"}
-        self.consecutive = frozenset(node for node, i in self._positions.items() if i in consecutive)
+        self.consecutive = frozenset(node for node, i in self._positions.items() if i in known.consecutive)
+        self.binary = frozenset(node for node, i in self._positions.items() if i in known.binary)
         gm.meta[_KEY] = self
 
     def value(self, node: fx.Node) -> Tensor | None:

@@ -89,6 +89,9 @@ def index(call: Call) -> Fact:
     """Reading through an order, its tokens or its inverse moves between tokens and slots; or a table lookup."""
     source, indices = call.node.args[:2]
     assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
+    given = [item for item in indices if isinstance(item, fx.Node)]
+    if len(given) == 1 and call.labelled(source) and fact_of(given[0]).kind is Kind.INVARIANT:
+        return _choose(call, source, indices.index(given[0]), given[0])
     if len(indices) != 1 or not isinstance(indices[0], fx.Node):
         raise NoLaw("indexes tokens with several indices")
     chosen = indices[0]
@@ -107,6 +110,14 @@ def index(call: Call) -> Fact:
     if not algebra.same_tokens(dims[0], expected):
         raise NoLaw("indexes other tokens than were sorted")
     return call.result(((slots.sorted_dim if slots.role is SlotRole.INVERSE else slot), *dims[1:]))
+
+
+def _choose(call: Call, source: fx.Node, dim: int, chosen: fx.Node) -> Fact:
+    """The same entries of a plain dimension for every token, such as ``x[..., [-1], :]``."""
+    if chosen.meta["val"].dtype is torch.bool:
+        raise NoLaw("keeps as many entries as a mask has")
+    dims = algebra.resize(call.dims(source), dim, 1)
+    return call.result((*dims[:dim], *plain_dims(shape_of(chosen)), *dims[dim + 1 :]))
 
 
 @law(aten.index_put)

@@ -9,20 +9,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
 from treefx.kernels.score import Expr
-from treefx.passes import expert_laws, matmul_laws  # noqa: F401  (registers laws)
+from treefx.passes import expert_laws, laws, matmul_laws  # noqa: F401  (registers laws)
 from treefx.passes.attention_facts import Attention
-from treefx.passes.dependence import Dependence, depend, prefix_dims
+from treefx.passes.causal_domain import CausalDomain
+from treefx.passes.causal_laws import find_causal_law
+from treefx.passes.contract import Contractor
 from treefx.passes.dims import NoLaw
 from treefx.passes.facts import (
-    ALONG_ROWS,
     Axis,
-    Dims,
     Fact,
     Factor,
     Kind,
@@ -30,6 +31,7 @@ from treefx.passes.facts import (
     fact_of,
     set_fact,
     shape_of,
+    token_axes,
 )
 from treefx.passes.laws import Call, find_law
 from treefx.passes.loss_laws import find_sink
@@ -38,6 +40,7 @@ from treefx.passes.score_algebra import walk
 
 __all__ = [
     "DTYPE_ONLY",
+    "MEETS_ROWS",
     "Identity",
     "Role",
     "Tokens",
@@ -52,6 +55,10 @@ DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.defau
 """Their operand gives a dtype and a device, not values."""
 SHAPE_ONLY = {aten.zeros_like.default: 0, aten.ones_like.default: 1}
 """Their operand gives a shape as well; the value fills it."""
+_TORCH = str(Path(torch.__file__).parent)
+"""Lines below are PyTorch's own, such as that of ``F.pad``."""
+MEETS_ROWS = "meets a value computed per row"
+"""The reason of operators that read expanded values only because another one does."""
 Role = str
 """What a placeholder is: "parameter", "buffer" or "input"."""
 
@@ -94,6 +101,16 @@ def _drawn_by(call: Call) -> str | None:
     return None
 
 
+def _cores(gm: fx.GraphModule) -> list[fx.Node]:
+    """Operators that mix tokens or, in a model without, all matrix products: what comes before is not the loss."""
+
+    def calls(*targets: Any) -> list[fx.Node]:
+        return [node for target in targets for node in gm.graph.find_nodes(op="call_function", target=target)]
+
+    mixers = calls(torch.ops.treefx.attention.default, aten.bmm.default, aten.convolution.default)
+    return mixers or calls(aten.mm.default, aten.addmm.default)
+
+
 def _has_tensors(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) or (
@@ -103,33 +120,48 @@ def _has_tensors(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Identity:
-    """Inputs whose values tell tokens apart: two positions are one token iff these agree on their prefixes."""
+    """Values that tell tokens apart: two positions are one token iff these agree on their prefixes.
+
+    They are inputs [B, T], and numbers of rows [B] made from inputs alone.
+    """
 
     always: frozenset[fx.Node]
     with_padding: frozenset[fx.Node]
     """The same where padding runs too, and what hides it from others must agree as well."""
 
 
-def label_tokens(gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens) -> Identity:
-    """Write a ``Fact`` on every node of ``gm`` and return what identifies its tokens."""
-    labeller = _Labeller(gm, roles, tokens)
+def label_tokens(
+    gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens, *, contract: bool = True, pick_losses: bool = True
+) -> Identity:
+    """Write a ``Fact`` on every node of ``gm`` and return what identifies its tokens.
+
+    Args:
+        gm: The traced graph.
+        roles: What each placeholder is.
+        tokens: Its token axes.
+        contract: Whether results of causal mixers become packed again.
+        pick_losses: Whether losses pick from packed values.
+    """
+    labeller = _Labeller(gm, roles, tokens, contract=contract, pick_losses=pick_losses)
     labeller.run()
     always = frozenset(labeller.identity)
     return Identity(always, always | labeller.hides)
 
 
 class _Labeller:
-    def __init__(self, gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens) -> None:
-        self.gm, self.tokens = gm, tokens
+    def __init__(
+        self, gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens, *, contract: bool, pick_losses: bool
+    ) -> None:
+        self.gm, self.tokens, self.pick_losses = gm, tokens, pick_losses
         self.roles = dict(zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True))
-        cores = gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.attention.default)
-        cores = cores or gm.graph.find_nodes(op="call_function", target=aten.bmm.default)
+        cores = _cores(gm)
         self.before_attention = {*cores, *ancestors(*cores)}
         self.identity: set[fx.Node] = {tokens.ids}
         """Inputs that tell tokens apart, as far as the attention needs them."""
         self.hides: frozenset[fx.Node] = frozenset()
-        self.dependence: dict[fx.Node, Dependence] = {}
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        domain = CausalDomain(tokens.rows, tokens.columns, self.sources, find_causal_law)
+        self.contractor = Contractor(domain, self._admit) if contract else None
 
     def run(self) -> None:
         """Label all nodes in order."""
@@ -141,6 +173,8 @@ class _Labeller:
             elif node.op == "call_function":
                 self._remember_sources(node)
                 set_fact(node, self.function(node))
+                if self.contractor is not None:
+                    set_fact(node, self.contractor.improve(node, fact_of(node)))
 
     def placeholder(self, node: fx.Node) -> Fact:
         self.sources[node] = frozenset([node] if node in self.tokens.inputs else [])
@@ -174,13 +208,13 @@ class _Labeller:
             return Fact(Kind.INVARIANT, learned=learned)
         if node.target in SHAPE_ONLY and kinds <= {Kind.ROW, Kind.SCORE}:
             return Fact(Kind.INVARIANT)
-        sink = find_sink(call)
+        sink = find_sink(call) if self.pick_losses else None
         if sink is not None:
             return sink
         if any(isinstance(fact.law, Reindexed) for fact in facts):
             return find_reindexed(call) or self._refuse_shifted(call, facts)
         if Kind.ROW in kinds and Kind.SCORE not in kinds and node.target is not torch.ops.treefx.attention.default:
-            return self.refuse(call, "meets a value computed per row")
+            return self.refuse(call, MEETS_ROWS)
         try:
             return self.lawful(call)
         except NoLaw as reason:
@@ -203,6 +237,8 @@ class _Labeller:
             raise NoLaw("has no token-wise law")
         self._check_identity(call)
         fact = law(call)
+        if fact.kind is Kind.SCORE and fact.dims is not None and Axis.KEY not in token_axes(fact.dims):
+            laws.check_statistic(call)
         if fact.kind is Kind.PACKED:
             self._identify(call, fact)
         return fact
@@ -227,19 +263,17 @@ class _Labeller:
             self.hides |= self._loaded(fact.law.padding)
 
     def _loaded(self, expressions: Iterable[Expr]) -> frozenset[fx.Node]:
-        """The inputs that lifted expressions read."""
-        loads = [part[1] for item in expressions for part in walk(item) if part[0] == "load"]
-        return frozenset().union(*[self.sources.get(node, frozenset()) for node in loads])
+        """The inputs that lifted expressions read, and the numbers of rows; learned values are told apart already."""
+        loads = {part[1] for item in expressions for part in walk(item) if part[0] == "load"}
+        of_rows = frozenset(node for node in loads if fact_of(node).kind is Kind.ROW)
+        others = [node for node in loads - of_rows if fact_of(node).kind is not Kind.PACKED]
+        return of_rows.union(*[self.sources.get(node, frozenset()) for node in others])
 
     def refuse(self, call: Call, reason: str) -> Fact:
         """Compute per row; the reason is kept where packed values have to be expanded for it."""
         facts = [fact_of(operand) for operand in call.node.all_input_nodes]
         packed = any(fact.kind in (Kind.PACKED, Kind.SCORE) or isinstance(fact.law, Reindexed) for fact in facts)
         learned = any(fact.learned for fact in facts)
-        if not packed and not learned:
-            dims = self._prove_prefix(call.node)
-            if dims is not None:
-                return Fact(Kind.PREFIX, dims, law=ALONG_ROWS)
         if not packed:
             return Fact(Kind.ROW, learned=learned)
         return Fact(Kind.ROW, learned=learned, reason=reason, blame=_drawn_by(call))
@@ -253,17 +287,15 @@ class _Labeller:
                 if not isinstance(fact_of(node).law, Reindexed):
                     set_fact(shift, replace(fact_of(shift), reason="mixes positions along the tokens"))
         if any(fact.kind in (Kind.PACKED, Kind.SCORE) for fact in facts):
-            return self.refuse(call, "meets a value computed per row")
+            return self.refuse(call, MEETS_ROWS)
         return Fact(Kind.ROW, learned=any(fact.learned for fact in facts))
 
-    def _prove_prefix(self, node: fx.Node) -> Dims | None:
-        """Labels for a function of the inputs that has no law and is still proved to read only the past of its row."""
-        rows, columns = self.tokens.rows, self.tokens.columns
-        found = depend(node, self.dependence, rows * columns)
-        if found is None:
-            return None
-        self.dependence[node] = found
-        return prefix_dims(found, rows, columns)
+    def _admit(self, node: fx.Node, sources: frozenset[fx.Node]) -> bool:
+        """Let inputs tell tokens apart, except in the loss."""
+        if node not in self.before_attention and sources - self.identity:
+            return False
+        self.identity |= sources
+        return True
 
 
 def attentions(gm: fx.GraphModule) -> list[Attention]:
@@ -281,7 +313,8 @@ def user_line(node: fx.Node) -> str | None:
     places = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not places:
         return lines[-1]
-    place = lines[places[-1]].split('"')
-    number = lines[places[-1]].split("line ")[1].split(",")[0]
-    code = lines[places[-1] + 1] if places[-1] + 1 < len(lines) else ""
+    at = next((i for i in reversed(places) if _TORCH not in lines[i]), places[-1])
+    place = lines[at].split('"')
+    number = lines[at].split("line ")[1].split(",")[0]
+    code = lines[at + 1] if at + 1 < len(lines) else ""
     return f"{place[1]}:{number}: {code}"

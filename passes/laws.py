@@ -8,7 +8,7 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,8 @@ class Call:
         learned = any(fact.learned for fact in facts)
         kinds = {fact.kind for fact in facts}
         kind = Kind.PACKED if Kind.PACKED in kinds or learned else Kind.PREFIX
-        if Axis.KEY in token_axes(dims):
-            kind = Kind.SCORE
+        if Kind.SCORE in kinds or Axis.KEY in token_axes(dims):
+            kind = Kind.SCORE  # a function of scores may have lost its keys (their maximum) and is still only lifted
         return Fact(kind, dims, law=law, learned=learned)
 
 
@@ -140,7 +140,7 @@ def aligned(call: Call, node: fx.Node, dims: Dims) -> None:
     aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous, aten.where, aten.lift_fresh_copy,
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.masked_fill, aten.bitwise_and,
     aten.bitwise_or, aten.bitwise_not, aten.logical_and, aten.logical_or, aten.logical_not, aten.addcmul, aten.addcdiv,
-    aten._conj, aten.pow, aten.fmod, aten.remainder, aten.floor_divide, aten.polar, aten.copy,
+    aten._conj, aten.pow, aten.fmod, aten.remainder, aten.floor_divide, aten.polar,
 )  # fmt: skip
 def pointwise(call: Call) -> Fact:
     """f(x, y)[n] = f(x[n], y[n]); invariant operands are read at the token's column."""
@@ -172,9 +172,19 @@ def _pointwise_score(call: Call, labelled: list[fx.Node]) -> Fact:
     shape = tuple(call.node.meta["val"].shape)
     if tuple(algebra.extent(dim) for dim in own) != shape:
         raise NoLaw("widens attention scores")
-    if any(fact_of(node).kind is Kind.PACKED for node in labelled):
-        raise NoLaw("adds a learned function of tokens to attention scores")
     return call.result(own)
+
+
+def check_statistic(call: Call) -> None:
+    """Check that a statistic of attention scores (their maximum over the keys) goes back to scores alone.
+
+    Raises:
+        NoLaw: The operator makes something else of it.
+    """
+    unary = len(call.operands) == 1
+    movement = (view, permute, unsqueeze, squeeze, expand, reduction)
+    if not unary or find_law(call.node.target) not in (*movement, pointwise):
+        raise NoLaw("reads a statistic of attention scores")
 
 
 @law(aten.view, aten.reshape, aten._unsafe_view, aten._reshape_alias)
@@ -192,6 +202,61 @@ def permute(call: Call) -> Fact:
     labels = torch.empty([2 + i for i in range(len(dims))], device="meta")  # distinct sizes name the dimensions
     moved = call.node.target(labels, *call.node.args[1:], **call.node.kwargs)  # type: ignore[operator]
     return call.result(algebra.move(dims, [size - 2 for size in moved.shape]))
+
+
+@law(aten.view_as_complex)
+def view_as_complex(call: Call) -> Fact:
+    """Pairs of a last plain dimension of two become complex numbers."""
+    dims = call.dims(call.node_arg(0))
+    return call.result(algebra.resize(dims, -1, 1)[:-1])
+
+
+@law(aten.view_as_real)
+def view_as_real(call: Call) -> Fact:
+    """Complex numbers become pairs along a new last plain dimension."""
+    return call.result((*call.dims(call.node_arg(0)), algebra.plain(2)))
+
+
+@law(aten.repeat)
+def repeat(call: Call) -> Fact:
+    """Copies of a dimension one behind the other: a plain factor before its own."""
+    source = call.node_arg(0)
+    counts: Any = call.node.args[1]
+    dims = ((),) * (len(counts) - len(call.dims(source))) + call.dims(source)
+    pairs = zip(dims, counts, strict=True)
+    return call.result(tuple((*algebra.plain(count), *_forget_repeats(dim)) for dim, count in pairs))
+
+
+@law(aten.copy)
+def copy(call: Call) -> Fact:
+    """y[n] = x[n] in the shape and dtype of another value, of which nothing else is read."""
+    source = call.node_arg(1)
+    if not call.labelled(source):
+        raise NoLaw("writes a value without token axes over tokens")
+    dims, shape = call.dims(source), shape_of(call.node)
+    dims = ((),) * (len(shape) - len(dims)) + dims
+    if any(algebra.extent(dim) not in (1, size) for dim, size in zip(dims, shape, strict=True)):
+        raise NoLaw("copies to another shape")
+    return call.result(_expanded(dims, shape))
+
+
+@law(aten.slice_scatter, aten.select_scatter)
+def overwrite(call: Call) -> Fact:
+    """x with y written over a part of a plain dimension; an invariant one of them is read at the token's column."""
+    target, piece = call.node_arg(0), call.node_arg(1)
+    dim = call.arg(2, "dim", 0) % len(shape_of(target))
+    selects = call.node.target is aten.select_scatter.default
+    given = []
+    if call.labelled(target):
+        given.append(algebra.resize(call.dims(target), dim, 1))
+    if call.labelled(piece):
+        dims = call.dims(piece)
+        given.append(algebra.insert(dims, dim) if selects else algebra.resize(dims, dim, 1))
+    rest = algebra.broadcast(given)
+    for node in (target, piece):
+        if not call.labelled(node):
+            aligned(call, node, rest if node is target or not selects else rest[:dim] + rest[dim + 1 :])
+    return call.result(algebra.resize(rest, dim, shape_of(target)[dim]))
 
 
 @law(aten.unsqueeze)
@@ -219,13 +284,17 @@ def expand(call: Call) -> Fact:
     """An expanded dimension is a plain factor along which nothing varies."""
     source = call.node_arg(0)
     dims, shape = call.dims(source), shape_of(call.node)
-    dims = ((),) * (len(shape) - len(dims)) + dims
+    return call.result(_expanded(((),) * (len(shape) - len(dims)) + dims, shape))
+
+
+def _expanded(dims: Dims, shape: Sequence[int]) -> Dims:
+    """Dimensions of size one expanded to plain ones along which nothing varies."""
     result = []
     for dim, size in zip(dims, shape, strict=True):
         if algebra.extent(dim) != size and algebra.has_tokens(dim):
             raise NoLaw("expands a row or token axis of size one")
         result.append(dim if algebra.extent(dim) == size else (Factor(Axis.PLAIN, size, repeated=True),))
-    return call.result(tuple(result))
+    return tuple(result)
 
 
 @law(aten.slice)
@@ -236,7 +305,19 @@ def slice_(call: Call) -> Fact:
     size = shape_of(call.node)[dim]
     if size == shape_of(source)[dim]:
         return call.result(dims)
+    if _is_keys(dims[dim]) and call.arg(4, "step", 1) == 1:
+        return call.result(_with_keys(dims, dim, size))  # which ones they are is proved when they are lifted
     return call.result(algebra.resize(dims, dim, size))
+
+
+def _is_keys(dim: tuple[Factor, ...]) -> bool:
+    return [factor.axis for factor in dim] == [Axis.KEY]
+
+
+def _with_keys(dims: Dims, dim: int, size: int) -> Dims:
+    """Scores with another number of entries per query."""
+    dim %= len(dims)
+    return dims[:dim] + ((Factor(Axis.KEY, size),),) + dims[dim + 1 :]
 
 
 @law(aten.select)
@@ -277,6 +358,9 @@ def cat(call: Call) -> Fact:
         return call.result(labelled[0])
     stacks = call.node.target is aten.stack.default
     dim = call.arg(1, "dim", 0) % (len(labelled[0]) + stacks)
+    scores = [dims for dims in labelled if not stacks and _is_keys(dims[dim])]
+    if scores:
+        return call.result(_with_keys(scores[0], dim, shape_of(call.node)[dim]))  # which is which: proved when lifted
     if stacks:
         result = algebra.insert(algebra.broadcast(labelled), dim, algebra.plain(len(pieces)))
     else:
@@ -301,7 +385,8 @@ def reduction(call: Call) -> Fact:
     given = call.arg(2 if vector_norm else 1, "dim")
     where = _where(given, len(dims))
     for d in where:
-        algebra.resize(dims, d, 1)
+        if not _is_keys(dims[d]):  # a function of scores is lifted or read in full, never run packed
+            algebra.resize(dims, d, 1)
     value = call.node.meta["val"]
     first = value if isinstance(value, torch.Tensor) else value[0]
     keeps = first.dim() == len(dims)
@@ -329,7 +414,7 @@ def along_dimension(call: Call) -> Fact:
     softmax = call.node.target in {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
     reach = None
     for d in where:
-        if softmax and [factor.axis for factor in dims[d]] == [Axis.KEY]:
+        if softmax and _is_keys(dims[d]):
             continue
         if call.node.target is aten.cumsum.default and _is_causal_sum(call, dims[d]):
             reach = ALONG_ROWS

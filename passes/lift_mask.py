@@ -15,12 +15,13 @@ import torch
 from torch import fx
 
 from treefx.kernels.score import Expr
+from treefx.passes.constants import constants_of
 from treefx.passes.dims import NoLaw
 from treefx.passes.facts import Axis, Kind, fact_of, shape_of
 from treefx.passes.score_algebra import const, fold, walk
 from treefx.passes.uniformity import is_uniform
 
-__all__ = ["Digit", "Index", "combined", "lift", "step"]
+__all__ = ["Digit", "Index", "combined", "lift", "offset_of_keys", "step"]
 
 aten = torch.ops.aten
 Digit = tuple[Expr, int]
@@ -52,6 +53,8 @@ def lift(node: Any, index: Index) -> Expr:
         return lift(*moved)
     if fact_of(node).kind is Kind.SCORE and node.target in (aten.bmm.default, aten.baddbmm.default):
         return _product(node, index)
+    if fact_of(node).kind is Kind.PACKED and (loaded := _load_maybe(node, index)) is not None:
+        return loaded
     rule = _ELEMENTS.get(node.target)
     if rule is not None:
         return rule(node, index)
@@ -105,12 +108,23 @@ def _move_view(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
         taken: list[Digit] = []
         product = 1
         while product < size and queue:
-            taken.append(queue.pop(0))
-            product *= taken[-1][1]
+            digit = queue.pop(0)
+            missing = size // product
+            if digit[1] > missing and digit[1] % missing == 0 and digit[0][0] not in ("b", "cq", "ck"):
+                digit, rest = _split_digit(digit, digit[1] // missing)
+                queue.insert(0, rest)
+            taken.append(digit)
+            product *= digit[1]
         if product != size:
             return None
         result.append(tuple(taken))
     return tuple(result)
+
+
+def _split_digit(digit: Digit, lower: int) -> tuple[Digit, Digit]:
+    """A digit as two, the second of extent ``lower``."""
+    expr, size = digit
+    return (("floordiv", expr, const(lower)), size // lower), (("mod", expr, const(lower)), lower)
 
 
 def _move_expand(node: fx.Node, source: fx.Node, index: Index) -> Index:
@@ -296,6 +310,32 @@ def _scalar(node: fx.Node, index: Index) -> Expr:
     return const(node.args[0])
 
 
+def offset_of_keys(digits: Sequence[Digit]) -> int | None:
+    """How far behind its key an index stands: 0 for the key itself; None if it is something else."""
+    expr = combined(digits)
+    if expr == ("ck",) or not digits:
+        return 0
+    return int(expr[2][1]) if expr[0] == "add" and expr[1] == ("ck",) and expr[2][0] == "const" else None
+
+
+def _joined_keys(node: fx.Node, index: Index) -> Expr:
+    """Scores with more logits before or behind the keys (attention sinks), read at a key or at one of those."""
+    pieces: Any = node.args[0]
+    dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(index)  # type: ignore[arg-type]
+    if fact_of(node).kind is not Kind.SCORE or dim != len(index) - 1 or not index[dim]:
+        return _load(node, index)
+    position, start = index[dim][0][0], 0
+    for piece in pieces:
+        size = shape_of(piece)[dim]
+        if fact_of(piece).kind is Kind.SCORE and offset_of_keys(index[dim]) == start:
+            return lift(piece, (*index[:dim], ((("ck",), size),) if size > 1 else ()))
+        if position[0] == "const" and start <= position[1] < start + size:
+            digit = ((const(position[1] - start), size),) if size > 1 else ()
+            return lift(piece, (*index[:dim], digit))
+        start += size
+    return _load(node, index)
+
+
 _ELEMENTS: dict[Any, Callable[[fx.Node, Index], Expr]] = {
     aten.arange.default: _arange, aten.arange.start: _arange, aten.arange.start_step: _arange,
     aten.full.default: _fill(1), aten.full_like.default: _fill(1), aten.new_full.default: _fill(2),
@@ -309,7 +349,7 @@ _ELEMENTS: dict[Any, Callable[[fx.Node, Index], Expr]] = {
     aten.rsub.Tensor: _reversed_difference, aten.bitwise_and.Tensor: _logic("and"),
     aten.bitwise_and.Scalar: _logic("and"), aten.bitwise_or.Tensor: _logic("or"),
     aten.bitwise_not.default: _logic("not"), aten.clamp.default: _clamp, aten.clamp_min.default: _clamp,
-    aten.index.Tensor: _index, aten.pow.Tensor_Scalar: _pow,
+    aten.index.Tensor: _index, aten.pow.Tensor_Scalar: _pow, aten.cat.default: _joined_keys,
 }  # fmt: skip
 _POINTWISE: dict[Any, str] = {
     aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div",
@@ -325,10 +365,12 @@ _POINTWISE: dict[Any, str] = {
 
 
 def _product(node: fx.Node, index: Index) -> Expr:
-    """q.k, or beta * input + alpha * q.k."""
-    if [d[0] for d in index[1]] not in ([("cq",)], []) or [d[0] for d in index[2]] not in ([("ck",)], []):
+    """q.k, or beta * input + alpha * q.k; heads may be part of the query axis, in front of the tokens."""
+    groups = tuple(digit for digit in index[1] if digit[0] != ("cq",))
+    in_order = index[1] in (groups, (*groups, *index[1][-1:])) and all(_of_head(digit) for digit in groups)
+    if not in_order or [d[0] for d in index[2]] not in ([("ck",)], []):
         raise NoLaw("query and key axes change places between the scores and the probabilities")
-    dot: Expr = ("dot", node, index[0])
+    dot: Expr = ("dot", node, index[0] + groups)
     if node.target is aten.bmm.default:
         return dot
     alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
@@ -337,6 +379,10 @@ def _product(node: fx.Node, index: Index) -> Expr:
         return product
     added = _operand(node.args[0], node, index)
     return ("add", added if beta == 1 else ("mul", added, const(beta)), product)
+
+
+def _of_head(digit: Digit) -> bool:
+    return not any(item[0] in ("b", "cq", "ck") for item in walk(digit[0]))
 
 
 def _invariant_position(node: fx.Node, dim: int, digits: Sequence[Digit]) -> Expr:
@@ -351,6 +397,28 @@ def _invariant_position(node: fx.Node, dim: int, digits: Sequence[Digit]) -> Exp
 # Leaves ---------------------------------------------------------------------------------------------------------------
 
 
+def _load_maybe(node: fx.Node, index: Index) -> Expr | None:
+    """A learned function of the query's or of the key's token, or None where it is none."""
+    tokens = {item for dim in index for digit in dim for item in walk(digit[0])} & {("cq",), ("ck",)}
+    if len(tokens) > 1:
+        return None
+    try:
+        return _load(node, index)
+    except NoLaw:
+        return None
+
+
+def _load_of_row(node: fx.Node, index: Index) -> Expr:
+    """One number per row (or one for all) made from inputs alone, such as a count of padding.
+
+    It becomes part of the identity of the row's tokens.
+    """
+    size = shape_of(node).numel()
+    if [digit for dim in index for digit in dim] != ([(("b",), size)] if size > 1 else []):
+        raise NoLaw(f"the mask depends on whole rows through {node.target}")
+    return ("load", node, ("cq",))
+
+
 def _load(node: fx.Node, index: Index) -> Expr:
     """Read a value of the graph at the index; a per-row value only at the query's or the key's own token."""
     if node.target is operator.getitem:
@@ -358,7 +426,9 @@ def _load(node: fx.Node, index: Index) -> Expr:
     fact = fact_of(node)
     if fact.kind is Kind.INVARIANT:
         return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
-    if fact.kind is not Kind.PREFIX or fact.dims is None:
+    if fact.kind is Kind.ROW and not fact.learned:
+        return _load_of_row(node, index)
+    if fact.kind not in (Kind.PREFIX, Kind.PACKED) or fact.dims is None:
         raise NoLaw(f"the mask depends on whole rows through {node.target}")
     token: Expr | None = None
     rest: list[Expr] = []
@@ -379,4 +449,8 @@ def _load(node: fx.Node, index: Index) -> Expr:
             raise NoLaw("the mask reads a token other than its query or key")
     if token is None:
         raise NoLaw("the mask reads a per-row value at no token of its own")
-    return ("load", node, token, *rest)
+    loaded: Expr = ("load", node, token, *rest)
+    if node not in constants_of(node).binary:
+        return loaded
+    number: Any = float if node.meta["val"].is_floating_point() else int
+    return ("where", ("ne", loaded, const(0)), const(number(1)), const(number(0)))  # arithmetic with it folds

@@ -77,10 +77,15 @@ def bmm(call: Call) -> Fact:
     batch = algebra.broadcast([(a[0],), (b[0],)])[0]
     if not algebra.has_tokens(a[1]) and not algebra.has_tokens(b[2]):
         return _add(call, (batch, a[1], b[2]))  # one small product per token
-    if [f.axis for f in a[1]] != [Axis.TOKEN] or [f.axis for f in b[2]] != [Axis.TOKEN]:
+    if not _ends_in_tokens(a[1]) or [f.axis for f in b[2]] != [Axis.TOKEN]:
         raise NoLaw("a product over tokens that is not query times key")
     keys = (Factor(Axis.KEY, b[2][0].size),)
     return call.result((algebra.coalesce(batch), a[1], keys))
+
+
+def _ends_in_tokens(dim: tuple[Factor, ...]) -> bool:
+    """Whether a dimension runs over tokens, for each of some heads (query groups merged with the queries)."""
+    return [f.axis for f in dim][-1:] == [Axis.TOKEN] and not algebra.has_tokens(dim[:-1])
 
 
 def _add(call: Call, dims: Dims) -> Fact:
@@ -110,7 +115,9 @@ def _close_attention(call: Call, probabilities: fx.Node, values: fx.Node) -> Fac
     """softmax(score) V over the keys: one tree attention."""
     p, v = call.dims(probabilities), call.dims(values)
     keys, tokens = [f.axis for f in p[2]], [f.axis for f in v[1]]
-    if keys != [Axis.KEY] or tokens != [Axis.TOKEN] or not algebra.same_tokens(p[0], v[0]):
+    if keys != [Axis.KEY] or tokens != [Axis.TOKEN] or p[2] != (Factor(Axis.KEY, v[1][0].size),):
+        raise NoLaw("a product with attention probabilities over other keys than the values'")
+    if not algebra.same_tokens(p[0], v[0]) or not _ends_in_tokens(p[1]):
         raise NoLaw("a product with attention probabilities that is not probabilities times values")
     attention = lift_products(probabilities, values)
     learned = any(fact_of(node).learned for node in call.operands)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-__all__ = ["attention", "custom_function", "is_pointwise_function", "register_function"]
+__all__ = ["attention", "custom_function", "is_pointwise_body", "is_pointwise_function", "register_function"]
 
 
 @torch.library.custom_op("treefx::attention", mutates_args=())
@@ -75,11 +75,11 @@ def register_function(forward: fx.GraphModule, backward: fx.GraphModule) -> str:
 def is_pointwise_function(key: str) -> bool:
     """Whether both bodies are made of pointwise operators alone, and so mean the same on any shape."""
     function = _FUNCTIONS[key]
-    return all(_is_pointwise_body(body) for body in (function.forward, function.backward))
+    return all(is_pointwise_body(body) for body in (function.forward, function.backward))
 
 
-def _is_pointwise_body(body: fx.GraphModule) -> bool:
-    """Run the body on one shape under a recorder of operators."""
+def is_pointwise_body(body: fx.GraphModule) -> bool:
+    """Whether a body is made of pointwise operators alone: it is run on one shape under a recorder."""
     examples = [
         node.meta.get("example_value", node.meta.get("val")) for node in body.graph.find_nodes(op="placeholder")
     ]

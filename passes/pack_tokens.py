@@ -31,9 +31,11 @@ from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.ops import attend
-from treefx.kernels.score import Expr, Score
+from treefx.kernels.score import Expr, Score, evaluate
+from treefx.kernels.tree_conv import find_parents
 from treefx.passes import expert_laws, laws, matmul_laws
 from treefx.passes.attention_facts import Attention
+from treefx.passes.contract import Contracted
 from treefx.passes.dims import has_tokens
 from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, token_axes
 from treefx.passes.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
@@ -41,6 +43,8 @@ from treefx.passes.layout import Metadata, at_columns, expand_rows, gather_token
 from treefx.passes.loss_laws import Pick
 from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
+from treefx.passes.tree_mixers import TreeConvolution, convolve
+from treefx.passes.vocab_tail import find_tail, surprise
 
 __all__ = ["Output", "Packer", "is_packed_output"]
 
@@ -64,6 +68,7 @@ class Packer:
         detached: Positions of outputs that nobody is expected to differentiate (they leave without gradient).
         redundant: Conditions of attentions that hold for every pair of tokens of the call.
         native: Whether the token ids come packed already, ``[1, N]``; other inputs are functions of the column.
+        absent: Positions of logits that are not computed, because only losses read them (``vocab_tail``).
     """
 
     def __init__(
@@ -75,8 +80,9 @@ class Packer:
         detached: frozenset[int] = frozenset(),
         redundant: frozenset[Expr] = frozenset(),
         native: bool = False,
+        absent: frozenset[int] = frozenset(),
     ) -> None:
-        self.gm, self.tokens, self.keep_padding = gm, tokens, keep_padding
+        self.gm, self.tokens, self.keep_padding, self.absent = gm, tokens, keep_padding, absent
         self.detached, self.redundant, self.native = detached, redundant, native
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
@@ -102,19 +108,24 @@ class Packer:
     def _visit(self, node: fx.Node) -> None:
         """Make the forms that are surely wanted in graph order, so that no recursion is deep."""
         fact = fact_of(node)
-        if fact.kind is Kind.PACKED or (fact.parts and fact.parts[0].kind is Kind.PACKED):
-            self.packed(node)
-        elif fact.kind is Kind.ROW and not isinstance(fact.law, Reindexed):
+        on_rows = fact.kind is Kind.ROW and not isinstance(fact.law, Reindexed)
+        if on_rows or isinstance(fact.law, Contracted):
             self.full(node)
+        elif fact.kind is Kind.PACKED or (fact.parts and fact.parts[0].kind is Kind.PACKED):
+            self.packed(node)
 
     def _outputs(self, node: fx.Node) -> tuple[Any, ...]:
         results = []
         for position, item in enumerate(node.args[0]):  # type: ignore[arg-type]
-            value, output = self._output(item)
+            value, output = self._absent(item) if position in self.absent else self._output(item)
             detach = position in self.detached and isinstance(value, Tensor)
             results.append(value.detach() if detach else value)
             self.outputs.append(output)
         return tuple(results)
+
+    def _absent(self, item: fx.Node) -> tuple[Any, Output]:
+        """A stand-in for logits that nobody has read so far and the loss does without."""
+        return self.metadata.column.new_zeros((), dtype=item.meta["val"].dtype), Output(fact_of(item).dims)
 
     def _output(self, item: Any) -> tuple[Any, Output]:
         if not isinstance(item, fx.Node):
@@ -145,7 +156,8 @@ class Packer:
 
     def _make_full(self, node: fx.Node) -> Any:
         fact = fact_of(node) if node.op == "call_function" else None
-        if fact is not None and fact.kind is Kind.PACKED and _is_token_wise(fact):
+        contracted = fact is not None and isinstance(fact.law, Contracted)
+        if fact is not None and fact.kind is Kind.PACKED and _is_token_wise(fact) and not contracted:
             assert fact.dims is not None
             first = tokens_first(self.packed(node), fact.dims, self.metadata.tokens)
             return expand_rows(first, fact.dims, self.metadata.token_of)
@@ -162,6 +174,10 @@ class Packer:
             q, k, v, mask, dropout, is_causal, scale, enable_gqa = self._full_args(node)[0]
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
         args, kwargs = self._full_args(node)
+        if laws.find_law(node.target) is laws.view:
+            return args[0].reshape(args[1])  # an expanded value may lie in memory in another order
+        if node.target is aten.copy.default:
+            return args[1].expand(args[0].shape).to(args[0].dtype)  # which has a derivative
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _full_args(self, node: fx.Node) -> Any:
@@ -180,6 +196,8 @@ class Packer:
             return self.packed(node.args[0])[node.args[1]]
         if isinstance(fact.law, Attention):
             return self._attention(node, fact)
+        if isinstance(fact.law, TreeConvolution):
+            return self._convolution(fact.law)
         emit = _EMIT.get(laws.find_law(node.target))
         if emit is not None:
             return emit(self, node, fact)
@@ -189,7 +207,7 @@ class Packer:
         """Whether the operator itself runs on packed operands; functions of the inputs alone run in full."""
         fact = fact_of(node)
         if fact.kind is Kind.PACKED:
-            return True
+            return not isinstance(fact.law, Contracted)
         return self.native and fact.law != ALONG_ROWS and self.tokens.ids in ancestors(node)
 
     def _gathered(self, node: fx.Node) -> Tensor:
@@ -208,16 +226,19 @@ class Packer:
     def call(self, node: fx.Node, *, align: Dims | None = None, only: Sequence[int] | None = None) -> Any:
         """The node's own operator on packed operands; invariant ones aligned to ``align`` (at positions ``only``)."""
 
-        def operand(item: fx.Node) -> Any:
-            fact = fact_of(item)
-            if fact.kind in laws.LABELLED:
-                return self.packed(item)
-            value = self.full(item)
-            wanted = align is not None and (only is None or any(node.args[i] is item for i in only))
-            return at_columns(value, align, self.metadata) if wanted and isinstance(value, Tensor) else value  # type: ignore[arg-type]
+        def aligned(item: fx.Node) -> Any:
+            wanted = only is None or any(node.args[i] is item for i in only)
+            return self.operand(item, align if wanted else None)
 
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), aligned)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def operand(self, item: Any, align: Dims | None = None) -> Any:
+        """An operand of a packed operator: packed, or an invariant one aligned to ``align``."""
+        if isinstance(item, fx.Node) and fact_of(item).kind in laws.LABELLED:
+            return self.packed(item)
+        value = self.full(item)
+        return at_columns(value, align, self.metadata) if align is not None and isinstance(value, Tensor) else value
 
     def shape(self, dims: Dims) -> list[Any]:
         """The packed shape of labelled dimensions."""
@@ -235,14 +256,34 @@ class Packer:
                 self._heads_first(attention.key, whole=True),
                 self._heads_first(attention.value, whole=True),
             )
+            heads = max(key.shape[1], value.shape[1])
+            key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
         buffers: list[Tensor] = []
         conditions = [item for item in attention.conditions if item not in self.redundant]
         conditions += attention.padding if self.keep_padding else ()
         visible = [self._kernel_form(item, buffers) for item in conditions]
         score = Score(self._kernel_form(attention.score, buffers), _all(visible))
-        out = attend(query, key, value, self.metadata.subtree_end, score, buffers)
+        sinks = None if attention.sinks is None else self._sinks(attention.sinks, query)
+        out = attend(query, key, value, self.metadata.subtree_end, score, buffers, sinks)
         out = out.to(node.meta["val"].dtype)
         return out.reshape(self.shape(fact.dims)) if out.dim() != len(fact.dims) else out
+
+    def _sinks(self, logit: Expr, query: Tensor) -> Tensor:
+        """The logits [heads] of attention sinks."""
+        buffers: list[Tensor] = []
+        expr = self._kernel_form(logit, buffers)
+        zero = query.new_zeros(())
+        head = torch.arange(query.shape[1], device=query.device)
+        index = torch.zeros((), dtype=torch.int64, device=query.device)
+        value = evaluate(expr, dot=zero, q=index, k=index, head=head, batch=index, buffers=buffers)
+        return value.expand(query.shape[1]).to(query.dtype)
+
+    def _convolution(self, law: TreeConvolution) -> Tensor:
+        if ("parents", None) not in self._forms:
+            metadata = self.metadata
+            self._forms["parents", None] = find_parents(metadata.column, metadata.subtree_end)
+        bias = None if law.bias is None else self.full(law.bias)
+        return convolve(law, self.packed(law.source), self.full(law.weight), bias, self._forms["parents", None])
 
     def _heads_first(self, node: fx.Node, whole: bool = False) -> Tensor:
         """A query, key or value as [1, heads, N, features], heads it was repeated over left out."""
@@ -251,7 +292,8 @@ class Packer:
         x, dims = (self.packed(node), dims) if whole else self._without_repeats(node, dims)
         token = next(i for i, dim in enumerate(dims) if any(f.axis is Axis.TOKEN for f in dim))
         if len(dims) == 3:
-            return (x if token == 1 else x.transpose(1, 2)).unsqueeze(0)
+            x = x if token == 1 else x.transpose(1, 2)
+            return x.reshape(1, -1, self.metadata.tokens, x.shape[-1])  # heads may stand before the tokens
         return x if token == 2 else x.transpose(2, 3)
 
     def _without_repeats(self, node: fx.Node, dims: Dims) -> tuple[Tensor, Dims]:
@@ -288,6 +330,8 @@ class Packer:
         if fact.kind is Kind.INVARIANT:
             number = _number(buffers, self.full(node))
             return ("load", number, *[self._kernel_form(item, buffers) for item in indices])
+        if fact.kind is Kind.ROW:
+            return ("load", _number(buffers, self._of_rows(node)), ("q",))
         assert fact.dims is not None
         key = ("tokens_first", node)
         if key not in self._forms:
@@ -298,6 +342,18 @@ class Packer:
         place = ("q",) if token == ("cq",) else ("k",)
         return ("load", _number(buffers, loaded), place, *[self._kernel_form(item, buffers) for item in rest])
 
+    def _of_rows(self, node: fx.Node) -> Tensor:
+        """One number per row, [N]: that of each token's rows, which agree on it."""
+        if self.native and self.tokens.ids in ancestors(node):
+            raise UnsupportedError(
+                f"a mask depends on whole rows through {node.target}, which under treefx.use(forest) are packed; "
+                "call the model on a padded batch without treefx.use"
+            )
+        key = ("of_rows", node)
+        if key not in self._forms:
+            self._forms[key] = self.full(node).reshape(-1).expand(self.tokens.rows)[self.metadata.row]
+        return self._forms[key]  # type: ignore[no-any-return]
+
     def _picked(self, node: fx.Node, law: Pick) -> Any:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -305,6 +361,8 @@ class Packer:
         if node.target is aten.gather.default:
             index = self.full(node.args[2])
             repeated = token_of.reshape(-1, 1).expand(-1, index.shape[-1]).reshape(-1)
+            if self.absent and find_tail(source) is not None:
+                return -self._surprise(source, repeated, index.reshape(-1)).reshape(index.shape)
             return pick(self._entries(source), repeated, index.reshape(-1)).reshape(index.shape)
         target = self.full(node.args[1])
         flat, tokens = target.reshape(-1), token_of.reshape(-1)
@@ -324,6 +382,11 @@ class Packer:
     def _surprise(self, source: fx.Node, token_of: Tensor, target: Tensor) -> Tensor:
         """Minus the picked log-probabilities. Picked from the logits where those are at hand: the [N, V] tensor of all
         log-probabilities is then never written."""
+        tail = find_tail(source) if self.absent else None
+        if tail is not None:
+            hidden, weight, bias = self._entries(tail.hidden), self.full(tail.weight), self.full(tail.bias)
+            losses, _ = surprise(hidden, weight.t(), bias, token_of, target, tail.scale, None, 0)
+            return losses.to(source.meta["val"].dtype)  # type: ignore[no-any-return]
         logits = source.args[0]
         if source.target is not aten._log_softmax.default or not isinstance(logits, fx.Node) or source.args[2]:
             logprobs: Tensor = pick(self._entries(source), token_of, target)
@@ -440,16 +503,46 @@ def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(values, *node.args[1:])  # type: ignore[operator]
 
 
+def _view_as_complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    return torch.view_as_complex(packer.packed(node.args[0]).contiguous())
+
+
+def _copy(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    assert fact.dims is not None
+    return packer.packed(node.args[1]).expand(packer.shape(fact.dims)).to(node.meta["val"].dtype)
+
+
+def _overwrite(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    target, piece, *where = node.args
+    assert fact.dims is not None and isinstance(target, fx.Node) and isinstance(piece, fx.Node)
+    dim = int(where[0] if where else 0) % len(fact.dims)  # type: ignore[arg-type]
+    rest = fact.dims[:dim] + fact.dims[dim + 1 :]
+    selects = node.target is aten.select_scatter.default
+
+    def whole(item: fx.Node, dims: Dims) -> Tensor:
+        labelled = fact_of(item).kind in laws.LABELLED
+        value = packer.packed(item) if labelled else at_columns(packer.full(item), dims, packer.metadata)
+        shape = packer.shape(rest)
+        return value.expand(shape if dims is rest else [*shape[:dim], value.shape[dim], *shape[dim:]])
+
+    values = whole(target, fact.dims), whole(piece, rest if selects else fact.dims)
+    return node.target(*values, *where, **node.kwargs)  # type: ignore[operator]
+
+
 def _first_operand_aligned(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.call(node, align=fact.dims, only=[0])
 
 
 def _bmm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
+    batch = (fact.dims[0], (), ())
     if node.target is aten.bmm.default:
-        batch = (fact.dims[0], (), ())
         return packer.call(node, align=batch)
-    return packer.call(node, align=fact.dims, only=[0])
+    added, left, right = node.args[:3]
+    product = aten.bmm.default(packer.operand(left, batch), packer.operand(right, batch))
+    bias = packer.operand(added, align=fact.dims)
+    # Not baddbmm itself: its meta function cannot broadcast to a symbolic number of tokens.
+    return node.kwargs.get("beta", 1) * bias + node.kwargs.get("alpha", 1) * product
 
 
 def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
@@ -467,6 +560,9 @@ _EMIT: dict[Any, Callable[[Packer, fx.Node, Fact], Any]] = {
     laws.expand: _expand,
     laws.slice_: _slice,
     laws.cat: _cat,
+    laws.view_as_complex: _view_as_complex,
+    laws.copy: _copy,
+    laws.overwrite: _overwrite,
     laws.gather: _first_operand_aligned,
     matmul_laws.addmm: _first_operand_aligned,
     matmul_laws.bmm: _bmm,

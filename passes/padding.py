@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, evaluate
+from treefx.passes.contract import mixes
 from treefx.passes.facts import Axis, Dims, Kind, fact_of
 from treefx.passes.loss_laws import Pick
 from treefx.passes.pipeline import Analysis
 from treefx.passes.reindex import token_index
+from treefx.passes.score_algebra import walk
 
 __all__ = ["Padding"]
 
@@ -29,10 +31,16 @@ class Padding:
         assert analysis.tokens is not None
         self._analysis = analysis
         self._rows, self._columns = analysis.tokens.rows, analysis.tokens.columns
+        self._mixes = mixes(analysis.gm)
 
     def seen(self, args: Sequence[Any]) -> Tensor | None:
-        """bool [B, T], False where no query of any attention sees the position; None if there is no such position."""
+        """bool [B, T], False where no query of any attention sees the position; None if there is no such position.
+
+        In a model that only has causal mixers, nothing says so, and all positions are.
+        """
         attentions = self._analysis.attentions
+        if not attentions and self._mixes:
+            return torch.ones(self._rows, self._columns, dtype=torch.bool, device=_Grid(self._analysis, args).device)
         if not attentions or any(len(attention.padding) != 1 for attention in attentions):
             return None
         grid = _Grid(self._analysis, args)
@@ -42,12 +50,21 @@ class Padding:
             return None
         return None if bool(masks[0].all()) else masks[0]
 
+    def needed(self, args: Sequence[Any], seen: Tensor) -> Tensor:
+        """bool [B, T], the positions that have to run: seen or read themselves, or read on the way by a mixer."""
+        wanted = seen | self.read(args) if self._analysis.attentions else self.read(args)
+        return self.reached(wanted)
+
+    def reached(self, wanted: Tensor) -> Tensor:
+        """Where mixers are contracted, all positions before a wanted one too: a mixer may read its row's whole past."""
+        return wanted.flip(1).to(torch.int8).cummax(1).values.flip(1).to(torch.bool) if self._mixes else wanted
+
     def read(self, args: Sequence[Any]) -> Tensor:
         """bool [B, T], the positions whose own outputs something inside the graph reads."""
         shape = (self._rows, self._columns)
         grid = _Grid(self._analysis, args)
         picks = [(node, fact_of(node).law) for node in self._analysis.picks]
-        unclear = self._analysis.expansions or self._analysis.returns_reindexed
+        unclear = any(not item.contracted for item in self._analysis.expansions) or self._analysis.returns_reindexed
         if unclear or any(not self._can_tell(node, law) for node, law in picks):
             return torch.ones(shape, dtype=torch.bool, device=grid.device)
         read = torch.zeros(shape, dtype=torch.bool, device=grid.device)
@@ -62,6 +79,12 @@ class Padding:
     def _can_tell(self, node: fx.Node, law: Pick) -> bool:
         target = node.args[1]
         return law.ignore_index is not None and isinstance(target, fx.Node) and not fact_of(target).learned
+
+    def numbers_of_rows(self, args: Sequence[Any]) -> list[Tensor]:
+        """The values, one number per row, that tell tokens apart, each as [B, T]."""
+        grid = _Grid(self._analysis, args)
+        values = [grid.value(node).reshape(-1, 1) for node in self._analysis.identity_of_rows]
+        return [value.expand(self._rows, self._columns) for value in values]
 
     def redundant(self, args: Sequence[Any], keep: Tensor | None) -> frozenset[Expr]:
         """The conditions ``x[query] == x[key]`` whose x is the same at all kept positions of a row (one document)."""
@@ -89,6 +112,8 @@ class Padding:
         for attention in self._analysis.attentions:
             if attention.zero_if_blind:
                 continue
+            if any(_is_learned(condition) for condition in attention.conditions):
+                return False
             visible = grid.past(queries)
             for condition in attention.conditions + attention.padding:
                 visible = visible & grid.pairs(condition, queries)
@@ -97,9 +122,13 @@ class Padding:
         return True
 
 
+def _is_learned(condition: Expr) -> bool:
+    return any(item[0] == "load" and fact_of(item[1]).learned for item in walk(condition))
+
+
 def _compares_one_value(condition: Expr) -> bool:
-    """Whether a condition is ``load(x, query) == load(x, key)`` of one [B, T] or [1, T] value."""
-    if condition[0] != "eq" or any(side[0] != "load" for side in condition[1:]):
+    """Whether a condition is ``load(x, query) == load(x, key)`` of one [B, T] or [1, T] value of the inputs."""
+    if condition[0] != "eq" or _is_learned(condition) or any(side[0] != "load" for side in condition[1:]):
         return False
     (_, left, *before, at_left), (_, right, *also_before, at_right) = condition[1:]
     leading = all(item == ("const", 0) for item in before) and before == also_before
@@ -168,6 +197,10 @@ class _Grid:
         if fact.kind is Kind.INVARIANT:
             buffers.append(self.value(node))
             return ("load", len(buffers) - 1, *[self._resolve(item, buffers) for item in indices])
+        if fact.kind is Kind.ROW:
+            numbers = self.value(node).reshape(-1, 1).expand(self._positions // self._columns, self._columns)
+            buffers.append(numbers.reshape(-1))
+            return ("load", len(buffers) - 1, ("q",))
         assert fact.dims is not None
         buffers.append(_positions_first(self.value(node), fact.dims))
         token, *rest = indices

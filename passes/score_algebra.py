@@ -287,9 +287,10 @@ def _simplify_where(expr: Expr, tables: Tables) -> Expr:
     choice = decide(condition, "past", tables)
     if choice is not None:
         return first if choice else second
-    if (first, second) == (const(True), const(False)):
+    branches = [item[1] if item[0] == "const" else None for item in (first, second)]
+    if branches[0] is True and branches[1] is False:  # not the numbers 1 and 0, which are equal to them
         return condition
-    if (first, second) == (const(False), const(True)):
+    if branches[0] is False and branches[1] is True:
         return _simplify_condition(("not", condition), tables)
     return expr
 

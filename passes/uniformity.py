@@ -23,7 +23,9 @@ _SAME_SHAPE = {
 }
 _FILLED = {aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default, aten.ones_like.default,
            aten.full_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-           aten.scalar_tensor.default}  # fmt: skip
+           aten.scalar_tensor.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
+           aten.empty_strided.default, aten.new_empty_strided.default, aten.empty_permuted.default}  # fmt: skip
+"""Memory that nobody has written holds any value: it may hold the same one everywhere."""
 
 
 def is_uniform(node: fx.Node, dim: int) -> bool:

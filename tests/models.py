@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from treefx.cli.zoo_models import read_configurations
+
 __all__ = ["PACKED_ZOO", "Output", "TinyLM", "config_of", "double", "zoo"]
 
-ZOO = json.loads((Path(__file__).parent / "zoo.json").read_text())
+ZOO = read_configurations()
 PACKED_ZOO = tuple(name for name, entry in ZOO["models"].items() if entry["packed"])
 """Architectures in which every layer's attention must run once per distinct token."""
 

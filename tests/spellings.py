@@ -91,6 +91,36 @@ class QueryKeyNorm(nn.Module):
         return F.scaled_dot_product_attention(q * self.temperature, k, v, is_causal=True, scale=1.0)
 
 
+class Sink(nn.Module):
+    """GPT-OSS: one learned logit per head takes weight and has no value; here before or behind the keys."""
+
+    def __init__(self, first: bool, of_query: bool = False, heads: int = 4) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.linspace(-1.0, 3.0, heads))
+        self.first, self.of_query = first, of_query
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~causal(q), float("-inf"))
+        sink = self.sink.reshape(1, -1, 1, 1).expand(q.size(0), -1, q.size(2), 1)
+        sink = sink * q[..., :1] if self.of_query else sink
+        joined = torch.cat([sink, scores] if self.first else [scores, sink], dim=-1)
+        weights = (joined - joined.max(dim=-1, keepdim=True).values).softmax(-1)
+        return (weights[..., 1:] if self.first else weights[..., :-1]) @ v
+
+
+class LearnedKeyBias(nn.Module):
+    """Doge: a bias that the model computes from each key's value."""
+
+    def __init__(self, heads: int = 4, dim: int = 8) -> None:
+        super().__init__()
+        self.decay, self.project = nn.Parameter(torch.linspace(0.5, 1.5, heads)), nn.Linear(heads * dim, heads)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        bias = self.project(v.transpose(1, 2).flatten(2))
+        bias = torch.exp(self.decay * F.softplus(bias)).transpose(-1, -2)[:, :, None, :].expand(-1, -1, q.size(2), -1)
+        return F.scaled_dot_product_attention(q, k, v, bias.masked_fill(~causal(q), float("-inf")))
+
+
 class Multihead(nn.Module):
     """torch.nn.MultiheadAttention on values that are projected already."""
 
@@ -243,6 +273,21 @@ def two_fills(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(torch.triu(torch.ones_like(scores[0, 0]), 1) == 1, -1e9).softmax(-1) @ v
 
 
+def chunked_from_the_first_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Llama 4: chunks are counted from each row's first real token."""
+    assert mask is not None
+    start = (mask.cumsum(-1) == 0).sum(-1)[:, None]
+    chunk = (torch.arange(q.size(-2), device=q.device) - start) // CHUNK
+    same = chunk[:, None, :, None] == chunk[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, causal(q) & same & mask[:, None, None, :].bool())
+
+
+def normalised_by_their_sum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention weights are also summed up, and the sum multiplies the output."""
+    scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~causal(q), float("-inf"))
+    return scores.softmax(-1) @ v * scores.logsumexp(-1, keepdim=True)
+
+
 Builder = Callable[[], nn.Module]
 
 
@@ -255,6 +300,9 @@ SPELLINGS: dict[str, Builder] = {
     "bool_buffer": BoolBuffer,
     "relative_bias": RelativeBias,
     "query_key_norm": QueryKeyNorm,
+    "sink_behind": lambda: Sink(first=False),
+    "sink_before": lambda: Sink(first=True),
+    "learned_key_bias": LearnedKeyBias,
     "multihead_sdpa": lambda: Multihead(need_weights=False),
     "multihead_weights": lambda: Multihead(need_weights=True),
     **_builders(einsum_heads_first, einsum_tokens_first, baddbmm, additive_triu, chunked, chunked_sdpa),
@@ -262,9 +310,12 @@ SPELLINGS: dict[str, Builder] = {
     **_builders(sdpa_contiguous_layout, head_by_head),
 }
 """As many key heads as query heads, no padding mask."""
-GROUPED: dict[str, Builder] = _builders(sdpa_enable_gqa, sdpa_repeat_interleave)
+GROUPED: dict[str, Builder] = _builders(sdpa_enable_gqa, sdpa_repeat_interleave, einsum_grouped)
 """Fewer key heads than query heads."""
-EXPANDED: dict[str, Builder] = _builders(einsum_grouped)
-"""Not recognised as attention of heads."""
-PADDED: dict[str, Builder] = _builders(sdpa_padding, additive_padding, two_fills)
+PADDED: dict[str, Builder] = _builders(sdpa_padding, additive_padding, two_fills, chunked_from_the_first_token)
 """These take the padding mask."""
+EXPANDED: dict[str, Builder] = {
+    "sink_of_the_query": lambda: Sink(first=False, of_query=True),
+    **_builders(normalised_by_their_sum),
+}
+"""No tree attention computes these: they run on rows."""

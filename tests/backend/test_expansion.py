@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.batches import Batch, Side, shared_batch
-from tests.mixers import MIXERS, Dropout
+from tests.mixers import ALONG_TREE, CAUSAL, MIXERS, Dropout
 from tests.models import TinyLM
 from tests.oracle import compare, compile_with, loss_of, refused, stats_of
 from tests.spellings import SPELLINGS
@@ -35,7 +35,11 @@ def test_mixer_between_blocks_and_head_expands_there(name: str) -> None:
     stats = compare(model, batch_with_forks()).stats
     assert stats["fallback"] is None
     assert stats["attention_rewritten"] == 1
+    if name in ALONG_TREE:
+        assert stats["expansions"] == []
+        return
     assert_named(stats, words, "mixers.py")
+    assert all(item["contracted"] for item in stats["expansions"]) == (name in CAUSAL)
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -44,8 +48,11 @@ def test_mixer_below_the_blocks_keeps_everything_exact(name: str) -> None:
     model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=mixer()).double()
     stats = compare(model, batch_with_forks()).stats
     if stats["fallback"] is None:
-        assert_named(stats, words, "mixers.py")
+        if name not in ALONG_TREE:
+            assert_named(stats, words, "mixers.py")
+        assert (stats["attention_rewritten"] == 1) == (name in CAUSAL)
     else:
+        assert name not in CAUSAL
         assert any(word in stats["fallback"] for word in words)
 
 

@@ -1,0 +1,114 @@
+"""How much of a model's arithmetic runs once per distinct token: matrix products of the traced graph, by operands.
+
+Counted on the padded shapes, forward only, so that the share speaks of the model and not of the sharing in a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from treefx.passes import expert_laws
+from treefx.passes.attention_facts import Attention
+from treefx.passes.facts import Axis, Fact, Kind, fact_of, shape_of
+from treefx.passes.pipeline import live_nodes
+
+__all__ = ["FlopShare", "flop_share"]
+
+aten = torch.ops.aten
+_CONVOLUTIONS = {aten.convolution.default, aten._convolution.default}
+_SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.exp.default}
+
+
+@dataclass(frozen=True)
+class FlopShare:
+    """Floating-point operations of one forward pass.
+
+    ``packed`` run once per distinct token. ``rows`` do not, although they are attention or products with a parameter
+    (projections, MLPs, experts, the head). ``mixing`` do not and are neither: convolutions, and products between
+    values of tokens, as in linear attention.
+    """
+
+    packed: int = 0
+    rows: int = 0
+    mixing: int = 0
+
+    def __add__(self, other: FlopShare) -> FlopShare:
+        return FlopShare(self.packed + other.packed, self.rows + other.rows, self.mixing + other.mixing)
+
+    @property
+    def of_attention_and_mlps(self) -> float:
+        """The packed share of everything but ``mixing``; 0 where there is nothing."""
+        return self.packed / max(1, self.packed + self.rows)
+
+    @property
+    def of_all(self) -> float:
+        """The packed share of everything."""
+        return self.packed / max(1, self.packed + self.rows + self.mixing)
+
+
+def flop_share(gm: fx.GraphModule) -> FlopShare:
+    """Sum over the products of a labelled graph (``Rewritten.traced``) that parameters take part in."""
+    live = live_nodes(gm)
+    total = FlopShare()
+    for node in gm.graph.nodes:
+        if node in live and node.op == "call_function" and fact_of(node).learned:
+            total += _share(node, fact_of(node))
+    return total
+
+
+def _share(node: fx.Node, fact: Fact) -> FlopShare:
+    flops = _flops(node, fact)
+    first = fact.parts[0] if fact.parts else fact
+    if first.kind is Kind.PACKED:
+        return FlopShare(packed=flops)
+    factors = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
+    with_parameter = any(fact_of(source).kind is Kind.INVARIANT and fact_of(source).learned for source in factors)
+    if _attends(node) or (with_parameter and node.target not in _CONVOLUTIONS):
+        return FlopShare(rows=flops)
+    return FlopShare(mixing=flops)
+
+
+def _attends(node: fx.Node) -> bool:
+    """Whether a product on rows is one of an attention: without a softmax, scores belong to a linear attention."""
+    if node.target is torch.ops.treefx.attention.default:
+        return True
+    stack = [item for item in (node, *node.all_input_nodes) if fact_of(item).kind is Kind.SCORE]
+    seen = set(stack)
+    while stack:
+        top = stack.pop()
+        if top.target in _SOFTMAX:
+            return True
+        near = [item for item in (*top.users, *top.all_input_nodes) if item.op == "call_function" and item not in seen]
+        near = [item for item in near if fact_of(item).kind is Kind.SCORE]
+        seen.update(near)
+        stack += near
+    return False
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _flops(node: fx.Node, fact: Fact) -> int:
+    if isinstance(fact.law, Attention):
+        *batch, queries, features = node.meta["val"].shape
+        width = shape_of(fact.law.query)[-1]
+        keys = next(f.size for dim in fact_of(fact.law.value).dims or () for f in dim if f.axis is Axis.TOKEN)
+        return int(2 * math.prod(batch) * queries * keys * (width + features))
+    if node.target is torch.ops.treefx.attention.default:
+        query, key, value = (shape_of(item) for item in node.args[:3])  # type: ignore[arg-type]
+        return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+    if expert_laws.is_grouped(node.target):
+        return int(2 * node.meta["val"].numel() * shape_of(node.args[0])[-1])  # type: ignore[arg-type]
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0
+
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _example)
+    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))

@@ -1,0 +1,147 @@
+"""The number of distinct tokens as a symbol, so that one compilation serves every number.
+
+Compilers look at the size they compile for (the *hint*) and torch records what they saw as a guard. Three kinds:
+
+* A question with an answer that is right for every size (``guard_or_false`` and its like: they get that answer where
+  the size is unknown). When the hint gives the same answer, nothing depends on the size and nothing is recorded here,
+  although torch would.
+* A question of speed or rounding (``_ADVICE``). Any answer is right; that for the hint, the largest size expected, is
+  taken and nothing is recorded.
+* Everything else is a condition of the generated code: recorded, and checked at every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+__all__ = ["TokenCount", "add_count_input"]
+
+_ADVICE = (
+    # Sums of more than 4096 numbers go through a helper that rounds less; it also adds fewer numbers correctly.
+    ("torch._inductor.codegen.cpp", "CppKernel", "need_use_acc_helper"),
+    # Whether fusing sums over rows with sums over columns is expected to pay.
+    ("torch._inductor.scheduler", "MixOrderReduction", "can_fuse"),
+)
+_DEPTH = 8
+"""How many callers up a question of ``_ADVICE`` is looked for; they ask through two or three functions of inductor."""
+
+
+class TokenCount(ShapeEnv):
+    """The shape environment of one compilation, whose first symbol is the number of distinct tokens N.
+
+    Args:
+        largest: The largest N expected. The hint is the next prime, a size like no other dimension: being equal to
+            one, or a multiple of a block size, would be taken for a property of N.
+    """
+
+    def __init__(self, largest: int) -> None:
+        super().__init__()
+        self.hint = int(sympy.nextprime(max(2, largest)))
+        self.count: Any = None
+        """N, a ``torch.SymInt``; there once ``vectors`` was called."""
+        self._symbols: list[Any] = []
+        self._admitted: dict[tuple[int, ...], bool] = {}
+
+    def vectors(self, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode) -> list[Tensor]:
+        """Fake vectors [N], one per dtype; ``mode`` has this environment."""
+        fakes = self._vectors(self.hint, dtypes, device, mode)
+        self.count = fakes[0].shape[0]
+        return fakes
+
+    def further(self, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode) -> list[Tensor]:
+        """Fake vectors of a further size, a symbol of its own; call it after ``vectors``."""
+        hint = self.hint
+        for _ in self._symbols:
+            hint = int(sympy.nextprime(hint))
+        return self._vectors(hint, dtypes, device, mode)
+
+    def _vectors(
+        self, hint: int, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode
+    ) -> list[Tensor]:
+        assert mode.shape_env is self
+        context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
+        real = [torch.zeros(hint, dtype=dtype, device=device) for dtype in dtypes]
+        fakes: list[Tensor] = [mode.from_tensor(vector, symbolic_context=context) for vector in real]
+        self._symbols.append(fakes[0].shape[0].node.expr)  # type: ignore[attr-defined]
+        return fakes
+
+    def admits(self, tokens: int, *further: int) -> bool:
+        """Whether everything recorded so far holds for this many tokens and for further sizes, in the order made.
+
+        Nobody else checks it.
+        """
+        sizes = (tokens, *further)
+        key = (*sizes, len(self.guards))  # inductor compiles the backward when it is first needed
+        if key not in self._admitted:
+            values = dict(zip(self._symbols, sizes, strict=True))
+            self._admitted[key] = all(bool(guard.expr.xreplace(values)) for guard in self.guards)
+        return self._admitted[key]
+
+    def evaluate_expr(
+        self,
+        orig_expr: sympy.Basic,
+        hint: int | bool | float | None = None,
+        fx_node: fx.Node | None = None,
+        size_oblivious: bool = False,
+        fallback_value: bool | None = None,
+        *,
+        forcing_spec: bool = False,
+    ) -> sympy.Basic:
+        """Answer a question about sizes for the hint; record it only if the answer is a condition of the code."""
+        ask = functools.partial(
+            super().evaluate_expr, orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
+        )
+        if fallback_value is None:
+            return ask()
+        with self.suppress_guards():
+            answer = ask()
+        return answer if bool(answer) == fallback_value or _is_advice() else ask()
+
+
+def add_count_input(gm: fx.GraphModule, count: Any, name: str = "tokens") -> None:
+    """Append N, or another size, to the inputs of a graph.
+
+    Caches of compiled code keep conditions on inputs that are numbers only: those on sizes of tensors are forgotten,
+    and code that needs 2 * N < 32767 comes back for every N.
+    """
+    last = gm.graph.find_nodes(op="placeholder")[-1]
+    with gm.graph.inserting_after(last):
+        gm.graph.placeholder(name).meta["val"] = count
+    gm.recompile()
+
+
+def _is_advice() -> bool:
+    """Whether a question of ``_ADVICE`` is being asked."""
+    wanted, frame = _advice_code(), sys._getframe(2)
+    for _ in range(_DEPTH):
+        if frame.f_code in wanted:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _advice_code() -> frozenset[CodeType]:
+    return frozenset(itertools.chain.from_iterable(_code_of(*place) for place in _ADVICE))
+
+
+def _code_of(module: str, owner: str, function: str) -> Iterator[CodeType]:
+    """The code of a method, nothing where this version of torch has none: its questions are then recorded."""
+    found = getattr(getattr(importlib.import_module(module), owner, None), function, None)
+    code = getattr(found, "__code__", None)
+    if isinstance(code, CodeType):
+        yield code

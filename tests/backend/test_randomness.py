@@ -1,0 +1,71 @@
+"""Random numbers are drawn for every row, as in the original: with one seed the result is the original's."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.batches import Batch, shared_batch
+from tests.mixers import Dropout
+from tests.models import TinyLM, zoo
+from tests.oracle import Step, compare, compile_with, loss_of, refused, stats_of
+from tests.spellings import SPELLINGS
+
+VOCAB = 61
+
+
+def batch_with_forks() -> Batch:
+    return shared_batch(rows=4, length=16, shared=8)
+
+
+def seeded(batch: Batch) -> Step:
+    """The ordinary step with the same random draws whoever runs it."""
+
+    def step(model: nn.Module) -> Tensor:
+        torch.manual_seed(5)
+        return loss_of(batch)(model)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("gpt2", {"resid_pdrop": 0.2}), ("opt", {"dropout": 0.1}), ("phimoe", {})]
+)
+def test_draws_between_the_layers(name: str, changes: dict[str, Any]) -> None:
+    stats = compare(zoo(name, **changes), seeded(batch_with_forks())).stats
+    assert stats["fallback"] is None
+    assert stats["attention_rewritten"] >= 1  # the first layer's; what comes behind a draw differs from row to row
+    drawn = [item for item in stats["expansions"] if "bernoulli" in item["op"] or "exponential" in item["op"]]
+    assert drawn and all("modeling_" in item["line"] for item in drawn)
+
+
+def test_dropout_in_attention() -> None:
+    stats = compare(zoo("llama", attention_dropout=0.2), seeded(batch_with_forks())).stats
+    assert "dropout in attention draws anew for every row" in stats["fallback"]
+
+
+def test_another_seed_is_another_loss() -> None:
+    """The comparisons above see the draws."""
+    batch = batch_with_forks()
+    model = zoo("gpt2", resid_pdrop=0.2)
+    torch.manual_seed(6)
+    other = loss_of(batch)(model)
+    assert abs(float((other / seeded(batch)(model)).detach()) - 1) > 1e-3
+
+
+def test_rows_that_share_tokens_draw_independently() -> None:
+    """Two equal rows come out different, which one draw per distinct token could not do."""
+    row = torch.arange(3, 15)
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, after=Dropout())
+    compiled = compile_with(model)
+    out = compiled(input_ids=row.repeat(2, 1))
+    assert stats_of(compiled)["tokens"] == len(row)
+    same = (out.hidden[0] == out.hidden[1]).all(-1)
+    assert not bool(same.any())
+
+
+def test_draws_are_refused_where_everything_must_be_packed() -> None:
+    compiled = compile_with(zoo("gpt2", resid_pdrop=0.2), on_unsupported="error")
+    with refused("bernoulli", "on_unsupported"):
+        compiled(**batch_with_forks().inputs())

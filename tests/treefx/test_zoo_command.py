@@ -1,0 +1,104 @@
+"""``treefx doctor --zoo``: what it says of models that are right, wrong, refused, broken or not there."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from treefx.cli import zoo
+from treefx.cli.app import app
+from treefx.cli.zoo_exact import in_float64
+from treefx.cli.zoo_models import VOCABULARY, WithLoss, ZooModel
+from treefx.errors import UnsupportedError
+
+
+class Pooled(nn.Module):
+    """An embedding, a mixer of positions and a head."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), mix
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.mix(self.embed(ids)))
+        return logits
+
+
+def _only(monkeypatch: pytest.MonkeyPatch, build: Callable[[], nn.Module]) -> None:
+    monkeypatch.setattr(zoo, "zoo_models", lambda: [ZooModel("only", "here", build)])
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", "--zoo", *arguments])
+    return result.exit_code, result.stdout
+
+
+def test_a_model_that_runs_packed() -> None:
+    code, text = _run("--model", "nanogpt-flash", "--json")
+    (row,) = json.loads(text)
+    assert code == 0 and row["verdict"] == "packed"
+    assert max(row["loss_error"], row["gradient_error"]) <= 1e-5
+    assert row["packed_share"] == row["packed_share_of_all"] == 1.0
+    assert row["tokens"] < row["raw_tokens"] and row["attention_rewritten"] == 2 and row["expansions"] == []
+
+
+def test_a_mixer_that_is_not_causal_runs_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    _only(monkeypatch, lambda: WithLoss(Pooled(lambda x: x + x.mean(1, keepdim=True))))
+    code, text = _run("--json")
+    (row,) = json.loads(text)
+    assert code == 0 and row["verdict"] == "rows" and row["packed_share"] == 0.0
+
+
+def test_wrong_gradients_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference that float64 does not explain, of the size that packed positions instead of depths make."""
+    original = zoo._step
+
+    def skewed(model: nn.Module, call: Any, batch: Any) -> Any:
+        loss, gradients = original(model, call, batch)
+        return loss, {name: grad * (1.059 if call is not model else 1.0) for name, grad in gradients.items()}
+
+    monkeypatch.setattr(zoo, "_step", skewed)
+    _only(monkeypatch, lambda: WithLoss(Pooled(lambda x: x)))
+    code, text = _run("--json")
+    (row,) = json.loads(text)
+    assert code == 1 and row["verdict"] == "wrong"
+    assert row["gradient_error"] == pytest.approx(0.059, rel=1e-2)
+    assert row["float64_errors"][0] > 100 * row["float64_errors"][1]
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "code"),
+    [
+        (UnsupportedError("no such mixer"), "refused", 0),
+        (RuntimeError("broken"), "failed", 1),
+        (ModuleNotFoundError("No module named 'x'"), "not installed", 0),
+    ],
+)
+def test_models_without_a_result(monkeypatch: pytest.MonkeyPatch, error: Exception, verdict: str, code: int) -> None:
+    def build() -> nn.Module:
+        raise error
+
+    _only(monkeypatch, build)
+    assert _run()[0] == code
+    lines = _run("--markdown")[1].splitlines()
+    assert lines[2].startswith(f"| only | {verdict} |") and str(error) in lines[2]
+
+
+def test_an_unknown_model_is_refused() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--zoo", "--model", "nonesuch"])
+    assert "nonesuch" in str(result.exception) and result.exit_code != 0
+
+
+def test_casts_to_float32_are_lifted() -> None:
+    class Casts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.float().softmax(-1, dtype=torch.float32).to(torch.float32)
+            return y + torch.zeros(3, dtype=torch.float32).type_as(y)
+
+    x = torch.randn(2, 3, dtype=torch.float64)
+    got = in_float64(Casts(), lambda model: model(x))
+    torch.testing.assert_close(got, x.softmax(-1), rtol=1e-15, atol=0)

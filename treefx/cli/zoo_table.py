@@ -1,0 +1,72 @@
+"""What ``treefx doctor --zoo`` prints: a table for the terminal, Markdown for a README, or JSON for a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from treefx.cli.output import console, make_table, print_json, print_line
+from treefx.cli.zoo import ZooRow
+
+__all__ = ["show_zoo"]
+
+_HEADINGS = ("model", "result", "loss error", "gradient error", "tokens run", "FLOPs packed", "with mixers", "expanded")
+
+
+def show_zoo(rows: Sequence[ZooRow], *, json: bool = False, markdown: bool = False) -> None:
+    """Print what the models did.
+
+    The share "with mixers" also counts products between values of tokens that are no attention. "expanded" counts the
+    operators that read rows; those in brackets are causal mixers, behind which values are packed again.
+    """
+    if json:
+        print_json([asdict(row) for row in rows])
+        return
+    if markdown:
+        _print_markdown(rows)
+    else:
+        console.print(make_table("treefx doctor --zoo", _HEADINGS, [_cells(row) for row in rows]))
+        for row in rows:
+            if why := _why(row):
+                print_line(f"{row.model}: {why}")
+    print_line(_summary(rows))
+
+
+def _print_markdown(rows: Sequence[ZooRow]) -> None:
+    for cells in [(*_HEADINGS, "why"), ["---"] * (len(_HEADINGS) + 1), *[(*_cells(row), _why(row)) for row in rows]]:
+        print_line(f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |")
+    print_line("")
+
+
+def _cells(row: ZooRow) -> tuple[str, ...]:
+    if row.loss_error is None or row.gradient_error is None:
+        return (row.model, row.verdict, *[""] * (len(_HEADINGS) - 2))
+    contracted = sum(bool(item.get("contracted")) for item in row.expansions)
+    others = len(row.expansions) - contracted
+    expanded = " ".join([str(others)] * bool(others) + [f"({contracted})"] * bool(contracted))
+    tokens = f"{row.tokens} of {row.raw_tokens}"
+    shares = (f"{row.packed_share:.0%}", f"{row.packed_share_of_all:.0%}")
+    return (row.model, row.verdict, f"{row.loss_error:.0e}", f"{row.gradient_error:.0e}", tokens, *shares, expanded)
+
+
+def _why(row: ZooRow) -> str:
+    """What ran on rows: the reason for everything, or the first operator and how many more there are; then rounding."""
+    parts = [row.note] if row.note is not None else []
+    if row.note is None and row.expansions:
+        first = min(row.expansions, key=lambda item: bool(item.get("contracted")))
+        more = f" (and {len(row.expansions) - 1} more)" if len(row.expansions) > 1 else ""
+        again = ", and is packed again behind it" if first.get("contracted") else ""
+        parts.append(f"{first['op']} {first['reason']}{again}{more}")
+    if row.float64_errors is not None:
+        treefx, eager = row.float64_errors
+        parts.append(f"gradients are off from float64 by {treefx:.1e}, eager's by {eager:.1e}")
+    return "; ".join(parts)
+
+
+def _summary(rows: Sequence[ZooRow]) -> str:
+    ran = [row for row in rows if row.loss_error is not None]
+    said = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row.verdict for row in rows).items())
+    worst = max((max(row.loss_error or 0.0, row.gradient_error or 0.0) for row in ran), default=0.0)
+    seconds = sum(row.seconds for row in rows)
+    return f"{len(rows)} models in {seconds:.0f} s: {said}; largest difference from eager float32 {worst:.1e}"
