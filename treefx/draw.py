@@ -9,7 +9,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from treefx.forest import Forest
 
-__all__ = ["draw_forest"]
+__all__ = ["draw_forest", "place_lanes"]
 
 _BAR_HEIGHT = 0.72
 _MAX_LABELLED_NODES = 40
@@ -36,7 +36,7 @@ def draw_forest(forest: "Forest", path: "str | PathLike[str]") -> None:
 
     nodes = forest.nodes
     parent = nodes.parent.cpu().numpy()
-    lane = _place_lanes(parent)
+    lane = place_lanes(parent)
     height = float(np.clip(1.6 + 0.22 * (lane.max() + 1), 2.6, 24.0))
     figure = Figure(figsize=(11.0, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -49,7 +49,7 @@ def draw_forest(forest: "Forest", path: "str | PathLike[str]") -> None:
     figure.savefig(path, dpi=130)
 
 
-def _place_lanes(parent: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def place_lanes(parent: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Give every leaf a lane of its own, and every other node the middle of its first and last child."""
     lane = np.full(len(parent), np.nan)
     is_leaf = np.ones(len(parent), dtype=bool)

@@ -172,6 +172,11 @@ class Forest:
         """Potential overlap ratio (POR): the share of raw tokens that need not be computed, 1 - N / raw."""
         return 1.0 - self.num_tokens / self.raw_tokens
 
+    @property
+    def deepest(self) -> int:
+        """Depth of the deepest token: the longest path has one token more."""
+        return int(self.depth.max())
+
     @cached_property
     def row_lengths(self) -> torch.Tensor:
         """int64 [R]: tokens of every row."""

@@ -1,5 +1,6 @@
 """Agent trajectories: loaders, a scripted agent, tokenizers, and the way from messages to padded batches."""
 
+from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_fit_batches
 from treefx.data.batching import Batch, batches, collate, prefix_order
 from treefx.data.loading import load
 from treefx.data.samples import IGNORED, Form, Sample, make_samples, merge_turns, turn_samples, whole_sample
@@ -21,8 +22,11 @@ __all__ = [
     "SharingStatistics",
     "Tokenizer",
     "ToolCall",
+    "TreeBatchSampler",
     "batches",
     "collate",
+    "distinct_tokens",
+    "first_fit_batches",
     "group_by_task",
     "load",
     "make_samples",

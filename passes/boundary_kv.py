@@ -1,0 +1,273 @@
+"""Keys and values across the cuts of a forest: the graph of a part takes those of its ancestors and hands out its own.
+
+Every attention gets the keys and values of the P tokens above the part as inputs, and those of the Q tokens that other
+parts will read become outputs: after the rotary embedding, before heads are repeated, as the attention sees them. What
+the score loads per token is read for the boundary too, by the same operators at the boundary's columns. All sizes are
+symbols, so one compilation serves all parts.
+
+Before::
+
+    out = treefx.tree_attention(q, k, v, subtree_end, [column], None, score, "auto")
+
+After::
+
+    columns = cat([outside_column, column])                                                     # P + N
+    out = treefx.tree_attention_boundary(q, k, v, subtree_end, bk, bv, lo, hi, [columns], None, score, "auto")
+    return [..., k[:, :, outgoing], v[:, :, outgoing]]                                          # [1, Q, heads, width]
+
+Attentions that share a key share its input and output, whose gradient is then the sum.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from treefx.errors import UnsupportedError
+from treefx.kernels import boundary as _boundary_operator  # noqa: F401  (registers it)
+from treefx.kernels.score import Score
+from treefx.passes import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
+from treefx.passes.score_algebra import walk
+from treefx.passes.token_count import TokenCount, add_count_input
+
+__all__ = ["CutGraph", "Run", "StandIn", "add_boundary"]
+
+Run = Literal["train", "infer", "kv"]
+"""What a part runs for: outputs and K/V with gradients, without gradients, or K/V alone without gradients."""
+
+_ATTENTION = torch.ops.treefx.tree_attention.default
+_TOKEN_WISE = {_ATTENTION, torch.ops.treefx.custom_function.default, operator.getitem}
+_VECTORS = (torch.int32, torch.int32, torch.int64)
+"""Dtypes of lo, hi and the boundary's columns."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """An output that a run for K/V alone does not compute: what the caller gets has its shape and dtype."""
+
+    shape: tuple[int | None, ...]
+    """None where the size is N."""
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self, tokens: int) -> Tensor:
+        """A tensor of zeros that takes no memory."""
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        return zero.expand([tokens if size is None else size for size in self.shape])
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """What a graph with a boundary takes and returns beside the inputs and outputs of the uncut one.
+
+    Attributes:
+        run: what it is for.
+        caches: fake K and V in the order they come and go, [1, P, heads, width] each.
+        results: the uncut graph's outputs where they are not computed: a stand-in, or the constant itself.
+    """
+
+    run: Run
+    caches: list[Tensor]
+    results: list[Any]
+
+
+def add_boundary(
+    gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, run: Run
+) -> tuple[fx.GraphModule, list[Any], CutGraph]:
+    """Give a packed graph a boundary, in place.
+
+    Args:
+        gm: Graph of the native level; its placeholders end with row, column, subtree_end, token_of and N.
+        inputs: Its fake inputs.
+        mode: Their mode, whose shape environment is a ``TokenCount``.
+        run: What the new graph is for.
+
+    Returns:
+        The graph, whose further inputs are now lo, hi [P] int32, the boundary's columns [P] and the outgoing tokens
+        [Q] int64, the caches, P and Q, and whose further outputs are the outgoing K/V; its inputs; what they are.
+
+    Raises:
+        UnsupportedError: Tokens meet in something else than attention, or a score loads what the model computes.
+    """
+    cutter = _Cutter(gm, list(inputs), mode)
+    _check_operators(gm, cutter.end)
+    cutter.cut()
+    results = cutter.finish(run)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    fakes = cutter.inputs if run == "train" else [_without_gradient(x, mode) for x in cutter.inputs]
+    FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
+    return gm, fakes, CutGraph(run, cutter.caches, results)
+
+
+def _check_operators(gm: fx.GraphModule, end: fx.Node) -> None:
+    """Refuse graphs in which tokens meet elsewhere: what is handed out at a cut are keys and values alone."""
+    for node in gm.graph.nodes:
+        namespace = getattr(node.target, "namespace", None)
+        # Convolutions and recurrences along the tree are plain operators: they find a token's parent by its subtree.
+        reads_tree = end in node.all_input_nodes and node.target is not _ATTENTION
+        if reads_tree or (node.op == "call_function" and namespace == "treefx" and node.target not in _TOKEN_WISE):
+            found = "a convolution or a recurrence along the tree" if reads_tree else node.target
+            raise UnsupportedError(
+                f"a forest can be cut where tokens meet in attention alone, but the model runs {found}, whose state "
+                "does not cross cuts; run the uncut forest (treefx.use), or a smaller one"
+            )
+
+
+def _without_gradient(x: Any, mode: FakeTensorMode) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    with mode:
+        return x.detach()
+
+
+class _Cutter:
+    """Rewrites one graph."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
+        self.gm, self.inputs, self.mode = gm, inputs, mode
+        self.caches: list[Tensor] = []
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.row, self.column, self.end, self.token_of, _ = placeholders[-5:]
+        self._outside_form: dict[fx.Node, fx.Node] = {}
+        self._sources: list[fx.Node] = []
+        device = self.column.meta["val"].device
+        count = mode.shape_env
+        assert isinstance(count, TokenCount)
+        lo, hi, column = count.further(_VECTORS, device, mode)
+        outgoing = count.further([torch.int64], device, mode)[0]
+        self._sizes = {"boundary_count": lo.shape[0], "outgoing_count": outgoing.shape[0]}
+        self.lo, self.hi, self.outside_column, self.outgoing = (
+            self._input(name, fake)
+            for name, fake in (("lo", lo), ("hi", hi), ("outside_column", column), ("outgoing", outgoing))
+        )
+
+    def _input(self, name: str, fake: Tensor) -> fx.Node:
+        last = self.gm.graph.find_nodes(op="placeholder")[-1]
+        with self.gm.graph.inserting_after(last):
+            node = self.gm.graph.placeholder(name)
+        node.meta["val"] = fake
+        self.inputs.append(fake)
+        return node
+
+    def cut(self) -> None:
+        """Give every attention its boundary."""
+        taken: dict[fx.Node, fx.Node] = {}
+        attentions = self.gm.graph.find_nodes(op="call_function", target=_ATTENTION)
+        for node in attentions:
+            for source in node.args[1:3]:
+                if source not in taken:
+                    taken[source] = self._cache(source)
+        for name, size in self._sizes.items():
+            add_count_input(self.gm, size, name)
+            self.inputs.append(size)
+        for node in attentions:
+            q, k, v, end, buffers, sinks, score, impl = node.args
+            outside = taken[k], taken[v]
+            with self.gm.graph.inserting_before(node):
+                given = [self._call(torch.ops.aten.transpose.int, cache, 1, 2) for cache in outside]
+                extended = self._extended(list(buffers), Score.from_json(score))
+                arguments = (q, k, v, end, *given, self.lo, self.hi, extended, sinks, score, impl)
+                new = self._call(torch.ops.treefx.tree_attention_boundary.default, *arguments)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            self.gm.graph.erase_node(node)
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        return self.gm.graph.call_function(target, args)
+
+    def _cache(self, source: fx.Node) -> fx.Node:
+        """The input that holds a key or value of the boundary."""
+        like = source.meta["val"]
+        with self.mode:
+            fake = torch.empty(
+                (1, self._sizes["boundary_count"], like.shape[1], like.shape[3]), dtype=like.dtype, device=like.device
+            ).requires_grad_()
+        self.caches.append(fake)
+        self._sources.append(source)
+        return self._input(f"cache_{len(self.caches) - 1}", fake)
+
+    def finish(self, run: Run) -> list[Any]:
+        """Return outgoing keys and values, beside or instead of the graph's outputs; what stands in for the latter."""
+        output = next(iter(self.gm.graph.find_nodes(op="output")))
+        results = list(output.args[0])
+        with self.gm.graph.inserting_before(output):
+            handed = []
+            for source in self._sources:
+                chosen = self._call(torch.ops.aten.index_select.default, source, 2, self.outgoing)
+                first = self._call(torch.ops.aten.transpose.int, chosen, 1, 2)
+                dense = self.gm.graph.call_function(
+                    torch.ops.aten.clone.default, (first,), {"memory_format": torch.contiguous_format}
+                )
+                handed.append(dense)
+        output.args = ((*(results if run != "kv" else ()), *handed),)
+        return [self._stand_in(item) for item in results]
+
+    def _stand_in(self, item: Any) -> Any:
+        if not isinstance(item, fx.Node):
+            return item
+        value = item.meta["val"]
+        return StandIn(tuple(x if isinstance(x, int) else None for x in value.shape), value.dtype, value.device)
+
+    # What scores load -------------------------------------------------------------------------------------------------
+
+    def _extended(self, buffers: list[fx.Node], score: Score) -> list[fx.Node]:
+        """The buffers, those along the tokens with the boundary's entries in front."""
+        along = _along_tokens(score)
+        return [
+            self._call(torch.ops.aten.cat.default, [self._outside(x), x], along[i]) if i in along else x
+            for i, x in enumerate(buffers)
+        ]
+
+    def _outside(self, node: fx.Node) -> fx.Node:
+        """The value that a function of the columns has at the boundary's tokens: its operators once more, on those."""
+        if node not in self._outside_form:
+            self._outside_form[node] = self._make_outside(node)
+        return self._outside_form[node]
+
+    def _make_outside(self, node: fx.Node) -> fx.Node:
+        if node is self.column:
+            return self.outside_column
+        if node is self.row:
+            return self._call(torch.ops.aten.zeros_like.default, self.outside_column)
+        symbols = getattr(node.meta.get("val"), "shape", ())
+        if node.op == "placeholder" and not all(isinstance(size, int) for size in symbols):
+            raise UnsupportedError(
+                f"a forest can be cut where scores load functions of the position, but one loads from {node.name}, "
+                "which is known for the tokens of a part only; run the uncut forest (treefx.use), or a smaller one"
+            )
+        if node.op != "call_function":
+            return node
+        sources = [(source, self._outside(source)) for source in node.all_input_nodes]
+        if all(old is new for old, new in sources):
+            return node
+        return self.gm.graph.node_copy(node, dict(sources).__getitem__)
+
+
+def _along_tokens(score: Score) -> dict[int, int]:
+    """The buffers that a score loads at a token, and in which dimension.
+
+    Raises:
+        UnsupportedError: A token's index enters a score in another way.
+    """
+    found: dict[int, int] = {}
+    for expr in [*walk(score.value), *(() if score.visible is None else walk(score.visible))]:
+        if expr[0] == "load":
+            found |= {expr[1]: dim for dim, index in enumerate(expr[2:]) if index in (("q",), ("k",))}
+            inner = [index for index in expr[2:] if index not in (("q",), ("k",))]
+        else:
+            inner = [item for item in expr[1:] if isinstance(item, tuple)]
+        if ("q",) in inner or ("k",) in inner:
+            raise UnsupportedError(
+                "a forest can be cut where scores are functions of positions on the path, but one uses the place of a "
+                "token in the packed row; run the uncut forest (treefx.use)"
+            )
+    return found

@@ -1,0 +1,1 @@
+"""Exactness of the backend, from whole models down to single inputs."""

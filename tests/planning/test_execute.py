@@ -1,0 +1,419 @@
+"""Parts of a forest through the compiled model: loss and gradients of every row on its own, wherever it is cut."""
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import treefx
+from tests.backend.test_native import Rows, TakesCacheFlag, branches, random_weights, rollouts
+from tests.mixers import CausalConvolution, CumulativeSum
+from tests.models import TinyLM, double, zoo
+from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, compile_with, outcome, separate_rows, stats_of
+from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut
+from tests.spellings import GROUPED, SPELLINGS
+from treefx import report
+from treefx.planning import boundary
+from treefx.planning.backward import backward
+from treefx.planning.boundary import EdgeSubset, Store
+from treefx.planning.plan import Plan
+
+Loss = Callable[[Tensor, EdgeSubset], Tensor]
+TRAIN_AND_KV = 2
+"""Compilations: one graph with gradients, one for K/V alone; never one per part."""
+
+
+def sft(logp: Tensor, forest: treefx.Forest) -> Tensor:
+    return treefx.losses.sft(logp, forest)
+
+
+def run(compiled: Any, model: nn.Module, plan: Plan, loss: Loss = sft, **options: Any) -> Outcome:
+    model.zero_grad(set_to_none=True)
+    value = backward(compiled, plan, loss, **options)
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return Outcome(value, gradients)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reproducible() -> Iterator[None]:
+    """Instead of a fresh Dynamo per test: tests share models, and what these are compiled to."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+    tiny.cache_clear()
+
+
+@functools.cache
+def tiny(spelling: str = "sdpa_is_causal", **changes: Any) -> tuple[nn.Module, Any]:
+    """A small model in float64 and the same compiled, one for all tests that ask for it; none changes it."""
+    torch.manual_seed(0)
+    model = TakesCacheFlag(TinyLM({**SPELLINGS, **GROUPED}[spelling], **changes)).double()
+    return model, compile_with(model)
+
+
+def weighted_forest(seed: int = 0) -> tuple[treefx.Forest, Rows, list[list[float]]]:
+    rows = rollouts(seed)
+    weights = random_weights(rows, seed)
+    return treefx.Forest.from_sequences(rows, weights=weights), rows, weights
+
+
+def plans_of(forest: treefx.Forest) -> list[Plan]:
+    """From no cut to one part per token: at nodes, inside of nodes, nested, siblings joined, all modes."""
+    recomputed = every_node(forest, keeps=("recompute",))
+    everywhere = cut_at(forest, range(forest.num_tokens))
+    plans = [uncut(forest), every_node(forest), recomputed, inside_nodes(forest), everywhere]
+    return plans + [random_cuts(forest, seed, share) for seed, share in enumerate((0.1, 0.3, 0.6))]
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("mistral", 1)])
+def test_cuts_in_float64(name: str, layers: int) -> None:
+    """Grouped heads and rotary positions; a sliding window shorter than the paths."""
+    model, (forest, rows, weights) = double(name, num_hidden_layers=layers), weighted_forest()
+    compiled, expected = compile_with(model), separate_rows(model, rows, weights)
+    plans = plans_of(forest)
+    assert max(len(part.ancestors) for plan in plans[:-3] for part in plan.parts) > 3
+    for plan in plans:
+        assert_close(run(compiled, model, plan), expected, FLOAT64)
+    stats = stats_of(compiled)
+    assert stats["compiles"] == TRAIN_AND_KV
+    assert stats["fallback"] is None
+
+
+def test_experts_in_float32() -> None:
+    """The experts' matmul knows no float64: eager float32 on every row is the judge."""
+    model, rows = zoo("mixtral", num_hidden_layers=1), rollouts()
+    forest = treefx.Forest.from_sequences(rows)
+
+    def each_row() -> Tensor:
+        losses = []
+        for row in rows:
+            ids = torch.tensor(row)[None]
+            logp = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+            losses.append(-logp.gather(-1, ids[0, 1:, None]).sum())
+        return sum(losses, torch.zeros(()))
+
+    expected, compiled = outcome(model, each_row), compile_with(model)
+    for plan in (every_node(forest), random_cuts(forest, 1)):
+        assert_close(run(compiled, model, plan), expected, FLOAT32)
+
+
+def test_inductor() -> None:
+    model, (forest, rows, weights) = copy.deepcopy(tiny(layers=1)[0]), weighted_forest()
+    compiled, expected = compile_with(model, inner="inductor"), separate_rows(model, rows, weights)
+    for plan in (uncut(forest), every_node(forest), random_cuts(forest, 1)):
+        assert_close(run(compiled, model, plan), expected, FLOAT64)
+    assert stats_of(compiled)["compiles"] == TRAIN_AND_KV
+
+
+@pytest.mark.parametrize("spelling", ["sliding_softcap", "relative_bias", "tril_buffer"])
+def test_spellings_of_attention(spelling: str) -> None:
+    """What a score loads per token is loaded for the boundary too."""
+    (model, compiled), (forest, rows, weights) = tiny(spelling, layers=1), weighted_forest()
+    expected = separate_rows(model, rows, weights)
+    for plan in (every_node(forest), random_cuts(forest, 3)):
+        assert_close(run(compiled, model, plan), expected, FLOAT64)
+
+
+def test_gradient_checkpointing() -> None:
+    model, (forest, rows, weights) = double("llama", num_hidden_layers=1), weighted_forest()
+    expected = separate_rows(model, rows, weights)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compiled = compile_with(model)
+    for plan in (every_node(forest), random_cuts(forest, 2)):
+        assert_close(run(compiled, model, plan), expected, FLOAT64)
+
+
+def test_random_forests() -> None:
+    model, compiled = tiny("sdpa_enable_gqa", kv_heads=2)
+
+    @settings(max_examples=15)
+    @given(trees=st.lists(branches, min_size=1, max_size=3), seed=st.integers(0, 99), share=st.floats(0.05, 1.0))
+    def check(trees: list[Rows], seed: int, share: float) -> None:
+        rows = [row for tree in trees for row in tree]
+        random.Random(seed).shuffle(rows)
+        weights = random_weights(rows, seed)
+        forest = treefx.Forest.from_sequences(rows, weights=weights)
+        expected = separate_rows(model, rows, weights)
+        if all(g is None or not g.any() for g in expected.gradients.values()):
+            return
+        assert_close(run(compiled, model, random_cuts(forest, seed, share)), expected, FLOAT64)
+
+    check()
+
+
+def test_first_part_of_one_token() -> None:
+    """The sizes of the part that is compiled first are not burnt in, 0 and 1 neither."""
+    model, (forest, rows, weights) = copy.deepcopy(tiny(layers=1)[0]), weighted_forest()
+    compiled, expected = compile_with(model), separate_rows(model, rows, weights)
+    assert_close(run(compiled, model, cut_at(forest, range(forest.num_tokens))), expected, FLOAT64)
+    for plan in plans_of(forest):
+        assert_close(run(compiled, model, plan), expected, FLOAT64)
+    assert stats_of(compiled)["compiles"] == TRAIN_AND_KV
+
+
+def test_deep_chain_of_parts() -> None:
+    """Every part reads all parts above it."""
+    (model, compiled), length = tiny(), 40
+    row = [5 + i % 50 for i in range(length)]
+    forest, expected = treefx.Forest.from_sequences([row]), separate_rows(model, [row], [[1.0] * length])
+    for keeps in (("keep",), ("recompute",)):
+        assert_close(run(compiled, model, cut_at(forest, range(length), keeps=keeps)), expected, FLOAT64)
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+
+def whole_forest(model: nn.Module, forest: treefx.Forest, loss: Any) -> Outcome:
+    """The loss on all edges at once, their log-probabilities from the model itself on every row alone."""
+    edge_to = {int(target): edge for edge, target in enumerate(forest.edges.target)}
+
+    def step() -> Tensor:
+        found: dict[int, Tensor] = {}
+        for row, path in zip(forest.sequences(), forest.token_of, strict=True):
+            ids = torch.as_tensor(row)
+            logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            found |= {edge_to[int(path[place])]: logp[place - 1, ids[place]] for place in range(1, len(ids))}
+        logp = torch.stack([found[edge] for edge in range(len(edge_to))])
+        return loss(logp, boundary.all_edges(forest))  # type: ignore[no-any-return]
+
+    return outcome(model, step)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "row_mean"])
+def test_means(reduction: Any) -> None:
+    (model, compiled), (forest, _, _) = tiny(), weighted_forest(1)
+
+    def loss(logp: Tensor, part: treefx.Forest) -> Tensor:
+        return treefx.losses.sft(logp, part, reduction=reduction)
+
+    expected = whole_forest(model, forest, loss)
+    assert_close(run(compiled, model, random_cuts(forest, 1), loss), expected, FLOAT64)
+
+
+def clipped(forest: treefx.Forest, per_edge: bool) -> Loss:
+    """A clipped policy loss of both signs, old log-probabilities per edge or per row."""
+    draw = torch.Generator().manual_seed(0)
+    advantages = torch.randn(len(forest), generator=draw, dtype=torch.float64)
+    drawn = -4.0 - torch.rand(len(forest.edges), generator=draw, dtype=torch.float64)
+    rows = [-4.0 - torch.rand(int(n), generator=draw, dtype=torch.float64) for n in forest.row_lengths]
+
+    def loss(logp: Tensor, part: EdgeSubset) -> Tensor:
+        old = drawn[part.edge_index] if per_edge else rows
+        return treefx.losses.policy(logp, part, old, advantages)
+
+    return loss
+
+
+@pytest.mark.parametrize("per_edge", [True, False])
+def test_clipped_policy_loss(per_edge: bool) -> None:
+    (model, compiled), forest = tiny(), treefx.Forest.from_sequences(rollouts())
+    loss = clipped(forest, per_edge)
+    expected = whole_forest(model, forest, loss)
+    assert_close(run(compiled, model, random_cuts(forest, 4), loss), expected, FLOAT64)
+
+
+def sequence_losses(logp: Tensor, forest: EdgeSubset) -> Tensor:
+    """DPO over neighbouring rows, and the square of every sequence's mean: neither is a sum over edges."""
+    edges = forest.edges
+    per_row = logp.new_zeros(len(forest)).index_add(0, edges.row_index, logp[edges.edge_of_entry])
+    preference = -nn.functional.logsigmoid(0.1 * (per_row[::2] - per_row[1::2])).sum()
+    return preference + (per_row / forest.row_lengths).square().sum()
+
+
+def test_losses_that_are_no_sum_over_edges() -> None:
+    (model, compiled), forest = tiny(), treefx.Forest.from_sequences(rollouts())
+    expected = whole_forest(model, forest, sequence_losses)
+    for plan in (every_node(forest), random_cuts(forest, 5)):
+        assert_close(run(compiled, model, plan, sequence_losses, additive=False), expected, FLOAT64)
+    with pytest.raises(AssertionError, match="differ by more than"):
+        assert_close(run(compiled, model, every_node(forest), sequence_losses), expected, 1e-3)
+
+
+def test_hidden_states_instead_of_logits() -> None:
+    (model, compiled), (forest, rows, weights) = tiny(), weighted_forest()
+    head = model.model.head.weight  # type: ignore[union-attr]
+
+    def logprobs(output: Any, row: treefx.Forest) -> Tensor:
+        return treefx.edge_logprobs(output.hidden, row, weight=head)
+
+    got = run(compiled, model, random_cuts(forest, 6), logprobs=logprobs)
+    assert_close(got, separate_rows(model, rows, weights), FLOAT64)
+
+
+# Gradients of the caller ----------------------------------------------------------------------------------------------
+
+
+def test_gradients_add_to_those_that_are_there() -> None:
+    (model, compiled), (forest, rows, weights) = tiny(), weighted_forest()
+    expected = separate_rows(model, rows, weights)
+    held = {}
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+        held[name] = parameter.grad
+    for _ in range(2):
+        backward(compiled, every_node(forest), sft)
+    for name, parameter in model.named_parameters():
+        wanted = expected.gradients[name]
+        assert parameter.grad is held[name]
+        torch.testing.assert_close(parameter.grad, 1.0 + (0.0 if wanted is None else 2.0 * wanted))
+
+
+@pytest.mark.parametrize("additive", [True, False])
+def test_exception_leaves_gradients_alone(additive: bool) -> None:
+    (model, compiled), (forest, rows, weights) = tiny(), weighted_forest()
+    plan = every_node(forest)
+    model.zero_grad(set_to_none=True)
+    first, *others = list(model.parameters())
+    first.grad = torch.ones_like(first)
+    version = first.grad._version
+    calls = []
+
+    def failing(logp: Tensor, part: treefx.Forest) -> Tensor:
+        calls.append(part)
+        if len(calls) > (4 if additive else 0):
+            raise KeyboardInterrupt
+        return sft(logp, part)
+
+    with pytest.raises(KeyboardInterrupt):
+        backward(compiled, plan, failing, additive=additive)
+    assert first.grad is not None and bool((first.grad == 1).all()) and first.grad._version == version
+    assert all(parameter.grad is None for parameter in others)
+    assert_close(run(compiled, model, plan), separate_rows(model, rows, weights), FLOAT64)
+
+
+def test_frozen_parameters_and_no_grad_outside() -> None:
+    model, (forest, rows, weights) = copy.deepcopy(tiny(layers=1)[0]), weighted_forest()
+    for parameter in model.model.blocks[0].parameters():  # type: ignore[union-attr]
+        parameter.requires_grad_(False)
+    expected = separate_rows(model, rows, weights)
+    with torch.no_grad():
+        got = run(compile_with(model), model, random_cuts(forest, 7))
+    assert_close(got, expected, FLOAT64)
+
+
+# What a run for K/V leaves out, and what is refused -------------------------------------------------------------------
+
+
+def test_run_for_keys_and_values_computes_no_logits() -> None:
+    (model, compiled), (forest, _, _) = tiny(), weighted_forest()
+    run(compiled, model, every_node(forest, keeps=("recompute",)))
+    vocabulary = model.model.head.weight.shape[0]  # type: ignore[union-attr]
+    rewrites = [item for found in report.find({id(p) for p in model.parameters()}) for item in found.graph.rewrites]
+    by_run = {item.cut.run: item.gm for item in rewrites if item.cut is not None and item.cut.run != "infer"}
+    sizes = {
+        name: [tuple(node.meta["val"].shape) for node in gm.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+        for name, gm in by_run.items()
+    }
+    width = {name: sum(shape[-1:] == (vocabulary,) for shape in shapes) for name, shapes in sizes.items()}
+    attentions = {
+        name: len(gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.tree_attention_boundary.default))
+        for name, gm in by_run.items()
+    }
+    assert width["train"] > 0 and width["kv"] == 0
+    assert attentions == {"train": 2, "kv": 1}
+
+
+def test_refusals() -> None:
+    (model, compiled), (forest, _, _) = tiny(), weighted_forest()
+    plan = every_node(forest)
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(treefx.UnsupportedError, match="compiled by treefx"):
+        backward(model, plan, sft)
+    with pytest.raises(treefx.InputError, match=r"treefx\.plan"):
+        backward(compiled, forest, sft)  # type: ignore[arg-type]
+    with pytest.raises(treefx.InputError, match="scalar"):
+        backward(compiled, plan, lambda logp, part: logp)
+    with pytest.raises(treefx.InputError, match="scalar"):
+        backward(compiled, plan, lambda logp, part: logp, additive=False)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [(CausalConvolution, "a convolution or a recurrence along the tree"), (CumulativeSum, "cumsum")],
+)
+def test_state_that_does_not_cross_cuts_is_refused(before: Callable[[], nn.Module], message: str) -> None:
+    """Only keys and values do: a convolution's window would end at the cut, and the gradients be wrong."""
+    torch.manual_seed(0)
+    model = TakesCacheFlag(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=before())).double()
+    forest, _, _ = weighted_forest()
+    with pytest.raises(treefx.UnsupportedError, match=message):
+        backward(compile_with(model), every_node(forest), sft)
+
+
+# Wrong ways of crossing a cut -----------------------------------------------------------------------------------------
+
+SHARED = [[11, 12, 13, 14, 15, 21, 22, 23], [11, 12, 13, 14, 15, 31, 32], [11, 12, 13, 14, 15, 41, 42, 43]]
+"""Three branches on one cut, and a cut above it that all of them read as well."""
+
+
+def no_relay(store: Store, crossings: Any, taken: Any) -> None:
+    """K/V gradients do not cross."""
+
+
+def only_to_the_parent(store: Store, crossings: Any, taken: Any) -> None:
+    """Gradients reach the nearest owner alone."""
+    add_gradients(store, crossings[-1:], taken)
+
+
+def last_child_alone(store: Store, crossings: Any, taken: Any) -> None:
+    """Children that share a cut overwrite each other's gradients."""
+    for item in crossings:
+        store._gradients.pop(item.owner, None)
+    add_gradients(store, crossings, taken)
+
+
+add_gradients = Store.add_gradients
+
+
+@pytest.mark.parametrize("wrong", [None, no_relay, only_to_the_parent, last_child_alone])
+def test_wrong_accumulation(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, compiled), forest = tiny("alibi"), treefx.Forest.from_sequences(SHARED)
+    expected = separate_rows(model, SHARED, [[1.0] * len(row) for row in SHARED])
+    if wrong is not None:
+        monkeypatch.setattr(Store, "add_gradients", wrong)
+    got = run(compiled, model, cut_at(forest, {3, 5, 8, 10}))
+    assert_right_only_without(wrong, got, expected)
+
+
+def assert_right_only_without(wrong: Any, got: Outcome, expected: Outcome) -> None:
+    if wrong is None:
+        assert_close(got, expected, FLOAT64)
+    else:
+        with pytest.raises(AssertionError, match="differ by more than"):
+            assert_close(got, expected, 1e-3)
+
+
+@pytest.mark.parametrize("wrong", [None, "columns", "lo", "hi", "leaves"])
+def test_wrong_boundary(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALiBi: every key's depth counts, not only whether it is seen."""
+    (model, compiled), forest = tiny("alibi"), treefx.Forest.from_sequences(SHARED)
+    expected = separate_rows(model, SHARED, [[1.0] * len(row) for row in SHARED])
+    call = boundary.Cut.call
+
+    def spoiled(cut: boundary.Cut, *args: Any) -> Any:
+        lo, hi, columns, leaves = cut.vectors
+        packed = torch.arange(len(columns))  # places among the boundary instead of depths
+        full = torch.full_like(hi, 1 << 20)
+        cut.vectors = {
+            "columns": (lo, hi, packed.flip(0), leaves),
+            "lo": (lo + 1, hi, columns, leaves),
+            "hi": (lo, torch.where(hi > 0, hi - 1, full * 0), columns, leaves),
+            "leaves": (lo, hi, columns, leaves.flip(0)),
+        }.get(str(wrong), cut.vectors)
+        return call(cut, *args)
+
+    monkeypatch.setattr(boundary.Cut, "call", spoiled)
+    got = run(compiled, model, cut_at(forest, {3, 5, 8, 10}))
+    assert_right_only_without(wrong, got, expected)

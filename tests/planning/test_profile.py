@@ -1,0 +1,161 @@
+"""Profiles: live bytes of graphs, and predictions that hold when parts run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+import torch
+from torch import fx
+
+import treefx
+from treefx.errors import InputError
+from treefx.planning.backward import backward
+from treefx.planning.cost import Size
+from treefx.planning.liveness import live_bytes
+from treefx.planning.memory import install_allocator, track_peak
+from treefx.planning.planner import plan
+from treefx.planning.profile import N, P, Profile, profile
+
+pytest.importorskip("transformers")
+
+VOCABULARY = 64
+
+
+def _forest(seed: int) -> treefx.Forest:
+    random = np.random.default_rng(seed)
+    rows: list[list[int]] = []
+    for _ in range(8):
+        source = rows[random.integers(len(rows))] if rows else []
+        kept = source[: random.integers(1, len(source) + 1)] if source else []
+        rows.append(kept + random.integers(0, VOCABULARY, random.integers(40, 200)).tolist())
+    return treefx.Forest.from_sequences(rows)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reproducible() -> Iterator[None]:
+    """Instead of a fresh Dynamo per test: what the one model of this file is compiled to serves all tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    from treefx.cli.models import make_config, make_model
+
+    install_allocator()  # before the model, whose gradients are counted when they are freed
+    model = make_model(make_config("llama", vocab_size=VOCABULARY, hidden_size=64, layers=2))
+    return torch.compile(model, backend="treefx", options={"inner": "aot_eager"})
+
+
+@pytest.fixture(scope="module")
+def measured(compiled: Any) -> Profile:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as inside of every test, or Dynamo compiles twice
+    return profile(compiled, _forest(0), lengths=(32, 128))
+
+
+def test_live_bytes_by_hand() -> None:
+    """x [4] and w [4] are given; a dies when b is made, the view of b keeps b."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    a = graph.call_function(torch.ops.aten.add.Tensor, (x, w))
+    b = graph.call_function(torch.ops.aten.mul.Tensor, (a, a))
+    view = graph.call_function(torch.ops.aten.view.default, (b, [2, 2]))
+    c = graph.call_function(torch.ops.aten.exp.default, (view,))
+    graph.output((c,))
+    gm = fx.GraphModule({}, graph)
+    value = torch.zeros(4)
+    for node in (x, w, a, b, c):
+        node.meta["val"] = torch.zeros(4)
+    node_b: torch.Tensor = b.meta["val"]
+    view.meta["val"] = node_b.view(2, 2)
+    held = value.untyped_storage().nbytes()
+    assert live_bytes(gm, lambda node: node is w) == [held, 2 * held, 3 * held, 2 * held, 3 * held]
+    assert live_bytes(gm, lambda node: node is w, lambda node: False) == [held, 2 * held, 2 * held, held, 2 * held]
+
+
+def test_expressions_are_of_the_sizes_of_a_part(measured: Profile) -> None:
+    for name in ("saved", "forward", "backward", "kv"):
+        expression = measured.bytes[name]
+        assert expression.free_symbols <= {N, P}
+        at = float(expression.subs({N: 100, P: 50}))
+        assert at == pytest.approx(getattr(measured.cost, name)(100, 50, 0), rel=1e-3)
+    assert measured.cost.kv_bytes_per_token == 2 * 2 * 32 * 4  # K and V, two layers, one K/V head of 32, float32
+    hidden, q, kv, mlp = 64, 64, 32, 160
+    per_layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * mlp
+    assert measured.flops["forward"].token == 2 * (2 * per_layer + hidden * VOCABULARY)
+    assert measured.flops["forward"].pair == 2 * 2 * 2 * q
+    assert measured.flops["backward"].pair == 2.5 * measured.flops["forward"].pair
+    assert measured.flop_expressions["kv"] != sympy.Integer(0)
+
+
+def test_no_sample_is_above_its_prediction(measured: Profile) -> None:
+    assert {sample.kind for sample in measured.samples} == {"kv", "forward", "backward"}
+    for sample in measured.samples:
+        assert sample.bytes <= sample.predicted_bytes(measured.cost)
+    text = measured.explain()
+    assert "saved bytes" in text and "backward seconds" in text and "fitted" in text
+
+
+def test_profile_survives_being_saved(measured: Profile, tmp_path: Path) -> None:
+    measured.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == measured
+    with pytest.raises(InputError, match=r"expected what Profile.to_json writes"):
+        Profile.from_json("{}")
+
+
+def test_gradients_stay_as_they_were(compiled: Any, measured: Profile) -> None:
+    parameters = list(compiled.parameters())
+    kept = [torch.full_like(parameter, 3.0) for parameter in parameters]
+    for parameter, grad in zip(parameters, kept, strict=True):
+        parameter.grad = grad
+    profile(compiled, _forest(0), lengths=(8,))
+    assert all(p.grad is grad and bool((grad == 3).all()) for p, grad in zip(parameters, kept, strict=True))
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 5])
+def test_measured_peak_is_under_the_limit_and_near_the_prediction(
+    compiled: Any, measured: Profile, divisor: int
+) -> None:
+    model_bytes = sum(x.numel() * x.element_size() for x in [*compiled.parameters(), *compiled.buffers()])
+    # Of the depth the profile was made for: another compiles other tables of positions.
+    forest = _forest(0)
+    uncut = plan(forest, measured, 1e12)
+    limit = measured.cost.resident_bytes + (uncut.peak_bytes - measured.cost.resident_bytes) / divisor + 1
+    found = plan(forest, measured, limit)
+    assert len(found.parts) >= divisor
+    for parameter in compiled.parameters():
+        parameter.grad = None
+    with track_peak() as peak:
+        backward(compiled, found, lambda logp, part: treefx.losses.sft(logp, part))
+    for parameter in compiled.parameters():
+        parameter.grad = None
+    total = peak.bytes + model_bytes
+    assert total <= found.peak_bytes <= limit
+    assert found.peak_bytes <= 1.1 * total
+
+
+def test_what_cannot_be_profiled_is_refused(compiled: Any) -> None:
+    with pytest.raises(InputError, match="profile expects a model"):
+        profile(lambda: None, _forest(0))
+    with pytest.raises(InputError, match="lengths must be positive"):
+        profile(compiled, _forest(0), lengths=(0,))
+    with pytest.raises(InputError, match="at least 2 tokens"):
+        profile(compiled, treefx.Forest.from_sequences([[1], [2]]))
+
+
+def test_parts_are_measured_at_short_and_at_long_boundaries(measured: Profile) -> None:
+    longest = int(_forest(0).row_lengths.max())
+    below = {sample.size[:2] for sample in measured.samples if sample.kind == "forward"}
+    assert below >= {(n, p) for n in (32, 128) for p in (0, 32, 128)}
+    assert (32, longest - 32) in below
+    assert all(isinstance(sample.size, Size) and sample.seconds > 0 for sample in measured.samples)

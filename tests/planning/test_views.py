@@ -1,0 +1,166 @@
+"""What people and programs see of a plan: tables, pictures, JSON, the command line, and the policies of others."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from typer.testing import CliRunner
+
+from tests.planning.costs import linear_cost
+from tests.strategies import Rows, row_batches
+from treefx.cli.app import app
+from treefx.cli.plan import parse_bytes
+from treefx.errors import InputError
+from treefx.forest import Forest
+from treefx.planning.analytic import Dimensions, estimate_cost
+from treefx.planning.nonnegative import fit_nonnegative
+from treefx.planning.planner import plan
+from treefx.planning.policies import compare_policies
+
+ROWS = [[*range(20), *range(100 * row, 100 * row + 30)] for row in range(1, 5)]
+
+
+def test_explain_names_every_part_and_policy() -> None:
+    found = plan(Forest.from_sequences(ROWS), linear_cost(part_seconds=1.0), 65)
+    text = found.explain()
+    assert text.splitlines()[0] == repr(found)
+    lines = [line.split() for line in text.splitlines()]
+    for part, size in zip(found.parts, found.sizes, strict=True):
+        (row,) = [line for line in lines if len(line) > 8 and line[0] == str(part.index)]
+        assert row[3] == str(size.tokens) and row[4] == str(size.boundary)
+    for policy in ("treefx", "uncut", "separate rows", "micro-batches", "one branch"):
+        assert f" {policy} " in text
+
+
+def test_explain_of_very_many_parts_says_what_it_leaves_out() -> None:
+    found = plan(Forest.from_sequences([[row, row + 1000] for row in range(100)]), linear_cost(), 2)
+    assert len(found.parts) == 100
+    assert "40 more not shown" in found.explain()
+
+
+def test_json_holds_every_token_once() -> None:
+    found = plan(Forest.from_sequences(ROWS), linear_cost(part_seconds=1.0), 65)
+    read = json.loads(found.to_json())
+    tokens = [k for part in read["parts"] for start, stop in part["intervals"] for k in range(start, stop)]
+    assert sorted(tokens) == list(range(found.forest.num_tokens))
+    assert read["peak_bytes"] == found.peak_bytes == max(step["peak_bytes"] for step in read["steps"])
+    assert [(step["kind"], step["part"]) for step in read["steps"]] == [(s.kind, s.part) for s in found.steps]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_picture_is_written(tmp_path: Path, suffix: str) -> None:
+    found = plan(Forest.from_sequences(ROWS), linear_cost(store=0.1), 33)
+    assert found.recomputed_tokens
+    target = tmp_path / f"plan.{suffix}"
+    found.draw(target)
+    assert target.stat().st_size > 5000
+    if suffix == "svg":
+        text = target.read_text()
+        assert "limit" in text and "</svg>" in text
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=row_batches())
+def test_policies_compute_what_their_definitions_say(rows: Rows) -> None:
+    forest = Forest.from_sequences(rows)
+    limit = max(map(len, rows)) + 3
+    found = plan(forest, linear_cost(store=0.0, part_seconds=1.0), limit)
+    outcome = {item.policy: item for item in compare_policies(found)}
+    assert outcome["uncut"].forward_tokens == forest.num_tokens
+    assert outcome["separate rows"].forward_tokens == forest.raw_tokens
+    assert outcome["treefx"].forward_tokens == forest.num_tokens + found.recomputed_tokens
+    inner = {tuple(row[:k]) for row in rows for k in range(len(row) + 1)}
+    forks = [p for p in inner if p and len({q[len(p)] for q in inner if len(q) == len(p) + 1 and q[: len(p)] == p}) > 1]
+    twice = {fork[:k] for fork in forks for k in range(1, len(fork) + 1)}
+    assert outcome["one branch"].forward_tokens == forest.num_tokens + len(twice)
+    batches: list[set[tuple[int, ...]]] = []
+    for row in sorted(rows):
+        path = {tuple(row[:k]) for k in range(1, len(row) + 1)}
+        if batches and len(batches[-1] | path) <= limit:
+            batches[-1] |= path
+        else:
+            batches.append(path)
+    assert outcome["micro-batches"].parts == len(batches)
+    assert outcome["micro-batches"].forward_tokens == sum(map(len, batches))
+    assert all(item.fits == (item.peak_bytes <= limit) for item in outcome.values())
+
+
+@pytest.mark.parametrize(("text", "value"), [("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000), ("1e9", 10**9), ("7b", 7)])
+def test_bytes_are_read_with_their_units(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "12 apples", "-3GiB", "0", "1.2.3MB"])
+def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="memory must be"):
+        parse_bytes(text)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fields = {
+        "model_type": "qwen3",
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(fields))
+    return path
+
+
+def test_command_plans_rollouts_for_a_configuration(config: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    arguments = ["plan", "--memory", "160MiB", "--model", str(config), "--tokenizer", "bytes", "--json"]
+    done = CliRunner().invoke(app, [*arguments, "--draw", str(picture)])
+    assert done.exit_code == 0, done.output
+    read = json.loads(done.stdout)
+    assert read["peak_bytes"] <= read["memory_limit_bytes"] == 160 * 2**20
+    assert len(read["parts"]) > 1
+    assert {item["policy"] for item in read["policies"]} >= {"treefx", "micro-batches", "one branch"}
+    assert picture.stat().st_size > 5000
+
+
+def test_command_wants_one_source_of_costs(config: Path) -> None:
+    for options in ([], ["--model", str(config), "--profile", str(config)]):
+        done = CliRunner().invoke(app, ["plan", *options])
+        assert isinstance(done.exception, InputError)
+    done = CliRunner().invoke(app, ["plan", "--profile", str(config)])
+    assert "Profile.to_json" in str(done.exception)
+
+
+def test_estimate_of_a_known_model() -> None:
+    """One layer by hand: 4 x 8 residual, 2 x 8 q and output, 2 x 4 K/V, 3 x 16 MLP, and 32 logits, 2 bytes each."""
+    sizes = Dimensions(
+        layers=1, hidden=8, intermediate=16, heads=2, kv_heads=1, head_dim=4, vocabulary=32, parameters=1000,
+        active_parameters=1000, bytes_per_number=2,
+    )  # fmt: skip
+    cost = estimate_cost(sizes, flops_per_second=1e6)
+    assert cost.saved(1, 0, 0) == 2 * (32 + 16 + 8 + 48 + 32)
+    assert cost.kv_bytes_per_token == 16 and cost.kv_grad_bytes_per_token == 32
+    assert cost.resident_bytes == 4000
+    assert cost.forward_seconds.token == pytest.approx(2e-3)
+
+
+def test_nonnegative_fit_against_all_choices_of_free_coefficients() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        features = random.normal(size=(8, 3)) * [1, 100, 1e6]
+        target = random.normal(size=8)
+        errors = []
+        for chosen in range(8):
+            free = [i for i in range(3) if chosen >> i & 1]
+            found = np.zeros(3)
+            if free:
+                found[free] = np.linalg.lstsq(features[:, free], target, rcond=None)[0]
+            if (found >= 0).all():
+                errors.append(np.linalg.norm(features @ found - target))
+        fitted = fit_nonnegative(features, target)
+        assert (fitted >= 0).all()
+        assert np.linalg.norm(features @ fitted - target) == pytest.approx(min(errors))

@@ -1,0 +1,117 @@
+"""Time the planner, and count what plans and batches compute, on forests of a training step's shapes."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import track
+
+from treefx.data import TreeBatchSampler, distinct_tokens, first_fit_batches
+from treefx.forest import Forest
+from treefx.planning.cost import Bytes, CostModel, Seconds
+from treefx.planning.planner import plan
+from treefx.planning.policies import compare_policies
+
+__all__ = ["agent_rollouts", "group_rollouts", "run", "token_cost"]
+
+Rows = list[npt.NDArray[np.int64]]
+
+_LIMITS = (16_384, 32_768, 65_536)
+_REPEATS = 3
+_FEW_ROWS = 1000
+"""Rows up to which first-fit, quadratic in them, is run for comparison."""
+
+
+def run(json: bool = False) -> list[dict[str, Any]]:
+    """Plan every forest under limits that are numbers of tokens.
+
+    Args:
+        json: a program reads the result, so no progress bar is shown.
+
+    Returns:
+        One record per forest and limit: `case`, `limit_tokens`, `plan_ms` (planning alone, best of three), `parts`,
+        `tokens` (distinct), and tokens that run forward: `planned`, `micro_batches` (prefixes again in every batch of
+        whole rows), `one_branch` (inner nodes twice), `separate_rows`; `sampler` and `first_fit`: distinct tokens per
+        batch, summed, of `TreeBatchSampler` and of first-fit in arrival order (where rows are few enough for it).
+    """
+    cases = list(_cases())
+    shown = track(cases, description="planning", disable=json, console=Console(stderr=True), transient=True)
+    return [_measure(name, rows, limit) for name, rows, limit in shown]
+
+
+def token_cost() -> CostModel:
+    """A byte per token that runs or is saved, a hundredth for K/V: limits are numbers of tokens."""
+    per_token = Bytes([[0.0, 1.0]])
+    return CostModel(
+        resident_bytes=0.0,
+        saved=per_token,
+        forward=per_token,
+        backward=per_token,
+        kv=Bytes([[0.0, 0.1]]),
+        kv_bytes_per_token=0.01,
+        kv_grad_bytes_per_token=0.01,
+        forward_seconds=Seconds(1e-2, 1e-5, 1e-9),
+        backward_seconds=Seconds(2e-2, 2e-5, 2.5e-9),
+        kv_seconds=Seconds(1e-2, 1e-5, 1e-9),
+    )
+
+
+def group_rollouts(random: np.random.Generator) -> Rows:
+    """GRPO: 8 prompts of 2,048 tokens, 8 answers of 6,144 each, all tokens different; shuffled."""
+    return _tree_rows(random, [(8, 2048), (8, 6144)])
+
+
+def agent_rollouts(random: np.random.Generator) -> Rows:
+    """One system prompt of 1,024 tokens, 8 tasks of 512, 8 trials of 3,584 each, all tokens different; shuffled."""
+    return _tree_rows(random, [(1, 1024), (8, 512), (8, 3584)])
+
+
+def _cases() -> Iterator[tuple[str, Rows, int]]:
+    random = np.random.default_rng(0)
+    for limit in _LIMITS:
+        yield "GRPO 8 x 8", group_rollouts(random), limit
+        yield "agents, three levels", agent_rollouts(random), limit
+    yield "10,000 rollouts", _tree_rows(random, [(10, 1000), (10, 200), (100, 50)]), _LIMITS[0]
+    yield "100,000 nodes", _tree_rows(random, [(10, 20), (10, 20), (10, 20), (10, 10), (9, 5)]), _LIMITS[0]
+
+
+def _tree_rows(random: np.random.Generator, levels: Sequence[tuple[int, int]]) -> Rows:
+    """Rows of a regular tree in random order; every node has as many children, of as many tokens, as its level says."""
+    rows: Rows = [np.zeros(0, dtype=np.int64)]
+    used = 0
+    for children, tokens in levels:
+        grown = []
+        for row in rows:
+            for _ in range(children):
+                grown.append(np.concatenate([row, np.arange(used, used + tokens)]))
+                used += tokens
+        rows = grown
+    return [rows[i] for i in random.permutation(len(rows))]
+
+
+def _measure(name: str, rows: Rows, limit: int) -> dict[str, Any]:
+    forest = Forest.from_sequences(rows)
+    seconds = float("inf")
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        found = plan(forest, token_cost(), limit)
+        seconds = min(seconds, time.perf_counter() - started)
+    policies = {item.policy: item.forward_tokens for item in compare_policies(found)}
+    batches = list(TreeBatchSampler(rows, limit))
+    return {
+        "case": name,
+        "limit_tokens": limit,
+        "plan_ms": round(seconds * 1e3, 1),
+        "nodes": len(forest.nodes),
+        "parts": len(found.parts),
+        "tokens": forest.num_tokens,
+        "planned": policies["treefx"],
+        "one_branch": policies["one branch"],
+        "micro_batches": policies["micro-batches"],
+        "separate_rows": policies["separate rows"],
+        "sampler": distinct_tokens(forest, batches),
+        "first_fit": distinct_tokens(forest, first_fit_batches(forest, limit)) if len(rows) <= _FEW_ROWS else None,
+    }

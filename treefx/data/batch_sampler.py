@@ -1,0 +1,230 @@
+"""Rows to micro-batches: a batch sampler that puts rows with a common prefix together.
+
+A batch computes its distinct tokens, so a prefix that two batches need is computed twice. Batches are filled from the
+leaves of the prefix tree up: at every node, deepest first, what hangs below it is put together first-fit, largest
+first, as far as the budget goes. So rows meet where they have most in common.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Sampler
+
+from treefx.errors import InputError
+from treefx.forest import Forest
+from treefx.planning.cost import CostModel, Size
+
+__all__ = ["TreeBatchSampler", "distinct_tokens", "first_fit_batches"]
+
+
+@dataclass(eq=False, slots=True)
+class _Bundle:
+    """Rows that go together, and the distinct tokens they have below the node at hand."""
+
+    rows: list[int]
+    tokens: int
+
+
+class TreeBatchSampler(Sampler[list[int]]):
+    """Batches of row numbers for `torch.utils.data.DataLoader(batch_sampler=...)`.
+
+    Every row is in exactly one batch of an epoch, over all ranks. Which small trees share a batch and the order of the
+    batches are random, and differ from epoch to epoch after `set_epoch`; rows that share prefixes stay together.
+
+    Args:
+        sequences: the token ids of every row.
+        max_tokens: most distinct tokens of a batch.
+        memory_limit_bytes: instead of `max_tokens`: most bytes of a step by `cost`.
+        cost: the model's cost, from `treefx.profile(...).cost`; needed with `memory_limit_bytes`. Also gives the times
+            that ranks are balanced by; without it, a batch's time counts as its distinct tokens.
+        num_replicas: ranks that train together. Each gets the same number of batches, and batches that run at the same
+            time are of nearly equal predicted time.
+        rank: this one's number.
+        shuffle: random order; otherwise largest predicted time first.
+        seed: of the order; the same on all ranks.
+
+    Raises:
+        InputError: no or both budgets, a row that is over the budget alone, or fewer rows than ranks.
+
+    Example:
+        >>> sampler = TreeBatchSampler([[1, 2, 3], [7, 8], [1, 2, 4]], max_tokens=4)
+        >>> sorted(sorted(batch) for batch in sampler)
+        [[0, 2], [1]]
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[Any],
+        max_tokens: int | None = None,
+        *,
+        memory_limit_bytes: int | None = None,
+        cost: CostModel | None = None,
+        num_replicas: int = 1,
+        rank: int = 0,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= rank < num_replicas:
+            raise InputError(f"rank must be in [0, num_replicas = {num_replicas}), got {rank}")
+        self.forest = Forest.from_sequences(sequences)
+        self.max_tokens = _read_budget(max_tokens, memory_limit_bytes, cost)
+        self.cost, self.num_replicas, self.rank = cost, num_replicas, rank
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        longest = int(self.forest.row_lengths.argmax())
+        if int(self.forest.row_lengths[longest]) > self.max_tokens:
+            raise InputError(
+                f"the budget must hold every row, {self.max_tokens:,} tokens, but row {longest} has "
+                f"{int(self.forest.row_lengths[longest]):,}: raise it, drop long rows, or plan with treefx.plan"
+            )
+        if len(self.forest) < num_replicas:
+            raise InputError(
+                f"expected at least one row per rank, got {len(self.forest)} rows for {num_replicas} ranks"
+            )
+        self._steps: list[list[list[int]]] = []
+        self._made_for = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Change the order; call it with the same number on all ranks, as for `DistributedSampler`."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's batches."""
+        return (step[self.rank] for step in self.steps())
+
+    def __len__(self) -> int:
+        """Batches per rank in this epoch."""
+        return len(self.steps())
+
+    def steps(self) -> list[list[list[int]]]:
+        """The batches of all ranks of this epoch: one entry per step, in it one batch per rank."""
+        if self._made_for != self.epoch:
+            self._steps = self._make_steps()
+            self._made_for = self.epoch
+        return self._steps
+
+    def _make_steps(self) -> list[list[list[int]]]:
+        random = np.random.default_rng([self.seed, self.epoch if self.shuffle else 0])
+        batches = _even_out(_fill_batches(self.forest, self.max_tokens, random), self.num_replicas)
+        seconds = [self._seconds(batch) for batch in batches]
+        order = sorted(range(len(batches)), key=seconds.__getitem__, reverse=True)
+        steps = [
+            [batches[i] for i in order[start : start + self.num_replicas]]
+            for start in range(0, len(order), self.num_replicas)
+        ]
+        if self.shuffle:
+            # Within a step too, or rank 0 would always have the largest.
+            steps = [[step[i] for i in random.permutation(self.num_replicas)] for step in steps]
+            steps = [steps[i] for i in random.permutation(len(steps))]
+        return steps
+
+    def _seconds(self, rows: list[int]) -> float:
+        """Predicted time of a batch, or its distinct tokens."""
+        tokens = _tokens_of(self.forest, rows)
+        if self.cost is None:
+            return float(len(tokens))
+        pairs = int((self.forest.depth.cpu().numpy()[tokens].astype(np.int64) + 1).sum())
+        size = Size(len(tokens), 0, len(tokens), 0, pairs)
+        return self.cost.forward_seconds(size) + self.cost.backward_seconds(size)
+
+
+def distinct_tokens(forest: Forest, batches: Sequence[Sequence[int]]) -> int:
+    """Distinct tokens per batch, summed: what training computes on these batches of rows."""
+    return sum(len(_tokens_of(forest, rows)) for rows in batches)
+
+
+def first_fit_batches(forest: Forest, max_tokens: int) -> list[list[int]]:
+    """The baseline: rows in the order they arrive, each into the first batch whose distinct tokens stay in the budget.
+
+    As the sparse tree mode of AReaL 1.0 packs its trees.
+    """
+    batches: list[list[int]] = []
+    covered: list[npt.NDArray[np.bool_]] = []
+    for row, path in enumerate(forest.token_of):
+        tokens = path.cpu().numpy()
+        for batch, mask in zip(batches, covered, strict=True):
+            if int(mask.sum()) + len(tokens) - int(mask[tokens].sum()) <= max_tokens:
+                break
+        else:
+            batch, mask = [], np.zeros(forest.num_tokens, dtype=np.bool_)
+            batches.append(batch)
+            covered.append(mask)
+        batch.append(row)
+        mask[tokens] = True
+    return batches
+
+
+def _read_budget(max_tokens: int | None, limit: int | None, cost: CostModel | None) -> int:
+    """The most distinct tokens of a batch."""
+    if (max_tokens is None) == (limit is None):
+        raise InputError(f"expected max_tokens or memory_limit_bytes, got max_tokens={max_tokens} and {limit} bytes")
+    if max_tokens is not None:
+        if max_tokens < 1:
+            raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
+        return max_tokens
+    if cost is None:
+        raise InputError("memory_limit_bytes needs cost=, the model's bytes per token: treefx.profile(...).cost")
+    assert limit is not None
+    return cost.most_tokens(limit - cost.resident_bytes)
+
+
+def _tokens_of(forest: Forest, rows: Sequence[int]) -> npt.NDArray[np.int64]:
+    tokens: npt.NDArray[np.int64] = torch.unique(torch.cat([forest.token_of[row] for row in rows])).cpu().numpy()
+    return tokens
+
+
+def _fill_batches(forest: Forest, budget: int, random: np.random.Generator) -> list[list[int]]:
+    """Put rows together from the leaves up; see the module's documentation."""
+    nodes = forest.nodes
+    start, stop, parent = (x.cpu().numpy() for x in (nodes.start, nodes.stop, nodes.parent))
+    above = forest.depth.cpu().numpy()[start].astype(np.int64)
+    last = forest.flat_token_of[forest.row_offsets[1:] - 1].cpu().numpy()
+    ends = np.searchsorted(start, last, side="right") - 1
+    waiting: list[list[_Bundle]] = [[] for _ in range(len(nodes) + 1)]
+    for row, node in enumerate(ends.tolist()):
+        # Rows that end in a node are of no tokens below it: one bundle for all.
+        if not waiting[node]:
+            waiting[node].append(_Bundle([], 0))
+        waiting[node][0].rows.append(row)
+    for node in range(len(nodes) - 1, -1, -1):
+        length = int(stop[node] - start[node])
+        bundles = _first_fit(waiting[node], budget - int(above[node]) - length)
+        waiting[node] = []
+        for bundle in bundles:
+            bundle.tokens += length
+        waiting[int(parent[node])] += bundles  # the last list is for -1, the roots
+    roots = [waiting[-1][i] for i in random.permutation(len(waiting[-1]))]
+    return [bundle.rows for bundle in _first_fit(roots, budget)]
+
+
+def _first_fit(bundles: list[_Bundle], room: int) -> list[_Bundle]:
+    """Put bundles together, the largest first, each to the first it fits with."""
+    groups: list[_Bundle] = []
+    open_groups: list[_Bundle] = []
+    smallest = min((bundle.tokens for bundle in bundles), default=0)
+    for bundle in sorted(bundles, key=lambda bundle: -bundle.tokens):
+        for group in open_groups:
+            if group.tokens + bundle.tokens <= room:
+                group.rows += bundle.rows
+                group.tokens += bundle.tokens
+                break
+        else:
+            group = bundle
+            groups.append(group)
+            open_groups.append(group)
+        if group.tokens + smallest > room:
+            open_groups.remove(group)
+    return groups
+
+
+def _even_out(batches: list[list[int]], ranks: int) -> list[list[int]]:
+    """Halve the batches with most rows until every rank gets as many."""
+    batches = sorted(batches, key=len)
+    while len(batches) % ranks:
+        largest = batches.pop()
+        middle = len(largest) // 2
+        batches = sorted([*batches, largest[:middle], largest[middle:]], key=len)
+    return batches

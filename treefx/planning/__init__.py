@@ -1,0 +1,1 @@
+"""Trees larger than memory: cost model, planner, plan and its views."""

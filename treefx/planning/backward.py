@@ -1,0 +1,159 @@
+"""``treefx.backward``: loss and gradients of a forest that runs in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.compiled_modules import modules_of
+from treefx.errors import InputError
+from treefx.planning.boundary import all_edges
+from treefx.planning.execute import Executor, LogProbs, Loss, Model, logits_logprobs
+from treefx.planning.part import Step
+from treefx.planning.plan import Plan
+
+__all__ = ["backward"]
+
+
+def backward(
+    compiled: Any,
+    plan: Plan,
+    loss: Loss,
+    *,
+    additive: bool = True,
+    logprobs: LogProbs = logits_logprobs,
+    model_kwargs: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> Tensor:
+    """Run a plan: the forward and the backward of all its parts.
+
+    Gradients add into `.grad`, once, when all are there: an exception in the middle leaves `.grad` as it was. Hooks on
+    parameters run once per part.
+
+    Args:
+        compiled: a model compiled by treefx, which returns `.logits` [1, N, V] for `input_ids` and `position_ids`
+            [1, N].
+        plan: from `treefx.plan`.
+        loss: `loss(logp, forest)` -> scalar. `logp` [E_p] are log-probabilities of the edges of `forest`, which is the
+            plan's forest with some of its edges: `forest.edge_index` [E_p] says which. It is called once per part that
+            has edges, and the sum is the loss; losses of `treefx.losses` fit as they are, means included. Tensors [E]
+            of your own are indexed by `forest.edge_index`.
+        additive: whether the loss is such a sum over edges. If not (ratios of sequences, DPO), `loss` is called once,
+            on all edges: log-probabilities run over the parts without gradients, then the parts run again with the
+            gradient of the loss. That costs one more forward.
+        logprobs: `logprobs(output, row)` -> [E_p], from what the model returns and the packed row it ran on; by
+            default from `output.logits`. With hidden states and `edge_logprobs(..., weight=)` the logits of a part
+            never exist at once.
+        model_kwargs: further keyword arguments of the model; `{"use_cache": False}` by default.
+        progress: show a progress bar.
+
+    Returns:
+        The loss, a scalar without gradient.
+
+    Raises:
+        InputError: `plan` is not a Plan, or the loss is no scalar tensor.
+        UnsupportedError: the model cannot run in parts; the message says why.
+        ForestError: the log-probabilities or the loss do not fit the forest.
+
+    Example:
+        >>> plan = treefx.plan(forest, profile, memory_limit_bytes=24 * 2**30)
+        >>> value = treefx.backward(compiled, plan, lambda logp, f: treefx.losses.sft(logp, f))
+    """
+    if not isinstance(plan, Plan):
+        raise InputError(f"backward expected a plan from treefx.plan, got {type(plan).__name__}")
+    kwargs = {"use_cache": False} if model_kwargs is None else model_kwargs
+    gradients = _Gradients()
+    forest = plan.forest.to(_device_of(compiled, plan))
+    executor = Executor(Model(compiled, kwargs, logprobs), forest, plan.schedule, loss, gradients.adopt)
+    steps = _tracked(plan.steps, progress)
+    try:
+        with torch.enable_grad():
+            value = _run_additive(executor, steps) if additive else _run_in_two_passes(executor, plan, steps)
+    except BaseException:
+        gradients.put_back()
+        raise
+    gradients.add()
+    return value
+
+
+def _run_additive(executor: Executor, steps: Iterable[Step]) -> Tensor:
+    executor.run(steps)
+    return torch.zeros((), device=executor.forest.device) if executor.value is None else executor.value
+
+
+def _run_in_two_passes(executor: Executor, plan: Plan, steps: Iterable[Step]) -> Tensor:
+    """Log-probabilities of all edges, the loss on them, then the parts with its gradient."""
+    logp = executor.logprobs(plan.parts).requires_grad_()
+    value = executor.loss(logp, all_edges(executor.forest))
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise InputError(f"loss(logp, forest) must return a scalar tensor, got {type(value).__name__}")
+    if value.requires_grad:
+        executor.before_backward([value], [logp])
+        value.backward()  # type: ignore[no-untyped-call]
+    weight = torch.zeros_like(logp) if logp.grad is None else logp.grad
+    executor.loss = lambda part_logp, part: (part_logp * weight[part.edge_index]).sum()
+    executor.run(steps)
+    return value.detach()
+
+
+def _device_of(compiled: Any, plan: Plan) -> torch.device:
+    """Where the model's parameters are; where the forest is for a model without any."""
+    for module in modules_of(compiled):
+        for parameter in module.parameters():
+            return parameter.device
+    return plan.forest.device
+
+
+def _tracked(steps: Sequence[Step], progress: bool) -> Iterable[Step]:
+    if not progress:
+        return steps
+    from rich.progress import track
+
+    return track(steps, description="parts")
+
+
+class _Gradients:
+    """Gradients made so far, in `.grad`, and what was there before, put aside until all are made."""
+
+    def __init__(self) -> None:
+        self._before: dict[Tensor, Tensor | None] = {}
+
+    def adopt(self, roots: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+        """Put aside `.grad` of all leaves that a backward will reach, but not of the executor's own."""
+        skipped = {id(leaf) for leaf in own}
+        for leaf in _leaves(roots):
+            if id(leaf) not in skipped and leaf not in self._before:
+                self._before[leaf] = leaf.grad
+                leaf.grad = None
+
+    def put_back(self) -> None:
+        """Restore `.grad` as it was."""
+        for leaf, before in self._before.items():
+            leaf.grad = before
+
+    def add(self) -> None:
+        """Add what was made to what was there."""
+        for leaf, before in self._before.items():
+            if before is not None:
+                if leaf.grad is not None:
+                    before += leaf.grad
+                leaf.grad = before
+
+
+def _leaves(roots: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves of the autograd graph above `roots`."""
+    waiting: list[Any] = [root.grad_fn for root in roots]
+    found: list[Tensor] = [root for root in roots if root.is_leaf]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [source for source, _ in node.next_functions]
+    return found

@@ -1,0 +1,111 @@
+"""The forest in pieces that are not cut further: runs of tokens without a fork, of bounded length."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from treefx.forest import Forest
+from treefx.planning.cost import Size
+
+__all__ = ["SHORTEST_BLOCK", "Blocks", "Counts"]
+
+IntArray = npt.NDArray[np.int64]
+
+SHORTEST_BLOCK = 4
+"""Tokens to which the planner cuts runs at the finest."""
+
+
+class Counts:
+    """Sums over intervals of packed tokens, in constant time each.
+
+    Attributes:
+        forest: the forest.
+        depth, parent, end: its `depth`, `parent` and `subtree_end`, int64 [N].
+        children: int64 [N], number of children of every token.
+        edges: int64 [N + 1], edges whose source is one of the first k tokens.
+        pairs: int64 [N + 1], visible (query, key) pairs whose query is one of the first k tokens.
+    """
+
+    def __init__(self, forest: Forest) -> None:
+        self.forest = forest
+        self.depth = forest.depth.cpu().numpy().astype(np.int64)
+        self.parent: IntArray = forest.parent.cpu().numpy()
+        self.end = forest.subtree_end.cpu().numpy().astype(np.int64)
+        self.children = np.bincount(self.parent[self.parent >= 0], minlength=len(self.parent))
+        self.edges = np.concatenate(([0], np.cumsum(self.children)))
+        self.pairs = np.concatenate(([0], np.cumsum(self.depth + 1)))
+
+    def size(self, start: int, stop: int, *, outgoing: int = 0) -> Size:
+        """Size of a part of the tokens [start, stop), all below the first one's ancestors."""
+        return Size(
+            tokens=stop - start,
+            boundary=int(self.depth[start]),
+            edges=int(self.edges[stop] - self.edges[start]),
+            outgoing=outgoing,
+            pairs=int(self.pairs[stop] - self.pairs[start]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Runs of tokens of which each but the first follows its only sibling-less parent, in packed order.
+
+    Children of a block hang on its last token, so a block is wholly inside or outside of any part.
+
+    Attributes:
+        counts: of the forest.
+        start, stop: int64 [B], the tokens [start, stop) of every block.
+        parent: int64 [B], the block above; -1 at roots.
+    """
+
+    counts: Counts
+    start: IntArray
+    stop: IntArray
+    parent: IntArray
+
+    @classmethod
+    def of(cls, counts: Counts, longest: int) -> "Blocks":
+        """Cut the forest at every fork, and runs evenly into pieces of at most `longest` tokens."""
+        parent = counts.parent
+        only_child = np.zeros(len(parent), dtype=bool)
+        below = parent >= 0
+        only_child[below] = counts.children[parent[below]] == 1
+        run_start = np.nonzero(~only_child)[0]
+        length = np.diff(np.append(run_start, len(parent)))
+        pieces = -(-length // longest)
+        run = np.repeat(np.arange(len(length)), pieces)
+        place = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        start = run_start[run] + place * length[run] // pieces[run]
+        block_of = np.repeat(np.arange(len(start)), np.diff(np.append(start, len(parent))))
+        above = parent[start]
+        return cls(counts, start, np.append(start[1:], len(parent)), np.where(above < 0, -1, block_of[above]))
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @cached_property
+    def subtree_stop(self) -> IntArray:
+        """int64 [B]: end of the block's subtree among the tokens."""
+        return self.counts.end[self.start]
+
+    @cached_property
+    def depth(self) -> IntArray:
+        """int64 [B]: tokens above the block."""
+        return self.counts.depth[self.start]
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """Blocks directly below each block, ascending."""
+        below: list[list[int]] = [[] for _ in range(len(self))]
+        for block, above in enumerate(self.parent.tolist()):
+            if above >= 0:
+                below[above].append(block)
+        return below
+
+    @property
+    def roots(self) -> list[int]:
+        """Blocks without a parent."""
+        found: list[int] = np.nonzero(self.parent < 0)[0].tolist()
+        return found

@@ -1,0 +1,258 @@
+"""One part as the compiled graph runs it, and the keys and values that cross its cuts.
+
+K/V of outgoing tokens are kept once, with the part that owns them. A part gathers its boundary from all its ancestors,
+and adds the gradients of what it gathered directly to each owner's accumulators, which hold float32 (float64 for
+float64): nothing is relayed hop by hop, and children that share a cut add up without rounding to 16 bits in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.edges import Edges
+from treefx.forest import Forest
+from treefx.kernels.common import accumulation_dtype
+from treefx.passes.boundary_kv import CutGraph, Run, StandIn
+from treefx.planning.part import Part, boundary, edge_ids, outgoing
+
+__all__ = ["Crossing", "Cut", "EdgeSubset", "PartRow", "Store", "all_edges", "edges_of", "make_row"]
+
+_SMALLEST = 2
+"""Compiled graphs are made for sizes of at least two; smaller ones are filled up with what nobody sees."""
+
+
+@dataclass(eq=False)
+class Cut:
+    """What one run of a part takes and hands out at its cuts.
+
+    Attributes:
+        run: what it runs for.
+        vectors: lo, hi int32 [P], the boundary's columns int64 [P], the outgoing tokens int64 [Q]; on the device.
+        gather: gives the boundary's K/V, [1, P, heads, width], for each fake one that the graph declares.
+        taken: what was gathered; leaves that receive gradients where the run has any.
+        handed: K/V of the outgoing tokens, [1, Q, heads, width] each.
+    """
+
+    run: Run
+    vectors: tuple[Tensor, Tensor, Tensor, Tensor]
+    gather: Callable[[Sequence[Tensor]], list[Tensor]]
+    taken: list[Tensor] = field(default_factory=list)
+    handed: list[Tensor] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """P and Q."""
+        return len(self.vectors[0]), len(self.vectors[3])
+
+    def call(self, run: Callable[..., Any], given: Sequence[Any], graph: CutGraph) -> Sequence[Any]:
+        """Run a compiled graph with its boundary on what the uncut graph is given; return what that would return."""
+        self.taken = self.gather(graph.caches)
+        if self.run == "train":
+            self.taken = [x.requires_grad_() for x in self.taken]
+        results = list(run(*given, *self.vectors, *self.taken, *self.sizes))
+        split = len(results) - len(graph.caches)
+        self.handed = results[split:]
+        if self.run != "kv":
+            return results[:split]
+        tokens = given[-1]
+        return [item.make(tokens) if isinstance(item, StandIn) else item for item in graph.results]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EdgeSubset(Forest):
+    """An uncut forest of which only some edges count, as a loss sees a part.
+
+    Everything about rows is the uncut forest's, so that means over tokens or rows add up over the parts.
+
+    Attributes:
+        uncut: the forest itself.
+        edge_index: int64 [E_p], the edges that count, as indices into those of the uncut forest.
+    """
+
+    uncut: Forest
+    edge_index: Tensor
+
+    @cached_property
+    def edges(self) -> Edges:
+        """The edges that count, ordered by target."""
+        return _select_edges(self.uncut.edges, self.edge_index)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PartRow(EdgeSubset):
+    """The packed row of one part: tokens, depth and subtree_end are the part's own, N' = max(n, 2) long.
+
+    `edges` are those whose source runs in the part, with the source counted in its row.
+
+    Attributes:
+        cut: what the run takes and hands out.
+    """
+
+    cut: Cut
+
+    @property
+    def deepest(self) -> int:
+        """Depth of the uncut forest's deepest token: parts of one forest share their compiled code."""
+        return self.uncut.deepest
+
+
+def _select_edges(edges: Edges, chosen: Tensor, **changes: Tensor) -> Edges:
+    along = ("source", "target", "token", "weight", "depth", "multiplicity", "first_rank")
+    selected = {name: getattr(edges, name)[chosen] for name in along}
+    return dataclasses.replace(edges, **{**selected, **changes})
+
+
+def _as(kind: type[Any], forest: Forest, **more: Any) -> Any:
+    """`forest` as a subclass, with some fields changed and others added."""
+    return kind(**{**{item.name: getattr(forest, item.name) for item in dataclasses.fields(Forest)}, **more})
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """Tokens of a part's boundary that run in one ancestor.
+
+    Attributes:
+        owner: the ancestor's index.
+        rows: int64, their places in the part's boundary.
+        slots: int64, their places among the owner's outgoing tokens.
+    """
+
+    owner: int
+    rows: Tensor
+    slots: Tensor
+
+
+class Store:
+    """K/V of the parts whose descendants still run, and the gradients that came back to them.
+
+    Args:
+        forest: the uncut forest, on the device of the model.
+        parts: its parts.
+    """
+
+    def __init__(self, forest: Forest, parts: Sequence[Part]) -> None:
+        self.forest, self.parts = forest, parts
+        self.outgoing = [outgoing(forest, part) for part in parts]
+        self._owner = torch.full((forest.num_tokens,), -1)
+        self._slot = torch.zeros(forest.num_tokens, dtype=torch.int64)
+        for part, leaving in zip(parts, self.outgoing, strict=True):
+            self._owner[leaving] = part.index
+            self._slot[leaving] = torch.arange(len(leaving))
+        self._values: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor]] = {}
+
+    def put(self, part: Part, handed: Sequence[Tensor]) -> None:
+        """Keep the outgoing K/V of a part for its descendants."""
+        if part.children:
+            self._values[part.index] = [x.detach() for x in handed]
+
+    def drop(self, part: Part) -> None:
+        """Forget a part whose descendants are done."""
+        self._values.pop(part.index, None)
+        self._gradients.pop(part.index, None)
+
+    def move(self, part: Part, device: torch.device | str) -> None:
+        """Take K/V and gradients of a part to host memory, or back."""
+        for held in (self._values, self._gradients):
+            if part.index in held:
+                held[part.index] = [x.to(device) for x in held[part.index]]
+
+    def gradients(self, part: Part) -> list[Tensor] | None:
+        """The gradients of a part's outgoing K/V from all its descendants; None where none came."""
+        return self._gradients.get(part.index)
+
+    def crossings(self, part: Part) -> list[Crossing]:
+        """Where the boundary of a part comes from, the nearest owner last."""
+        above = boundary(self.forest, self.parts, part)
+        owners = self._owner[above]
+        found = []
+        for owner in sorted(set(owners.tolist())):
+            rows = (owners == owner).nonzero().squeeze(1)
+            found.append(Crossing(owner, rows, self._slot[above[rows]]))
+        return found
+
+    def gather(self, crossings: Sequence[Crossing], size: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """The boundary's K/V, [1, size, heads, width] each; rows that nobody owns (padding) are 0."""
+        device = self.forest.device
+        taken = []
+        for number, fake in enumerate(like):
+            target = torch.zeros(1, size, *fake.shape[2:], dtype=fake.dtype, device=device)
+            for item in crossings:
+                values = self._values[item.owner][number]
+                chosen = values.index_select(1, item.slots.to(values.device))
+                target.index_copy_(1, item.rows.to(device), chosen.to(device))
+            taken.append(target)
+        return taken
+
+    def add_gradients(self, crossings: Sequence[Crossing], taken: Sequence[Tensor]) -> None:
+        """Add the gradients of gathered K/V to their owners' accumulators."""
+        for item in crossings:
+            values = self._values[item.owner]
+            if item.owner not in self._gradients:
+                self._gradients[item.owner] = [torch.zeros_like(x, dtype=accumulation_dtype(x)) for x in values]
+            for total, leaf in zip(self._gradients[item.owner], taken, strict=True):
+                if leaf.grad is not None:
+                    part = leaf.grad.index_select(1, item.rows.to(leaf.device))
+                    total.index_add_(1, item.slots.to(total.device), part.to(total.device, total.dtype))
+
+
+def make_row(store: Store, part: Part, run: Run, crossings: Sequence[Crossing]) -> PartRow:
+    """The packed row that a part runs on.
+
+    Args:
+        store: the forest, its parts and their K/V.
+        part: the part.
+        run: what it runs for.
+        crossings: where its boundary comes from.
+    """
+    forest, own = store.forest, part.tokens
+    device = forest.device
+    outside, leaving = boundary(forest, store.parts, part), store.outgoing[part.index]
+    end = forest.subtree_end.cpu().to(torch.int64)
+    chosen = edge_ids(forest, part)
+    local = _padded(own, own[:1])
+    depth = torch.cat([forest.depth.cpu()[own], forest.depth.new_zeros(len(local) - len(own), device="cpu")])
+    ends = torch.cat([torch.searchsorted(own, end[own]), torch.arange(len(own) + 1, len(local) + 1)])
+    nothing = torch.zeros(1, dtype=torch.int64)
+    lo = _padded(torch.searchsorted(own, outside), nothing)
+    hi = _padded(torch.searchsorted(own, end[outside]), nothing)
+    columns = _padded(forest.depth.cpu().to(torch.int64)[outside], nothing)
+    leaves = _padded(torch.searchsorted(own, leaving), nothing)
+    vectors = (lo.to(torch.int32), hi.to(torch.int32), columns, leaves)
+    cut = Cut(
+        run,
+        tuple(x.to(device) for x in vectors),  # type: ignore[arg-type]
+        lambda like: store.gather(crossings, len(lo), like),
+    )
+    source = torch.searchsorted(own, forest.edges.source.cpu()[chosen])
+    row: PartRow = _as(
+        PartRow, forest, tokens=forest.tokens[local.to(device)], depth=depth.to(device),
+        subtree_end=ends.to(device, torch.int32), uncut=forest, edge_index=chosen.to(device), cut=cut,
+    )  # fmt: skip
+    row.__dict__["edges"] = _select_edges(forest.edges, chosen.to(device), source=source.to(device))
+    return row
+
+
+def edges_of(row: PartRow) -> EdgeSubset:
+    """What a loss over the edges of a part gets: the uncut forest with these edges alone."""
+    subset: EdgeSubset = _as(EdgeSubset, row.uncut, uncut=row.uncut, edge_index=row.edge_index)
+    return subset
+
+
+def all_edges(forest: Forest) -> EdgeSubset:
+    """An uncut forest as a loss sees it that is called on all edges at once."""
+    everything = torch.arange(len(forest.edges), device=forest.device)
+    subset: EdgeSubset = _as(EdgeSubset, forest, uncut=forest, edge_index=everything)
+    return subset
+
+
+def _padded(values: Tensor, filler: Tensor) -> Tensor:
+    missing = max(0, _SMALLEST - len(values))
+    return torch.cat([values, filler.expand(missing)])

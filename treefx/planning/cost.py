@@ -1,0 +1,196 @@
+"""What a part costs: bytes while it runs and while it waits, and seconds. The planner knows a model by nothing else.
+
+All byte figures are polynomials in the size of a part, so that the planner can evaluate them for all candidates at
+once; a peak is the largest of several.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from treefx.errors import InputError
+from treefx.forest import Forest
+
+__all__ = ["LOGITS_ROWS", "MONOMIALS", "Bytes", "CostModel", "Seconds", "Size"]
+
+FloatArray = npt.NDArray[np.float64]
+
+LOGITS_ROWS = 512
+"""Rows of logits that `edge_logprobs` has in float32 at a time."""
+
+MONOMIALS = ("1", "N", "P", "E", "N*N", "N*P", f"min(N, {LOGITS_ROWS})")
+"""What the coefficients of a row of `Bytes` stand for: N tokens, P boundary tokens, E edges."""
+
+
+class Size(NamedTuple):
+    """How big a part is."""
+
+    tokens: int
+    """N: tokens that run."""
+    boundary: int
+    """P: ancestor tokens outside, whose K/V it reads."""
+    edges: int
+    """E: predictions whose source runs in it."""
+    outgoing: int
+    """Q: own tokens whose K/V are read by other parts."""
+    pairs: int
+    """A: visible (query, key) pairs, the boundary's keys among them."""
+
+
+class Bytes:
+    """The largest of several polynomials in (N, P, E), in bytes.
+
+    Args:
+        rows: one row of coefficients per polynomial, in the order of `MONOMIALS`, at its end zeros may be left out;
+            none negative, so that a larger part never needs less.
+
+    Raises:
+        InputError: no row, a row that is longer, or a coefficient that is negative or not finite.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
+        if not len(rows) or max(map(len, rows)) > len(MONOMIALS):
+            raise InputError(f"Bytes expected rows of {len(MONOMIALS)} coefficients {MONOMIALS}, got {rows!r}")
+        table = np.array([[*row, *[0.0] * (len(MONOMIALS) - len(row))] for row in rows], dtype=np.float64)
+        if not (np.isfinite(table).all() and (table >= 0).all()):
+            raise InputError(f"Bytes expected finite coefficients of at least 0, got {rows!r}")
+        self.rows: tuple[tuple[float, ...], ...] = tuple(tuple(map(float, row)) for row in _undominated(table))
+        self._columns = np.array(self.rows).T
+
+    def __call__(self, tokens: int, boundary: int, edges: int) -> float:
+        """Bytes for one size."""
+        values = (1, tokens, boundary, edges, tokens * tokens, tokens * boundary, min(tokens, LOGITS_ROWS))
+        return max(sum(a * x for a, x in zip(row, values, strict=True)) for row in self.rows)
+
+    def of(self, tokens: npt.ArrayLike, boundary: npt.ArrayLike, edges: npt.ArrayLike) -> FloatArray:
+        """Bytes for many sizes, all [K]: float64 [K]."""
+        n, p, e = (np.asarray(x, dtype=np.float64) for x in (tokens, boundary, edges))
+        one, token, bound, edge, square, product, row = self._columns[:, :, None]
+        linear = one + token * n + bound * p + edge * e + row * np.minimum(n, LOGITS_ROWS)
+        result: FloatArray = (linear + square * n * n + product * n * p).max(axis=0)
+        return result
+
+    def __repr__(self) -> str:
+        return f"Bytes({[list(row) for row in self.rows]})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bytes) and self.rows == other.rows
+
+    def __hash__(self) -> int:
+        return hash(self.rows)
+
+
+class Seconds(NamedTuple):
+    """Seconds of one run: `part + token * N + pair * A`."""
+
+    part: float
+    """Whatever the size: launches, gathering the boundary, the accumulation of gradients."""
+    token: float
+    pair: float
+
+    def __call__(self, size: Size) -> float:
+        """Seconds for a part of this size."""
+        return self.part + self.token * size.tokens + self.pair * size.pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Bytes and seconds of the parts of one model on one device.
+
+    Bytes of a run are on top of `resident_bytes` and of what the ancestor parts hold.
+
+    Attributes:
+        resident_bytes: what is there throughout: parameters, buffers, gradients.
+        saved: what stays between the forward and the backward of a part, its copy of the boundary included.
+        forward: peak of the forward, with what it leaves behind.
+        backward: peak of the backward, with the saved bytes it starts from.
+        kv: peak of a run that only makes K/V.
+        kv_bytes_per_token: K and V of all layers, as they are handed to other parts.
+        kv_grad_bytes_per_token: the accumulators of their gradients.
+        kv_tangent_bytes_per_token: these gradients once more in the dtype of K/V, for the backward; 0 where it is the
+            accumulators' own.
+        forward_seconds, backward_seconds, kv_seconds: times of the three runs.
+        forest_bytes_per_token, forest_bytes_per_raw_token: what the whole forest and its edges take on the device.
+        host_bytes_per_second: speed of the way to host memory and back; None where nothing can be put there.
+    """
+
+    resident_bytes: float
+    saved: Bytes
+    forward: Bytes
+    backward: Bytes
+    kv: Bytes
+    kv_bytes_per_token: float
+    kv_grad_bytes_per_token: float
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    kv_seconds: Seconds
+    kv_tangent_bytes_per_token: float = 0.0
+    forest_bytes_per_token: float = 0.0
+    forest_bytes_per_raw_token: float = 0.0
+    host_bytes_per_second: float | None = None
+
+    def for_forest(self, forest: Forest) -> "CostModel":
+        """The same with what the forest itself takes among the resident bytes."""
+        tokens = self.forest_bytes_per_token * forest.num_tokens
+        raw = self.forest_bytes_per_raw_token * forest.raw_tokens
+        return replace(
+            self,
+            resident_bytes=self.resident_bytes + tokens + raw,
+            forest_bytes_per_token=0.0,
+            forest_bytes_per_raw_token=0.0,
+        )
+
+    def run_bytes(self, tokens: int, boundary: int, edges: int) -> float:
+        """Peak of forward and backward."""
+        return max(self.forward(tokens, boundary, edges), self.backward(tokens, boundary, edges))
+
+    def run_bytes_of(self, tokens: npt.ArrayLike, boundary: npt.ArrayLike, edges: npt.ArrayLike) -> FloatArray:
+        """`run_bytes` for many sizes, all [K]: float64 [K]."""
+        sizes = (tokens, boundary, edges)
+        return np.maximum(self.forward.of(*sizes), self.backward.of(*sizes))
+
+    def most_tokens(self, budget: float, limit: int = 1 << 40) -> int:
+        """The most tokens, at most `limit`, that run within `budget` bytes without a boundary; 0 where none does."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.run_bytes(middle, 0, middle) <= budget else (low, middle - 1)
+        return low
+
+    @property
+    def store_bytes_per_token(self) -> float:
+        """What an outgoing token holds while children run: K/V and the accumulators of their gradients."""
+        return self.kv_bytes_per_token + self.kv_grad_bytes_per_token
+
+    def extra_run_bytes_per_token(self, again: bool) -> float:
+        """What an outgoing token adds to a run besides its store; `again`: its K/V are made a second time."""
+        return self.kv_tangent_bytes_per_token + (self.kv_bytes_per_token if again else 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {name: _plain(getattr(self, name)) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "CostModel":
+        """The model that `to_dict` described."""
+        made: dict[str, Any] = dict(fields)
+        made |= {name: Bytes(fields[name]) for name in ("saved", "forward", "backward", "kv")}
+        made |= {name: Seconds(*fields[name]) for name in ("forward_seconds", "backward_seconds", "kv_seconds")}
+        return cls(**made)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Bytes):
+        return [list(row) for row in value.rows]
+    return list(value) if isinstance(value, Seconds) else value
+
+
+def _undominated(table: FloatArray) -> FloatArray:
+    """The rows that are the largest for some size: those no other row exceeds in every coefficient."""
+    distinct = np.unique(table, axis=0)
+    covered = (distinct[None, :, :] >= distinct[:, None, :]).all(axis=2).sum(axis=1) > 1
+    kept: FloatArray = distinct[~covered]
+    return kept

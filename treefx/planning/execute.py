@@ -1,0 +1,182 @@
+"""Run the parts of a forest through a compiled model: forwards, K/V at the cuts, backwards, in a plan's order.
+
+A part runs as the native level runs a forest, in one call of the compiled model on its packed row, with the K/V of its
+ancestors as further inputs of the graph. Where tokens lie on their path (positions, masks, windows) comes from the
+uncut forest. Work goes by the plan's list of steps, without recursion, so that depth has no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.context import use
+from treefx.errors import InputError, UnsupportedError
+from treefx.forest import Forest
+from treefx.logprobs import edge_logprobs
+from treefx.passes.boundary_kv import Run
+from treefx.planning.boundary import Crossing, EdgeSubset, PartRow, Store, edges_of, make_row
+from treefx.planning.part import Part, Schedule, Step
+
+__all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs"]
+
+Loss = Callable[[Tensor, EdgeSubset], Tensor]
+"""Log-probabilities [E_p] and the forest with these edges -> scalar."""
+LogProbs = Callable[[Any, Forest], Tensor]
+"""What the model returns for a packed row, and the row -> log-probabilities [E_p] of its edges."""
+
+
+def logits_logprobs(output: Any, row: Forest) -> Tensor:
+    """Log-probabilities from `output.logits`."""
+    return edge_logprobs(output.logits, row)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A compiled model and how it is called.
+
+    Attributes:
+        compiled: takes `input_ids` and `position_ids` [1, N].
+        kwargs: further keyword arguments.
+        logprobs: reads log-probabilities from what it returns.
+    """
+
+    compiled: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+    logprobs: LogProbs
+
+    def run(self, row: PartRow) -> Any:
+        """Run a part; its K/V are in `row.cut` afterwards.
+
+        Raises:
+            UnsupportedError: the call did not reach a graph compiled by treefx.
+        """
+        with use(row):
+            output = self.compiled(**row.model_inputs(), **self.kwargs)
+        if not row.cut.handed:
+            raise UnsupportedError(
+                "parts need a model compiled by treefx, whose graph hands out keys and values, but none arrived; "
+                'compile it with model.compile(backend="treefx")'
+            )
+        return output
+
+
+@dataclass(eq=False)
+class _Live:
+    """A forward whose backward is still to come."""
+
+    crossings: list[Crossing]
+    row: PartRow
+    loss: Tensor | None
+
+
+@dataclass(eq=False)
+class Executor:
+    """Carries out the steps of a schedule.
+
+    Attributes:
+        model: the model.
+        forest: the uncut forest, on the model's device.
+        schedule: its parts and their steps.
+        loss: called on each part's edges, if there are any.
+        before_backward: called with what a backward starts from, before it runs.
+    """
+
+    model: Model
+    forest: Forest
+    schedule: Schedule
+    loss: Loss
+    before_backward: Callable[[list[Tensor], list[Tensor]], None]
+    value: Tensor | None = None
+    _live: dict[int, _Live] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.store = Store(self.forest, self.schedule.parts)
+
+    def run(self, steps: Iterable[Step]) -> None:
+        """Carry out steps in order."""
+        actions: dict[str, Callable[[Part], None]] = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "kv": self._kv,
+            "offload": lambda part: self.store.move(part, "cpu"),
+            "fetch": lambda part: self.store.move(part, self.forest.device),
+        }
+        for step in steps:
+            actions[step.kind](self.schedule.parts[step.part])
+
+    def logprobs(self, parts: Iterable[Part]) -> Tensor:
+        """Log-probabilities [E] of all edges without gradients; K/V of one path are held at a time.
+
+        Args:
+            parts: all parts, depth first.
+        """
+        result: Tensor | None = None
+        path: list[Part] = []
+        for part in parts:
+            while path and path[-1].index not in part.ancestors:
+                self.store.drop(path.pop())
+            path.append(part)
+            row, _ = self._row(part, "infer")
+            logp = self.model.logprobs(self.model.run(row), row).detach()
+            self.store.put(part, row.cut.handed)
+            result = logp.new_zeros(len(self.forest.edges)) if result is None else result
+            result[row.edge_index] = logp
+        while path:
+            self.store.drop(path.pop())
+        assert result is not None, "a forest has at least one token"
+        return result
+
+    def _row(self, part: Part, run: Run) -> tuple[PartRow, list[Crossing]]:
+        crossings = self.store.crossings(part)
+        return make_row(self.store, part, run, crossings), crossings
+
+    def _kv(self, part: Part) -> None:
+        row, _ = self._row(part, "kv")
+        self.model.run(row)
+        self.store.put(part, row.cut.handed)
+
+    def _forward(self, part: Part) -> None:
+        row, crossings = self._row(part, "train")
+        output = self.model.run(row)
+        loss = self._loss(output, row) if len(row.edge_index) else None
+        if part.keep == "keep":
+            self.store.put(part, row.cut.handed)
+        self._live[part.index] = _Live(crossings, row, loss)
+
+    def _loss(self, output: Any, row: PartRow) -> Tensor:
+        logp = self.model.logprobs(output, row)
+        loss = self.loss(logp, edges_of(row))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"loss(logp, forest) must return a scalar tensor, got {got}")
+        value = loss.detach()
+        self.value = value.clone() if self.value is None else self.value + value
+        return loss
+
+    def _backward(self, part: Part) -> None:
+        live = self._live.pop(part.index)
+        roots, gradients = self._roots(part, live)
+        if roots:
+            self.before_backward(roots, live.row.cut.taken)
+            torch.autograd.backward(roots, gradients)
+            self.store.add_gradients(live.crossings, live.row.cut.taken)
+        self.store.drop(part)
+
+    def _roots(self, part: Part, live: _Live) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What the backward of a part starts from: its loss, and its outgoing K/V with the gradients of others."""
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if live.loss is not None and live.loss.requires_grad:
+            roots.append(live.loss)
+            gradients.append(None)
+        for handed, total in zip(live.row.cut.handed, self.store.gradients(part) or (), strict=False):
+            if handed.requires_grad:
+                roots.append(handed)
+                gradients.append(total.to(handed.dtype))
+        live.row.cut.handed = []
+        return roots, gradients

@@ -1,0 +1,86 @@
+"""What to say where no plan fits: the token path that needs most, its bytes, and what would make it fit."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treefx.planning.blocks import SHORTEST_BLOCK, Blocks, Counts
+from treefx.planning.cost import CostModel
+from treefx.planning.part import Keep
+from treefx.planning.recurrence import Needs
+
+__all__ = ["Requirement", "explain_infeasible", "smallest_requirement"]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """The least memory a forest can run in, and the tokens that need it.
+
+    Attributes:
+        limit_bytes: the smallest limit for which there is a plan.
+        longest: block length of that plan.
+        start, stop: the tokens [start, stop) that run when it is needed.
+        held_bytes: what their ancestors hold then, keeping as little as they can.
+        run_bytes: what the run itself needs.
+    """
+
+    limit_bytes: int
+    longest: int
+    start: int
+    stop: int
+    held_bytes: int
+    run_bytes: int
+
+
+def smallest_requirement(counts: Counts, cost: CostModel) -> Requirement:
+    """The least any plan needs, over the lengths of blocks the planner tries."""
+    found = _requirement(counts, cost, SHORTEST_BLOCK)
+    longest = 2 * SHORTEST_BLOCK
+    while longest < 2 * len(counts.depth):
+        # Longer blocks run in more, but hold fewer copies of their boundaries.
+        other = _requirement(counts, cost, longest)
+        found = min(found, other, key=lambda item: item.limit_bytes)
+        longest *= 2
+    return found
+
+
+def _requirement(counts: Counts, cost: CostModel, longest: int) -> Requirement:
+    blocks = Blocks.of(counts, longest)
+    needs = Needs.of(blocks, cost)
+    mode: Keep = "offload" if "offload" in needs.hold else "recompute"
+    least, own = needs.hold[mode].tolist(), needs.own[mode]
+    held = np.zeros(len(blocks))
+    for block, parent in enumerate(blocks.parent.tolist()):
+        if parent >= 0:
+            held[block] = held[parent] + least[parent]
+    worst = int((held + own).argmax())
+    return Requirement(
+        limit_bytes=int(np.ceil(cost.resident_bytes + held[worst] + own[worst])) + 1,
+        longest=longest,
+        start=int(blocks.start[worst]),
+        stop=int(blocks.stop[worst]),
+        held_bytes=round(held[worst]),
+        run_bytes=round(own[worst]),
+    )
+
+
+def explain_infeasible(counts: Counts, cost: CostModel, limit: int, need: Requirement) -> str:
+    """The text of the refusal."""
+    forest = counts.forest
+    depth, last = int(counts.depth[need.start]), int(counts.depth[need.stop - 1])
+    row = int(forest.row_order[forest.first_rank[need.start]])
+    rows = int(forest.multiplicity[need.start])
+    others = f" and {rows - 1} more" if rows > 1 else ""
+    ways = [f"raise the limit to at least {need.limit_bytes:,} bytes"]
+    if need.held_bytes > need.run_bytes:
+        ways.append(f"shorten the path above these tokens ({depth:,} tokens)")
+        if cost.host_bytes_per_second is None:
+            ways.append("let K/V go to host memory (a cost model with host_bytes_per_second)")
+    if cost.resident_bytes > limit // 2:
+        ways.append("keep parameters in a smaller dtype or on more devices")
+    return (
+        f"memory_limit_bytes={limit:,} expected room for every token path, but tokens {depth:,} to {last:,} of row "
+        f"{row}{others} need {need.limit_bytes:,} bytes even if everything above them is recomputed: "
+        f"{round(cost.resident_bytes):,} for parameters, gradients and the forest, {need.held_bytes:,} for the K/V of "
+        f"their {depth:,} ancestors and {need.run_bytes:,} to run; {', or '.join(ways)}"
+    )

@@ -1,0 +1,43 @@
+"""Memory limits: what a caller asked for, checked, or what a device has free."""
+
+import os
+
+import torch
+
+from treefx.errors import InputError
+from treefx.planning.cost import CostModel
+
+__all__ = ["available_bytes", "check_limit"]
+
+_RESERVE = 0.9
+
+
+def check_limit(limit: object, device: torch.device, cost: CostModel) -> int:
+    """The limit in bytes.
+
+    Args:
+        limit: a positive number of bytes, or "auto".
+        device: whose memory "auto" means.
+        cost: its resident bytes are part of the limit, though they are in use already.
+
+    Raises:
+        InputError: neither a positive number nor "auto".
+    """
+    if limit == "auto":
+        return available_bytes(device, cost)
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise InputError(f"memory_limit_bytes must be a positive number of bytes or 'auto', got {limit!r}")
+    return int(limit)
+
+
+def available_bytes(device: torch.device, cost: CostModel) -> int:
+    """Nine tenths of what is free on the device, and what the model holds there already.
+
+    The tenth is for what no tracker of tensors sees: the allocator's fragments, libraries' workspaces, the context.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(_RESERVE * free + cost.resident_bytes)

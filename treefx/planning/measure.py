@@ -1,0 +1,168 @@
+"""A few parts of a forest, run step by step: how long each step takes, and how many bytes it adds at most."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from treefx.errors import InputError
+from treefx.forest import Forest
+from treefx.planning.cost import CostModel, Size
+from treefx.planning.execute import Executor, LogProbs, Model
+from treefx.planning.memory import track_peak
+from treefx.planning.part import Part, Schedule, Step, StepKind, boundary, edge_ids, outgoing
+
+__all__ = ["Sample", "gradients_put_aside", "measure_steps", "probe_schedules"]
+
+_REPEATS = 3
+_LONGEST_BOUNDARY = 8
+"""Tokens above the part with the longest boundary, in lengths of the longest part."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured step.
+
+    Attributes:
+        kind: "forward", "backward" or "kv".
+        size: of the part.
+        bytes: the most above what was there when the step began.
+        left_bytes: what was there when it ended, above the same.
+        seconds: median of several runs.
+    """
+
+    kind: StepKind
+    size: Size
+    bytes: int
+    left_bytes: int
+    seconds: float
+
+    def predicted_bytes(self, cost: CostModel) -> float:
+        """What the step should add at most to what was there when it began."""
+        size = self.size
+        shape = size.tokens, size.boundary, size.edges
+        if self.kind == "backward":
+            return cost.backward(*shape) - cost.saved(*shape) + cost.kv_tangent_bytes_per_token * size.outgoing
+        run = cost.kv if self.kind == "kv" else cost.forward
+        return run(*shape) + cost.kv_bytes_per_token * size.outgoing
+
+    def predicted_left(self, cost: CostModel) -> float:
+        """What a forward should leave: saved bytes, and K/V of outgoing tokens."""
+        size = self.size
+        return cost.saved(size.tokens, size.boundary, size.edges) + cost.kv_bytes_per_token * size.outgoing
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {
+            "kind": self.kind,
+            "size": list(self.size),
+            "bytes": self.bytes,
+            "left_bytes": self.left_bytes,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Sample":
+        """The sample that `to_dict` described."""
+        return cls(fields["kind"], Size(*fields["size"]), fields["bytes"], fields["left_bytes"], fields["seconds"])
+
+
+def probe_schedules(forest: Forest, lengths: Sequence[int]) -> list[Schedule]:
+    """Pairs of parts along the longest row, one above the other; every pair of lengths that the row has room for.
+
+    The upper part is recomputed, so that all kinds of steps run. They are parts of the forest itself, so they run the
+    code that its plan will run. Two more have a short part below a long one that only hands out its K/V: with many
+    more tokens above a part than in it, attention's workspaces are the peak.
+
+    Raises:
+        InputError: no row has two tokens.
+    """
+    path = forest.token_of[int(forest.row_lengths.argmax())].cpu()
+    if len(path) < 2:
+        raise InputError("profile needs a forest with a row of at least 2 tokens, to cut it")
+    pairs = [(a, b) for a in lengths for b in lengths if a + b <= len(path)] or [(len(path) // 2, len(path))]
+    deepest = min(_LONGEST_BOUNDARY * max(lengths), len(path) - min(lengths))
+    far = [(above, min(lengths)) for above in (deepest // 2, deepest) if above > max(lengths)]
+    both = _BELOW + _ABOVE
+    return [_pair(path, *pair, both) for pair in pairs] + [_pair(path, *pair, _BELOW) for pair in far]
+
+
+_BELOW: tuple[Step, ...] = (Step("kv", 0), Step("forward", 1), Step("backward", 1))
+_ABOVE: tuple[Step, ...] = (Step("forward", 0), Step("backward", 0))
+
+
+def _pair(path: torch.Tensor, above: int, below: int, steps: tuple[Step, ...]) -> Schedule:
+    upper = Part(0, path[:above], None, (), (1,), "recompute")
+    lower = Part(1, path[above : above + below], 0, (0,), (), "keep")
+    return Schedule((upper, lower), steps)
+
+
+def measure_steps(
+    compiled: Any, forest: Forest, schedule: Schedule, kwargs: Mapping[str, Any], logprobs: LogProbs
+) -> list[Sample]:
+    """Run a schedule several times; the first, which may compile, does not count."""
+    runs = [_run(compiled, forest, schedule, kwargs, logprobs) for _ in range(_REPEATS + 1)][1:]
+    sizes = [_size(forest, schedule.parts, part) for part in schedule.parts]
+    samples = []
+    for place, step in enumerate(schedule.steps):
+        seconds = sorted(run[place][0] for run in runs)[_REPEATS // 2]
+        most, left = max(run[place][1] for run in runs), max(run[place][2] for run in runs)
+        samples.append(Sample(step.kind, sizes[step.part], most, left, seconds))
+    return samples
+
+
+@contextmanager
+def gradients_put_aside(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Leave `.grad` of all parameters as it was."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+def _run(
+    compiled: Any, forest: Forest, schedule: Schedule, kwargs: Mapping[str, Any], logprobs: LogProbs
+) -> list[tuple[float, int, int]]:
+    """Seconds, peak and rest of every step; the loss is the sum of the log-probabilities."""
+    executor = Executor(
+        Model(compiled, kwargs, logprobs), forest, schedule, lambda logp, _: logp.sum(), lambda roots, own: None
+    )
+    result = []
+    for step in schedule.steps:
+        _wait_for(forest.device)
+        on_cuda = forest.device.type == "cuda"
+        before = torch.cuda.memory_allocated(forest.device) if on_cuda else 0
+        with torch.enable_grad(), track_peak(forest.device, curve=not on_cuda) as peak:
+            started = time.perf_counter()
+            executor.run([step])
+            _wait_for(forest.device)
+            seconds = time.perf_counter() - started
+        left = torch.cuda.memory_allocated(forest.device) - before if on_cuda else _last(peak.curve)
+        result.append((seconds, peak.bytes, left))
+    return result
+
+
+def _last(curve: list[tuple[float, int]]) -> int:
+    return curve[-1][1] if curve else 0
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _size(forest: Forest, parts: Sequence[Part], part: Part) -> Size:
+    return Size(
+        tokens=len(part),
+        boundary=len(boundary(forest, parts, part)),
+        edges=len(edge_ids(forest, part)),
+        outgoing=len(outgoing(forest, part)),
+        pairs=int((forest.depth.cpu()[part.tokens] + 1).sum()),
+    )

@@ -1,0 +1,115 @@
+"""Fewer and larger parts, never at the price of recomputation: siblings together, chains and leaves into their parent.
+
+Every step keeps `held above + demand <= budget` at the part it changes, so that nothing above or below has to be
+looked at again (see `treefx.planning.draft.demand_of`).
+"""
+
+from treefx.planning.cost import CostModel, Size
+from treefx.planning.draft import Draft, demand_of, held_bytes, in_order, peak_bytes
+
+__all__ = ["merge_parts"]
+
+_OPEN_GROUPS = 8
+
+
+def merge_parts(roots: list[Draft], cost: CostModel, budget: float) -> list[Draft]:
+    """Merge drafts that fit into fewer ones that fit.
+
+    Args:
+        roots: the topmost parts; changed in place.
+        cost: of the model.
+        budget: bytes that parts may use.
+
+    Returns:
+        The topmost parts.
+    """
+    held = {id(draft): 0.0 for draft in roots}
+    drafts = [draft for draft, _ in in_order(roots)]
+    for draft in drafts:
+        below = held[id(draft)] + held_bytes(cost, draft.size, draft.keep)
+        held |= {id(child): below for child in draft.children}
+    for draft in reversed(drafts):
+        room = budget - held[id(draft)]
+        _group_children(draft, cost, room)
+        if _absorb_children(draft, cost, room):
+            _group_children(draft, cost, room)
+        draft.demand = demand_of(cost, draft.size, draft.keep, draft.children)
+    return _group_leaves(roots, cost, budget, 0)
+
+
+def _group_children(draft: Draft, cost: CostModel, room: float) -> None:
+    inside = room - held_bytes(cost, draft.size, draft.keep)
+    draft.children = _group_leaves(draft.children, cost, inside, draft.size.boundary + draft.size.tokens)
+
+
+def _group_leaves(siblings: list[Draft], cost: CostModel, room: float, most_above: int) -> list[Draft]:
+    """Put parts without children together: the largest first, each into the first group that has room.
+
+    Args:
+        siblings: parts with one parent, or all roots.
+        cost: of the model.
+        room: bytes the siblings may use.
+        most_above: tokens above all siblings together.
+    """
+    leaves = sorted((draft for draft in siblings if not draft.children), key=lambda draft: -draft.size.tokens)
+    groups: list[Draft] = []
+    open_groups: list[Draft] = []
+    for draft in leaves:
+        group = next((group for group in open_groups if _add(group, draft, cost, room, most_above)), None)
+        if group is None:
+            draft.demand = peak_bytes(cost, draft.size, "keep")
+            groups.append(draft)
+            open_groups = [*open_groups[-_OPEN_GROUPS + 1 :], draft]
+        elif _peak_together(group, leaves[-1], cost, most_above) > room:
+            open_groups.remove(group)
+    return sorted([*(draft for draft in siblings if draft.children), *groups], key=lambda draft: min(draft.ranges))
+
+
+def _peak_together(group: Draft, draft: Draft, cost: CostModel, most_above: int) -> float:
+    return peak_bytes(cost, _size_together(group, draft, most_above), "keep")
+
+
+def _size_together(group: Draft, draft: Draft, most_above: int) -> Size:
+    same = group.above is not None and group.above == draft.above
+    return _joined(group.size, draft.size, boundary=group.size.boundary if same else most_above)
+
+
+def _add(group: Draft, draft: Draft, cost: CostModel, room: float, most_above: int) -> bool:
+    """Add a leaf to a group if both fit together."""
+    peak = _peak_together(group, draft, cost, most_above)
+    if peak > room:
+        return False
+    group.size, group.demand = _size_together(group, draft, most_above), peak
+    group.above = group.above if group.above == draft.above else None
+    group.ranges += draft.ranges
+    return True
+
+
+def _absorb_children(draft: Draft, cost: CostModel, room: float) -> bool:
+    """Take children into the part, the smallest first, while everything fits; tell whether any was taken."""
+    any_taken = False
+    for child in sorted(draft.children, key=lambda child: child.size.tokens):
+        others = [other for other in draft.children if other is not child]
+        # Recomputing a leaf with its parent would cost time; what is kept differently cannot be one part.
+        if draft.keep != (child.keep if child.children else "keep") and (child.children or others):
+            continue
+        below = others + child.children
+        size = _joined(draft.size, child.size, boundary=draft.size.boundary, closed=not below)
+        demand = demand_of(cost, size, draft.keep if below else "keep", below)
+        if demand > room:
+            break
+        draft.ranges += child.ranges
+        draft.size, draft.keep, draft.children = size, draft.keep if below else "keep", below
+        any_taken = True
+    return any_taken
+
+
+def _joined(first: Size, second: Size, *, boundary: int, closed: bool = False) -> Size:
+    """The size of two parts as one; `closed`: nothing hangs below it."""
+    return Size(
+        tokens=first.tokens + second.tokens,
+        boundary=boundary,
+        edges=first.edges + second.edges,
+        outgoing=0 if closed else first.outgoing + second.outgoing,
+        pairs=first.pairs + second.pairs,
+    )

@@ -1,0 +1,134 @@
+"""A finished plan: the parts of a forest, the order of their steps, and what they are predicted to need."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+from treefx.forest import Forest
+from treefx.planning.cost import CostModel, Size
+from treefx.planning.part import Part, Schedule, Step
+from treefx.planning.simulate import Moment
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """How a forest runs within a memory limit; made by `treefx.plan`.
+
+    Attributes:
+        forest: what is planned.
+        schedule: the parts and the order of their steps.
+        sizes: how big each part is.
+        moments: predicted memory and time of every step.
+        cost: the cost model they come from.
+        memory_limit_bytes: the limit; no moment's peak is above it.
+    """
+
+    forest: Forest
+    schedule: Schedule
+    sizes: tuple[Size, ...]
+    moments: tuple[Moment, ...]
+    cost: CostModel
+    memory_limit_bytes: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts, depth first; every token of the forest is in exactly one."""
+        return self.schedule.parts
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What runs, in order."""
+        return self.schedule.steps
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Predicted peak, parameters and gradients included; at most the limit."""
+        return round(max(moment.peak_bytes for moment in self.moments))
+
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted time of all steps."""
+        return sum(moment.seconds for moment in self.moments)
+
+    @cached_property
+    def recomputed_tokens(self) -> int:
+        """Tokens that run forward a second time: those of parts whose activations do not stay."""
+        return sum(len(part) for part in self.parts if part.keep != "keep")
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens that run forward per distinct token: 1 where nothing is computed twice."""
+        return 1.0 + self.recomputed_tokens / self.forest.num_tokens
+
+    def __repr__(self) -> str:
+        peak, limit = (value / 2**20 for value in (self.peak_bytes, self.memory_limit_bytes))
+        return (
+            f"Plan({len(self.parts)} parts of {self.forest.num_tokens:,} tokens, {self.recomputed_tokens:,} "
+            f"recomputed, predicted peak {peak:,.1f} of {limit:,.1f} MiB)"
+        )
+
+    def explain(self) -> str:
+        """A table for people: part, tokens, boundary, bytes, time, what binds; and the rivals' policies."""
+        from treefx.planning.explain import explain_plan
+
+        return explain_plan(self)
+
+    def draw(self, path: "str | PathLike[str]") -> None:
+        """Save a picture: the tree coloured by part, and memory over time under the limit.
+
+        Args:
+            path: image file; the suffix (`.png`, `.svg`, `.pdf`) chooses the format.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from treefx.planning.draw import draw_plan
+
+        draw_plan(self, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain lists and numbers; tokens of a part as intervals [start, stop) of packed indices."""
+        return {
+            "tokens": self.forest.num_tokens,
+            "raw_tokens": self.forest.raw_tokens,
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "peak_bytes": self.peak_bytes,
+            "recomputed_tokens": self.recomputed_tokens,
+            "seconds": self.seconds,
+            "parts": [
+                {
+                    "index": part.index,
+                    "parent": part.parent,
+                    "keep": part.keep,
+                    "intervals": intervals(part),
+                    **size._asdict(),
+                }
+                for part, size in zip(self.parts, self.sizes, strict=True)
+            ],
+            "steps": [
+                {
+                    "kind": moment.step.kind,
+                    "part": moment.step.part,
+                    "held_bytes": round(moment.held_bytes),
+                    "peak_bytes": round(moment.peak_bytes),
+                    "seconds": moment.seconds,
+                }
+                for moment in self.moments
+            ],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def intervals(part: Part) -> list[list[int]]:
+    """The part's tokens as maximal intervals [start, stop) of packed indices."""
+    breaks = (part.tokens.diff() != 1).nonzero().squeeze(1)
+    start = [int(part.tokens[0]), *part.tokens[breaks + 1].tolist()]
+    stop = [*(part.tokens[breaks] + 1).tolist(), int(part.tokens[-1]) + 1]
+    return [list(pair) for pair in zip(start, stop, strict=True)]

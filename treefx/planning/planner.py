@@ -1,0 +1,159 @@
+"""Cut a forest into parts that fit a memory limit, in the least predicted time.
+
+Words. A *block* v is a run of tokens without a fork, at most a given length (`blocks.Blocks`). A *part* p is a set of
+blocks that runs as one forward and one backward (`part.Part`). n, P, E, Q, A: a part's tokens, boundary tokens, edges,
+outgoing tokens, visible pairs (`cost.Size`). M: the limit less what is resident.
+
+Steps go depth first: a part is entered, then its children with everything below them one after the other, then it is
+left (`draft.to_schedule`). So when a part runs, nobody but its ancestors holds memory, and the limit is one condition
+per part:
+
+    sum of h(a, mode_a) over the ancestors a of p  +  r(p)  <=  M
+
+    h(p, mode)  what p holds while its children run                                       (`draft.held_bytes`)
+                  keep       saved(n, P, E) + store * Q
+                  recompute  store * Q            the K/V other parts read, and the accumulators of their gradients
+                  offload    0                    both are in host memory
+    r(p)        max(forward, backward)(n, P, E) + store * Q                               (`draft.peak_bytes`)
+    c(p, mode)  seconds: forward + backward [+ a K/V-only pass] [+ the way to the host]   (`draft.part_seconds`)
+
+saved(n, P, E) contains the part's own gathered copy of its boundary, which is quadratic in the cuts along a path: the
+price of fine cuts. Minimise sum c subject to all conditions.
+
+Few blocks: exactly, over all connected parts and modes                                   (`exact.solve_exactly`)
+
+    f(v, H) = min over connected S with top v, over modes:  c(S, mode) + sum_children f(c, H + h(S, mode))
+              infinite where H + r(S) > M
+
+Many blocks: every block above what fits whole is a part of its own, for whatever fits merged fits as a path, and only
+recomputation is counted                                                                  (`recurrence.choose_modes`)
+
+    f(v, H) = 0                                                       if H + w(v) <= M, w: v's subtree as one part
+            = infinite                                                if H + r(v) > M
+            = min over modes: price(v, mode) + sum_children f(c, H + h(v, mode))   else
+
+with H rounded up to M / steps. Where rounding leaves nothing, the plan that keeps least is tried with exact figures
+(`recurrence.recompute_everything`); where that fails no plan of these blocks exists. Then parts are merged where there
+is room (`merge.merge_parts`): siblings share a part, chains and leaves join their parent. How long blocks may be is
+searched over halvings of what fits uncut (`_candidates`), and the fastest plan under the simulation of the full cost
+model (`simulate.simulate`) is taken. Its peak is the promise: a plan above the limit is never returned.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, Protocol, runtime_checkable
+
+from treefx.errors import InputError, MemoryLimitError
+from treefx.forest import Forest
+from treefx.planning.blocks import SHORTEST_BLOCK, Blocks, Counts
+from treefx.planning.cost import CostModel
+from treefx.planning.draft import Draft, to_schedule
+from treefx.planning.exact import MOST_BLOCKS, solve_exactly
+from treefx.planning.infeasible import explain_infeasible, smallest_requirement
+from treefx.planning.limit import check_limit
+from treefx.planning.merge import merge_parts
+from treefx.planning.plan import Plan
+from treefx.planning.recurrence import Needs, choose_modes, recompute_everything
+from treefx.planning.simulate import measure_parts, simulate
+
+__all__ = ["HasCost", "plan"]
+
+_MANY_BLOCKS = 5_000
+_PATIENCE = 2
+
+
+@runtime_checkable
+class HasCost(Protocol):
+    """What a profile offers the planner."""
+
+    @property
+    def cost(self) -> CostModel:
+        """Bytes and seconds of parts."""
+
+
+def plan(forest: Forest, profile: HasCost | CostModel, memory_limit_bytes: float | Literal["auto"] = "auto") -> Plan:
+    """Cut a forest into parts that run within a memory limit.
+
+    Args:
+        forest: any forest.
+        profile: what `treefx.profile` returned for the compiled model, or a cost model.
+        memory_limit_bytes: the most bytes of tensors at any time, parameters, buffers and gradients included.
+            "auto": what is free on the forest's device, with a reserve of a tenth.
+
+    Returns:
+        The plan, immutable. Its predicted peak is at most the limit.
+
+    Raises:
+        MemoryLimitError: no plan fits; the message names the token path, the bytes it needs and the way out.
+        InputError: an argument of the wrong type or value.
+    """
+    cost = _cost_of(profile).for_forest(forest)
+    limit = check_limit(memory_limit_bytes, forest.device, cost)
+    counts = Counts(forest)
+    budget = limit - cost.resident_bytes
+    best: Plan | None = None
+    slower = 0
+    for blocks in _candidates(counts, cost, budget):
+        for found in _plans(blocks, cost, limit):
+            if best is None or found.seconds < best.seconds:
+                best, slower = found, 0
+            else:
+                slower += 1
+        if best is not None and _is_enough(best, slower, len(blocks)):
+            break
+    if best is None:
+        need = smallest_requirement(counts, cost)
+        if need.limit_bytes > limit:
+            raise MemoryLimitError(explain_infeasible(counts, cost, limit, need))
+        best = next(_plans(Blocks.of(counts, need.longest), cost, limit))
+    return best
+
+
+def _is_enough(best: Plan, slower: int, blocks: int) -> bool:
+    """Whether finer cuts are not worth trying: they keep more of a path, or else only add parts."""
+    patience = _PATIENCE if best.recomputed_tokens else 1
+    return slower >= patience or blocks > _MANY_BLOCKS or len(best.parts) == 1
+
+
+def _cost_of(profile: HasCost | CostModel) -> CostModel:
+    if isinstance(profile, CostModel):
+        return profile
+    if not isinstance(profile, HasCost):
+        raise InputError(
+            f"plan expects what treefx.profile(compiled, forest) returned, or a CostModel, got {type(profile).__name__}"
+        )
+    return profile.cost
+
+
+def _plans(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Plan]:
+    """Plans of these blocks, measured and simulated; none above the limit."""
+    for drafts in _solutions(blocks, cost, limit - cost.resident_bytes):
+        schedule = to_schedule(drafts)
+        sizes = measure_parts(blocks.counts, schedule.parts)
+        moments = simulate(schedule, sizes, cost)
+        found = Plan(blocks.counts.forest, schedule, tuple(sizes), tuple(moments), cost, limit)
+        if found.peak_bytes <= limit:
+            yield found
+
+
+def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[Draft]]:
+    """Drafts that fit, by the ways there are for so many blocks."""
+    needs = Needs.of(blocks, cost)
+    drafts = choose_modes(blocks, needs, budget) or recompute_everything(blocks, needs, budget)
+    if drafts is not None:
+        yield merge_parts(drafts, cost, budget)
+    if len(blocks) <= MOST_BLOCKS:
+        exact = solve_exactly(blocks, cost, budget)
+        if exact is not None:
+            yield merge_parts(exact, cost, budget)
+
+
+def _candidates(counts: Counts, cost: CostModel, budget: float) -> Iterator[Blocks]:
+    """Cut the forest ever finer: from the longest run that fits alone, by halves; only while a cut changes anything."""
+    longest = cost.most_tokens(budget, len(counts.depth))
+    seen = -1
+    while longest >= SHORTEST_BLOCK or seen < 0:
+        blocks = Blocks.of(counts, max(longest, 1))
+        if len(blocks) != seen:
+            yield blocks
+        seen = len(blocks)
+        longest //= 2

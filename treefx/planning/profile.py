@@ -1,0 +1,308 @@
+"""``treefx.profile``: what the parts of a model cost, read from its compiled graphs and measured on a few parts.
+
+================  ====================================================================================================
+bytes             live storages of the forward, backward and K/V graphs as inductor (or AOTAutograd) gets them, operator
+                  by operator, as polynomials in tokens N and boundary length P; the loss on the logits on top. What no
+                  graph shows (workspaces of kernels and libraries) is the difference to the measured peak of a few
+                  parts, fitted as `constant + a N + b P` from above
+FLOPs             products of matrices per token, attention per visible (query, key) pair A
+seconds           `part + token N + pair A` for each of the three runs, fitted to the measured parts
+================  ====================================================================================================
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch import nn
+
+from treefx.compiled_modules import modules_of
+from treefx.errors import InputError, UnsupportedError
+from treefx.forest import Forest
+from treefx.inspector import inspect
+from treefx.kernels.common import accumulation_dtype
+from treefx.passes.pipeline import Rewritten
+from treefx.planning.cost import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds
+from treefx.planning.execute import LogProbs, logits_logprobs
+from treefx.planning.graph_cost import (
+    Flops,
+    Sizes,
+    TrainGraphs,
+    backward_rows,
+    count_flops,
+    forward_rows,
+    held_row,
+    kv_rows,
+)
+from treefx.planning.liveness import storage_bytes
+from treefx.planning.measure import Sample, gradients_put_aside, measure_steps, probe_schedules
+from treefx.planning.nonnegative import fit_nonnegative
+from treefx.report import find
+
+__all__ = ["Profile", "profile"]
+
+_FOREST_BYTES = {"token": 112, "raw_token": 16}
+"""A forest and its edges on a device: eight numbers of 8 bytes and more per token and per edge, two per raw token."""
+
+N, P, A = sympy.symbols("N P A", integer=True, nonnegative=True)
+"""Tokens, boundary tokens and visible pairs, in the expressions of a profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Bytes, FLOPs and seconds of parts of one compiled model.
+
+    Attributes:
+        cost: what the planner reads.
+        flops: of "forward", "backward" and "kv".
+        samples: the measured steps.
+        inner: what compiled the graphs.
+        device: where.
+    """
+
+    cost: CostModel
+    flops: dict[str, Flops]
+    samples: tuple[Sample, ...]
+    inner: str
+    device: str
+
+    @property
+    def bytes(self) -> dict[str, sympy.Expr]:
+        """Expressions in N and P: "saved", and the peaks "forward", "backward" and "kv"."""
+        return {name: _expression(getattr(self.cost, name)) for name in ("saved", "forward", "backward", "kv")}
+
+    @property
+    def flop_expressions(self) -> dict[str, sympy.Expr]:
+        """Expressions in N and A, per run."""
+        return {name: flops.expression(N, A) for name, flops in self.flops.items()}
+
+    @property
+    def seconds(self) -> dict[str, sympy.Expr]:
+        """Expressions in N and A, per run."""
+        runs = {name: getattr(self.cost, f"{name}_seconds") for name in self.flops}
+        return {name: fit.part + fit.token * N + fit.pair * A for name, fit in runs.items()}
+
+    def explain(self) -> str:
+        """Tables for people: the expressions, and predicted against measured bytes and seconds of the samples."""
+        from treefx.planning.explain import explain_profile
+
+        return explain_profile(self)
+
+    def to_json(self) -> str:
+        """Everything, as JSON; `from_json` reads it."""
+        fields = {
+            "cost": self.cost.to_dict(),
+            "flops": {name: asdict(flops) for name, flops in self.flops.items()},
+            "samples": [sample.to_dict() for sample in self.samples],
+            "inner": self.inner,
+            "device": self.device,
+        }
+        return json.dumps(fields, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Profile":
+        """Read what `to_json` wrote.
+
+        Raises:
+            InputError: it is something else.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(
+                cost=CostModel.from_dict(fields["cost"]),
+                flops={name: Flops(**flops) for name, flops in fields["flops"].items()},
+                samples=tuple(Sample.from_dict(sample) for sample in fields["samples"]),
+                inner=fields["inner"],
+                device=fields["device"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"expected what Profile.to_json writes, got {text[:40]!r}... ({error})") from error
+
+    def save(self, path: "str | PathLike[str]") -> None:
+        """Write the profile to a file, to plan again without measuring."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: "str | PathLike[str]") -> "Profile":
+        """Read a file that `save` wrote.
+
+        Raises:
+            InputError: the file holds something else.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def profile(
+    compiled: Any,
+    forest: Forest,
+    *,
+    logprobs: LogProbs = logits_logprobs,
+    model_kwargs: Mapping[str, Any] | None = None,
+    lengths: Sequence[int] = (128, 512),
+) -> Profile:
+    """Learn what the parts of a forest cost in a compiled model.
+
+    Runs a few short parts along the forest's longest row, forward and backward; `.grad` stays as it was.
+
+    Args:
+        compiled: a model compiled by treefx, `inner` "inductor" or "aot_eager".
+        forest: the forest to be planned, or one as deep.
+        logprobs, model_kwargs: as for `treefx.backward`.
+        lengths: tokens of the parts that are measured.
+
+    Raises:
+        InputError: `compiled` has no parameters, or a length is not positive.
+        UnsupportedError: the model cannot run in parts, or has no graphs to read (inner="eager").
+    """
+    modules = [module for module in modules_of(compiled) if any(True for _ in module.parameters())]
+    if not modules:
+        raise InputError(f"profile expects a model compiled by treefx, got {type(compiled).__name__}")
+    if not lengths or min(lengths) < 1:
+        raise InputError(f"lengths must be positive numbers of tokens, got {lengths!r}")
+    model = modules[0]
+    forest = forest.to(next(model.parameters()).device)
+    kwargs = {"use_cache": False} if model_kwargs is None else model_kwargs
+    samples: list[Sample] = []
+    with gradients_put_aside(list(model.parameters())):
+        for schedule in probe_schedules(forest, sorted(lengths)):
+            samples += measure_steps(compiled, forest, schedule, kwargs, logprobs)
+    return _build(compiled, model, samples, keeps_logits=logprobs is logits_logprobs)
+
+
+def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logits: bool) -> Profile:
+    graphs, kv_only = _find_graphs(compiled, model)
+    sizes, kv_sizes = Sizes.of(graphs.rewritten), Sizes.of(kv_only)
+    assert graphs.rewritten.cut is not None
+    caches = graphs.rewritten.cut.caches
+    per_token = [cache.shape[2] * cache.shape[3] for cache in caches]
+    kv = sum(int(n) * cache.element_size() for n, cache in zip(per_token, caches, strict=True))
+    kv_grad = sum(int(n) * accumulation_dtype(cache).itemsize for n, cache in zip(per_token, caches, strict=True))
+    held = held_row(graphs, sizes, keeps_results=keeps_logits)
+    logits = sizes.row(_logits_bytes(graphs)) if keeps_logits else [0.0] * len(MONOMIALS)
+    chunk = [0.0] * (len(MONOMIALS) - 1) + [_chunk_bytes(graphs) if keeps_logits else 0.0]
+    forward = [*forward_rows(graphs, sizes), _sum(held, chunk)]
+    # While gradients of the boundary are added up, one K or V at a time is copied and converted.
+    adding = [0.0, 0.0, (kv + kv_grad) / max(len(caches), 1)]
+    backward = [*backward_rows(graphs, sizes), _sum(held, logits, chunk)]
+    backward[-2] = _sum(backward[-2], adding)
+    bare = CostModel(
+        resident_bytes=_resident_bytes(model),
+        saved=Bytes([held]),
+        kv_bytes_per_token=kv,
+        kv_grad_bytes_per_token=kv_grad,
+        kv_tangent_bytes_per_token=kv if kv_grad != kv else 0,
+        forest_bytes_per_token=_FOREST_BYTES["token"],
+        forest_bytes_per_raw_token=_FOREST_BYTES["raw_token"],
+        forward=Bytes(forward),
+        backward=Bytes(backward),
+        kv=Bytes(kv_rows(kv_only, kv_sizes)),
+        forward_seconds=_fit_seconds(samples, "forward"),
+        backward_seconds=_fit_seconds(samples, "backward"),
+        kv_seconds=_fit_seconds(samples, "kv"),
+    )
+    flops = {"forward": graphs.forward, "backward": graphs.backward}
+    counted = {name: count_flops(gm, sizes) for name, gm in flops.items()}
+    return Profile(
+        cost=_add_unseen(bare, samples, backward[-1]),
+        flops=counted | {"kv": count_flops(kv_only.gm, kv_sizes)},
+        samples=tuple(samples),
+        inner=inspect(compiled).stats["inner"],
+        device=str(next(model.parameters()).device),
+    )
+
+
+def _find_graphs(compiled: Any, model: nn.Module) -> tuple[TrainGraphs, Rewritten]:
+    """The graphs that the measured parts ran."""
+    stages = inspect(compiled).graphs
+    runs = find({id(parameter) for parameter in model.parameters()})
+    rewrites = [item for run in runs for item in run.graph.rewrites if item.cut is not None]
+    train = [item for item in rewrites if item.gm is stages.get("rewritten")]
+    kv = [item for item in rewrites if item.cut is not None and item.cut.run == "kv"]
+    if not train or not kv or "forward" not in stages or "backward" not in stages:
+        raise UnsupportedError(
+            f"a profile reads the forward and backward graphs of parts, but there are {', '.join(stages) or 'none'}; "
+            "compile with options={'inner': 'inductor'} or 'aot_eager'"
+        )
+    return TrainGraphs(train[-1], stages["forward"], stages["backward"]), kv[-1]
+
+
+def _resident_bytes(model: nn.Module) -> int:
+    """Parameters and buffers, the gradients that will be made, and those that are there already."""
+    held = [*model.parameters(), *model.buffers()]
+    held += [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def _logits(graphs: TrainGraphs) -> list[torch.Tensor]:
+    return [value for value in graphs.results if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _logits_bytes(graphs: TrainGraphs) -> sympy.Expr:
+    """Bytes of what the loss reads, and of its gradient."""
+    return storage_bytes(_logits(graphs))
+
+
+def _chunk_bytes(graphs: TrainGraphs) -> float:
+    """Two copies of a row of logits in the dtype that log-probabilities are computed in."""
+    rows = [2.0 * int(x.shape[-1]) * accumulation_dtype(x).itemsize for x in _logits(graphs)]
+    return max(rows, default=0.0)
+
+
+def _sum(*rows: Sequence[float]) -> list[float]:
+    """Rows of coefficients added up; short ones end in zeros."""
+    return [sum(row[place] for row in rows if place < len(row)) for place in range(len(MONOMIALS))]
+
+
+def _fit_seconds(samples: Sequence[Sample], kind: str) -> Seconds:
+    """`part + token N + pair A` for one kind of step."""
+    chosen = [sample for sample in samples if sample.kind == kind]
+    features = [(1, sample.size.tokens, sample.size.pairs) for sample in chosen]
+    return Seconds(*fit_nonnegative(features, [sample.seconds for sample in chosen]).tolist())
+
+
+def _fit_unseen(samples: Sequence[Sample], missing: Sequence[float]) -> list[float]:
+    """`constant + a N + b P` bytes that samples measured above their prediction, raised until none is above it."""
+    features = np.array([(1, sample.size.tokens, sample.size.boundary) for sample in samples], dtype=np.float64)
+    positive = np.maximum(missing, 0.0)
+    fitted = fit_nonnegative(features, positive)
+    fitted[0] += max((positive - features @ fitted).max(), 0.0)
+    result: list[float] = np.ceil(fitted).tolist()
+    return result
+
+
+def _add_unseen(cost: CostModel, samples: Sequence[Sample], loss: Sequence[float]) -> CostModel:
+    """Add to the graphs' bytes what they do not show: first to what stays and so to the peaks, then to these alone.
+
+    `loss` is the row of the backward in which only the loss has run so far: workspaces of operators are not in it.
+    """
+    forward = [sample for sample in samples if sample.kind == "forward"]
+    staying = _fit_unseen(forward, [item.left_bytes - item.predicted_left(cost) for item in forward])
+    for kind in ("saved", "forward", "backward"):
+        cost = _raise(cost, kind, staying)
+    for kind, spared in (("backward", _sum(loss, staying)), ("forward", []), ("backward", []), ("kv", [])):
+        chosen = [sample for sample in samples if sample.kind == kind]
+        unseen = _fit_unseen(chosen, [item.bytes - item.predicted_bytes(cost) for item in chosen])
+        cost = _raise(cost, kind, unseen, spared)
+    return cost
+
+
+def _raise(cost: CostModel, name: str, unseen: Sequence[float], spared: Sequence[float] = ()) -> CostModel:
+    """Add to all rows but one."""
+    rows = [row if list(row) == spared else _sum(row, unseen) for row in getattr(cost, name).rows]
+    raised: dict[str, Any] = {name: Bytes(rows)}
+    return replace(cost, **raised)
+
+
+def _expression(figures: Bytes) -> sympy.Expr:
+    """The largest of the polynomials, E left out: no graph has it."""
+    monomials = (1, N, P, 0, N * N, N * P, sympy.Min(N, LOGITS_ROWS))
+    sums = [sum(round(a) * x for a, x in zip(row, monomials, strict=True)) for row in figures.rows]
+    # Which of so many is the largest for all N and P is not worth the seconds that it takes to ask.
+    return sympy.Max(*sums, evaluate=False) if len(sums) > 1 else sums[0]

@@ -1,0 +1,117 @@
+"""Memory over time of a schedule under the full cost model: what the promise "peak <= limit" is checked by."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treefx.planning.blocks import Counts
+from treefx.planning.cost import CostModel, Size
+from treefx.planning.part import Part, Schedule, Step, boundary, outgoing
+
+__all__ = ["Moment", "measure_parts", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One step of a schedule.
+
+    Attributes:
+        step: what runs.
+        held_bytes: what is there when it starts, everything resident included.
+        peak_bytes: the most there is while it runs.
+        left_bytes: what is there when it has ended.
+        seconds: predicted time.
+    """
+
+    step: Step
+    held_bytes: float
+    peak_bytes: float
+    left_bytes: float
+    seconds: float
+
+
+def measure_parts(counts: Counts, parts: Sequence[Part]) -> list[Size]:
+    """The exact size of every part."""
+    part_of = np.empty(len(counts.depth), dtype=np.int64)
+    for part in parts:
+        part_of[part.tokens.numpy()] = part.index
+    hangs = np.nonzero(counts.parent >= 0)[0]
+    hangs = hangs[part_of[counts.parent[hangs]] != part_of[hangs]]
+    above: list[set[int]] = [set() for _ in parts]
+    for index, token in zip(part_of[hangs].tolist(), counts.parent[hangs].tolist(), strict=True):
+        above[index].add(token)
+    edges = np.bincount(part_of, weights=counts.children, minlength=len(parts)).tolist()
+    pairs = np.bincount(part_of, weights=counts.depth + 1, minlength=len(parts)).tolist()
+    return [
+        Size(
+            tokens=len(part),
+            boundary=_boundary(counts, parts, part, above[part.index]),
+            edges=int(edges[part.index]),
+            outgoing=len(outgoing(counts.forest, part)) if part.children else 0,
+            pairs=int(pairs[part.index]),
+        )
+        for part in parts
+    ]
+
+
+def _boundary(counts: Counts, parts: Sequence[Part], part: Part, above: set[int]) -> int:
+    """Tokens on the paths to `above`, the tokens outside that the part hangs on."""
+    if len(above) > 1:
+        return len(boundary(counts.forest, parts, part))
+    return int(counts.depth[above.pop()]) + 1 if above else 0
+
+
+def simulate(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> list[Moment]:
+    """Play the steps of a schedule.
+
+    Args:
+        schedule: the parts and their steps.
+        sizes: of the parts, from `measure_parts`.
+        cost: of the model.
+
+    Returns:
+        One moment per step.
+    """
+    return list(_play(schedule, sizes, cost))
+
+
+def _play(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> Iterator[Moment]:
+    held = cost.resident_bytes
+    for step in schedule.steps:
+        part, size = schedule.parts[step.part], sizes[step.part]
+        before = held
+        shape = size.tokens, size.boundary, size.edges
+        saved = cost.saved(*shape)
+        kv, store = cost.kv_bytes_per_token * size.outgoing, cost.store_bytes_per_token * size.outgoing
+        keeps = part.keep == "keep"
+        # A forward hands out K/V: the store, or a second copy of what is in it.
+        handed = store if keeps else kv
+        if step.kind == "forward":
+            peak, change = cost.forward(*shape) + handed, saved + handed
+        elif step.kind == "kv":
+            peak, change = cost.kv(*shape) + store, store
+        elif step.kind == "offload":
+            peak, change = 0.0, -store
+        elif step.kind == "fetch":
+            peak, change = store, store
+        else:
+            tangents = cost.kv_tangent_bytes_per_token * size.outgoing
+            peak, change = cost.backward(*shape) - saved + tangents, -saved - store - (0.0 if keeps else kv)
+        held = before + change
+        yield Moment(step, before, before + max(peak, 0.0), held, _seconds(schedule, sizes, cost, step, kv, store))
+
+
+def _seconds(schedule: Schedule, sizes: Sequence[Size], cost: CostModel, step: Step, kv: float, store: float) -> float:
+    """Time of a step, with the way of K/V and their gradients from and to host memory."""
+    part, size = schedule.parts[step.part], sizes[step.part]
+    runs = {"forward": cost.forward_seconds, "backward": cost.backward_seconds, "kv": cost.kv_seconds}
+    total = runs[step.kind](size) if step.kind in runs else 0.0
+    if cost.host_bytes_per_second is None:
+        return total
+    if step.kind in runs:
+        hosted = sum(sizes[index].outgoing for index in part.ancestors if schedule.parts[index].keep == "offload")
+        moved = hosted * (cost.kv_grad_bytes_per_token if step.kind == "backward" else cost.kv_bytes_per_token)
+    else:
+        moved = kv if step.kind == "offload" else store - kv
+    return total + moved / cost.host_bytes_per_second
