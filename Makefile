@@ -46,7 +46,7 @@ $(VENV)/.examples: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(PIP) -e '.[examples,test]'
+	$(PIP) -e '.[examples,test,trainers]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.torch pyproject.toml

@@ -14,6 +14,7 @@ __all__ = [
     "autograd_enabled",
     "empty_heads_inside",
     "empty_outputs",
+    "relative_error",
     "sink_gradient",
 ]
 
@@ -149,6 +150,16 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
     weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return (-(weight * delta).sum(dim=(0, 2))).to(sinks.dtype)
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference over that of ``wanted``; NaN where only one of them is finite."""
+    finite = torch.isfinite(wanted)
+    if not torch.equal(torch.isfinite(got), finite):
+        return float("nan")
+    wide = torch.promote_types(wanted.dtype, torch.float32)
+    first, second = (torch.where(finite, tensor, 0).to(wide) for tensor in (got, wanted))
+    return float((first - second).norm() / second.norm().clamp(min=1e-6))
 
 
 @contextmanager

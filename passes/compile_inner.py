@@ -6,13 +6,18 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from treefx.passes.fingerprint import recompute_tags, source_fingerprint
+from treefx.passes.kernel_sources import write_kernel_sources
 
 __all__ = ["Compiled", "compile_inner"]
 
@@ -33,12 +38,16 @@ def compile_inner(
         inner: "inductor", "aot_eager" or "eager".
         observe: Gets the forward and the backward graph as they are compiled.
     """
+    write_kernel_sources(gm)
     if inner == "eager":
         observe("forward", gm)
         return gm.forward
-    with tracing(TracingContext(mode)):
+    # The backward is compiled with the forward: what it demands of the sizes is known before anything runs.
+    eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with tracing(TracingContext(mode)), eagerly:
         if inner == "inductor":
-            compiled = compile_fx(gm, list(inputs), inner_compile=_observed_inductor(observe))
+            patches = {"post_grad_custom_pre_pass": _CacheKey(gm)}
+            compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches)
             assert callable(compiled)
             return compiled
         backend = aot_autograd(
@@ -48,6 +57,28 @@ def compile_inner(
             keep_inference_input_mutations=True,
         )
         return backend(gm, list(inputs))
+
+
+class _CacheKey(CustomGraphPass):
+    """Does nothing to the graph, and puts into the key of inductor's caches what they do not see of it.
+
+    They look graphs up by their code, before the backward is derived: the rules of treefx's operators and the tags of
+    checkpointing decide later. A pass of the user's in the same place is called.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        others: Any = torch._inductor.config.post_grad_custom_pre_pass
+        self._others = list(others) if isinstance(others, list | tuple) else [others] if others is not None else []
+        self._tags = recompute_tags(gm)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self._others:
+            other(graph)
+
+    def uuid(self) -> Any:
+        """Sources, tags, and what the user's own passes say of themselves; None (no caching) if one says nothing."""
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._others]
+        return None if None in others else (source_fingerprint(), self._tags, others)
 
 
 def _observed_inductor(observe: Observer) -> Callable[..., Any]:

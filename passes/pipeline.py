@@ -4,57 +4,100 @@
 1   ``trace``               Dynamo's graph to functional ATen, forward only; attention kept whole
 2   ``label_tokens``        each value invariant, prefix-determined, packed or per row; dimensions labelled
 3   ``lift_mask``           (inside 2, at each attention) masks and biases as one expression, causality proved
-4   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
-5   ``loss_laws``           (inside 4) losses pick from packed values; outputs leave packed
-6   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
+4   ``contract``            (inside 2) what a causal mixer computed on rows, read once per token again
+5   ``loss_laws``           (inside 2) losses pick from packed values
+6   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
+7   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
 ==  ======================  ==================================================================================
 
-``analyse`` runs 1 to 3 for one shape of inputs, ``rewrite`` 4 and 5 for one variant, ``compile_variant`` 6.
+``analyse`` runs 1 to 5 for one shape of inputs, ``rewrite`` 6 for one variant of it, ``compile_variant`` 7; each of
+them runs the passes of its stage that ``build_passes`` has listed.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
 from treefx.passes.attention_facts import Attention
+from treefx.passes.boundary_kv import CutGraph, Run, add_boundary
 from treefx.passes.compile_inner import Compiled, Observer, compile_inner
-from treefx.passes.constants import Constants
+from treefx.passes.constants import Constants, InputValues
+from treefx.passes.contract import leaks, mixes
 from treefx.passes.facts import Dims, Kind, fact_of
-from treefx.passes.label_tokens import SHAPE_ONLY, Role, Tokens, attentions, find_tokens, label_tokens, user_line
+from treefx.passes.label_tokens import (
+    MEETS_ROWS,
+    SHAPE_ONLY,
+    Role,
+    Tokens,
+    attentions,
+    find_tokens,
+    label_tokens,
+    user_line,
+)
 from treefx.passes.loss_laws import Pick
 from treefx.passes.pack_tokens import Output, Packer, is_packed_output
 from treefx.passes.reindex import Reindexed
+from treefx.passes.runner import Pass, run_passes
+from treefx.passes.score_algebra import walk
+from treefx.passes.token_count import TokenCount, add_count_input
 from treefx.passes.trace import trace_forward, trace_function
+from treefx.passes.tree_mixers import TreeConvolution
 
 __all__ = [
+    "NECESSARY",
+    "OPTIONAL",
     "Analysis",
     "Expansion",
     "Rewritten",
     "Variant",
     "analyse",
+    "build_passes",
     "compile_variant",
     "fake_inputs",
+    "live_nodes",
     "rewrite",
 ]
+
+OPTIONAL = {
+    "contract": "causal mixers are expanded, and everything after them",
+    "loss_laws": "the loss reads logits that are expanded to rows",
+}
+"""Passes that may be left out, and what then happens. Results stay exact."""
+NECESSARY = {
+    "trace": "every other pass reads its graph",
+    "label_tokens": "without labels nothing can be proved",
+    "lift_mask": "what a token sees would be unknown; options={'min_sharing': float('inf')} runs the ordinary graph",
+    "pack_tokens": "it is what treefx does; options={'min_sharing': float('inf')} runs the ordinary graph",
+    "compile_inner": "a graph has to be run by something; options={'inner': 'eager'} runs it as it is",
+}
+"""Passes that cannot be left out, and why."""
+
+_FOREST_TOKENS = 8192
+"""The size that graphs of the native level are compiled for; a forest may be larger."""
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """An operator that reads expanded values: its name, why, and the user's line."""
+    """An operator that reads expanded values: its name, why, and the user's line.
+
+    Where it is ``contracted``, all that comes of it is proved causal and read once per token again.
+    """
 
     op: str
     reason: str
     line: str | None
+    contracted: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +110,10 @@ class Variant:
     redundant: frozenset[Expr] = frozenset()
     """Conditions of attentions that the inputs of the call make true everywhere."""
     native: bool = False
+    absent: frozenset[int] = frozenset()
+    """Output positions of logits that are not computed, because only losses read them so far."""
+    part: Run | None = None
+    """What a part of a forest runs for; None for a forest that is not cut."""
 
 
 @dataclass
@@ -79,6 +126,8 @@ class Analysis:
     identity: list[int]
     """Positions of the inputs whose values tell tokens apart."""
     identity_with_padding: list[int]
+    identity_of_rows: list[fx.Node] = field(default_factory=list)
+    """Values, one number per row, that do so too."""
     constants: Constants | None = None
     attentions: list[Attention] = field(default_factory=list)
     expansions: list[Expansion] = field(default_factory=list)
@@ -127,11 +176,10 @@ class Rewritten:
     outputs: list[Output]
     inputs: list[Any]
     mode: FakeTensorMode
-
-    @property
-    def tokens(self) -> Any:
-        """The symbolic number of distinct tokens."""
-        return self.inputs[-2].shape[0]
+    count: TokenCount
+    """The number of distinct tokens; an input after the metadata."""
+    cut: CutGraph | None = None
+    """What a graph of parts takes and returns beside the others."""
 
 
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
@@ -139,114 +187,214 @@ def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     return [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in inputs]
 
 
-def analyse(gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role], consecutive: frozenset[int]) -> Analysis:
+@dataclass
+class _Work:
+    """What the passes know and find beside the graph."""
+
+    inputs: Sequence[Any]
+    """The values of a call, one per placeholder."""
+    analysis: Analysis
+    known: InputValues = field(default_factory=InputValues)
+    variant: Variant = field(default_factory=Variant)
+    rewritten: Rewritten | None = None
+    observe: Observer = lambda stage, gm: None
+    run: Compiled | None = None
+
+
+def build_passes(inner: str, disabled: Collection[str] = ()) -> tuple[Pass, ...]:
+    """All passes in order, their options bound.
+
+    Args:
+        inner: What compiles the rewritten graph: "inductor", "aot_eager" or "eager".
+        disabled: Those of ``OPTIONAL`` to be left out.
+    """
+    label = functools.partial(
+        _label_tokens, contract="contract" not in disabled, pick_losses="loss_laws" not in disabled
+    )
+    return (
+        Pass("trace", _trace, "analyse"),
+        Pass("label_tokens", label, "analyse"),
+        Pass("pack_tokens", _pack_tokens, "rewrite"),
+        Pass("boundary_kv", _boundary_kv, "rewrite"),
+        Pass("compile_inner", functools.partial(_compile_inner, inner=inner), "compile"),
+    )
+
+
+def _run_stage(stage: str, passes: Sequence[Pass], gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
+    return run_passes([item for item in passes if item.stage == stage], gm, work, work.analysis.seconds)
+
+
+def analyse(
+    gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role], known: InputValues, passes: Sequence[Pass]
+) -> Analysis:
     """Trace and label Dynamo's graph for inputs of the given shapes.
+
+    Numbers among the inputs (symbolic sizes of Dynamo) become part of the graph; everything that counts positions of
+    inputs counts tensors alone.
 
     Args:
         gm: Dynamo's graph.
         inputs: Run-time inputs; values of buffers may enter proofs.
-        roles: What each placeholder is.
-        consecutive: Positions of inputs that count up by one along their rows, in this and all later calls of the
-        analysis.
+        roles: What each tensor among the inputs is.
+        known: What the values of the inputs prove, in this and all later calls of the analysis.
+        passes: From ``build_passes``.
     """
-    started = time.perf_counter()
+    analysis = Analysis(gm, roles, None, [], [])
+    analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
+    return analysis
+
+
+def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    traced = trace_forward(gm, fake_inputs(inputs, mode), mode)
-    seconds = {"trace": time.perf_counter() - started}
-    tokens = find_tokens(traced, roles)
-    if tokens is None:
-        return Analysis(traced, roles, None, [], [], seconds=seconds)
-    started = time.perf_counter()
-    constants = Constants(traced, inputs, roles, consecutive)
-    identity = label_tokens(traced, roles, tokens)
-    seconds["label"] = time.perf_counter() - started
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    always, with_padding = (
-        [i for i, node in enumerate(placeholders) if node in nodes]
-        for nodes in (identity.always, identity.with_padding)
-    )
-    calls = [node for node in traced.graph.nodes if node.op == "call_function"]
-    picks = [node for node in calls if isinstance(fact_of(node).law, Pick)]
-    return Analysis(
-        traced, roles, tokens, always, with_padding, constants,
-        attentions(traced), _expansions(traced), picks, seconds,
-    )  # fmt: skip
+    traced = trace_forward(gm, fake_inputs(work.inputs, mode), mode)
+    for node, value in zip(traced.graph.find_nodes(op="placeholder"), work.inputs, strict=True):
+        if not isinstance(value, Tensor):
+            traced.graph.erase_node(node)
+    traced.recompile()
+    work.inputs = [x for x in work.inputs if isinstance(x, Tensor)]
+    return traced
+
+
+def _label_tokens(gm: fx.GraphModule, work: _Work, *, contract: bool, pick_losses: bool) -> fx.GraphModule:
+    found = work.analysis
+    found.tokens = find_tokens(gm, found.roles)
+    if found.tokens is None:
+        return gm
+    found.constants = Constants(gm, work.inputs, found.roles, work.known)
+    identity = label_tokens(gm, found.roles, found.tokens, contract=contract, pick_losses=pick_losses)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    found.identity = [i for i, node in enumerate(placeholders) if node in identity.always]
+    found.identity_with_padding = [i for i, node in enumerate(placeholders) if node in identity.with_padding]
+    found.identity_of_rows = [node for node in calls if node in identity.with_padding]
+    found.attentions, found.expansions = attentions(gm), _expansions(gm)
+    found.picks = [node for node in calls if isinstance(fact_of(node).law, Pick)]
+    return gm
 
 
 def _expansions(gm: fx.GraphModule) -> list[Expansion]:
     """The operators that read expanded values, as far as anybody reads theirs."""
-    live = _live(gm)
+    live = live_nodes(gm)
     found = []
     for node in gm.graph.nodes:
-        reason = fact_of(node).reason if node in live and node.op == "call_function" else None
-        if reason is not None:
-            found.append(Expansion(fact_of(node).blame or str(node.target), reason, user_line(node)))
+        fact = fact_of(node) if node in live and node.op == "call_function" else None
+        if fact is None or fact.reason is None or node.target is operator.getitem:
+            continue
+        contracted = not leaks(node, live)
+        item = Expansion(fact.blame or str(node.target), fact.reason, user_line(node), contracted)
+        begins = fact.reason != MEETS_ROWS or not any(_is_learned_row(source) for source in node.all_input_nodes)
+        if (begins or not contracted) and item not in found:  # a loop over the columns names its line once
+            found.append(item)
     return found
 
 
-def _live(gm: fx.GraphModule) -> set[fx.Node]:
+def _is_learned_row(node: fx.Node) -> bool:
+    return fact_of(node).kind is Kind.ROW and fact_of(node).learned
+
+
+def live_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes whose values reach an output or change a buffer; who only lends a shape does not count."""
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     stack = [*gm.graph.find_nodes(op="output"), *copies]
     seen = set(stack)
     while stack:
         node = stack.pop()
-        for source in node.all_input_nodes:
+        for source in _read(node):
             if source not in seen and node.target not in SHAPE_ONLY:
                 seen.add(source)
                 stack.append(source)
     return seen
 
 
-def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any]) -> Rewritten:
-    """Write the graph of a variant for a symbolic number of tokens."""
-    assert analysis.tokens is not None
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What a node reads once the graph is rewritten: of a lifted attention, not the masks it was made from."""
+    law = fact_of(node).law if node.op == "call_function" else None
+    if isinstance(law, TreeConvolution):
+        return [law.source, law.weight, *([law.bias] if law.bias is not None else [])]
+    if not isinstance(law, Attention):
+        return node.all_input_nodes
+    expressions = [law.score, *law.conditions, *law.padding, *([law.sinks] if law.sinks is not None else [])]
+    loads = [item[1] for expression in expressions for item in walk(expression) if item[0] == "load"]
+    return [law.query, law.key, law.value, *loads]
+
+
+def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any], passes: Sequence[Pass]) -> Rewritten:
+    """Write the graph of a variant for a symbolic number of tokens.
+
+    Args:
+        analysis: Of the shape.
+        variant: How to write it.
+        inputs: The tensors of a call.
+        passes: From ``build_passes``.
+
+    Raises:
+        UnsupportedError: A forest is in use and an operator reads whole rows.
+    """
     if variant.native and (analysis.expansions or analysis.picks):
         first = analysis.expansions[0].op if analysis.expansions else "a loss over labels"
         raise UnsupportedError(
             f"under treefx.use(forest) every operator must be token-wise, but {first} reads whole rows; "
             "leave labels out and use treefx.losses, or call the model on a padded batch without treefx.use"
         )
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
-    metadata = _metadata(analysis.tokens, device, mode)
-    fakes = fake_inputs(inputs, mode)
+    work = _Work(inputs, analysis, variant=variant)
+    gm = _run_stage("rewrite", passes, analysis.gm, work)
+    assert work.rewritten is not None
+    work.rewritten.gm = gm
+    return work.rewritten
+
+
+def _pack_tokens(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
+    tokens, variant = work.analysis.tokens, work.variant
+    assert tokens is not None
+    count = TokenCount(_FOREST_TOKENS if variant.native else tokens.rows * tokens.columns)
+    mode = FakeTensorMode(shape_env=count, allow_non_fake_inputs=True)
+    metadata = _metadata(tokens, work.inputs[0].device, count, mode)
+    fakes = fake_inputs(work.inputs, mode)
     if variant.native:
-        position = analysis.gm.graph.find_nodes(op="placeholder").index(analysis.tokens.ids)
+        position = gm.graph.find_nodes(op="placeholder").index(tokens.ids)
         with mode:
-            fakes[position] = torch.empty_like(metadata[1], dtype=inputs[position].dtype)[None]
+            fakes[position] = torch.empty_like(metadata[1], dtype=fakes[position].dtype)[None]
     packer = Packer(
-        analysis.gm, analysis.tokens, keep_padding=variant.keep_padding, detached=variant.detached,
-        redundant=variant.redundant, native=variant.native,
+        gm, tokens, keep_padding=variant.keep_padding, detached=variant.detached,
+        redundant=variant.redundant, native=variant.native, absent=variant.absent,
     )  # fmt: skip
-    tensors = [x for x in fakes if isinstance(x, Tensor)]
-
-    def run(*values: Any) -> tuple[Any, ...]:
-        # Numbers are part of the graph: as inputs, AOTAutograd would give them symbols, and one symbol to equal sizes.
-        given = iter(values)
-        return packer.run(*[next(given) if isinstance(x, Tensor) else x for x in fakes], *given)
-
-    gm = trace_function(run, [*tensors, *metadata], mode)
-    return Rewritten(gm, analysis.gm, packer.outputs, [*tensors, *metadata], mode)
+    packed = trace_function(packer.run, [*fakes, *metadata], mode)
+    add_count_input(packed, count.count)
+    work.rewritten = Rewritten(packed, gm, packer.outputs, [*fakes, *metadata, count.count], mode, count)
+    return packed
 
 
-def _metadata(tokens: Tokens, device: torch.device, mode: FakeTensorMode) -> list[Any]:
+def _boundary_kv(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
+    rewritten, run = work.rewritten, work.variant.part
+    assert rewritten is not None
+    if run is not None:
+        gm, rewritten.inputs, rewritten.cut = add_boundary(gm, rewritten.inputs, rewritten.mode, run)
+    return gm
+
+
+def _metadata(tokens: Tokens, device: torch.device, count: TokenCount, mode: FakeTensorMode) -> list[Any]:
     """row, column, subtree_end of a symbolic length N, and token_of [B, T]."""
-    hint = max(2, tokens.rows * tokens.columns)
-    vectors = [torch.zeros(hint, dtype=dtype, device=device) for dtype in (torch.int64, torch.int64, torch.int32)]
-    context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
-    fakes = [mode.from_tensor(vector, symbolic_context=context) for vector in vectors]
+    vectors = count.vectors([torch.int64, torch.int64, torch.int32], device, mode)
     token_of = torch.zeros(tokens.rows, tokens.columns, dtype=torch.int64, device=device)
-    return [*fakes, mode.from_tensor(token_of, static_shapes=True)]
+    return [*vectors, mode.from_tensor(token_of, static_shapes=True)]
 
 
-def compile_variant(rewritten: Rewritten, inner: str, observe: Observer) -> Compiled:
-    """Compile a rewritten graph."""
+def compile_variant(analysis: Analysis, rewritten: Rewritten, observe: Observer, passes: Sequence[Pass]) -> Compiled:
+    """Compile a rewritten graph of an analysis; ``observe`` gets the graphs that the inner compiler gets."""
+    work = _Work((), analysis, rewritten=rewritten, observe=observe)
+    _run_stage("compile", passes, rewritten.gm, work)
+    assert work.run is not None
+    return work.run
+
+
+def _compile_inner(gm: fx.GraphModule, work: _Work, *, inner: str) -> fx.GraphModule:
+    assert work.rewritten is not None
     with torch._C._DisableAutocast():
-        return compile_inner(rewritten.gm, rewritten.inputs, rewritten.mode, inner, observe)
+        work.run = compile_inner(gm, work.rewritten.inputs, work.rewritten.mode, inner, work.observe)
+    return gm
 
 
 def is_packed(analysis: Analysis) -> bool:
     """Whether anything but the tail of the graph would run packed."""
     kinds = {fact_of(node).kind for node in analysis.gm.graph.nodes if node.op == "call_function"}
-    return Kind.PACKED in kinds and bool(analysis.attentions)
+    return Kind.PACKED in kinds and bool(analysis.attentions or mixes(analysis.gm))

@@ -2,7 +2,8 @@
 
 Works on a copy: changing Dynamo's own graph crashes Dynamo. Attention and the user's own ``autograd.Function`` stay
 whole (``treefx.passes.opaque_ops``); bodies of activation checkpoints are inlined and tagged for the partitioner;
-regions without gradient become ``detach``; casts of autocast become explicit.
+regions without gradient become ``detach``; casts of autocast become explicit; associative scans become slices and
+calls of their combine function, and ``flex_attention`` products and a softmax.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from treefx.passes import opaque_ops
+from treefx.passes.inline_flex import flex_attention
+from treefx.passes.inline_scan import associative_scan
 
 __all__ = ["trace_forward", "trace_function"]
 
 _ATTENTION = {F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention}
 _HIGHER_ORDER = torch.ops.higher_order
+_BATCHING = {
+    predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting, predispatch._add_batch_dim,
+    predispatch._remove_batch_dim,
+}  # fmt: skip
 _checkpoint_ids = itertools.count(1)
 
 
@@ -73,6 +81,8 @@ class _ForwardTracer(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, grad_enabled: bool = True) -> None:
         super().__init__(gm)
         self.grad_enabled = grad_enabled
+        self.batch_levels: list[int] = []
+        """The levels that vmap has here, by nesting; functionalisation is one below."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch._C._set_grad_enabled:
@@ -82,6 +92,8 @@ class _ForwardTracer(fx.Interpreter):
         return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target == "item" and not isinstance(args[0], Tensor):
+            return args[0]  # a number that Dynamo passes as a tensor; the run time gives its value
         result = super().call_method(target, args, kwargs)
         return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
 
@@ -92,7 +104,25 @@ class _ForwardTracer(fx.Interpreter):
             return self._inline_checkpoint(args)
         if target is _HIGHER_ORDER.autograd_function_apply:
             return _call_custom_function(*args)
+        if target is _HIGHER_ORDER.associative_scan:
+            return associative_scan(*args)
+        if target is _HIGHER_ORDER.flex_attention:
+            return flex_attention(*args, **kwargs)
+        if target in _BATCHING:
+            return self._batch(target, args)
         return super().call_function(target, args, kwargs)
+
+    def _batch(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """The pieces that Dynamo takes ``torch.vmap`` apart into; they name levels by number."""
+        if target is predispatch._vmap_increment_nesting:
+            self.batch_levels.append(target(*args))
+            return self.batch_levels[-1]
+        if target is predispatch._vmap_decrement_nesting:
+            self.batch_levels.pop()
+            return target(*args)
+        position = 2 if target is predispatch._add_batch_dim else 1
+        level = self.batch_levels[args[position] - 1]
+        return target(*args[:position], level, *args[position + 1 :])
 
     def _inline_checkpoint(self, args: tuple[Any, ...]) -> Any:
         """Run a checkpointed body in place; the partitioner reads the tags and recomputes it in the backward."""

@@ -1,7 +1,7 @@
 """The oracle of the backend: eager training on the padded batch, or every row alone, and the comparison."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +24,19 @@ __all__ = [
     "relative_errors",
     "separate_rows",
     "stats_of",
+    "zero_gradients",
 ]
 
 FLOAT32, FLOAT64 = 1e-5, 1e-10
 """Largest relative error of a loss or of a gradient, by the dtype of the weights."""
-ZERO_GRADIENT = 1e-2
-"""Gradients below this share of the largest are judged against it.
+SMALL_GRADIENT = 1e-4
+"""Gradients below this share of the model's largest are judged against it."""
+ZERO_GRADIENT, NO_GRADIENT = 1e-2, 1e-6
+"""A gradient that is zero in exact arithmetic is judged against the first share of the model's largest.
 
-Some are zero but for rounding (a key bias without rotary positions shifts all scores of a query alike). With
-FLOAT32 what is allowed there is 1e-7 of the largest gradient, about the spacing of float32 numbers at it.
+Such are those of key biases without rotary positions, which shift all scores of a query alike. With FLOAT32 what is
+allowed there is 1e-7 of the largest gradient, about the spacing of float32 numbers at it. Zero is what is below the
+second share of the largest when the step runs eagerly in float64.
 """
 
 Step = Callable[[nn.Module], Tensor]
@@ -115,10 +119,11 @@ def separate_rows(model: nn.Module, rows: Sequence[Sequence[int]], weights: Sequ
     return outcome(twin, total)
 
 
-def relative_errors(got: Outcome, expected: Outcome) -> dict[str, float]:
+def relative_errors(got: Outcome, expected: Outcome, zeros: Collection[str] = ()) -> dict[str, float]:
     """Largest absolute difference over the largest absolute value, for "loss" and each parameter by name.
 
-    A gradient that is there on one side only is an infinite error, as is NaN.
+    A gradient that is there on one side only is an infinite error, as is NaN. `zeros` are the parameters whose
+    gradient is zero in exact arithmetic.
     """
     largest = max(float(g.abs().max()) for g in expected.gradients.values() if g is not None)
     errors = {"loss": _relative(got.loss, expected.loss, 0.0)}
@@ -127,7 +132,8 @@ def relative_errors(got: Outcome, expected: Outcome) -> dict[str, float]:
         if left is None or right is None:
             errors[name] = 0.0 if left is None and right is None else float("inf")
         else:
-            errors[name] = _relative(left, right, ZERO_GRADIENT * largest)
+            floor = ZERO_GRADIENT if name in zeros else SMALL_GRADIENT
+            errors[name] = _relative(left, right, floor * largest)
     return errors
 
 
@@ -141,9 +147,24 @@ def _relative(got: Tensor, expected: Tensor, floor: float) -> float:
     return difference / scale if difference == difference else float("inf")
 
 
-def assert_close(got: Outcome, expected: Outcome, tolerance: float) -> dict[str, float]:
-    """Fails with the names and errors of everything beyond the tolerance, worst first."""
+def zero_gradients(model: nn.Module, step: Step) -> set[str]:
+    """The parameters whose gradient is zero but for rounding, by an eager step in float64."""
+    twin = copy.deepcopy(model).double()
+    exact = outcome(twin, lambda: step(twin)).gradients
+    largest = max(float(g.abs().max()) for g in exact.values() if g is not None)
+    return {name for name, g in exact.items() if g is not None and float(g.abs().max()) <= NO_GRADIENT * largest}
+
+
+def assert_close(
+    got: Outcome, expected: Outcome, tolerance: float, zeros: Callable[[], Collection[str]] = tuple
+) -> dict[str, float]:
+    """Fails with the names and errors of everything beyond the tolerance, worst first.
+
+    `zeros` finds the parameters without a gradient in exact arithmetic; it is asked only where something differs.
+    """
     errors = relative_errors(got, expected)
+    if not all(error <= tolerance for error in errors.values()):
+        errors = relative_errors(got, expected, zeros())
     wrong = sorted(((e, name) for name, e in errors.items() if not e <= tolerance), reverse=True)
     listed = "; ".join(f"{name}: {error:.2e}" for error, name in wrong[:8])
     assert not wrong, f"{len(wrong)} of {len(errors)} differ by more than {tolerance:.0e} relative: {listed}"
@@ -166,7 +187,7 @@ def compare(model: nn.Module, step: Step | Batch, tolerance: float | None = None
     compiled = compile_with(twin, **options)
     expected = outcome(reference, lambda: run(reference))
     got = outcome(twin, lambda: run(compiled))
-    return Checked(compiled, twin, assert_close(got, expected, tolerance))
+    return Checked(compiled, twin, assert_close(got, expected, tolerance, lambda: zero_gradients(model, run)))
 
 
 @contextmanager

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from treefx.block_graph import BlockGraph
 from treefx.config import Config
+from treefx.dynamo import keep_graphs_whole
 from treefx.errors import ConfigError
+from treefx.passes.on_tree import is_on_tree
 from treefx.report import register
 from treefx.runtime import CompiledGraph
+from treefx.shapes import forget_shapes
 
 __all__ = ["treefx"]
 
@@ -23,7 +26,7 @@ def treefx(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-) -> CompiledGraph:
+) -> BlockGraph | CompiledGraph:
     """Compile one graph of Dynamo so that shared prefixes are computed once.
 
     Args:
@@ -42,24 +45,13 @@ def treefx(
     config = Config.from_options(options)
     placeholders = gm.graph.find_nodes(op="placeholder")
     roles = [_role(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
-    graph = CompiledGraph(gm, roles, config)
+    graph = BlockGraph(gm, roles, config) if is_on_tree(gm) else CompiledGraph(gm, roles, config)
     register(graph)
     return graph
 
 
-def _keep_logs_from_breaking_graphs() -> None:
-    """Let Dynamo trace past ``logger.warning_once``.
-
-    transformers adds that method and calls it in the loss of models without a loss type (gpt2), where it would cut the
-    graph between logits and loss: the loss could not say any more which positions nobody reads. PyTorch's own setting
-    for this; the message is not shown from compiled code.
-    """
-    warn_once = getattr(logging.Logger, "warning_once", None)
-    if warn_once is not None:
-        torch._dynamo.config.ignore_logging_functions.add(warn_once)
-
-
-_keep_logs_from_breaking_graphs()
+keep_graphs_whole()
+setattr(treefx, "reset", forget_shapes)  # torch.compiler.reset calls it
 
 
 def _role(node: fx.Node, example: Any) -> str:

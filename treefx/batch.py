@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,8 +37,8 @@ class Batch:
         return len(self.metadata[0])
 
 
-_recent: OrderedDict[int, tuple[list[Tensor], Tensor | None, Batch]] = OrderedDict()
-_RECENT = 4
+_recent: deque[tuple[list[Tensor], Tensor | None, Batch]] = deque(maxlen=4)
+_remembering = threading.Lock()
 
 
 def build_batch(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
@@ -50,13 +51,14 @@ def build_batch(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
         keys: [B, T] inputs; two positions are one token iff these agree on all kept columns up to theirs.
         keep: bool [B, T], False at padding to be dropped; None keeps all.
     """
-    for known, known_keep, batch in reversed(_recent.values()):
+    with _remembering:
+        recent = list(_recent)
+    for known, known_keep, batch in reversed(recent):
         if _same(keys, known) and _same_keep(keep, known_keep):
             return batch
     batch = _build(keys, keep)
-    _recent[id(batch)] = ([key.clone() for key in keys], None if keep is None else keep.clone(), batch)
-    while len(_recent) > _RECENT:
-        _recent.popitem(last=False)
+    with _remembering:
+        _recent.append(([key.clone() for key in keys], None if keep is None else keep.clone(), batch))
     return batch
 
 

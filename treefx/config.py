@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from treefx.errors import ConfigError
+from treefx.passes.pipeline import NECESSARY, OPTIONAL
 
 __all__ = ["Config"]
 
@@ -14,6 +15,9 @@ __all__ = ["Config"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """Fields are the options by name.
+
+    One thing is set from outside: with the environment variable ``TREEFX_DUMP_DIR``, a folder, the graph before and
+    after every pass, their differences and the sources of generated kernels are written there.
 
     Raises:
         ConfigError: A value is not one of those its field takes.
@@ -27,8 +31,13 @@ class Config:
     """Where an operator has no token-wise law: expand what it reads, run the whole graph ordinarily, or raise."""
     padding: Literal["auto", "drop"] = "auto"
     """"auto": padding is left out only where nobody can see it. "drop": always; what is read there is zero."""
+    max_logits: int = 2**26
+    """Logits (tokens times vocabulary) above which LM head and loss run in chunks of the vocabulary; the logits are
+    then only computed, by a second run, if somebody reads them."""
     max_shapes: int = 8
     """How many shapes [B, T] one graph keeps compiled packed; beyond that, new shapes run the ordinary graph."""
+    disable_passes: tuple[str, ...] = ()
+    """Names of passes to leave out, to find the one at fault: those of ``treefx.passes.pipeline.OPTIONAL``."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -36,6 +45,7 @@ class Config:
             _check(item.name, getattr(self, item.name), hints[item.name])
         if not self.min_sharing >= 1.0:  # also refuses NaN
             raise ConfigError(f"option 'min_sharing' must be a ratio of at least 1.0, got {self.min_sharing!r}")
+        object.__setattr__(self, "disable_passes", _check_passes(self.disable_passes))
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
@@ -53,8 +63,19 @@ class Config:
         return cls(**dict(options or {}))
 
 
+def _check_passes(names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ConfigError(f"option 'disable_passes' must be a list of names, got {names!r}; write [{names!r}]")
+    for name in names:
+        if name in NECESSARY:
+            raise ConfigError(f"option 'disable_passes': {name!r} cannot be left out: {NECESSARY[name]}")
+        if name not in OPTIONAL:
+            raise ConfigError(f"option 'disable_passes' takes names among {', '.join(OPTIONAL)}, got {name!r}")
+    return tuple(sorted(set(names)))
+
+
 def _check(name: str, value: Any, hint: Any) -> None:
-    choices = get_args(hint)
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
     if choices and value not in choices:
         raise ConfigError(f"option {name!r} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     numbers = {float: (int, float), int: (int,)}

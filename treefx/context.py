@@ -1,14 +1,30 @@
-"""The forest of the current call: how the native level hands a tree to the compiled graph."""
+"""The forest of the current call: how the native level hands a tree to the compiled graph.
+
+Also the tree of the forward that is running under ``treefx.distribute``.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from treefx.errors import ForestError
 from treefx.forest import Forest
 
-__all__ = ["current_forest", "use"]
+__all__ = ["RunningTree", "current_forest", "current_tree", "set_tree", "use"]
 
+
+@dataclass(frozen=True)
+class RunningTree:
+    """Figures of the tree on which a model under ``treefx.distribute`` is running its forward."""
+
+    raw_tokens: int
+    tokens: int
+    parameters: frozenset[int]
+    """``id`` of the model's parameters as its owner sees them: FSDP swaps others in while a block runs."""
+
+
+_TREE: ContextVar[RunningTree | None] = ContextVar("treefx_tree", default=None)
 _CURRENT: ContextVar[Forest | None] = ContextVar("treefx_forest", default=None)
 
 
@@ -42,3 +58,13 @@ def use(forest: Forest) -> Iterator[Forest]:
 def current_forest() -> Forest | None:
     """Return the forest of the innermost `use` of this thread, None outside of one."""
     return _CURRENT.get()
+
+
+def set_tree(tree: RunningTree | None) -> None:
+    """Begin (or end, with None) the forward of a model on a tree; ``treefx.distribute`` calls it."""
+    _TREE.set(tree)
+
+
+def current_tree() -> RunningTree | None:
+    """Return the tree of the forward that is running, None outside of one."""
+    return _TREE.get()

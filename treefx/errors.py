@@ -4,7 +4,7 @@ Each message says what was expected, what came, and what to do. Errors of this f
 anything else that escapes treefx is a bug of treefx.
 """
 
-__all__ = ["ConfigError", "ForestError", "InputError", "TreefxError", "UnsupportedError"]
+__all__ = ["ConfigError", "ForestError", "InputError", "MemoryLimitError", "TreefxError", "UnsupportedError"]
 
 
 class TreefxError(Exception):
@@ -25,3 +25,7 @@ class ForestError(InputError):
 
 class UnsupportedError(TreefxError):
     """A computation that treefx cannot run exactly; the message names it and the way out."""
+
+
+class MemoryLimitError(TreefxError):
+    """No plan runs within the memory limit; the message names the token path and the bytes it needs."""

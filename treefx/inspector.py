@@ -113,7 +113,7 @@ class Inspection:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What each tree attention computes, as mathematics, with the line it comes from, by node name."""
+        """What each tree attention computes, with its line and the Triton source generated for it, by node name."""
         graphs = self.graphs
         return describe_attentions(graphs["captured"], graphs["rewritten"]) if "rewritten" in graphs else {}
 

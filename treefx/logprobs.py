@@ -1,9 +1,7 @@
 """Log-probabilities of a forest's edges, from logits or from hidden states and the LM head.
 
 Both forms compute in float32 (float64 for float64 input) and never hold a float32 copy of [N, V]: the first
-goes over rows of the logits in chunks, the second over the vocabulary, with an online log-sum-exp in the
-forward (Milakov and Gimelshein 2018, arXiv 1805.02867) and the probabilities computed again in the backward
-(as in Cut Your Losses, Wijmans et al. 2024, arXiv 2411.09009).
+goes over rows of the logits in chunks, the second over the vocabulary (`treefx.passes.vocab_tail`).
 """
 
 from dataclasses import dataclass
@@ -146,30 +144,21 @@ class _LogitsLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What turns LM-head outputs into logits: z = cap(h W^T + b) / T."""
+    """What turns LM-head outputs into logits: z = scale * cap(h W^T + b), `chunk` entries at a time."""
 
-    inverse_temperature: float
+    scale: float
     softcap: float | None
     chunk: int
-
-    def scores(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits of one vocabulary chunk, and the cap's tanh for the backward."""
-        raw = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
-        scores = raw.to(dtype)
-        if self.softcap is None:
-            return scores * self.inverse_temperature, None
-        tanh = (scores / self.softcap).tanh_()
-        return tanh * (self.softcap * self.inverse_temperature), tanh
 
 
 def _hidden_logprobs(
     rows: torch.Tensor, forest: Forest, weight: torch.Tensor, bias: torch.Tensor | None, head: _Head
 ) -> torch.Tensor:
-    """Gather the source rows, bring edges into vocabulary order, apply ambient autocast, and run the op."""
+    """Gather the source rows, apply ambient autocast, and run the operator that losses in graphs end in too."""
+    # The passes load torch.fx and more: only this form needs them.
+    from treefx.passes.vocab_tail import surprise
+
     edges = forest.edges
-    by_token = edges.token.argsort(stable=True)
     sources, slot = torch.unique(edges.source, return_inverse=True)
     hidden = rows.index_select(0, sources)
     kind = hidden.device.type
@@ -178,63 +167,6 @@ def _hidden_logprobs(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
-        logp = _HiddenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, slot[by_token], edges.token[by_token], head
-        )
-    return torch.empty_like(logp).index_copy(0, by_token, logp)
-
-
-class _HiddenLogprobs(torch.autograd.Function):
-    """Edge log-probs through the LM head, one vocabulary chunk at a time; edges come ordered by token."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        slot: torch.Tensor,
-        token: torch.Tensor,
-        head: _Head,
-    ) -> torch.Tensor:
-        dtype = _accumulate_dtype(hidden.dtype)
-        starts = torch.arange(0, weight.shape[0] + head.chunk, head.chunk, device=token.device)
-        bounds = torch.searchsorted(token, starts).tolist()
-        lse = torch.full((len(hidden),), -torch.inf, dtype=dtype, device=hidden.device)
-        chosen = torch.empty(len(token), dtype=dtype, device=hidden.device)
-        for number, start in enumerate(range(0, weight.shape[0], head.chunk)):
-            part, edges = slice(start, start + head.chunk), slice(bounds[number], bounds[number + 1])
-            scores, _ = head.scores(hidden, weight[part], None if bias is None else bias[part], dtype)
-            lse = torch.logaddexp(lse, scores.logsumexp(dim=1))
-            chosen[edges] = scores[slot[edges], token[edges] - start]
-        ctx.save_for_backward(hidden, weight, bias, slot, token, lse)
-        ctx.head, ctx.bounds = head, bounds
-        return chosen - lse[slot]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, slot, token, lse = ctx.saved_tensors
-        head, dtype = ctx.head, lse.dtype
-        grad = grad.to(dtype)
-        total = torch.zeros_like(lse).index_add_(0, slot, grad)
-        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for number, start in enumerate(range(0, weight.shape[0], head.chunk)):
-            part, edges = slice(start, start + head.chunk), slice(ctx.bounds[number], ctx.bounds[number + 1])
-            scores, tanh = head.scores(hidden, weight[part], None if bias is None else bias[part], dtype)
-            scores.sub_(lse[:, None]).exp_().mul_(-total[:, None])
-            scores[slot[edges], token[edges] - start] += grad[edges]
-            scores.mul_(head.inverse_temperature)
-            if tanh is not None:
-                scores.mul_(1 - tanh * tanh)
-            low = scores.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden += low @ weight[part]
-            if grad_weight is not None:
-                grad_weight[part] = low.T @ hidden
-            if grad_bias is not None:
-                grad_bias[part] = scores.sum(dim=0)
-        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        losses: torch.Tensor
+        losses, _ = surprise(hidden, weight, bias, slot, edges.token, head.scale, head.softcap, head.chunk)
+    return -losses

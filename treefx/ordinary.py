@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.passes.pipeline import fake_inputs
+from treefx.shapes import compiling
 
 __all__ = ["Ordinary"]
 
@@ -38,7 +39,9 @@ class Ordinary:
         symbolic = any(isinstance(x, int) for x in args)
         key = ("symbolic",) if symbolic else tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in args)
         if key not in self._compiled:
-            self._compiled[key] = self._compile_symbolic() if symbolic else self._compile(args)
+            with compiling:
+                if key not in self._compiled:
+                    self._compiled[key] = self._compile_symbolic() if symbolic else self._compile(args)
         return self._compiled[key](*args)
 
     def _compile_symbolic(self) -> Callable[..., Any]:

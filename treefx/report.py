@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import fx
 
-if TYPE_CHECKING:
-    from treefx.runtime import CompiledGraph
+from treefx.config import Config
+from treefx.passes.pipeline import Rewritten
 
-__all__ = ["GraphReport", "Run", "find", "register"]
+__all__ = ["GraphReport", "ReportingGraph", "Run", "find", "register"]
 
 
 @dataclass
@@ -53,19 +53,33 @@ class GraphReport:
         return self.raw_tokens / self.tokens if self.tokens else 1.0
 
 
+class ReportingGraph(Protocol):
+    """What the backend returns to Dynamo for one graph, as the inspector sees it."""
+
+    config: Config
+
+    @property
+    def reports(self) -> list[GraphReport]:
+        """One report per model that ran the graph."""
+
+    @property
+    def rewrites(self) -> list[Rewritten]:
+        """The rewritten graphs in which the inspector can describe attentions."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One graph as one model ran it."""
 
-    graph: CompiledGraph
+    graph: ReportingGraph
     report: GraphReport
 
 
 _clock = itertools.count(1)
-_graphs: list[weakref.ref[CompiledGraph]] = []
+_graphs: list[weakref.ref[ReportingGraph]] = []
 
 
-def register(graph: CompiledGraph) -> None:
+def register(graph: ReportingGraph) -> None:
     """Remember a compiled graph for the inspector, as long as Dynamo keeps it."""
     _graphs[:] = [ref for ref in _graphs if ref() is not None]
     _graphs.append(weakref.ref(graph))

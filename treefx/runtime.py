@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -14,50 +15,27 @@ from torch._guards import CompileContext
 
 from treefx.batch import Batch, build_batch, forest_batch
 from treefx.config import Config
-from treefx.context import current_forest
+from treefx.context import current_forest, current_tree
 from treefx.errors import ForestError, TreefxError, UnsupportedError
 from treefx.forest import Forest
 from treefx.lazy import Deferred, LazyRows, lazy_rows
 from treefx.ordinary import Ordinary
+from treefx.output_use import OutputUse
+from treefx.passes.constants import InputValues, input_values
 from treefx.passes.layout import expand_rows, rows_in_order
-from treefx.passes.padding import Padding
-from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, compile_variant, is_packed, rewrite
+from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, build_passes, is_packed
+from treefx.passes.vocab_tail import logits_of_losses
+from treefx.planning.boundary import Cut, PartRow
 from treefx.report import GraphReport
+from treefx.shapes import Executable, Shape, compiling, share_shape
 
 __all__ = ["CompiledGraph"]
 
-
-class _Executable:
-    """A compiled variant, good for the token counts its guards admit."""
-
-    def __init__(self, rewritten: Rewritten, run: Any) -> None:
-        self.rewritten, self.run = rewritten, run
-        self._admitted: dict[tuple[int, int], bool] = {}
-
-    def admits(self, tokens: int) -> bool:
-        """Whether every guard of the compilation (nobody else checks them) holds for this many tokens."""
-        environment = self.rewritten.mode.shape_env
-        assert environment is not None
-        key = (tokens, len(environment.guards))
-        if key not in self._admitted:
-            symbol = self.rewritten.tokens.node.expr
-            self._admitted[key] = all(bool(guard.expr.xreplace({symbol: tokens})) for guard in environment.guards)
-        return self._admitted[key]
-
-
-class _Shape:
-    """Everything known for one shape of inputs."""
-
-    def __init__(self, analysis: Analysis, args: Sequence[Any]) -> None:
-        self.analysis = analysis
-        self.executables: dict[Variant, list[_Executable]] = {}
-        self.padding = Padding(analysis)
-        read = analysis.constants.read if analysis.constants is not None else set()
-        self._buffers = {i: (args[i].data_ptr(), args[i]._version) for i in read}
-
-    def holds(self, args: Sequence[Any]) -> bool:
-        """Whether the buffers whose values entered a proof are still the same."""
-        return all((args[i].data_ptr(), args[i]._version) == seen for i, seen in self._buffers.items())
+_OFF_TREE = (
+    "under treefx.distribute every compiled graph must start from the hidden states of a block, got one that does not: "
+    "it knows no tree, so an attention in it would let rows see each other; compile the blocks, each as one graph, and "
+    "nothing else (TORCH_LOGS=graph_breaks shows where Dynamo cuts one in two)"
+)
 
 
 class CompiledGraph:
@@ -71,13 +49,15 @@ class CompiledGraph:
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
         self.gm, self.roles, self.config = gm, roles, config
+        self._numbers = _positions_of_numbers(gm)
+        self._passes = build_passes(config.inner, config.disable_passes)
         compile_id = CompileContext.current_compile_id()
         self._frame = None if compile_id is None else compile_id.frame_id
         self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
         self._reports: dict[int, GraphReport] = {}
-        self.report = self._report_of(())
-        self._outputs = _OutputUse()
-        self._shapes: dict[tuple[Any, ...], list[_Shape] | str] = {}
+        self._current = threading.local()
+        self._outputs = OutputUse()
+        self._shapes: dict[tuple[Any, ...], list[Shape] | str] = {}
         self._ordinary = Ordinary(gm, config.inner, self._count_ordinary)
 
     @property
@@ -89,7 +69,21 @@ class CompiledGraph:
     def rewrites(self) -> list[Rewritten]:
         """The rewritten graphs, one per variant of a shape."""
         shapes = [shape for known in self._shapes.values() if not isinstance(known, str) for shape in known]
-        return [item.rewritten for shape in shapes for found in shape.executables.values() for item in found]
+        return [item for shape in shapes for item in shape.rewrites]
+
+    @property
+    def report(self) -> GraphReport:
+        """The report of the model that this thread runs, or ran last."""
+        return getattr(self._current, "report", None) or self._report_of(())
+
+    @contextmanager
+    def _reporting(self, report: GraphReport) -> Iterator[None]:
+        """Let this thread report there, from now on or (a backward in between) for a while."""
+        before, self._current.report = self.report, report
+        try:
+            yield
+        finally:
+            self._current.report = before
 
     def _report_of(self, parameters: tuple[Any, ...]) -> GraphReport:
         """The report of the model whose parameters these are."""
@@ -104,8 +98,11 @@ class CompiledGraph:
         self.report.seconds["ordinary"] = self.report.seconds.get("ordinary", 0.0) + seconds
 
     def __call__(self, *args: Any) -> Any:
-        self.report = self._report_of(tuple(x for x, role in zip(args, self.roles, strict=True) if role == "parameter"))
+        parameters = tuple(x for x, role in zip(args, self.roles, strict=True) if role == "parameter")
+        self._current.report = self._report_of(parameters)
         self.report.count_call()
+        if current_tree() is not None:
+            raise UnsupportedError(_OFF_TREE)
         forest = current_forest()
         by_column = None if forest is None else self._by_column(args, forest)
         shape = self._shape(args if by_column is None else by_column)
@@ -118,48 +115,72 @@ class CompiledGraph:
                 forest,
                 [x.shape for i, x in enumerate(args) if self.roles[i] == "input" and isinstance(x, Tensor)],
             )
-        return self._run_native(shape, args, by_column, forest)
+        return self._run_native(shape, self._tensors(args), self._tensors(by_column), forest)
 
-    def _shape(self, args: Sequence[Any]) -> _Shape | str:
+    def _shape(self, args: Sequence[Any]) -> Shape | str:
         """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none)."""
-        consecutive = frozenset(i for i, x in enumerate(args) if self.roles[i] == "input" and _counts_up(x))
-        inputs = [x for x, role in zip(args, self.roles, strict=True) if role == "input"]
-        key = (consecutive, *[tuple(x.shape) if isinstance(x, Tensor) else x for x in inputs])
-        known = self._shapes.get(key)
-        if isinstance(known, str):
-            return known
-        fitting = [shape for shape in known or () if shape.holds(args)]
-        shape = fitting[0] if fitting else self._new_shape(key, args, consecutive)
-        if isinstance(shape, _Shape):
+        tensors = self._tensors(args)
+        values = input_values(tensors, self._tensor_roles(args))
+        filled = zip(self._filled(args), self.roles, strict=True)
+        inputs = [x for x, role in filled if role == "input" or not isinstance(x, Tensor)]
+        key = (values, *[tuple(x.shape) if isinstance(x, Tensor) else x for x in inputs])
+        shape = self._known_shape(key, tensors)
+        if shape is None:
+            with compiling:
+                shape = self._known_shape(key, tensors)
+                shape = self._new_shape(key, args, values) if shape is None else shape
+        if isinstance(shape, Shape):
             self.report.has_tokens = True
             self.report.attention_rewritten = len(shape.analysis.attentions)
             self.report.expansions = [asdict(item) for item in shape.analysis.expansions]
         return shape
 
-    def _new_shape(self, key: tuple[Any, ...], args: Sequence[Any], consecutive: frozenset[int]) -> _Shape | str:
+    def _filled(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs with the values of the numbers that Dynamo passes as tensors."""
+        return [x.item() if i in self._numbers else x for i, x in enumerate(args)]
+
+    def _tensors(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs that are no numbers: positions in an analysis count these."""
+        return [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in self._numbers]
+
+    def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
+        return [role for x, role in zip(self._filled(args), self.roles, strict=True) if isinstance(x, Tensor)]
+
+    def _known_shape(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Shape | str | None:
+        known = self._shapes.get(key, [])
+        return known if isinstance(known, str) else next((shape for shape in known if shape.holds(tensors)), None)
+
+    def _new_shape(self, key: tuple[Any, ...], args: Sequence[Any], values: InputValues) -> Shape | str:
         known = self._shapes.get(key, [])
         assert not isinstance(known, str)
         count = sum(len(shapes) for shapes in self._shapes.values() if not isinstance(shapes, str))
         if count >= self.config.max_shapes:
             return f"more than {self.config.max_shapes} shapes of inputs (option max_shapes)"
-        shape = self._analyse(args, consecutive)
+        shape = self._analyse(args, values)
         self._shapes[key] = shape if isinstance(shape, str) else [*known, shape]
         return shape
 
-    def _analyse(self, args: Sequence[Any], consecutive: frozenset[int]) -> _Shape | str:
+    def _analyse(self, args: Sequence[Any], values: InputValues) -> Shape | str:
         try:
-            analysis = analyse(self.gm, args, self.roles, consecutive)
+            analysis = analyse(self.gm, self._filled(args), self._tensor_roles(args), values, self._passes)
         except TreefxError:
             raise
         except Exception as error:
-            return f"the graph could not be traced: {type(error).__name__}: {error}"
+            first_line = next(iter(str(error).splitlines()), "")
+            return f"the graph could not be traced: {type(error).__name__}: {first_line}"
         self.report.shapes += 1
         self.report.seconds.update(analysis.seconds)
         if analysis.tokens is None:
             return ""
         self.report.has_tokens = True
         self.report.expansions = [asdict(item) for item in analysis.expansions]
-        return self._refusal(analysis) or _Shape(analysis, args)
+        refusal = self._refusal(analysis)
+        if refusal is not None:
+            return refusal
+        shape = share_shape(analysis, self._tensors(args), self._outputs, values, self.config)
+        if not self._outputs.settled:
+            self._outputs = shape.outputs
+        return shape
 
     def _refusal(self, analysis: Analysis) -> str | None:
         unsupported = "; ".join(f"{item.op} {item.reason} ({item.line})" for item in analysis.expansions)
@@ -182,36 +203,45 @@ class CompiledGraph:
         self.report.fallback, self.report.ran = fallback, "ordinary"
         return self._ordinary(*args)
 
-    def _run_rows(self, shape: _Shape, args: Sequence[Any]) -> Any:
+    def _run_rows(self, shape: Shape, args: Sequence[Any]) -> Any:
         """The transparent level: build the trie of the rows, then run packed if that pays."""
         self._outputs.settle(shape.analysis)
-        seen, keep = self._keep(shape, args)
+        tensors = self._tensors(args)
+        seen, keep = self._keep(shape, tensors)
         hidden = None if seen is None or keep is None else keep & ~seen
-        if hidden is not None and not shape.padding.is_defined(args, hidden):
+        if hidden is not None and not shape.padding.is_defined(tensors, hidden):
             return self._run_ordinary(args, fallback="padding that sees nothing is read by the loss or the caller")
         keeps_padding = hidden is not None and bool(hidden.any())
         identity = shape.analysis.identity_with_padding if keeps_padding else shape.analysis.identity
-        keys = [args[i] for i in identity]
+        keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
         batch = build_batch(keys, keep)
-        raw = keys[0].numel() if seen is None else int(seen.sum())
+        raw = keys[0].numel() if seen is None or keep is None else int((seen & keep).sum())
         self.report.raw_tokens, self.report.tokens = raw, batch.tokens
         if self.config.min_sharing > 1.0 and raw < self.config.min_sharing * batch.tokens:
             self.report.tokens = raw
             return self._run_ordinary(args, fallback=None)
         detached = self._outputs.detached(shape.analysis)
-        redundant = shape.padding.redundant(args, keep)
-        variant = Variant(keep_padding=keeps_padding, detached=detached, redundant=redundant)
-        results = self._run(shape, variant, args, batch)
-        return self._hand_back(shape, args, results, batch, detached)
+        redundant = shape.padding.redundant(tensors, keep)
+        absent = self._absent(shape.analysis, batch.size, detached)
+        variant = Variant(keep_padding=keeps_padding, detached=detached, redundant=redundant, absent=absent)
+        results = self._run(shape, variant, tensors, batch)
+        return self._hand_back(shape, args, results, batch, variant)
 
-    def _keep(self, shape: _Shape, args: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
+    def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
+        """The outputs of logits to do without: large ones that only losses have read so far."""
+        found = logits_of_losses(analysis.picks)
+        if found is None or tokens * found.width <= self.config.max_logits or not found.outputs:
+            return frozenset()
+        return found.outputs if found.outputs <= detached - self._outputs.read else frozenset()
+
+    def _keep(self, shape: Shape, args: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
         """The positions that others see, and those that have to run; None where that is all of them."""
         seen = shape.padding.seen(args)
         if seen is None:
             return None, None
         if self.config.padding == "drop":
-            return seen, seen
-        return seen, torch.ones_like(seen) if self._outputs.read else seen | shape.padding.read(args)
+            return seen, shape.padding.reached(seen)
+        return seen, torch.ones_like(seen) if self._outputs.read else shape.padding.needed(args, seen)
 
     def _by_column(self, args: Sequence[Any], forest: Forest) -> list[Any] | None:
         """The inputs of a native call as functions of the column, or None for a graph without the packed row.
@@ -230,7 +260,7 @@ class CompiledGraph:
         result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
         return [columns if isinstance(x, int) and not isinstance(x, bool) and x == count else x for x in result]
 
-    def _run_native(self, shape: _Shape, args: Sequence[Any], by_column: list[Any], forest: Forest) -> Any:
+    def _run_native(self, shape: Shape, args: Sequence[Any], by_column: list[Any], forest: Forest) -> Any:
         """The native level: the graph's row is the packed row of a forest."""
         tokens = shape.analysis.tokens
         assert tokens is not None
@@ -242,73 +272,85 @@ class CompiledGraph:
         redundant = shape.padding.redundant(by_column, None)
         self.report.raw_tokens, self.report.tokens = forest.raw_tokens, forest.num_tokens
         by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
-        results = self._run(shape, Variant(native=True, redundant=redundant), by_column, batch)
+        cut = forest.cut if isinstance(forest, PartRow) else None
+        variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
+        results = self._run(shape, variant, by_column, batch, cut)
         packed = shape.analysis.packed_outputs
         return tuple(
             rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value
             for i, value in enumerate(results)
         )
 
-    def _run(self, shape: _Shape, variant: Variant, args: Sequence[Any], batch: Batch) -> Any:
-        executable = self._executable(shape, variant, args, batch.size)
-        self.report.fallback, self.report.ran = None, "packed"
-        with torch._C._DisableAutocast():
-            results: Sequence[Any] = executable.run(*[x for x in args if isinstance(x, Tensor)], *batch.metadata)
+    def _run(
+        self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | None = None
+    ) -> Any:
+        sizes = [batch.size, *([] if cut is None else cut.sizes)]
+        given = [*tensors, *batch.metadata, batch.size]
+        # Not outside: whether gradients are on is a condition of what Dynamo compiles.
+        gradients = torch.is_grad_enabled() and (cut is None or cut.run == "train")
+        with torch.set_grad_enabled(gradients):
+            executable = shape.executable(variant, tensors, sizes, self._passes, self._count_compiled)
+            self._show(executable)
+            self.report.fallback, self.report.ran = None, "packed"
+            with torch._C._DisableAutocast():
+                graph = executable.rewritten.cut
+                results: Sequence[Any] = (
+                    executable.run(*given) if cut is None or graph is None else cut.call(executable.run, given, graph)
+                )
         return results
 
-    def _executable(self, shape: _Shape, variant: Variant, args: Sequence[Any], tokens: int) -> _Executable:
-        known = shape.executables.setdefault(variant, [])
-        for executable in known:
-            if executable.admits(tokens):
-                return executable
-        started = time.perf_counter()
-        rewritten = rewrite(shape.analysis, variant, args)
-        self.report.seconds["rewrite"] = time.perf_counter() - started
-        self._graphs.pop("backward", None)  # of another variant; the cache of AOTAutograd may not show this one's
-        self._graphs.pop("forward", None)
-        self._graphs["rewritten"] = rewritten.gm
-        run = compile_variant(rewritten, self.config.inner, self._graphs.__setitem__)
-        self.report.seconds["compile"] = time.perf_counter() - started - self.report.seconds["rewrite"]
+    def _count_compiled(self, executable: Executable) -> None:
         self.report.compiles += 1
-        known.append(_Executable(rewritten, run))
-        return known[-1]
+        self.report.seconds.update(executable.seconds)
+
+    def _show(self, executable: Executable) -> None:
+        """Let the inspector see what runs."""
+        for stage in ("rewritten", "forward", "backward"):
+            self._graphs.pop(stage, None)
+        self._graphs.update(executable.graphs)
 
     # Outputs ----------------------------------------------------------------------------------------------------------
 
-    def _on_rows(self, shape: _Shape, position: int, value: Any, batch: Batch) -> Any:
+    def _on_rows(self, shape: Shape, position: int, value: Any, batch: Batch) -> Any:
         """An output as the caller expects it."""
         dims = shape.analysis.packed_outputs.get(position)
         return value if dims is None else expand_rows(value, dims, batch.metadata[3])
 
     def _hand_back(
         self,
-        shape: _Shape,
+        shape: Shape,
         args: Sequence[Any],
         results: Sequence[Any],
         batch: Batch,
-        detached: frozenset[int],
+        variant: Variant,
     ) -> tuple[Any, ...]:
         return tuple(
-            self._lazily(shape, args, i, value, batch) if i in detached else self._on_rows(shape, i, value, batch)
+            self._lazily(shape, args, i, value, batch, absent=i in variant.absent)
+            if i in variant.detached
+            else self._on_rows(shape, i, value, batch)
             for i, value in enumerate(results)
         )
 
-    def _lazily(self, shape: _Shape, args: Sequence[Any], position: int, value: Tensor, batch: Batch) -> Tensor:
+    def _lazily(
+        self, shape: Shape, args: Sequence[Any], position: int, value: Tensor, batch: Batch, *, absent: bool
+    ) -> Tensor:
         """An output that nobody has read so far: expanded, or computed anew, when somebody does."""
+        report = self.report  # the reader may be another thread, or another model may have run in between
 
         def compute() -> Tensor:
             self._outputs.read.add(position)
             complete = not bool((batch.metadata[3] < 0).any())
-            if complete or self.config.padding == "drop":
+            if not absent and (complete or self.config.padding == "drop"):
                 return self._on_rows(shape, position, value, batch)  # type: ignore[no-any-return]
-            result: Tensor = self._run_rows(shape, args)[position]
+            with self._reporting(report):
+                result: Tensor = self._run_rows(shape, args)[position]
             return result.rows if isinstance(result, LazyRows) else result
 
         def differentiate(grad: Tensor) -> Sequence[Tensor | None]:
             self._outputs.read.add(position)
             self._outputs.differentiated.add(position)
             leaves = [x.detach().requires_grad_() if _needs_grad(x) else x for x in args]
-            with torch.enable_grad():
+            with torch.enable_grad(), self._reporting(report):
                 result = self._run_rows(shape, leaves)[position]
             inputs = [x for x in leaves if _needs_grad(x)]
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
@@ -318,35 +360,17 @@ class CompiledGraph:
         return lazy_rows(Deferred(rows, value, compute, differentiate, [x for x in args if _needs_grad(x)]))
 
 
+def _positions_of_numbers(gm: fx.GraphModule) -> frozenset[int]:
+    """The inputs that the graph only asks for their number: with dynamic=True, Dynamo passes the model's floats so."""
+
+    def is_number(node: fx.Node) -> bool:
+        return bool(node.users) and all((user.op, user.target) == ("call_method", "item") for user in node.users)
+
+    return frozenset(i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number(node))
+
+
 def _needs_grad(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
-
-
-class _OutputUse:
-    """Which packed outputs of a graph its callers have read, and which they have differentiated."""
-
-    def __init__(self) -> None:
-        self.read: set[int] = set()
-        self.differentiated: set[int] = set()
-        self._settled = False
-
-    def settle(self, analysis: Analysis) -> None:
-        """Without a loss of its own, or where a second run would have other effects, all outputs are in use."""
-        if not self._settled and (not analysis.returns_loss or analysis.has_side_effects):
-            self.read |= set(analysis.packed_outputs)
-            self.differentiated |= set(analysis.packed_outputs)
-        self._settled = True
-
-    def detached(self, analysis: Analysis) -> frozenset[int]:
-        """The outputs that leave lazily."""
-        return frozenset(analysis.packed_outputs) - self.differentiated
-
-
-def _counts_up(x: Any) -> bool:
-    """Whether an input [B, T] of integers counts up by one along each row."""
-    if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.dtype is torch.bool or x.shape[1] < 2:
-        return False
-    return bool((x == x[:, :1] + torch.arange(x.shape[1], device=x.device)).all())
 
 
 def _wrong_row(forest: Forest, shapes: Sequence[Sequence[int]]) -> ForestError:
@@ -359,7 +383,7 @@ def _wrong_row(forest: Forest, shapes: Sequence[Sequence[int]]) -> ForestError:
 
 def _capacity(forest: Forest) -> int:
     """Columns to compile for: the longest path rounded up to a power of two."""
-    return max(16, 1 << int(forest.depth.max()).bit_length())
+    return max(16, 1 << forest.deepest.bit_length())
 
 
 def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:

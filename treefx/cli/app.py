@@ -8,6 +8,7 @@ from treefx.cli.demo import demo
 from treefx.cli.doctor import doctor
 from treefx.cli.inspect_model import inspect
 from treefx.cli.output import refusals_end_the_command
+from treefx.cli.plan import plan
 
 __all__ = ["app", "main"]
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(inspect)
+app.command()(plan)
 app.command()(data)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

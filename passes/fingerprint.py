@@ -1,0 +1,81 @@
+"""What a compiled graph depends on, as short texts: keys of caches."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+from treefx import kernels
+
+__all__ = ["fingerprint", "recompute_tags", "source_fingerprint", "tensor_key"]
+
+_LARGEST_CONSTANT = 4096
+
+
+def fingerprint(gm: fx.GraphModule) -> str:
+    """The same text for graphs that compute the same from the same lines of the user, whatever their nodes are called.
+
+    Two graphs with a constant of more than a few thousand numbers, or with a submodule, never have the same.
+    """
+    number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
+    lines = [repr(recompute_tags(gm))]
+    for node in gm.graph.nodes:
+        operands = tree_map_only(fx.Node, number.__getitem__, (node.args, dict(node.kwargs)))
+        lines.append(repr((node.op, str(_target(gm, node)), operands, node.meta.get("stack_trace"))))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _target(gm: fx.GraphModule, node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        return _constant(gm, node)
+    return _value(node) if node.op == "placeholder" else node.target
+
+
+def tensor_key(x: Tensor) -> tuple[Any, ...]:
+    """What compiled code takes for granted of a tensor."""
+    return (type(x), tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+
+
+def _value(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return tensor_key(value)[1:] if isinstance(value, Tensor) else type(value)
+
+
+def _constant(gm: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if isinstance(value, Tensor) and value.numel() <= _LARGEST_CONSTANT:
+        return (tensor_key(value), value.tolist())
+    return id(value)
+
+
+def recompute_tags(gm: fx.GraphModule) -> list[tuple[int, int]]:
+    """Which nodes are recomputed in the backward, and in which group, by place in the graph.
+
+    They are no part of the graph's code, which is all that caches of AOTAutograd look at.
+    """
+    groups: dict[Any, int] = {}
+    return [
+        (place, groups.setdefault(node.meta.get("ac_graph_id"), len(groups)))
+        for place, node in enumerate(gm.graph.nodes)
+        if "recompute" in node.meta
+    ]
+
+
+@functools.cache
+def source_fingerprint() -> str:
+    """Changes with any source of the passes and kernels: they decide what becomes of a graph after it was looked up."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for package in (__file__, kernels.__file__):
+        folder = Path(package).parent
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,100 @@
+"""Run passes over a graph: time them, check what they leave, write down what they changed.
+
+The runner knows no pass and no option of one: options are bound when the tuple of passes is built
+(``treefx.passes.pipeline.build_passes``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from treefx.kernels.dumps import dump, dumps_wanted
+
+__all__ = ["Pass", "run_passes"]
+
+_log = logging.getLogger(__name__)
+_runs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step of the pipeline.
+
+    A pass may assume a graph that ``lint`` accepts and has to leave one; in between it need not be.
+    """
+
+    name: str
+    run: Callable[[fx.GraphModule, Any], fx.GraphModule]
+    """Takes a graph and what is known beside it, which it may add to; returns the graph, the same one or another."""
+    stage: str
+    """Passes of one stage run together, on one graph."""
+
+
+def run_passes(passes: Iterable[Pass], gm: fx.GraphModule, work: Any, seconds: dict[str, float]) -> fx.GraphModule:
+    """Run passes in order and return the last graph.
+
+    With ``TREEFX_DUMP_DIR`` set, the folder ``passes`` gets the graph before and after every pass and their diff. File
+    names begin with the process, the run and the place in it, so that sorting them gives the order.
+
+    Args:
+        passes: In order.
+        gm: The first one's graph.
+        work: Handed to every pass.
+        seconds: Gets what each pass took, by name, added to what is there.
+
+    Raises:
+        RuntimeError: A pass left a graph that is not well-formed: a bug of the pass that is named.
+    """
+    run = f"{os.getpid()}.{next(_runs):03}"
+    for place, item in enumerate(passes):
+        before, operators = _text(gm), _operators(gm)
+        started = time.perf_counter()
+        gm = item.run(gm, work)
+        took = time.perf_counter() - started
+        seconds[item.name] = seconds.get(item.name, 0.0) + took
+        _check(item, gm)
+        _log.debug("%s: %.3f s, %s", item.name, took, _changes(operators, _operators(gm)))
+        _write(f"{run}.{place}.{item.name}", before, _text(gm))
+    return gm
+
+
+def _check(item: Pass, gm: fx.GraphModule) -> None:
+    try:
+        gm.graph.lint()
+    except Exception as error:
+        raise RuntimeError(f"pass {item.name!r} left a graph that is not well-formed: {error}") from error
+
+
+def _operators(gm: fx.GraphModule) -> Counter[str]:
+    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def _changes(before: Counter[str], after: Counter[str]) -> str:
+    """``aten.mm.default: 12 -> 10, ...``"""
+    names = sorted(name for name in before | after if before[name] != after[name])
+    return ", ".join(f"{name}: {before[name]} -> {after[name]}" for name in names) or "the same operators"
+
+
+def _text(gm: fx.GraphModule) -> str:
+    return gm.print_readable(print_output=False) if dumps_wanted() else ""
+
+
+def _write(name: str, before: str, after: str) -> None:
+    if not dumps_wanted():
+        return
+    dump("passes", f"{name}.before.py", before)
+    dump("passes", f"{name}.after.py", after)
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), f"before {name}", f"after {name}", lineterm=""
+    )
+    dump("passes", f"{name}.diff", "\n".join(lines) + "\n")

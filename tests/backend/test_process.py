@@ -1,0 +1,313 @@
+"""One process and its surroundings: threads, pickles, modes, limits, resets, dumps, caches of compiled code."""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import treefx
+from tests.backend.support import assert_packed
+from tests.batches import Batch, distinct_tokens, shared_batch
+from tests.models import TinyLM, zoo
+from tests.oracle import FLOAT64, assert_close, compare, compile_with, eager_step, loss_of, outcome, refused, stats_of
+from tests.spellings import SPELLINGS
+from treefx.passes.compile_inner import _CacheKey
+from treefx.passes.fingerprint import fingerprint
+from treefx.passes.pipeline import build_passes
+
+BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61, padding=None)
+
+
+def tiny() -> nn.Module:
+    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16).double()
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Runs to the end in another thread; what it raises is raised here."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+# Threads --------------------------------------------------------------------------------------------------------------
+
+
+def test_backward_in_another_thread() -> None:
+    model = tiny()
+    expected = eager_step(model, BATCH)
+    compiled = compile_with(model)
+    loss = loss_of(BATCH)(compiled)
+    in_thread(loss.backward)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-10, atol=1e-14)
+
+
+def test_lazy_logits_read_in_another_thread() -> None:
+    """Their second run reports to the model they came from, not to the one that ran last in that thread."""
+    model, other = tiny(), tiny()
+    compiled, second = (compile_with(each, inner="eager") for each in (model, other))
+    out = compiled(**BATCH.inputs())
+    fewer = Batch(BATCH.input_ids[:1], None, BATCH.labels[:1])
+    loss_of(fewer)(second)
+    in_thread(lambda: out.logits.square().sum().backward())
+    assert model.embed.weight.grad is not None and other.embed.weight.grad is None
+    assert stats_of(compiled)["tokens"] == distinct_tokens(BATCH)
+    assert stats_of(second)["tokens"] == distinct_tokens(fewer)
+
+
+def test_two_threads_call_one_model() -> None:
+    model = tiny()
+    compiled = compile_with(model)
+    batches = [shared_batch(rows=4, length=12, shared=n, vocab=61, padding=None, seed=n) for n in (2, 6)]
+    expected = [eager_step(model, batch) for batch in batches]
+    loss_of(batches[0])(compiled)  # Dynamo itself compiles once, here
+    parameters = dict(model.named_parameters())
+    start = threading.Barrier(2)
+    results: dict[int, list[tuple[Tensor, ...]]] = {0: [], 1: []}
+
+    def steps(which: int) -> None:
+        start.wait()
+        for _ in range(5):
+            loss = loss_of(batches[which])(compiled)
+            results[which].append((loss.detach(), *torch.autograd.grad(loss, list(parameters.values()))))
+
+    threads = [threading.Thread(target=steps, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for which, done in results.items():
+        assert len(done) == 5
+        wanted = (expected[which].loss, *(expected[which].gradients[name] for name in parameters))
+        for got in done:
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-14)
+
+
+# Pickles --------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_models_are_saved_as_if_not_compiled(tmp_path: Path) -> None:
+    model = zoo("llama", num_hidden_layers=1)
+    keys = list(model.state_dict())
+    model.compile(backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
+    batch = shared_batch(rows=4, length=12, shared=5)
+    loss = loss_of(batch)(model)
+    assert stats_of(model)["ran"] == "packed"
+    assert list(model.state_dict()) == keys
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    restored = torch.load(tmp_path / "model.pt", weights_only=False)
+    fresh = zoo("llama", num_hidden_layers=1)
+    fresh.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    for twin in (restored, fresh, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        torch.testing.assert_close(loss_of(batch)(twin), loss, rtol=1e-5, atol=0)
+
+
+# Modes, options, limits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_modes_of_inductor_are_refused(mode: str) -> None:
+    compiled = torch.compile(tiny(), backend="treefx", mode=mode)
+    with refused(mode, "inner"):
+        loss_of(BATCH)(compiled)
+
+
+def test_recompile_limit_of_dynamo() -> None:
+    """Beyond it Dynamo runs the model as it is: no prefix is shared, and the step is exact."""
+    model = tiny()
+    options = {"inner": "eager", "min_sharing": 1.0}
+    compiled = torch.compile(model, backend="treefx", options=options, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in (8, 9, 10, 11):
+            batch = shared_batch(rows=3, length=length, shared=4, vocab=61, padding=None)
+            expected = eager_step(model, batch)
+            assert_close(outcome(model, lambda batch=batch: loss_of(batch)(compiled)), expected, FLOAT64)
+    assert stats_of(compiled)["calls"] == 2
+
+
+def test_more_shapes_than_are_kept() -> None:
+    model = tiny()
+    compiled = compile_with(model, inner="eager", max_shapes=1)
+    ran = []
+    for length in (8, 9, 10, 9):
+        batch = shared_batch(rows=3, length=length, shared=4, vocab=61, padding=None)
+        expected = eager_step(model, batch)
+        assert_close(outcome(model, lambda batch=batch: loss_of(batch)(compiled)), expected, FLOAT64)
+        ran.append(stats_of(compiled)["fallback"])
+    assert ran[0] is None and ran[1] is None and ran[3] is None  # one of the static graph, one of the symbolic one
+    assert "max_shapes" in ran[2]
+
+
+def test_reset_forgets_what_was_compiled() -> None:
+    compiled = compile_with(tiny(), inner="eager")
+    for _ in range(2):
+        loss_of(BATCH)(compiled)
+        (report,) = treefx.inspect(compiled).reports
+        assert report.compiles == 1, "of the graph that ran last"
+        torch.compiler.reset()
+
+
+def test_models_of_one_class_share_compiled_code() -> None:
+    """Two models compiled apart: other weights, the same code, compiled once."""
+    models = [tiny(), tiny()]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.5)
+    compiled = [compile_with(model) for model in models]
+    for model, run in zip(models, compiled, strict=True):
+        expected = eager_step(model, BATCH)
+        assert_close(outcome(model, lambda run=run: loss_of(BATCH)(run)), expected, FLOAT64)
+    assert sum(stats_of(run)["compiles"] for run in compiled) <= 1
+
+
+# Passes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_dumps_of_every_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREEFX_DUMP_DIR", str(tmp_path))
+    compare(tiny(), BATCH)
+    names = [path.name for path in sorted((tmp_path / "passes").iterdir())]
+    order = [name.split(".")[3] for name in names if name.endswith(".diff")]
+    assert order == [item.name for item in build_passes("aot_eager")]
+    packed = next(path for path in (tmp_path / "passes").glob("*pack_tokens.diff"))
+    assert "+" in packed.read_text() and "treefx.tree_attention" in packed.read_text()
+    assert len(names) == 3 * len(order)
+
+
+def test_loss_laws_left_out() -> None:
+    checked = compare(tiny(), BATCH, disable_passes=["loss_laws"])
+    assert_packed(checked, distinct_tokens(BATCH))
+    assert [item["op"] for item in checked.stats["expansions"]]
+    assert compare(tiny(), BATCH).stats["expansions"] == []
+
+
+@pytest.mark.parametrize(
+    "names, words", [(["trace"], "cannot be left out"), (["sink"], "loss_laws"), ("trace", "list")]
+)
+def test_passes_that_cannot_be_left_out(names: Any, words: str) -> None:
+    with refused("disable_passes", words):
+        treefx.Config(disable_passes=names)
+
+
+# Caches ---------------------------------------------------------------------------------------------------------------
+
+
+def traced(tag: bool = False, scale: float = 2.0) -> torch.fx.GraphModule:
+    gm = torch.fx.symbolic_trace(lambda x: (x * scale).sin())
+    for node in gm.graph.nodes:
+        if tag and node.op != "placeholder":
+            node.meta["recompute"] = 1
+    return gm
+
+
+def test_cache_key_sees_what_the_code_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoint tags and treefx's own sources decide after the lookup; inductor's key has both."""
+    from torch._inductor.codecache import compiled_fx_graph_hash
+
+    def key(gm: torch.fx.GraphModule) -> str:
+        with torch._inductor.config.patch(post_grad_custom_pre_pass=_CacheKey(gm)):
+            return str(compiled_fx_graph_hash(gm, [torch.zeros(3)], {}, [])[0])
+
+    assert key(traced()) == key(traced())
+    assert key(traced(tag=True)) != key(traced())
+    before = key(traced())
+    monkeypatch.setattr("treefx.passes.compile_inner.source_fingerprint", lambda: "another version")
+    assert key(traced()) != before
+
+
+def test_pass_of_the_user_stays_in_place() -> None:
+    seen: list[torch.fx.Graph] = []
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=seen.append):
+        marker = _CacheKey(traced())
+    assert marker.uuid() is None, "a pass without a key of its own forbids caching"
+    marker(traced().graph)
+    assert len(seen) == 1
+
+
+def test_fingerprint_ignores_names_and_sees_the_rest() -> None:
+    gm, renamed = traced(), traced()
+    for node in renamed.graph.nodes:
+        node.name = f"other_{node.name}"
+    assert fingerprint(renamed) == fingerprint(gm)
+    assert fingerprint(traced(scale=3.0)) != fingerprint(gm)
+    assert fingerprint(traced(tag=True)) != fingerprint(gm)
+
+
+PROGRAM = """
+import json, torch, treefx
+from torch._dynamo.utils import counters
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.scale = torch.nn.Embedding(50, 16), torch.nn.Parameter(torch.ones(16))
+
+    def forward(self, ids):
+        x = (self.embed(ids) * self.scale).unsqueeze(1)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
+
+torch.manual_seed(0)
+model = Model()
+compiled = torch.compile(model, backend="treefx", options={"min_sharing": 1.0})
+draws = torch.randint(0, 50, (80, 64))
+found = []
+for shared in (60, 64, 32, 0):  # of 64 columns in 80 rows: N = 384, 64, 2,592 and nearly 5,120
+    ids = torch.where(torch.arange(64) < shared, draws[0], draws)
+    ids[:, 0] = draws[0, 0] if shared else torch.arange(80) % 50
+    losses, gradients = [], []
+    for run in (compiled, model):
+        model.zero_grad()
+        losses.append(run(ids))
+        losses[-1].backward()
+        gradients.append((model.embed.weight.grad, model.scale.grad))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+    for got, expected in zip(*gradients):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    stats = treefx.inspect(compiled).stats
+    found.append([stats["tokens"], stats["compiles"], stats["ran"], float(losses[0].detach())])
+hits = {name: count for group in counters.values() for name, count in group.items() if "cache" in name}
+print(json.dumps({"found": found, "hits": hits}))
+"""
+
+
+def test_one_compilation_on_inductor_and_a_warm_second_process(tmp_path: Path) -> None:
+    """Fresh and from inductor's cache: the same compiled code for few tokens and for more than 4096.
+
+    Above 4096 inductor sums with a helper that rounds less. It takes the size it compiles for as a condition, so a
+    graph compiled for 5,120 tokens used to be compiled again for fewer.
+    """
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    runs = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    cold, warm = runs
+    assert warm["found"] == cold["found"]
+    tokens, compiles, ran, _ = zip(*cold["found"], strict=True)
+    assert min(tokens) == 64 and max(tokens) > 4096
+    assert set(compiles) == {1} and set(ran) == {"packed"}
+    assert cold["hits"].get("autograd_cache_hit", 0) == 0
+    assert warm["hits"].get("autograd_cache_hit", 0) >= 1 and not warm["hits"].get("fxgraph_cache_miss")

@@ -1,0 +1,1 @@
+"""Where people train: each trainer with a compiled model against the same trainer with the model as it is."""

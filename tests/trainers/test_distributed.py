@@ -1,0 +1,169 @@
+"""DDP, and FSDP2 with ``treefx.distribute``: two processes, each with batches of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import treefx
+from tests.batches import Batch, shared_batch
+from tests.models import double
+from tests.oracle import FLOAT64, Outcome, assert_close
+
+WORLD = 2
+RATE = 0.3
+
+
+def batches(rank: int) -> list[Batch]:
+    """Three batches of one shape, whose forests differ in size from rank to rank and step to step."""
+    return [shared_batch(rows=4, length=12, shared=n + rank, seed=10 * n + rank) for n in (4, 6, 7)]
+
+
+def llama(checkpointing: bool = False) -> Any:
+    model = double("llama", hidden_size=32, intermediate_size=32, head_dim=8, vocab_size=32)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def small(batch: Batch) -> dict[str, Tensor]:
+    """The batch with its tokens in a vocabulary of 32; rows stay as far apart as they were."""
+    inputs = dict(batch.inputs())
+    real = inputs["input_ids"] > 0
+    inputs["input_ids"] = torch.where(real, inputs["input_ids"] % 29 + 3, 0)
+    inputs["labels"] = torch.where(inputs["labels"] >= 0, inputs["input_ids"], -100)
+    return inputs
+
+
+def train(model: nn.Module, rank: int, accumulate: bool) -> list[float]:
+    """Steps of plain gradient descent; the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses, waiting = [], []
+    for batch in batches(rank):
+        waiting.append(model(**small(batch)).loss)
+        losses.append(float(waiting[-1].detach()))
+        if accumulate and len(waiting) < 2:
+            continue  # the backward of this forward comes after the next forward, on another tree
+        torch.stack(waiting).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        waiting = []
+    return losses
+
+
+def reference(accumulate: bool = False) -> tuple[list[list[float]], nn.Module]:
+    """What all ranks together must compute: the mean of their gradients, in one process without any compiler."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses: list[list[float]] = [[] for _ in range(WORLD)]
+    given = [batches(rank) for rank in range(WORLD)]
+    for step in range(len(given[0])):
+        for rank in range(WORLD):
+            loss = model(**small(given[rank][step])).loss
+            losses[rank].append(float(loss.detach()))
+            (loss / WORLD).backward()
+        if accumulate and step % 2 == 0:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+def compiled_in_ddp() -> tuple[nn.Module, nn.Module]:
+    model = llama()
+    model.compile(backend="treefx", options={"inner": "eager"})
+    return DistributedDataParallel(model), model
+
+
+def compiled_then_sharded() -> tuple[nn.Module, nn.Module]:
+    model = llama()
+    for block in model.model.layers:
+        block.compile(backend="treefx", options={"inner": "eager"})
+        fully_shard(block)
+    fully_shard(model)
+    return treefx.distribute(model), model
+
+
+def sharded_then_compiled() -> tuple[nn.Module, nn.Module]:
+    model = llama(checkpointing=True)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    for block in model.model.layers:
+        block.compile(backend="treefx", options={"inner": "aot_eager"})
+    return treefx.distribute(model), model
+
+
+CASES: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], bool]] = {
+    "ddp of compiled": (compiled_in_ddp, False),
+    "fsdp2": (compiled_then_sharded, False),
+    "fsdp2, checkpointing, accumulation": (sharded_then_compiled, True),
+}
+"""How to build the model that is called and the one that holds the weights; whether two forwards share a backward."""
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    """Train every case in one of the processes and write what came out."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    results = {}
+    for name, (build, accumulate) in CASES.items():
+        torch._dynamo.reset()
+        called, model = build()
+        losses = train(called, rank, accumulate)
+        stats = treefx.inspect(model).stats
+        weights = {
+            name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in model.named_parameters()
+        }
+        kept = ("fallback", "sharing_ratio", "attention_rewritten", "expansions")
+        results[name] = (losses, weights, {key: stats[key] for key in kept})
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what each case gave."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = Path(__file__).parents[2]
+    ranks = []
+    for rank in range(WORLD):
+        # The folder of the repository comes last: libraries look for packages called kernels.
+        call = f"worker({rank}, {port}, {str(folder)!r})"
+        code = f"import sys; sys.path.append({str(root)!r}); from {__name__} import worker; {call}"
+        ranks.append(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True))
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=500)
+        assert rank.returncode == 0, errors[-3000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_match_one_uncompiled_process(results: list[dict[str, Any]], name: str) -> None:
+    losses, model = reference(accumulate=CASES[name][1])
+    first = dict(llama().named_parameters())
+    expected = {key: p.detach() - first[key].detach() for key, p in model.named_parameters()}
+    for rank in range(WORLD):
+        got, weights, stats = results[rank][name]
+        updates = {key: weights[key] - first[key].detach() for key in weights}
+        assert_close(
+            Outcome(torch.tensor(got), dict(updates)), Outcome(torch.tensor(losses[rank]), dict(expected)), FLOAT64
+        )
+        assert stats["fallback"] is None
+        assert stats["expansions"] == []
+        assert stats["sharing_ratio"] > 1.2
+        assert stats["attention_rewritten"] >= 1

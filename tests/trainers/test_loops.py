@@ -1,0 +1,87 @@
+"""Loops around a plain step: ``accelerate`` and Lightning."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.trainers.support import (
+    NEEDS_TRAINERS,
+    PROMPT,
+    TAILS,
+    Training,
+    assert_same_training,
+    assert_shared,
+    llama,
+    tokenizer,
+)
+
+accelerate = pytest.importorskip("accelerate", reason=NEEDS_TRAINERS)
+lightning = pytest.importorskip("lightning", reason=NEEDS_TRAINERS)
+
+Rows = dict[str, Tensor]
+
+
+def batches() -> DataLoader[Rows]:
+    """Two batches of four rows, padded on the right."""
+    encode = tokenizer()
+    rows = encode([PROMPT + tail * (1 + i % 2) for i, tail in enumerate(TAILS)], padding=True, return_tensors="pt")
+    labels = rows.input_ids.masked_fill(rows.attention_mask == 0, -100)
+    fields = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, "labels": labels}
+    return DataLoader([{name: value[i] for name, value in fields.items()} for i in range(len(TAILS))], batch_size=4)
+
+
+def test_accelerate_matches_the_uncompiled_run() -> None:
+    """Prepared, clipped, and with gradients accumulated by accelerate's own context."""
+
+    def train(compile_model: Callable[[nn.Module], None]) -> Training:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = llama()
+        compile_model(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, batches())
+        losses = []
+        for batch in [*loader, *loader]:
+            with accelerator.accumulate(prepared):
+                loss = prepared(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return Training(accelerator.unwrap_model(prepared), losses)
+
+    assert_shared(assert_same_training(train).model)
+
+
+class Module(lightning.LightningModule):
+    """A causal LM as a Lightning user writes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.losses = model, list[float]()
+
+    def training_step(self, batch: Rows) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def test_lightning_matches_the_uncompiled_run(tmp_path: Path) -> None:
+    def train(compile_model: Callable[[nn.Module], None]) -> Training:
+        module = Module(llama())
+        compile_model(module.model)
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(module, batches())
+        return Training(module.model, module.losses)
+
+    assert_shared(assert_same_training(train).model)

@@ -1,0 +1,100 @@
+"""TRL's trainers: supervised, preferences, and on-policy with their own generation and reference models.
+
+One file, so that one worker imports TRL.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainers.support import (
+    COMMON,
+    NEEDS_TRAINERS,
+    PROMPT,
+    TAILS,
+    Training,
+    assert_same_training,
+    assert_shared,
+    llama,
+    tokenizer,
+)
+
+datasets = pytest.importorskip("datasets", reason=NEEDS_TRAINERS)
+peft = pytest.importorskip("peft", reason=NEEDS_TRAINERS)
+trl = pytest.importorskip("trl", reason=NEEDS_TRAINERS)
+
+Build = Callable[[nn.Module, Path], Any]
+"""A trainer around a model; the path is a folder to write to."""
+
+SUPERVISED = datasets.Dataset.from_list([{"prompt": PROMPT, "completion": tail} for tail in TAILS])
+PAIRS = datasets.Dataset.from_list(
+    [{"prompt": PROMPT, "chosen": a, "rejected": b} for a, b in zip(TAILS, TAILS[3:] + TAILS[:3], strict=True)]
+)
+JUDGED = datasets.Dataset.from_list(
+    [{"prompt": PROMPT, "completion": tail, "label": i % 3 > 0} for i, tail in enumerate(TAILS)]
+)
+PROMPTS = datasets.Dataset.from_list([{"prompt": PROMPT}] * 4)
+SAMPLING = {"num_generations": 4, "max_completion_length": 2, "generation_kwargs": {"min_new_tokens": 2}}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    datasets.disable_progress_bars()
+    yield
+
+
+def sft(model: nn.Module, path: Path) -> trl.SFTTrainer:
+    args = trl.SFTConfig(str(path), **COMMON)  # gradient checkpointing is TRL's default
+    return trl.SFTTrainer(model, args, train_dataset=SUPERVISED, processing_class=tokenizer())
+
+
+def sft_with_lora(model: nn.Module, path: Path) -> trl.SFTTrainer:
+    adapter = peft.LoraConfig(r=2, lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM")
+    args = trl.SFTConfig(str(path), **COMMON)
+    return trl.SFTTrainer(model, args, train_dataset=SUPERVISED, processing_class=tokenizer(), peft_config=adapter)
+
+
+def dpo(model: nn.Module, path: Path) -> trl.DPOTrainer:
+    args = trl.DPOConfig(str(path), **COMMON, gradient_checkpointing=False)
+    return trl.DPOTrainer(model, None, args, train_dataset=PAIRS, processing_class=tokenizer())
+
+
+def kto(model: nn.Module, path: Path) -> trl.KTOTrainer:
+    args = trl.KTOConfig(str(path), **COMMON, gradient_checkpointing=False)
+    return trl.KTOTrainer(model, None, args, train_dataset=JUDGED, processing_class=tokenizer())
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Something that differs from sample to sample."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def grpo(model: nn.Module, path: Path) -> trl.GRPOTrainer:
+    args = trl.GRPOConfig(str(path), **COMMON, **SAMPLING, gradient_checkpointing=False, beta=0.1)
+    return trl.GRPOTrainer(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer())
+
+
+def rloo(model: nn.Module, path: Path) -> trl.RLOOTrainer:
+    args = trl.RLOOConfig(str(path), **COMMON, **SAMPLING, gradient_checkpointing=False)
+    return trl.RLOOTrainer(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("build", "inner"),
+    [(sft, "aot_eager"), *((build, "eager") for build in (sft_with_lora, dpo, kto, grpo, rloo))],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_trl_trainer_matches_the_uncompiled_run(tmp_path: Path, build: Build, inner: str) -> None:
+    def train(compile_model: Callable[[nn.Module], None]) -> Training:
+        model = llama(tmp_path / "model")
+        compile_model(model)
+        torch.manual_seed(0)
+        trainer = build(model, tmp_path / "out")
+        trainer.train()
+        return Training(trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+    assert_shared(assert_same_training(train, inner=inner).model)

@@ -1,0 +1,37 @@
+"""``treefx bench unshared``: ratios, and rows for what cannot be timed."""
+
+import json
+import math
+
+import pytest
+from torch import nn
+from typer.testing import CliRunner
+
+from treefx.cli import app, bench_unshared
+from treefx.cli.zoo import choose
+from treefx.cli.zoo_models import ZooModel
+
+
+def missing() -> nn.Module:
+    raise ImportError("No module named 'elsewhere'")
+
+
+def test_models_are_timed_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (nano,) = choose(["nanogpt-flash"])
+    models = [nano, ZooModel("elsewhere", "elsewhere", missing)]
+    monkeypatch.setattr(bench_unshared, "choose", lambda names: models)
+    result = CliRunner().invoke(
+        app, ["bench", "unshared", "--rows", "4", "--repeats", "1", "--inner", "eager", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    timed, other = found["models"]
+    assert timed["ran"] == "ordinary", "nothing is shared"
+    assert timed["ratio"] == pytest.approx(timed["seconds"] / timed["baseline_seconds"])
+    assert found["geometric_mean"] == pytest.approx(timed["ratio"])
+    assert "elsewhere" in other["note"] and "ratio" not in other
+
+
+def test_geometric_mean() -> None:
+    assert bench_unshared.geometric_mean([{"ratio": 2.0}, {"ratio": 0.5}, {"note": "failed"}]) == pytest.approx(1.0)
+    assert math.isnan(bench_unshared.geometric_mean([]))

@@ -1,0 +1,85 @@
+"""One graph of a block under ``treefx.distribute`` at run time: its tokens come packed, its tree as inputs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import CompileContext
+
+from treefx.config import Config
+from treefx.context import current_tree
+from treefx.passes.compile_inner import Compiled, compile_inner
+from treefx.passes.on_tree import OnTree, rewrite_on_tree
+from treefx.passes.pipeline import Rewritten
+from treefx.report import GraphReport
+from treefx.shapes import compiling
+
+__all__ = ["BlockGraph"]
+
+
+class BlockGraph:
+    """What the backend returns to Dynamo for a graph whose hidden states are marked by ``treefx::on_tree``.
+
+    Args:
+        gm: Dynamo's graph, never changed.
+        roles: "parameter", "buffer" or "input" per placeholder.
+        config: The options; ``inner`` is the one that matters here.
+    """
+
+    def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
+        self.gm, self.roles, self.config = gm, roles, config
+        compile_id = CompileContext.current_compile_id()
+        self._frame = None if compile_id is None else compile_id.frame_id
+        self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
+        self._reports: dict[int, GraphReport] = {}
+        self._compiled: list[tuple[OnTree, Compiled]] = []
+
+    @property
+    def reports(self) -> list[GraphReport]:
+        """One report per block that ran the graph."""
+        return list(self._reports.values())
+
+    @property
+    def rewrites(self) -> list[Rewritten]:
+        """None: the inspector describes attentions of graphs with token ids."""
+        return []
+
+    def __call__(self, *args: Any) -> Any:
+        parameters = [x for x, role in zip(args, self.roles, strict=True) if role == "parameter"]
+        key = id(parameters[0]) if parameters else 0
+        if key not in self._reports:
+            ids = {id(x) for x in parameters}
+            self._reports[key] = GraphReport(frame=self._frame, graphs=self._graphs, parameters=ids)
+        report = self._reports[key]
+        report.count_call()
+        with compiling:
+            rewritten, run = self._admitting(args, report)
+        report.ran, report.attention_rewritten = "packed", rewritten.attentions
+        report.has_tokens = True
+        tree = current_tree()
+        if tree is not None:  # in the forward; a recomputation in the backward keeps the figures
+            report.raw_tokens, report.tokens = tree.raw_tokens, tree.tokens
+            report.parameters |= tree.parameters
+        with torch._C._DisableAutocast():
+            return run(*args)
+
+    def _admitting(self, args: tuple[Any, ...], report: GraphReport) -> tuple[OnTree, Compiled]:
+        tokens = next(x.shape[0] for x in args if isinstance(x, Tensor) and x.dtype is torch.int32)
+        for known in self._compiled:
+            if known[0].count.count is None or known[0].count.admits(tokens):
+                return known
+        started = time.perf_counter()
+        rewritten = rewrite_on_tree(self.gm, args, self.roles)
+        self._graphs["rewritten"] = rewritten.gm
+        report.seconds["rewrite"] = time.perf_counter() - started
+        with torch._C._DisableAutocast():
+            run = compile_inner(
+                rewritten.gm, rewritten.inputs, rewritten.mode, self.config.inner, self._graphs.__setitem__
+            )
+        report.seconds["compile"] = time.perf_counter() - started - report.seconds["rewrite"]
+        report.compiles += 1
+        self._compiled.append((rewritten, run))
+        return self._compiled[-1]

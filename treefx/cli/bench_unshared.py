@@ -1,0 +1,106 @@
+"""``treefx bench unshared``: what treefx costs where nothing is shared, on every model of the zoo.
+
+Such a batch runs the graph that the inner compiler makes without treefx; on top come building the trie and looking up
+what was compiled. Both sides are timed in turn in one process, on the same batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import treefx
+from treefx.cli.synthetic import shared_prefix_batch
+from treefx.cli.zoo import choose
+from treefx.cli.zoo_models import VOCABULARY
+from treefx.data import Batch
+
+__all__ = ["geometric_mean", "run"]
+
+_TOLERANCE = 1e-4
+
+
+def run(
+    names: Sequence[str] = (),
+    *,
+    rows: int = 32,
+    length: int = 64,
+    repeats: int = 5,
+    inner: str = "inductor",
+    on_start: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """Time forward and backward in float32, without an optimizer, of treefx and of its inner compiler alone.
+
+    Args:
+        names: Models of the zoo; none for all.
+        rows: Rows of the batch, all different in their first token.
+        length: Tokens of each row, at most 64.
+        repeats: Timed steps of each backend; the median counts.
+        inner: Inner compiler of treefx, and the backend it is compared with.
+        on_start: Told the model that is being timed.
+
+    Returns:
+        One record per model: ``baseline_seconds``, ``seconds`` and their ``ratio`` (above 1: treefx is slower), what
+        treefx ``ran``, and in ``note`` why there are no times, if there are none.
+
+    Raises:
+        InputError: A name is not in the zoo, or there are too many rows for its vocabulary.
+    """
+    batch = shared_prefix_batch(rows, 0, length, VOCABULARY)
+    records = []
+    for model in choose(names):
+        on_start(model.name)
+        # Every model compiles anew: sizes that an earlier one made symbolic would be slower.
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        try:
+            records.append({"model": model.name, **_time(model.build(), batch, repeats, inner)})
+        except Exception as error:  # one model must not end the table; its row says what happened
+            first_line = next(iter(str(error).splitlines()), "")
+            records.append({"model": model.name, "note": f"{type(error).__name__}: {first_line}"})
+    return records
+
+
+def geometric_mean(records: Sequence[dict[str, Any]]) -> float:
+    """Of the ratios of all models that were timed; NaN if none was."""
+    ratios = [record["ratio"] for record in records if "ratio" in record]
+    return statistics.geometric_mean(ratios) if ratios else float("nan")
+
+
+def _time(model: nn.Module, batch: Batch, repeats: int, inner: str) -> dict[str, Any]:
+    twins = [copy.deepcopy(model) for _ in range(2)]
+    steps: list[Any] = [
+        torch.compile(twins[0], backend=inner),
+        torch.compile(twins[1], backend="treefx", options={"inner": inner}),
+    ]
+    losses = [_first_loss(step, batch) for step in steps]
+    if not abs(losses[1] - losses[0]) <= _TOLERANCE * abs(losses[0]):
+        return {"note": f"losses differ, so no time is reported: {losses[0]} and {losses[1]}"}
+    seconds: list[list[float]] = [[], []]
+    for _ in range(repeats + 1):
+        for step, own in zip(steps, seconds, strict=True):
+            own.append(_step(step, batch)[0])
+    baseline, ours = (statistics.median(found[1:]) for found in seconds)
+    ran = treefx.inspect(steps[1]).stats["ran"]
+    return {"baseline_seconds": baseline, "seconds": ours, "ratio": ours / baseline, "ran": ran}
+
+
+def _first_loss(compiled: Any, batch: Batch) -> float:
+    """The loss of the step that compiles; dropout draws the same on both sides."""
+    torch.manual_seed(0)
+    return _step(compiled, batch)[1]
+
+
+def _step(compiled: Any, batch: Batch) -> tuple[float, float]:
+    """Seconds of one forward and backward, and the loss; gradients add up, which costs both sides the same."""
+    started = time.perf_counter()
+    out = compiled(**batch.model_inputs())
+    loss = out if isinstance(out, Tensor) else out.loss
+    loss.backward()
+    return time.perf_counter() - started, float(loss.detach())

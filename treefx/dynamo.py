@@ -1,0 +1,59 @@
+"""What treefx asks of Dynamo, so that models and trainers as they are leave it as one graph.
+
+Positions that nobody reads and inputs that tell tokens apart are found in one graph; a break between the embedding and
+the blocks leaves graphs without token ids, which run ordinarily.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch._dynamo.variables.tensor import TensorVariable
+
+__all__ = ["keep_graphs_whole"]
+
+
+@functools.cache
+def keep_graphs_whole() -> None:
+    """Apply all of it, once per process."""
+    _pass_warnings()
+    _pass_requires_grad()
+
+
+def _pass_warnings() -> None:
+    """Let Dynamo trace past ``logger.warning_once``.
+
+    transformers adds that method and calls it in the loss of models without a loss type (gpt2), where it would cut the
+    graph between logits and loss: the loss could not say any more which positions nobody reads. PyTorch's own setting
+    for this; the message is not shown from compiled code.
+    """
+    warn_once = getattr(logging.Logger, "warning_once", None)
+    if warn_once is not None:
+        torch._dynamo.config.ignore_logging_functions.add(warn_once)
+
+
+def _pass_requires_grad() -> None:
+    """Let Dynamo trace past ``x.requires_grad_()`` on a tensor made inside of the graph, where treefx compiles it.
+
+    PEFT and transformers hang this on the embedding of a frozen model, so that a reentrant checkpoint sees an input
+    that requires grad. A graph needs no such thing, and the gradient of an intermediate goes nowhere. Where it does go
+    somewhere inside of the graph (``torch.autograd.grad``), Dynamo traces the call itself and does not come here.
+    """
+    original = getattr(TensorVariable, "method_requires_grad_", None)
+    if original is None:  # another version of Dynamo: it breaks the graph there
+        return
+
+    @functools.wraps(original)
+    def requires_grad_(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        wanted = not given or given[0] is True or given[0].as_python_constant() is True
+        breaks = getattr(tx.speculation_log, "graph_break_on_requires_grad_", True)
+        ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
+        if ours and breaks and wanted and not self.source:
+            return self
+        return original(self, tx, *args, **kwargs)
+
+    TensorVariable.method_requires_grad_ = requires_grad_  # type: ignore[method-assign]
