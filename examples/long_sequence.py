@@ -9,6 +9,7 @@ runs as well, and loss and gradients are compared.
 
 import argparse
 import copy
+import time
 
 import matplotlib.pyplot as plt
 import torch
@@ -23,7 +24,7 @@ MIB = 2**20
 def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=2,
+        vocab_size=256, hidden_size=32, intermediate_size=96, num_hidden_layers=4, num_attention_heads=1,
         num_key_value_heads=1, max_position_embeddings=1 << 17,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).train()
@@ -79,16 +80,22 @@ def main() -> None:
     forest = treefx.Forest.from_sequences([sequence])
     compiled = torch.compile(model, backend="treefx", options={"inner": options.inner})
     profile = treefx.profile(compiled, forest)
-    cost = profile.cost
-    keys_and_values = (2 * cost.kv_bytes_per_token + cost.kv_grad_bytes_per_token) * options.tokens
-    limit = cost.resident_bytes + cost.backward(options.held, 0, options.held) + keys_and_values
+    cost = profile.cost.for_forest(forest)
+    # Activations of so many tokens, below all others; and of all tokens K/V and their gradients.
+    run = cost.backward(options.held, options.tokens - options.held, options.held)
+    limit = cost.resident_bytes + run + cost.store_bytes_per_token * options.tokens
     plan = treefx.plan(forest, profile, memory_limit_bytes=int(limit))
     print(plan)
     print(plan.explain())
+    started = time.perf_counter()
     with track_peak(curve=True) as peak:
         loss = treefx.backward(compiled, plan, token_mean, progress=True)
-    allowed = limit - cost.resident_bytes
-    print(f"loss {float(loss):.6f}, peak {peak.bytes / MIB:.1f} MiB of {allowed / MIB:.1f} above the model")
+    print(f"{time.perf_counter() - started:.1f} s")
+    allowed = limit - sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    print(
+        f"loss {float(loss):.6f}, peak {peak.bytes / MIB:.1f} MiB of {allowed / MIB:.1f} allowed above the model, "
+        f"{(plan.peak_bytes - limit + allowed) / MIB:.1f} predicted"
+    )
     draw_curve(peak, allowed, options.curve)
     if options.check:
         with track_peak() as uncut:

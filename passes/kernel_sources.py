@@ -25,7 +25,7 @@ def kernel_source_of(node: fx.Node) -> str:
             operands.
     """
     from treefx.kernels.triton_tree.codegen import Request, kernel_source
-    from treefx.kernels.triton_tree.configs import largest_chunk
+    from treefx.kernels.triton_tree.configs import chunk_widths
     from treefx.kernels.triton_tree.expressions import kinds_of
 
     query, _, value, *_ = node.args
@@ -36,7 +36,7 @@ def kernel_source_of(node: fx.Node) -> str:
         return "# No kernel is generated for float64: the dense reference runs it."
     kinds = kinds_of([_value(buffer) for buffer in buffers])
     widths = int(q.shape[-1]), int(v.shape[-1])
-    request = Request(score, kinds, *widths, largest_chunk(q.dtype), "plain", user_line(node) or "")
+    request = Request(score, kinds, *widths, chunk_widths(q.dtype), "plain", user_line(node) or "")
     try:
         return kernel_source(request)
     except UnsupportedError as reason:

@@ -16,8 +16,9 @@ __all__ = ["Config"]
 class Config:
     """Fields are the options by name.
 
-    One thing is set from outside: with the environment variable ``TREEFX_DUMP_DIR``, a folder, the graph before and
-    after every pass, their differences and the sources of generated kernels are written there.
+    What serves debugging is set from outside: with the environment variable ``TREEFX_DUMP_DIR``, a folder, the graph
+    before and after every pass, their differences and the sources of generated kernels are written there; the variables
+    of the kernels stand in ``treefx.kernels.triton_tree``.
 
     Raises:
         ConfigError: A value is not one of those its field takes.

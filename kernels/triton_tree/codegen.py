@@ -26,7 +26,6 @@ from treefx.kernels.triton_tree.expressions import BufferKind, score_code
 __all__ = ["Request", "cache_folder", "kernel_module", "kernel_source"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_SMALLEST_CHUNK = 16
 _lock = Lock()
 
 
@@ -39,7 +38,7 @@ class Request:
         buffers: kinds of what it loads from.
         head_dim: width of queries and keys.
         value_dim: width of values.
-        largest_chunk: widest piece of a head in one product, a power of two.
+        chunk_widths: the narrowest and the widest piece of a head in one product, powers of two.
         path: ``"plain"`` or ``"warp"``, a template.
         origin: the line of the model that the attention comes from, or ``""``.
     """
@@ -48,17 +47,17 @@ class Request:
     buffers: tuple[BufferKind, ...]
     head_dim: int
     value_dim: int
-    largest_chunk: int = 256
+    chunk_widths: tuple[int, int] = (16, 256)
     path: str = "plain"
     origin: str = ""
 
 
-def head_chunks(width: int, largest: int) -> tuple[tuple[int, int, int], ...]:
+def head_chunks(width: int, smallest: int, largest: int) -> tuple[tuple[int, int, int], ...]:
     """Split a head into powers of two: (start, width, width of the head) of each chunk; the last may overhang."""
     chunks, start = [], 0
     while start < width:
         left = width - start
-        size = max(_SMALLEST_CHUNK, min(largest, 1 << (left.bit_length() - 1)))
+        size = max(smallest, min(largest, 1 << (left.bit_length() - 1)))
         chunks.append((start, size, width))
         start += size
     return tuple(chunks)
@@ -85,8 +84,8 @@ def kernel_source(request: Request) -> str:
         .render(
             score=score,
             buffers=[(number, request.buffers[number].ndim) for number in score.used],
-            key_chunks=head_chunks(request.head_dim, request.largest_chunk),
-            value_chunks=head_chunks(request.value_dim, request.largest_chunk),
+            key_chunks=head_chunks(request.head_dim, *request.chunk_widths),
+            value_chunks=head_chunks(request.value_dim, *request.chunk_widths),
             lengths=lengths,
         )
     )

@@ -11,8 +11,8 @@ __all__ = [
     "Config",
     "Problem",
     "candidates",
+    "chunk_widths",
     "default_config",
-    "largest_chunk",
     "pack_of",
     "usable_shared_memory",
 ]
@@ -84,9 +84,12 @@ def pack_of(group: int) -> int:
     return min(_MOST_PACKED, 1 << (group - 1).bit_length())
 
 
-def largest_chunk(dtype: torch.dtype) -> int:
-    """Return the widest piece of a head in one product; float32 keeps three parts of each in registers."""
-    return 64 if dtype == torch.float32 else 256
+def chunk_widths(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the narrowest and the widest piece of a head in one product.
+
+    Float32 keeps three parts of each piece in registers, and spills where one is as narrow as 16.
+    """
+    return (32, 64) if dtype == torch.float32 else (16, 256)
 
 
 def default_config(problem: Problem) -> Config:
@@ -110,6 +113,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
         choices = tuple(config for config in choices if config.block_m * config.block_n <= largest)
     if problem.loads_pairs and problem.kernel == "forward":
         choices = tuple(config for config in choices if config.block_n <= _LOADING_KEYS)
+    choices = (*_first_elsewhere(problem), *choices)
     others = () if problem.path == "warp" else _SMALL
     fitting = [config for config in (*choices, *others) if _fits(problem, config)]
     if not fitting:
@@ -118,6 +122,25 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
             f"{problem.value_dim} features and {problem.shared_limit} bytes: use impl='flex'"
         )
     return tuple(dict.fromkeys(fitting))[: len(choices)]
+
+
+def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
+    """Return a first choice for devices on which the tables' own does not fit: they are Hopper's.
+
+    Before it, products are made warp by warp, with all sums in registers; after it, sums have a memory of their own.
+    """
+    if problem.shared_limit >= SHARED_MEMORY[90] or problem.dtype == torch.float32:
+        return ()
+    both = problem.head_dim + problem.value_dim
+    if problem.shared_limit >= usable_shared_memory(100):
+        return (Config(32, 64, 8, 3),) if problem.kernel == "backward_keys" and 320 < both <= 384 else ()
+    if problem.kernel == "backward_keys" and (problem.loads_pairs or 320 < both <= 384):
+        return (Config(32, 64 if problem.loads_pairs and both <= 256 else 32, 8, 2),)
+    if problem.kernel == "backward_queries" and problem.loads_pairs:
+        return (Config(64, 64, 8, 2),)
+    if problem.kernel == "forward" and (problem.loads_pairs or (problem.heavy and both > 384)):
+        return (Config(64, 64 if problem.loads_pairs and both <= 256 else 32, 8, 3),)
+    return ()
 
 
 def _shared_bytes(problem: Problem, config: Config) -> int:

@@ -20,7 +20,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr, Score, evaluate
 from treefx.kernels.triton_tree.sympy_text import Sigmoid, to_text
 
-__all__ = ["BufferKind", "HoistedValue", "ScoreCode", "is_supported", "kinds_of", "score_code"]
+__all__ = ["BufferKind", "HoistedValue", "ScoreCode", "kinds_of", "score_code"]
 
 _LEAVES = {
     "q": ("q_index", "row"),
@@ -67,6 +67,7 @@ class ScoreCode:
         derivative: statements that only the slope needs.
         slope: d value / d dot; ``None`` if it is the number ``factor``.
         factor: the constant slope, or 1.
+        singular: whether the slope is infinite at a product of 0, which rows that do not exist have.
         used: numbers of the buffers that are read.
         soft: whether finite constants mask, so that their sum must not become an infinity.
         loads_pairs: whether ``pair`` loads.
@@ -85,6 +86,7 @@ class ScoreCode:
     derivative: tuple[str, ...]
     slope: str | None
     factor: float
+    singular: bool
     used: tuple[int, ...]
     soft: bool
     loads_pairs: bool
@@ -125,6 +127,7 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
     slope = sympy.diff(value, dot)
     logit = value if writer.soft else value * sympy.Float(math.log2(math.e))
     constant = not slope.free_symbols and slope.is_finite is not False
+    singular = slope.subs(dot, 0).has(sympy.zoo, sympy.oo, -sympy.oo, sympy.nan)
     shared, (logit, *rest) = sympy.cse(
         [logit] if constant else [logit, slope], symbols=sympy.numbered_symbols("term_"), order="canonical"
     )
@@ -142,6 +145,7 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
         derivative=second,
         slope=None if constant else _tidy(to_text(rest[0])),
         factor=float(slope) if constant else 1.0,
+        singular=singular,
         used=tuple(sorted(writer.used)),
         soft=writer.soft,
         loads_pairs="tl.load" in " ".join(writer.statements["pair"]),
@@ -153,15 +157,6 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
         row_values=writer.values_read(read, ("row", "uniform")),
         column_values=writer.values_read(read, ("column",)),
     )
-
-
-def is_supported(score: str, buffers: Sequence[torch.Tensor]) -> bool:
-    """Return whether a score can be generated; a score that does not fit its buffers still raises."""
-    try:
-        score_code(score, kinds_of(buffers))
-    except UnsupportedError:
-        return False
-    return True
 
 
 def _split(shared: list[tuple[Any, Any]], logit: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

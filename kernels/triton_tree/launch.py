@@ -16,7 +16,7 @@ from treefx.kernels.common import Inputs
 from treefx.kernels.score import Score, evaluate
 from treefx.kernels.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
 from treefx.kernels.triton_tree.codegen import Request, kernel_module
-from treefx.kernels.triton_tree.configs import Config, Problem, default_config, largest_chunk, pack_of
+from treefx.kernels.triton_tree.configs import Config, Problem, chunk_widths, default_config, pack_of
 from treefx.kernels.triton_tree.expressions import ScoreCode, kinds_of, score_code
 
 __all__ = ["Attention", "KeySource", "Launch"]
@@ -96,8 +96,8 @@ class Attention:
     def __post_init__(self) -> None:
         q, v = self.inputs.q, self.inputs.v
         buffers = kinds_of(self.inputs.buffers)
-        chunk = largest_chunk(q.dtype)
-        request = Request(self.score.to_json(), buffers, q.shape[-1], v.shape[-1], chunk, self.path)
+        chunks = chunk_widths(q.dtype)
+        request = Request(self.score.to_json(), buffers, q.shape[-1], v.shape[-1], chunks, self.path)
         object.__setattr__(self, "request", request)
         object.__setattr__(self, "code", score_code(request.score, buffers))
         object.__setattr__(self, "module", kernel_module(request))

@@ -14,12 +14,12 @@ from tests.oracle import compare, loss_of
 from tests.spellings import SPELLINGS
 
 
-@pytest.mark.parametrize(("name", "padding"), [("mixtral", "right"), ("gpt_oss", None)])
-def test_load_balancing_loss(name: str, padding: Side | None) -> None:
+@pytest.mark.parametrize(("name", "layers", "padding"), [("mixtral", 2, "right"), ("gpt_oss", 1, None)])
+def test_load_balancing_loss(name: str, layers: int, padding: Side | None) -> None:
     batch = shared_batch(rows=4, length=16, shared=8, padding=padding)
-    model = zoo(name, output_router_logits=True, router_aux_loss_coef=0.5)
+    model = zoo(name, num_hidden_layers=layers, output_router_logits=True, router_aux_loss_coef=0.5)
     stats = compare(model, batch).stats
-    assert stats["fallback"] is None and stats["attention_rewritten"] == 2
+    assert stats["fallback"] is None and stats["attention_rewritten"] == layers
     assert stats["tokens"] < stats["raw_tokens"]
 
 
@@ -43,7 +43,7 @@ def test_router_z_loss_of_the_caller() -> None:
         partition = torch.stack([layer.logsumexp(-1).square() for layer in out.router_logits])
         return out.loss + 1e-2 * (partition * batch.attention_mask.flatten()).mean()
 
-    assert compare(zoo("mixtral"), step).stats["fallback"] is None
+    assert compare(zoo("mixtral", num_hidden_layers=1), step).stats["fallback"] is None
 
 
 class LimitedExperts(nn.Module):
@@ -79,5 +79,5 @@ def test_router_jitter_is_drawn_for_every_row() -> None:
         torch.manual_seed(5)
         return loss_of(batch)(model)
 
-    stats = compare(zoo("mixtral", router_jitter_noise=0.3), step).stats
+    stats = compare(zoo("mixtral", num_hidden_layers=1, router_jitter_noise=0.3), step).stats
     assert any("uniform" in item["op"] for item in stats["expansions"])

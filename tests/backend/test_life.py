@@ -94,11 +94,11 @@ def test_low_sharing_runs_the_ordinary_graph() -> None:
         assert ratio == pytest.approx(56 / distinct_tokens(batch))
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_inner_compilers(name: str, inner: str) -> None:
+def test_inner_compiler_eager(name: str) -> None:
+    """The others run in nearly all tests, and in the examples."""
     batch = shared_batch(rows=4, length=14, shared=6)
-    assert_packed(compare(double(name), batch, inner=inner), distinct_tokens(batch), layers=2)
+    assert_packed(compare(double(name), batch, inner="eager"), distinct_tokens(batch), layers=2)
 
 
 def test_weights_that_change_between_steps() -> None:
@@ -196,5 +196,5 @@ def test_model_without_tokens() -> None:
 
 def test_statistics_of_two_models_are_apart() -> None:
     batches = [shared_batch(rows=4, length=14, shared=n) for n in (2, 10)]
-    checked = [compare(zoo("llama"), batch) for batch in batches]
+    checked = [compare(zoo("llama", num_hidden_layers=1), batch, inner="eager") for batch in batches]
     assert [c.stats["tokens"] for c in checked] == [distinct_tokens(batch) for batch in batches]

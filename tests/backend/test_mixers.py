@@ -19,8 +19,9 @@ from treefx.passes.inline_scan import associative_scan
 SHORT = shared_batch(rows=3, length=10, shared=4)
 
 
-@pytest.mark.parametrize("mixer", ["causal_conv", "chunked_sum"])
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("mixer", "side"), [("causal_conv", "right"), ("causal_conv", "left"), ("chunked_sum", "left")]
+)
 def test_padding_around_a_mixer(mixer: str, side: Any) -> None:
     """On the right nobody reads it and it goes; on the left the mixer reads it and it stays."""
     batch = batch_with_forks(side)
@@ -40,7 +41,7 @@ def test_mixer_of_the_padding_mask() -> None:
             assert mask is not None
             return v + 0.3 * (v * mask[:, None, :, None]).cumsum(2)
 
-    model = TinyLM(Masked, layers=2).double()
+    model = TinyLM(Masked, layers=1).double()
     batch = shared_batch(rows=3, length=12, shared=6, vocab=61, padding=None)
     mask = torch.ones_like(batch.input_ids)
     mask[1, 2] = 0

@@ -150,7 +150,7 @@ BRANCH_AT_57 = forest([[*range(57), *range(100, 150)], [*range(57), *range(200, 
 SMALL = forest([[1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 7], [1, 7, 8, 8, 8], [5, 5], [5, 6, 1, 1, 1, 1, 1]])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(row_batches(), st.sampled_from(sorted(SCORES)), st.booleans(), st.sampled_from([(1, 1), (4, 2), (7, 1)]))
 def test_random_forests(rows: Rows, name: str, sinks: bool, heads: tuple[int, int]) -> None:
     check(draw(*forest(rows), heads=heads, sinks=sinks), SCORES[name])
@@ -210,6 +210,15 @@ def test_forced_paths_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tile_sizes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_interpreted_config", lambda problem: config)
     check(draw(*BRANCH_AT_57, sinks=True), SCORES["window"])
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.parametrize("path", ["plain", "warp"])
+def test_rows_that_do_not_exist_have_no_slope(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of 7 fills a tile of 8 with a row of zeros, where the slope of this score is infinite."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    squared = Score(("log", ("mul", ("dot",), ("dot",))))
+    check(draw(*forest([[*range(150)]]), heads=(7, 1)), squared)
 
 
 def test_one_token_leaves() -> None:

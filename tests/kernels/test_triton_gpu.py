@@ -32,6 +32,16 @@ SHAPES = {
     "256": (8, 2, 256, 256),
     "80": (4, 2, 80, 80),
 }
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CASES = [
+    *((name, "128", BF16) for name in TREES),
+    *(("thought", name, BF16) for name in SHAPES if name != "128"),
+    ("thought", "64", FP16),
+]
+FEATURES = [
+    *((names, BF16) for names in (("window",), ("softcap",), ("alibi",), ("sinks",))),
+    *((("window", "softcap", "sinks"), dtype) for dtype in (BF16, FP32)),
+]
 
 
 def paths() -> list[str]:
@@ -54,10 +64,7 @@ def draw(tree: Tree, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tu
 
 
 @pytest.mark.parametrize("path", paths())
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("tree", "shape"), [*((name, "128") for name in TREES), *(("thought", name) for name in SHAPES)]
-)
+@pytest.mark.parametrize(("tree", "shape", "dtype"), CASES)
 def test_no_further_off_than_separate_rows(
     tree: str, shape: str, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,12 +78,9 @@ def test_no_further_off_than_separate_rows(
 
 
 @pytest.mark.parametrize("path", paths())
-@pytest.mark.parametrize(
-    "features", [("window",), ("softcap",), ("alibi",), ("sinks",), ("window", "softcap", "sinks")]
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("features", "dtype"), FEATURES)
 def test_features(features: tuple[str, ...], path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if path == "warp" and dtype == torch.float32:
+    if path == "warp" and dtype == FP32:
         pytest.skip("the specialised form has 16-bit types")
     monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     ends, leaves, grad = draw(TREES["thought"], SHAPES["128"], dtype)
@@ -92,15 +96,15 @@ def test_features(features: tuple[str, ...], path: str, dtype: torch.dtype, monk
     for impl in ("triton", "reference"):
         out = tree_attention(*leaves, ends, impl=impl, **chosen)
         results.append([out, *torch.autograd.grad(out, wanted, grad)])
-    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    bound = 2e-2 if dtype == BF16 else 1e-4
     assert all(relative_error(*pair) < bound for pair in zip(*results, strict=True))
 
 
 def test_auto_takes_the_kernels_and_waits_for_nothing() -> None:
     """The second layer on a forest finds everything there: nothing in it waits for the device."""
-    ends, leaves, grad = draw(TREES["prefix"], SHAPES["128"], torch.bfloat16)
+    ends, leaves, grad = draw(TREES["prefix"], SHAPES["128"], BF16)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         first = torch.autograd.grad(tree_attention(*leaves, ends), leaves, grad)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -115,7 +119,7 @@ def test_auto_takes_the_kernels_and_waits_for_nothing() -> None:
 
 
 def test_an_overwritten_forest_is_seen() -> None:
-    ends, leaves, grad = draw(TREES["thought"], SHAPES["128"], torch.bfloat16)
+    ends, leaves, grad = draw(TREES["thought"], SHAPES["128"], BF16)
     tree_attention(*leaves, ends)
     ends.copy_(torch.arange(1, len(ends) + 1, dtype=torch.int32))  # every token alone
     out = tree_attention(*leaves, ends)

@@ -1,7 +1,5 @@
 """Plans hold every token once, stay under the limit, and are as fast as brute force finds them."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.planning.costs import all_plans, evaluate, linear_cost
 from tests.strategies import Rows, row_batches
+from treefx.cli.bench_plan import agent_rollouts, group_rollouts
 from treefx.errors import InputError, MemoryLimitError
 from treefx.forest import Forest
 from treefx.planning.blocks import Blocks, Counts
@@ -160,27 +159,6 @@ def test_heuristic_is_close_to_the_exact_time(seed: int) -> None:
         return
     total = sum(part_seconds(cost, draft.size, draft.keep, 0) for draft, _ in in_order(exact))
     assert plan(forest, cost, limit).seconds <= 1.05 * total
-
-
-def group_rollouts(random: np.random.Generator) -> list[list[int]]:
-    """GRPO: 8 prompts of 2,048 tokens, 8 answers of 6,144 each; all tokens differ."""
-    fresh = itertools.count()
-    rows = []
-    for _ in range(8):
-        prompt = [next(fresh) for _ in range(2048)]
-        rows += [prompt + [next(fresh) for _ in range(6144)] for _ in range(8)]
-    return [rows[i] for i in random.permutation(64)]
-
-
-def agent_rollouts(random: np.random.Generator) -> list[list[int]]:
-    """Three levels: one system prompt of 1,024 tokens, 8 tasks of 512, 8 trials of 3,584 each."""
-    fresh = itertools.count()
-    system = [next(fresh) for _ in range(1024)]
-    rows = []
-    for _ in range(8):
-        task = system + [next(fresh) for _ in range(512)]
-        rows += [task + [next(fresh) for _ in range(3584)] for _ in range(8)]
-    return [rows[i] for i in random.permutation(64)]
 
 
 @pytest.mark.parametrize(("make", "minimum"), [(group_rollouts, 409_600), (agent_rollouts, 234_496)])

@@ -29,6 +29,8 @@ COMMANDS = (
     ["bench"],
     ["bench", "forest"],
     ["bench", "attention"],
+    ["bench", "memory"],
+    ["bench", "unshared"],
 )
 
 

@@ -68,8 +68,9 @@ def run(*, json_output: bool = False, inner: str = "inductor", cases: Sequence[M
 
     Returns:
         One record per case: ``peak_mib``, ``bytes_per_token`` (peak over distinct tokens that ran; for another
-        backend over all tokens), ``logits_mib`` (what one float32 copy of the logits of these tokens would take),
-        ``source`` of the measurement, ``raw_tokens``, ``tokens`` and ``sharing_ratio`` of the batch.
+        backend over all tokens), ``saved_bytes_per_token`` (held between forward and backward, likewise),
+        ``logits_mib`` (what one float32 copy of the logits of these tokens would take), ``source`` of the
+        measurement, ``raw_tokens``, ``tokens`` and ``sharing_ratio`` of the batch.
 
     Raises:
         MeasurementError: A process failed; the message ends with what it wrote.
@@ -122,6 +123,11 @@ def measure(case: MemoryCase, inner: str) -> dict[str, Any]:
         model.zero_grad()
     with track_peak() as peak:
         train()
+    model.zero_grad()
+    with track_peak(curve=True) as forward:
+        loss = step(**batch.model_inputs(), use_cache=False).loss
+    saved = forward.curve[-1][1]
+    loss.backward()
     distinct = case.prefix + case.rows * case.suffix
     ran = distinct if case.backend == "treefx" else batch.raw_tokens
     return {
@@ -132,6 +138,7 @@ def measure(case: MemoryCase, inner: str) -> dict[str, Any]:
         "sharing_ratio": batch.raw_tokens / distinct,
         "peak_mib": peak.bytes / 2**20,
         "bytes_per_token": peak.bytes // ran,
+        "saved_bytes_per_token": saved // ran,
         "logits_mib": ran * case.vocab_size * 4 / 2**20,
         "source": peak.source,
     }

@@ -1,7 +1,7 @@
 """Run plans and measure them: peaks against limits on random forests, and one large forest under an eighth."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from treefx.planning.plan import Plan
 from treefx.planning.policies import compare_policies
 from treefx.planning.profile import Profile
 
-__all__ = ["LIMITS", "Runner", "large_forest", "measure_peaks", "measure_policies", "random_forest"]
+__all__ = ["LIMITS", "Runner", "large_forest", "measure_peaks", "measure_policies", "random_forest", "run_under_limits"]
 
 LIMITS = (2, 4, 8)
 """Limits are what the uncut forest takes, over these."""
@@ -53,14 +53,17 @@ class Runner:
         inner: inner compiler.
         layers, hidden_size: of the model.
         forest: whose depth the profile is for; forests up to the next power of two run the same code.
+        lengths: of the parts that are profiled.
     """
 
-    def __init__(self, inner: str, layers: int, hidden_size: int, forest: Forest) -> None:
+    def __init__(
+        self, inner: str, layers: int, hidden_size: int, forest: Forest, lengths: Sequence[int] = (128, 512)
+    ) -> None:
         install_allocator()  # before the model, whose gradients are counted when they are freed
         config = make_config("llama", vocab_size=_VOCABULARY, hidden_size=hidden_size, layers=layers)
         self.model = make_model(config)
         self.compiled = torch.compile(self.model, backend="treefx", options={"inner": inner})
-        self.profile: Profile = treefx.profile(self.compiled, forest)
+        self.profile: Profile = treefx.profile(self.compiled, forest, lengths=lengths)
         held = [*self.model.parameters(), *self.model.buffers()]
         self.model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -116,12 +119,12 @@ def measure_peaks(forests: int, inner: str, *, json: bool = False) -> list[dict[
     found: dict[int, list[tuple[Measured, float]]] = {share: [] for share in LIMITS}
     with Progress(console=Console(stderr=True), transient=True, disable=json) as progress:
         for seed in progress.track(range(forests), description="random forests"):
-            for share, measured, error in _under_limits(runner, random_forest(seed)):
+            for share, measured, error in run_under_limits(runner, random_forest(seed)):
                 found[share].append((measured, error))
     return [_summary(share, results) for share, results in found.items() if results]
 
 
-def _under_limits(runner: Runner, forest: Forest) -> Iterator[tuple[int, Measured, float]]:
+def run_under_limits(runner: Runner, forest: Forest) -> Iterator[tuple[int, Measured, float]]:
     """Each limit, its plan, run, and the relative error of the loss; limits are raised to the least possible."""
     cost = runner.profile.cost.for_forest(forest)
     least = smallest_requirement(Counts(forest), cost).limit_bytes

@@ -209,7 +209,7 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
     flops = {"forward": graphs.forward, "backward": graphs.backward}
     counted = {name: count_flops(gm, sizes) for name, gm in flops.items()}
     return Profile(
-        cost=_add_unseen(bare, samples, backward[-1]),
+        cost=_add_unseen(bare, samples),
         flops=counted | {"kv": count_flops(kv_only.gm, kv_sizes)},
         samples=tuple(samples),
         inner=inspect(compiled).stats["inner"],
@@ -277,26 +277,29 @@ def _fit_unseen(samples: Sequence[Sample], missing: Sequence[float]) -> list[flo
     return result
 
 
-def _add_unseen(cost: CostModel, samples: Sequence[Sample], loss: Sequence[float]) -> CostModel:
+def _add_unseen(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
     """Add to the graphs' bytes what they do not show: first to what stays and so to the peaks, then to these alone.
 
-    `loss` is the row of the backward in which only the loss has run so far: workspaces of operators are not in it.
+    In a backward, workspaces of attention grow with the boundary while saved tensors go; in which operator the sum is
+    the largest depends on the part. So what the measured backwards add to the saved bytes is a row of its own.
     """
-    forward = [sample for sample in samples if sample.kind == "forward"]
-    staying = _fit_unseen(forward, [item.left_bytes - item.predicted_left(cost) for item in forward])
+    runs = {kind: [sample for sample in samples if sample.kind == kind] for kind in ("forward", "backward", "kv")}
+    left = [item.left_bytes - item.predicted_left(cost) for item in runs["forward"]]
+    staying = _fit_unseen(runs["forward"], left)
     for kind in ("saved", "forward", "backward"):
         cost = _raise(cost, kind, staying)
-    for kind, spared in (("backward", _sum(loss, staying)), ("forward", []), ("backward", []), ("kv", [])):
-        chosen = [sample for sample in samples if sample.kind == kind]
-        unseen = _fit_unseen(chosen, [item.bytes - item.predicted_bytes(cost) for item in chosen])
-        cost = _raise(cost, kind, unseen, spared)
+    tangents = cost.kv_tangent_bytes_per_token
+    added = [item.bytes - tangents * item.size.outgoing for item in runs["backward"]]
+    measured = _raise(cost, "saved", _fit_unseen(runs["backward"], added)).saved
+    cost = replace(cost, backward=Bytes([*cost.backward.rows, *measured.rows]))
+    for kind in ("forward", "kv"):
+        missing = [item.bytes - item.predicted_bytes(cost) for item in runs[kind]]
+        cost = _raise(cost, kind, _fit_unseen(runs[kind], missing))
     return cost
 
 
-def _raise(cost: CostModel, name: str, unseen: Sequence[float], spared: Sequence[float] = ()) -> CostModel:
-    """Add to all rows but one."""
-    rows = [row if list(row) == spared else _sum(row, unseen) for row in getattr(cost, name).rows]
-    raised: dict[str, Any] = {name: Bytes(rows)}
+def _raise(cost: CostModel, name: str, unseen: Sequence[float]) -> CostModel:
+    raised: dict[str, Any] = {name: Bytes([_sum(row, unseen) for row in getattr(cost, name).rows])}
     return replace(cost, **raised)
 
 
