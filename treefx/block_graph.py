@@ -14,7 +14,7 @@ from treefx.context import current_tree
 from treefx.passes.compile_inner import Compiled, compile_inner
 from treefx.passes.on_tree import OnTree, rewrite_on_tree
 from treefx.passes.pipeline import Rewritten
-from treefx.report import GraphReport
+from treefx.report import GraphReport, Reports
 from treefx.shapes import compiling
 
 __all__ = ["BlockGraph"]
@@ -32,15 +32,14 @@ class BlockGraph:
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
         self.gm, self.roles, self.config = gm, roles, config
         compile_id = CompileContext.current_compile_id()
-        self._frame = None if compile_id is None else compile_id.frame_id
         self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
-        self._reports: dict[int, GraphReport] = {}
+        self._reports = Reports(None if compile_id is None else compile_id.frame_id, self._graphs)
         self._compiled: list[tuple[OnTree, Compiled]] = []
 
     @property
     def reports(self) -> list[GraphReport]:
         """One report per block that ran the graph."""
-        return list(self._reports.values())
+        return self._reports.all()
 
     @property
     def rewrites(self) -> list[Rewritten]:
@@ -49,11 +48,7 @@ class BlockGraph:
 
     def __call__(self, *args: Any) -> Any:
         parameters = [x for x, role in zip(args, self.roles, strict=True) if role == "parameter"]
-        key = id(parameters[0]) if parameters else 0
-        if key not in self._reports:
-            ids = {id(x) for x in parameters}
-            self._reports[key] = GraphReport(frame=self._frame, graphs=self._graphs, parameters=ids)
-        report = self._reports[key]
+        report = self._reports.of(parameters)
         report.count_call()
         with compiling:
             rewritten, run = self._admitting(args, report)
@@ -62,7 +57,7 @@ class BlockGraph:
         tree = current_tree()
         if tree is not None:  # in the forward; a recomputation in the backward keeps the figures
             report.raw_tokens, report.tokens = tree.raw_tokens, tree.tokens
-            report.parameters |= tree.parameters
+            report.parameters.update(dict.fromkeys(tree.parameters))
         with torch._C._DisableAutocast():
             return run(*args)
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from treefx.errors import ForestError
 from treefx.forest import Forest
 
@@ -20,8 +22,8 @@ class RunningTree:
 
     raw_tokens: int
     tokens: int
-    parameters: frozenset[int]
-    """``id`` of the model's parameters as its owner sees them: FSDP swaps others in while a block runs."""
+    parameters: tuple[Tensor, ...]
+    """The model's parameters as its owner sees them: FSDP swaps others in while a block runs."""
 
 
 _TREE: ContextVar[RunningTree | None] = ContextVar("treefx_tree", default=None)

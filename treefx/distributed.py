@@ -170,7 +170,7 @@ class _Hooks:
         given["use_cache"] = False
         given[_ARGUMENT] = _Tree(subtree_end, seen)
         distinct = batch.tokens if seen is None else int(seen[: batch.tokens].sum())
-        set_tree(RunningTree(raw, distinct, frozenset(id(x) for x in self._model.parameters())))
+        set_tree(RunningTree(raw, distinct, tuple(self._model.parameters())))
         return (), given
 
     def after(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

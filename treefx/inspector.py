@@ -46,7 +46,7 @@ def inspect(compiled: Any) -> Inspection:
             "treefx.inspect expects a compiled model, or a compiled function that uses a model, got "
             f"{type(compiled).__name__}; pass what torch.compile(model, backend='treefx') returned"
         )
-    graphs = find({id(parameter) for module in modules for parameter in module.parameters()})
+    graphs = find(parameter for module in modules for parameter in module.parameters())
     if graphs:
         return Inspection(graphs)
     name = type(getattr(modules[0], "_orig_mod", modules[0])).__name__

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from torch import fx
+from torch import Tensor, fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from treefx.config import Config
 from treefx.passes.pipeline import Rewritten
 
-__all__ = ["GraphReport", "ReportingGraph", "Run", "find", "register"]
+__all__ = ["GraphReport", "Parameters", "ReportingGraph", "Reports", "Run", "find", "register"]
+
+Parameters: TypeAlias = MutableMapping[Tensor, None]
+"""Tensors by identity, held weakly: a number such as ``id`` may pass to another tensor."""
 
 
 @dataclass
@@ -36,8 +41,8 @@ class GraphReport:
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
     frame: int | None = None
     """Dynamo's number of the function the graph came from; its recompilations share it."""
-    parameters: set[int] = field(default_factory=set)
-    """``id`` of the parameters it ran with: two models of one class share a graph, and each has a report."""
+    parameters: Parameters = field(default_factory=WeakIdKeyDictionary)
+    """The parameters it ran with, the keys: two models of one class share a graph, and each has a report."""
     calls: int = 0
     last_call: int = 0
     """Place of the last call among the calls of all graphs: of two graphs, the larger one ran later."""
@@ -51,6 +56,38 @@ class GraphReport:
     def sharing_ratio(self) -> float:
         """Raw over distinct tokens of the last call."""
         return self.raw_tokens / self.tokens if self.tokens else 1.0
+
+
+class Reports:
+    """The reports of one graph: one per model that ran it, gone with the model.
+
+    Args:
+        frame: Dynamo's number of the function the graph came from.
+        graphs: The graph's stages, shared by all reports.
+    """
+
+    def __init__(self, frame: int | None, graphs: dict[str, fx.GraphModule]) -> None:
+        self._frame, self._graphs = frame, graphs
+        self._by_model: MutableMapping[Tensor, GraphReport] = WeakIdKeyDictionary()
+        self._without_parameters: GraphReport | None = None
+
+    def of(self, parameters: Sequence[Tensor]) -> GraphReport:
+        """The report of the model whose parameters these are; the first one stands for the model."""
+        known = self._by_model.get(parameters[0]) if parameters else self._without_parameters
+        if known is not None:
+            return known
+        made = GraphReport(frame=self._frame, graphs=self._graphs)
+        made.parameters.update(dict.fromkeys(parameters))
+        if parameters:
+            self._by_model[parameters[0]] = made
+        else:
+            self._without_parameters = made
+        return made
+
+    def all(self) -> list[GraphReport]:
+        """Those of the models that are still there."""
+        others = [] if self._without_parameters is None else [self._without_parameters]
+        return [*self._by_model.values(), *others]
 
 
 class ReportingGraph(Protocol):
@@ -85,7 +122,13 @@ def register(graph: ReportingGraph) -> None:
     _graphs.append(weakref.ref(graph))
 
 
-def find(parameters: set[int]) -> list[Run]:
-    """What ran with any of the given tensors (by ``id``), in the order it was compiled."""
+def find(parameters: Iterable[Tensor]) -> list[Run]:
+    """What ran with any of the given tensors, in the order it was compiled."""
+    wanted = list(parameters)
     alive = [graph for ref in _graphs if (graph := ref()) is not None]
-    return [Run(graph, report) for graph in alive for report in graph.reports if report.parameters & parameters]
+    return [
+        Run(graph, report)
+        for graph in alive
+        for report in graph.reports
+        if any(parameter in report.parameters for parameter in wanted)
+    ]

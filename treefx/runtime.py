@@ -26,7 +26,7 @@ from treefx.passes.layout import expand_rows, rows_in_order
 from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, build_passes, is_packed
 from treefx.passes.vocab_tail import logits_of_losses
 from treefx.planning.boundary import Cut, PartRow
-from treefx.report import GraphReport
+from treefx.report import GraphReport, Reports
 from treefx.shapes import Executable, Shape, compiling, share_shape
 
 __all__ = ["CompiledGraph"]
@@ -52,9 +52,8 @@ class CompiledGraph:
         self._numbers = _positions_of_numbers(gm)
         self._passes = build_passes(config.inner, config.disable_passes)
         compile_id = CompileContext.current_compile_id()
-        self._frame = None if compile_id is None else compile_id.frame_id
         self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
-        self._reports: dict[int, GraphReport] = {}
+        self._reports = Reports(None if compile_id is None else compile_id.frame_id, self._graphs)
         self._current = threading.local()
         self._outputs = OutputUse()
         self._shapes: dict[tuple[Any, ...], list[Shape] | str] = {}
@@ -63,7 +62,7 @@ class CompiledGraph:
     @property
     def reports(self) -> list[GraphReport]:
         """One report per model that ran the graph."""
-        return list(self._reports.values())
+        return self._reports.all()
 
     @property
     def rewrites(self) -> list[Rewritten]:
@@ -74,7 +73,7 @@ class CompiledGraph:
     @property
     def report(self) -> GraphReport:
         """The report of the model that this thread runs, or ran last."""
-        return getattr(self._current, "report", None) or self._report_of(())
+        return getattr(self._current, "report", None) or self._reports.of(())
 
     @contextmanager
     def _reporting(self, report: GraphReport) -> Iterator[None]:
@@ -85,21 +84,13 @@ class CompiledGraph:
         finally:
             self._current.report = before
 
-    def _report_of(self, parameters: tuple[Any, ...]) -> GraphReport:
-        """The report of the model whose parameters these are."""
-        key = id(parameters[0]) if parameters else 0
-        if key not in self._reports:
-            ids = {id(x) for x in parameters}
-            self._reports[key] = GraphReport(frame=self._frame, graphs=self._graphs, parameters=ids)
-        return self._reports[key]
-
     def _count_ordinary(self, seconds: float) -> None:
         self.report.compiles += 1
         self.report.seconds["ordinary"] = self.report.seconds.get("ordinary", 0.0) + seconds
 
     def __call__(self, *args: Any) -> Any:
         parameters = tuple(x for x, role in zip(args, self.roles, strict=True) if role == "parameter")
-        self._current.report = self._report_of(parameters)
+        self._current.report = self._reports.of(parameters)
         self.report.count_call()
         if current_tree() is not None:
             raise UnsupportedError(_OFF_TREE)

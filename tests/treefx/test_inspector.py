@@ -19,6 +19,7 @@ from tests.spellings import SPELLINGS
 from treefx.graph_diff import OperatorChange, diff_operators
 from treefx.inspector import STAGES, Inspection
 from treefx.kernels.score import Expr
+from treefx.report import Reports
 from treefx.score_text import format_expression
 
 VOCAB = 61
@@ -143,6 +144,16 @@ def test_fallback_is_told() -> None:
     assert tuple(inspection.graphs) == ("captured",)
     assert inspection.kernels == {}
     assert inspection.operator_changes == []
+
+
+def test_reports_go_with_their_model() -> None:
+    """Another parameter may come to lie where one was: its id must not lead to the old report."""
+    reports = Reports(None, {})
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    reports.of([parameter]).count_call()
+    assert reports.of([parameter]).calls == 1
+    del parameter
+    assert reports.all() == []
 
 
 def test_low_sharing_is_no_fallback() -> None:
