@@ -231,7 +231,7 @@ def _row(
 
 def _labelled(twin: nn.Module) -> list[torch.fx.GraphModule]:
     """The labelled graphs that ran packed."""
-    runs = find({id(parameter) for parameter in twin.parameters()})
+    runs = find(twin.parameters())
     return [rewritten.traced for run in runs for rewritten in run.graph.rewrites]
 
 

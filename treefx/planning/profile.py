@@ -220,7 +220,7 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
 def _find_graphs(compiled: Any, model: nn.Module) -> tuple[TrainGraphs, Rewritten]:
     """The graphs that the measured parts ran."""
     stages = inspect(compiled).graphs
-    runs = find({id(parameter) for parameter in model.parameters()})
+    runs = find(model.parameters())
     rewrites = [item for run in runs for item in run.graph.rewrites if item.cut is not None]
     train = [item for item in rewrites if item.gm is stages.get("rewritten")]
     kv = [item for item in rewrites if item.cut is not None and item.cut.run == "kv"]
