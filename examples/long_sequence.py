@@ -27,7 +27,8 @@ def build_model() -> torch.nn.Module:
         vocab_size=256, hidden_size=32, intermediate_size=96, num_hidden_layers=4, num_attention_heads=1,
         num_key_value_heads=1, max_position_embeddings=1 << 17,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config).train()
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model.train()
 
 
 def train_uncut(model: torch.nn.Module, forest: treefx.Forest, inner: str) -> torch.Tensor:
