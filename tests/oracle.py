@@ -150,7 +150,12 @@ def _relative(got: Tensor, expected: Tensor, floor: float) -> float:
 def zero_gradients(model: nn.Module, step: Step) -> set[str]:
     """The parameters whose gradient is zero but for rounding, by an eager step in float64."""
     twin = copy.deepcopy(model).double()
-    exact = outcome(twin, lambda: step(twin)).gradients
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # xglm makes a tensor of finfo(its scores' dtype).min
+    try:
+        exact = outcome(twin, lambda: step(twin)).gradients
+    finally:
+        torch.set_default_dtype(before)
     largest = max(float(g.abs().max()) for g in exact.values() if g is not None)
     return {name for name, g in exact.items() if g is not None and float(g.abs().max()) <= NO_GRADIENT * largest}
 

@@ -1,13 +1,23 @@
-"""What several files of this folder use."""
+"""What several files of this folder use.
+
+Most tests here are about the rewritten graph, and run it as it is (inner compiler "eager"): tracing and partitioning
+its backward takes more than half of a test's time. What AOTAutograd and inductor make of it is tested on all
+architectures (test_zoo), on forests (test_native) and where graphs are kept or changed (test_life, test_modes).
+"""
+
+import functools
 
 import torch
 from torch import Tensor, nn
 
+from tests import oracle
 from tests.batches import Batch
 from tests.models import double
-from tests.oracle import Checked, Step
 
-__all__ = ["assert_packed", "llama", "logits_at_real_tokens"]
+__all__ = ["assert_packed", "compare", "compile_with", "llama", "logits_at_real_tokens"]
+
+compare = functools.partial(oracle.compare, inner="eager")
+compile_with = functools.partial(oracle.compile_with, inner="eager")
 
 
 def llama() -> nn.Module:
@@ -15,7 +25,7 @@ def llama() -> nn.Module:
     return double("llama", num_hidden_layers=1)
 
 
-def assert_packed(checked: Checked, tokens: int, layers: int | None = None) -> None:
+def assert_packed(checked: oracle.Checked, tokens: int, layers: int | None = None) -> None:
     """Nothing fell back, the distinct tokens ran, and (where given) each layer's attention ran on them."""
     stats = checked.stats
     assert stats["fallback"] is None
@@ -23,7 +33,7 @@ def assert_packed(checked: Checked, tokens: int, layers: int | None = None) -> N
     assert layers is None or stats["attention_rewritten"] == layers
 
 
-def logits_at_real_tokens(batch: Batch) -> Step:
+def logits_at_real_tokens(batch: Batch) -> oracle.Step:
     """A loss of the caller's: squared logits of the cells under the mask, each with a weight of its own."""
 
     def step(model: nn.Module) -> Tensor:

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import treefx
+from tests.backend.support import compare
 from tests.batches import Side, shared_batch
 from tests.models import TinyLM, zoo
-from tests.oracle import compare, loss_of
+from tests.oracle import loss_of
 from tests.spellings import SPELLINGS
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
+from tests.backend.support import compile_with
 from tests.batches import distinct_tokens, shared_batch
 from tests.models import TinyLM
-from tests.oracle import FLOAT64, assert_close, compile_with, loss_of, outcome, stats_of
+from tests.oracle import FLOAT64, assert_close, loss_of, outcome, stats_of
 
 VOCAB, LENGTH = 61, 17
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.backend.support import assert_packed, llama, logits_at_real_tokens
+from tests.backend.support import assert_packed, compare, llama, logits_at_real_tokens
 from tests.batches import IGNORED, PAD, Batch, distinct_tokens, padded, shared_batch
 from tests.models import TinyLM, double, zoo
-from tests.oracle import compare
 from tests.spellings import PADDED, SPELLINGS
 
 STEM = [11, 12, 13, 14, 15, 16]

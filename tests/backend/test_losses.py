@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.backend.support import assert_packed, llama
+from tests.backend.support import assert_packed, compare, compile_with, llama
 from tests.batches import IGNORED, Batch, distinct_tokens, shared_batch
 from tests.models import zoo
-from tests.oracle import FLOAT64, Checked, compare, compile_with, loss_of
+from tests.oracle import FLOAT64, Checked, loss_of
 
 
 def shifted_logp(logits: Tensor, ids: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tests.backend.support import assert_packed
+from tests.backend.support import assert_packed, compare
 from tests.backend.test_expansion import batch_with_forks
 from tests.batches import distinct_tokens, shared_batch
 from tests.mixers import MIXERS
 from tests.models import TinyLM, double, zoo
-from tests.oracle import compare, stats_of
+from tests.oracle import stats_of
 from tests.spellings import PADDED, SPELLINGS
 from treefx.passes import causal_domain, causal_elements, causal_movement, causal_reductions
 from treefx.passes.inline_scan import associative_scan

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.backend.support import compare, compile_with
 from tests.batches import Batch, shared_batch
 from tests.mixers import Dropout
 from tests.models import TinyLM, zoo
-from tests.oracle import Step, compare, compile_with, loss_of, refused, stats_of
+from tests.oracle import Step, loss_of, refused, stats_of
 from tests.spellings import SPELLINGS
 
 VOCAB = 61

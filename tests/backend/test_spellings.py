@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.backend.support import compare
 from tests.batches import Side, distinct_tokens, shared_batch
 from tests.models import TinyLM
-from tests.oracle import FLOAT32, FLOAT64, compare, eager_step
+from tests.oracle import FLOAT32, FLOAT64, eager_step
 from tests.spellings import EXPANDED, GROUPED, PADDED, SPELLINGS, Spelling
 from treefx.passes import attention_facts
 

@@ -1,7 +1,7 @@
 """Wrong masks, positions and scales: each is far beyond the tolerance, or other tests prove nothing."""
 
 import dataclasses
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import treefx
 import treefx.batch
-from tests.backend.support import llama
+from tests.backend.support import compare, compile_with, llama
 from tests.backend.test_native import native_loss
 from tests.batches import shared_batch
 from tests.models import double
-from tests.oracle import FLOAT64, Outcome, compare, compile_with, outcome, relative_errors, separate_rows
+from tests.oracle import FLOAT64, Outcome, outcome, relative_errors, separate_rows
 
 STEM = [11, 12, 13, 14, 15, 16, 17, 18]
 ROWS = [
@@ -116,6 +116,6 @@ def test_wrong_trie_of_a_padded_batch(wrong: Callable[..., Any], monkeypatch: py
         return tensors(*wrong(row, column, end), *rest)
 
     monkeypatch.setattr(treefx.batch, "_tensors", spoiled)
-    monkeypatch.setattr(treefx.batch, "_recent", OrderedDict())
+    monkeypatch.setattr(treefx.batch, "_recent", deque())
     with pytest.raises(AssertionError, match="differ by more than"):
         compare(llama(), shared_batch(rows=4, length=14, shared=6), tolerance=1e-3)

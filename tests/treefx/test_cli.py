@@ -31,6 +31,7 @@ COMMANDS = (
     ["bench", "attention"],
     ["bench", "memory"],
     ["bench", "unshared"],
+    ["bench", "large"],
 )
 
 

@@ -140,6 +140,25 @@ def parts(
 
 
 @bench.command()
+def large(
+    model: Annotated[str | None, typer.Option(help="A config.json; by default the size of Qwen3 0.6B.")] = None,
+    device: Annotated[str, typer.Option(help="cuda (bfloat16) or cpu (float32).")] = "cuda",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each of the 85 spans of the tree.")] = 2048,
+    memory: Annotated[str | None, typer.Option(help="Limit, such as 24GiB; by default what is free.")] = None,
+    json: Json = False,
+) -> None:
+    """Train a tree of 64 rows in parts under a memory limit, against its rows one by one and a small tree uncut.
+
+    With the defaults the tree has 524,288 raw and 174,080 distinct tokens. Losses are compared before times are shown.
+    """
+    from treefx.cli import bench_large
+    from treefx.cli.plan import parse_bytes
+
+    limit = None if memory is None else parse_bytes(memory)
+    _show("One large tree", bench_large.run(model=model, device=device, tokens=tokens, memory_limit_bytes=limit), json)
+
+
+@bench.command()
 def step(
     model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "llama",
     hidden_size: Annotated[int, typer.Option(help="Width of the model, a multiple of 64.")] = 512,
