@@ -1,5 +1,7 @@
 """The memory tracker: both of its sources count the same bytes, and what they count is what is held."""
 
+import gc
+
 import pytest
 import torch
 
@@ -50,6 +52,21 @@ def test_what_was_there_before_does_not_count() -> None:
         again = block()
     assert MEGABYTE <= peak.bytes < MEGABYTE + 4096
     del kept, again
+
+
+def test_garbage_of_before_hides_nothing() -> None:
+    gc.disable()
+    try:
+        cycle: list[object] = [block()]
+        cycle.append(cycle)
+        del cycle
+        with track_peak() as peak:
+            gc.collect()
+            kept = block()
+    finally:
+        gc.enable()
+    assert MEGABYTE <= peak.bytes < MEGABYTE + 4096
+    del kept
 
 
 def test_release_of_older_storage_makes_room() -> None:
