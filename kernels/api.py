@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError
+from treefx.kernels.common import accumulation_dtype
 from treefx.kernels.ops import IMPLEMENTATIONS, attend
 from treefx.kernels.score import make_score
+from treefx.kernels.tree_conv import find_depths
 
 __all__ = ["tree_attention"]
 
@@ -64,9 +66,10 @@ def tree_attention(
     needs_depth = window is not None or alibi_slopes is not None
     buffers: list[Tensor] = []
     if needs_depth:
-        buffers.append(_depth_of(subtree_end) if depth is None else depth)
+        buffers.append(find_depths(subtree_end) if depth is None else depth)
     if alibi_slopes is not None:
-        buffers.append(alibi_slopes)
+        # In 16 bits the product with a distance of some hundred tokens would be off by a whole unit.
+        buffers.append(alibi_slopes.to(accumulation_dtype(alibi_slopes)))
     score = make_score(
         scale=1.0 / math.sqrt(int(q.shape[-1])) if scale is None else scale,
         window=window,
@@ -75,15 +78,6 @@ def tree_attention(
         depth=0 if needs_depth else None,
     )
     return attend(q, k, v, subtree_end.to(torch.int32), score, buffers, sinks, impl)
-
-
-def _depth_of(subtree_end: Tensor) -> Tensor:
-    """Return the number of strict ancestors of each token: subtrees opened before it and not yet closed."""
-    tokens = subtree_end.shape[0]
-    ends = subtree_end.to(torch.int64)
-    closed = torch.zeros(tokens + 1, dtype=torch.int64, device=ends.device)
-    closed = closed.scatter_add(0, ends, torch.ones_like(ends)).cumsum(0)[:tokens]
-    return torch.arange(tokens, device=ends.device) - closed
 
 
 def _check_tensors(

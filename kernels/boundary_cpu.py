@@ -16,11 +16,9 @@ from torch import Tensor
 from treefx.kernels import cpu, reference
 from treefx.kernels.common import Inputs, accumulation_dtype, empty_outputs, sink_gradient
 from treefx.kernels.score import Score, linear_in_dot
+from treefx.kernels.tile_calls import flash, flash_backward
 
 __all__ = ["backward", "forward"]
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     out = own.to(lse.dtype)
     for part in _rectangles(inputs):
         k, v = (_dense_last(x[:, :, part.keys]) for x in (inputs.boundary.k, inputs.boundary.v))
-        part_out, part_lse = _flash(_dense_last(inputs.q[:, :, part.rows]), k, v, 0.0, False, scale=factor)
+        part_out, part_lse = flash(_dense_last(inputs.q[:, :, part.rows]), k, v, 0.0, False, scale=factor)
         merged = torch.logaddexp(lse[:, :, part.rows], part_lse)
         out[:, :, part.rows] *= torch.exp(lse[:, :, part.rows] - merged)[..., None]
         out[:, :, part.rows] += part_out * torch.exp(part_lse - merged)[..., None]
@@ -68,7 +66,7 @@ def backward(
     for part in _rectangles(inputs):
         grad, q, row_out, row_lse = (_dense_last(x[:, :, part.rows]) for x in (grad_out, inputs.q, out, lse))
         k, v = (_dense_last(x[:, :, part.keys]) for x in (boundary.k, boundary.v))
-        part_q, part_k, part_v = _flash_backward(grad, q, k, v, row_out, row_lse, 0.0, False, scale=factor)
+        part_q, part_k, part_v = flash_backward(grad, q, k, v, row_out, row_lse, 0.0, False, scale=factor)
         dq[:, :, part.rows] += part_q
         dbk[:, :, part.keys] += part_k
         dbv[:, :, part.keys] += part_v

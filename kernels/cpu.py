@@ -6,8 +6,9 @@ are merged by log-sum-exp, ``lse = logaddexp(lse_1, lse_2)``, ``out = sum_i out_
 backward runs each rectangle's ATen backward with the *merged* out and lse, which makes the sum of the
 rectangles the exact gradient.
 
-A condition or a bias is :mod:`treefx.kernels.scored_tiles`. A logit that is not linear in q.k (softcap), or a
-gradient for a buffer, takes :mod:`treefx.kernels.eager_tiles`.
+A condition or a bias is :mod:`treefx.kernels.scored_tiles`, gradients of such a bias are
+:mod:`treefx.kernels.bias_gradients`. A logit that is not linear in q.k (softcap), or a gradient for a bias of another
+form, takes :mod:`treefx.kernels.eager_tiles`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,35 +17,30 @@ import torch
 from torch import Tensor
 
 from treefx.kernels import eager_tiles, reference
+from treefx.kernels.bias_gradients import BiasGradients, bias_is_summable
 from treefx.kernels.common import Inputs, accumulation_dtype, empty_outputs, sink_gradient
-from treefx.kernels.score import Score, linear_in_dot
+from treefx.kernels.score import Expr, Linear, Score, linear_in_dot
 from treefx.kernels.scored_tiles import plan_scored_tiles
 from treefx.kernels.structure import find_structure
+from treefx.kernels.tile_calls import attend_tile, differentiate_tile
 from treefx.kernels.tiles import Tile, add_keys, plain_tiles, take_keys
 
 __all__ = ["backward", "forward"]
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-_SMALL_TILE = 1 << 17
-"""Below this many pairs the kernel's 16-bit backward is up to three times slower than its float32 one."""
 _FAINT = -1e4
 """Rows with a smaller log-sum-exp than this were masked by a constant."""
 
 
 def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
-    if linear_in_dot(score.value) is None:
-        out, lse = eager_tiles.forward(inputs, score)
-    else:
-        out, lse = _forward_linear(inputs, score)
+    linear = linear_in_dot(score.value)
+    out, lse = eager_tiles.forward(inputs, score) if linear is None else _forward_linear(inputs, linear, score.visible)
     if inputs.sinks is not None:
         with_sink = torch.logaddexp(lse, inputs.sinks.to(lse.dtype)[None, :, None])
         out *= torch.exp(lse - with_sink)[..., None]
         lse = with_sink
-    faint = _faint_rows(lse, score)
-    if len(faint):
+    faint = _faint_rows(lse, linear)
+    if faint is not None:
         out[:, :, faint], lse[:, :, faint] = reference.forward(inputs, score, faint)
     return out, lse
 
@@ -52,18 +48,18 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
 def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers."""
-    faint, whole_lse = _faint_rows(lse, score), lse
-    if len(faint):
+    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers'."""
+    linear = linear_in_dot(score.value)
+    faint, whole_lse = _faint_rows(lse, linear), lse
+    if faint is not None:
         lse = lse.index_fill(2, faint, torch.inf)  # every exp(logit - lse) is 0: they are left out
-    if linear_in_dot(score.value) is None or any(buffer_grads):
+    if linear is None or (any(buffer_grads) and not bias_is_summable(*linear)):
         dq, dk, dv, rest = eager_tiles.backward(grad_out, inputs, out, lse, score, buffer_grads)
     else:
-        dq, dk, dv = _backward_linear(grad_out, inputs, out, lse, score)
-        rest = []
+        dq, dk, dv, rest = _backward_linear(grad_out, inputs, out, lse, linear, score.visible, buffer_grads)
     if inputs.sinks is not None:
         rest = [sink_gradient(grad_out, out, lse, inputs.sinks), *rest]
-    if len(faint):
+    if faint is not None:
         *exact, marked = reference.backward(grad_out, inputs, out, whole_lse, score, buffer_grads, faint)
         dq, dk, dv, *rest = [a + b for a, b in zip((dq, dk, dv, *rest), (*exact, *marked), strict=True)]
     leaves = inputs.differentiable(buffer_grads)
@@ -73,46 +69,42 @@ def backward(
     return first, second, third, others
 
 
-def _faint_rows(lse: Tensor, score: Score) -> Tensor:
+def _faint_rows(lse: Tensor, linear: Linear | None) -> Tensor | None:
     """Return the rows whose logits are all so low that their log-sum-exp, ``constant + log(n)``, has lost log(n).
 
     Masking constants do that (``finfo.min`` added to every key that a query sees: attention is uniform then);
     such rows go to the reference, which never divides by exp(lse).
     """
-    linear = linear_in_dot(score.value)
     if linear is not None and linear[1] is None:
-        return torch.empty(0, dtype=torch.int64)
+        return None
     faint = (lse < _FAINT) & (lse > -torch.inf)
-    return faint.flatten(0, 1).any(dim=0).nonzero().squeeze(-1)
+    found = faint.flatten(0, 1).any(dim=0).nonzero().squeeze(-1)
+    return found if len(found) else None
 
 
-def _tiles(inputs: Inputs, score: Score) -> tuple[float, Iterable[Tile], Tensor | None]:
-    """Return the factor of q.k, the tiles, and what their log-sum-exp lacks per row."""
-    linear = linear_in_dot(score.value)
-    assert linear is not None, "callers take the eager path for these"
-    factor, bias = linear
+def _tiles(inputs: Inputs, bias: Expr | None, visible: Expr | None) -> tuple[Iterable[Tile], Tensor | None]:
+    """Return the tiles, and what their log-sum-exp lacks per row."""
     structure = find_structure(inputs.subtree_end)
-    if bias is None and score.visible is None:
-        return factor, plain_tiles(inputs, structure), None
-    planned = plan_scored_tiles(inputs, structure, bias, score.visible)
-    return factor, planned, planned.row_terms
+    if bias is None and visible is None:
+        return plain_tiles(inputs, structure), None
+    planned = plan_scored_tiles(inputs, structure, bias, visible)
+    return planned, planned.row_terms
 
 
-def _forward_linear(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
+def _is_whole(tiles: Iterable[Tile]) -> bool:
+    """Whether one tile is everything, so that there is nothing to merge."""
+    return isinstance(tiles, list) and len(tiles) == 1
+
+
+def _forward_linear(inputs: Inputs, linear: Linear, visible: Expr | None) -> tuple[Tensor, Tensor]:
+    factor, bias = linear
     q, k, v = _same_width(inputs.q, inputs.k, inputs.v)
-    dtype = accumulation_dtype(q)
-    out = _zeros_heads_inside(v, q.shape[1], dtype)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
-    factor, tiles, row_terms = _tiles(inputs, score)
-    written = 0
-    for tile in tiles:
-        rows = slice(tile.start, tile.stop)
-        tile_out, tile_lse = _attend_tile(q[:, :, rows], k, v, tile, factor)
-        if tile.start >= written:  # the groups come in order: nothing to merge with yet
-            out[:, :, rows], lse[:, :, rows] = tile_out, tile_lse
-            written = tile.stop
-        else:
-            _merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
+    tiles, row_terms = _tiles(inputs, bias, visible)
+    if _is_whole(tiles):
+        out, lse = attend_tile(q, k, v, next(iter(tiles)), factor)
+        lse = lse.contiguous()
+    else:
+        out, lse = _attend_tiles(q, k, v, tiles, factor)
     if row_terms is not None:
         lse += row_terms
     if out.dtype == inputs.q.dtype and out.shape[-1] == inputs.v.shape[-1]:
@@ -121,12 +113,20 @@ def _forward_linear(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     return result.copy_(out[..., : inputs.v.shape[-1]]), lse
 
 
-def _attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, factor: float) -> tuple[Tensor, Tensor]:
-    keys, values = take_keys(k, tile.keys), take_keys(v, tile.keys)
-    mask = _kernel_mask(tile, q, keys)
-    out, lse = _flash(q, keys, values, 0.0, tile.causal, attn_mask=mask, scale=factor)
-    if tile.dead is not None:  # the kernel reports 0 there
-        lse = lse.masked_fill(tile.dead, -torch.inf)
+def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], factor: float) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(q)
+    out = _zeros_heads_inside(v, q.shape[1], dtype)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
+    written = 0
+    for tile in tiles:
+        rows = slice(tile.start, tile.stop)
+        keys, values = take_keys(k, tile.keys), take_keys(v, tile.keys)
+        tile_out, tile_lse = attend_tile(q[:, :, rows], keys, values, tile, factor)
+        if tile.start >= written:  # the groups come in order: nothing to merge with yet
+            out[:, :, rows], lse[:, :, rows] = tile_out, tile_lse
+            written = tile.stop
+        else:
+            _merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
     return out, lse
 
 
@@ -140,46 +140,49 @@ def _merge(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None
 
 
 def _backward_linear(
-    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    linear: Linear,
+    visible: Expr | None,
+    buffer_grads: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    factor, bias = linear
     q, k, v = _same_width(inputs.q, inputs.k, inputs.v)
     grad_out, out = (_widened(tensor, q.shape[-1]) for tensor in (grad_out, out))
-    factor, tiles, row_terms = _tiles(inputs, score)
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # rows that see nothing: every exp(-inf - lse) is 0
-    lse = lse if row_terms is None else lse - row_terms
-    dtype = accumulation_dtype(q)
-    dq, dk, dv = (_zeros_heads_inside(tensor, tensor.shape[1], dtype) for tensor in (q, k, v))
+    sums = None
+    if any(buffer_grads):
+        sums = BiasGradients(inputs, bias, factor, buffer_grads, q.shape[-1])
+        q, k, v, grad_out, out = sums.extended(q, k, [v, grad_out, out])
+    tiles, row_terms = _tiles(inputs, bias, visible)
+    if row_terms is not None or visible is not None or bias is not None:
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # rows that see nothing: every exp(-inf - lse) is 0
+        lse = lse if row_terms is None else lse - row_terms
+    if _is_whole(tiles):
+        dq, dk, dv = differentiate_tile([grad_out, q, out, lse], k, v, next(iter(tiles)), factor)
+    else:
+        dq, dk, dv = _differentiate_tiles([grad_out, q, out, lse], k, v, tiles, factor, sums)
+    found = [] if sums is None else sums.sums
+    return dq[..., : inputs.q.shape[-1]], dk[..., : inputs.k.shape[-1]], dv[..., : inputs.v.shape[-1]], found
+
+
+def _differentiate_tiles(
+    query_side: Sequence[Tensor], k: Tensor, v: Tensor, tiles: Iterable[Tile], factor: float, sums: BiasGradients | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = query_side[-1].dtype
+    dq, dk, dv = (_zeros_heads_inside(tensor, tensor.shape[1], dtype) for tensor in (query_side[1], k, v))
     for tile in tiles:
         rows = slice(tile.start, tile.stop)
-        row_tensors = [tensor[:, :, rows] for tensor in (grad_out, q, out, lse)]
-        part_q, part_k, part_v = _differentiate_tile(row_tensors, k, v, tile, factor)
+        row_tensors = [tensor[:, :, rows] for tensor in query_side]
+        keys, values = take_keys(k, tile.keys), take_keys(v, tile.keys)
+        part_q, part_k, part_v = differentiate_tile(row_tensors, keys, values, tile, factor)
         dq[:, :, rows] += part_q
         add_keys(dk, tile.keys, part_k)
         add_keys(dv, tile.keys, part_v)
-    return dq[..., : inputs.q.shape[-1]], dk[..., : inputs.k.shape[-1]], dv[..., : inputs.v.shape[-1]]
-
-
-def _differentiate_tile(
-    row_tensors: list[Tensor], k: Tensor, v: Tensor, tile: Tile, factor: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, q, out, lse = row_tensors
-    keys, values = take_keys(k, tile.keys), take_keys(v, tile.keys)
-    if q.dtype != lse.dtype and q.shape[2] * keys.shape[2] < _SMALL_TILE:
-        grad_out, q, keys, values, out = (x.to(lse.dtype) for x in (grad_out, q, keys, values, out))
-    mask = _kernel_mask(tile, q, keys)
-    result: tuple[Tensor, Tensor, Tensor] = _flash_backward(
-        grad_out, q, keys, values, out, lse, 0.0, tile.causal, attn_mask=mask, scale=factor
-    )
-    return result
-
-
-def _kernel_mask(tile: Tile, q: Tensor, keys: Tensor) -> Tensor | None:
-    if tile.mask is None:
-        return None
-    mask = tile.mask
-    while mask.ndim < 4:
-        mask = mask[None]
-    return mask.expand(-1, -1, q.shape[2], keys.shape[2])
+        if sums is not None:
+            sums.add(tile.start, tile.stop, tile.keys, part_q, part_k)
+    return dq, dk, dv
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,10 +19,8 @@ from treefx.kernels.common import Inputs, relative_error
 from treefx.kernels.score import Score
 from treefx.kernels.triton_tree import support
 
-__all__ = ["READS_BOUNDARY", "backward", "forward"]
+__all__ = ["backward", "forward"]
 
-READS_BOUNDARY = True
-"""Both implementations behind this one read keys from outside."""
 _CHECKED_TOKENS = 512
 _TOLERANCE = {torch.float32: 1e-3}
 _SIXTEEN_BITS_TOLERANCE = 0.02

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from treefx.errors import UnsupportedError
 from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled
 from treefx.kernels.score import Score, evaluate
 
@@ -32,7 +33,15 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
 def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers'."""
+    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers'.
+
+    Raises:
+        UnsupportedError: the tensors are on the CPU, where FlexAttention has no backward.
+    """
+    if inputs.q.device.type == "cpu":
+        raise UnsupportedError(
+            "impl='flex' must get tensors on a device to be differentiated, got the CPU: use impl='auto'"
+        )
     with autograd_enabled():
         fresh = inputs.as_leaves(inputs.q.dtype, buffer_grads)
         again, _ = _attend(fresh, score)

@@ -3,28 +3,51 @@
 The query q sees the key k iff ``k <= q < subtree_end[k]`` (k is q or an ancestor of it) and the score's own
 condition holds. The backward is an operator of its own, so that checkpointing, functionalisation and
 partitioners treat both as plain calls. Neither mutates or aliases an input.
+
+Part of a forest may have run elsewhere: the keys and values of P tokens above the own ones then come as a boundary, of
+which key j is seen by the own queries i with ``lo[j] <= i < hi[j]``. There is one softmax over all of them. In a score
+boundary tokens come first: key j of the boundary is token j, own token i is token P + i, and buffers along the tokens
+hold P + N entries.
+
+The operators are defined through ``torch.library.Library``, with the autograd formula in a function of their own:
+``torch.library.custom_op`` would walk the arguments as a pytree on every call, which takes as long as a small forest's
+attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels import cpu, cuda, flex, reference
-from treefx.kernels.common import Inputs, empty_heads_inside, empty_outputs
+from treefx.kernels import boundary_cpu, cpu, cuda, flex, one_call, reference
+from treefx.kernels.common import Boundary, Inputs, empty_heads_inside, empty_outputs
 from treefx.kernels.score import Score
 from treefx.kernels.triton_tree import support as triton_support
 
-__all__ = ["IMPLEMENTATIONS", "OPERATOR_TAGS", "attend"]
+__all__ = ["IMPLEMENTATIONS", "attend", "choose_implementation"]
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "flex", "triton")
 """Values of ``impl``. ``auto``: ``cpu`` on the CPU; on CUDA ``triton`` where it runs and gives the reference's numbers,
 else ``flex`` with a warning; ``reference`` for float64."""
 
-OPERATOR_TAGS = (torch.Tag.cudagraph_unsafe,)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 """The tile lists of a forest are made on the host: a captured CUDA graph would replay those of another forest."""
+_SHARED = "Tensor q, Tensor k, Tensor v, Tensor subtree_end, Tensor[] buffers, Tensor? sinks"
+_BOUNDARY = "Tensor? boundary_k=None, Tensor? boundary_v=None, Tensor? lo=None, Tensor? hi=None"
+
+_torch: Any = torch  # what follows has no types there
+_library = _torch.library.Library("treefx", "FRAGMENT")
+_library.define(f"tree_attention({_SHARED}, str score, str impl, {_BOUNDARY}) -> (Tensor, Tensor)", tags=_TAGS)
+_library.define(
+    f"tree_attention_backward(Tensor grad_out, {_SHARED}, Tensor out, Tensor lse, str score, str impl, "
+    f"bool[] buffer_grads, {_BOUNDARY}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    tags=_TAGS,
+)
+_operator = torch.ops.treefx.tree_attention.default
+_backward_operator = torch.ops.treefx.tree_attention_backward.default
 
 
 def attend(
@@ -36,6 +59,7 @@ def attend(
     buffers: Sequence[Tensor] = (),
     sinks: Tensor | None = None,
     impl: str = "auto",
+    boundary: Boundary | None = None,
 ) -> Tensor:
     """Attend along the paths of a forest with any score expression.
 
@@ -48,6 +72,8 @@ def attend(
         buffers: what the score loads from; floating ones that require grad receive it.
         sinks: one extra logit per query head ``[H]``, which takes weight and has no value.
         impl: one of :data:`IMPLEMENTATIONS`.
+        boundary: keys and values of tokens above the own ones, and the own tokens that see them; its keys and values
+            receive gradients. The score then counts P + N tokens.
 
     Returns:
         ``[B, H, N, Dv]`` in the dtype of q, contiguous as ``[B, N, H, Dv]``. A query without a visible key
@@ -57,25 +83,33 @@ def attend(
         InputError: an unknown ``impl``, or a score that does not fit its buffers.
         UnsupportedError: the implementation cannot run these inputs.
     """
-    out, _ = torch.ops.treefx.tree_attention(q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl)
+    if boundary is None and sinks is None and not buffers and not torch.compiler.is_compiling():
+        whole = one_call.attend(q, k, v, subtree_end, score, impl)
+        if whole is not None:
+            return whole
+    outside = () if boundary is None else (boundary.k, boundary.v, boundary.lo, boundary.hi)
+    out, _ = _operator(q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl, *outside)
     result: Tensor = out
     return result
 
 
 def choose_implementation(impl: str, inputs: Inputs) -> Any:
-    """Return the module that runs ``impl`` for these inputs."""
+    """Return the module that runs ``impl`` for these inputs; every one of them reads a boundary."""
     q = inputs.q
     if impl == "auto":
-        on_device = cpu if q.device.type == "cpu" else cuda
-        return reference if q.dtype == torch.float64 else on_device
+        if q.dtype == torch.float64:
+            return reference
+        impl = "cpu" if q.device.type == "cpu" else "cuda"
     if impl == "reference":
         return reference
     if impl == "flex":
         return flex
+    if impl == "cuda":
+        return cuda
     if impl == "cpu":
         if q.device.type != "cpu":
             raise UnsupportedError(f"impl='cpu' must get tensors on the CPU, got {q.device}: use impl='auto'")
-        return cpu
+        return cpu if inputs.boundary is None else boundary_cpu
     if impl == "triton":
         reason = triton_support.refusal(q)
         if reason is not None:
@@ -86,8 +120,28 @@ def choose_implementation(impl: str, inputs: Inputs) -> Any:
     raise InputError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
 
 
-@torch.library.custom_op("treefx::tree_attention", mutates_args=(), tags=OPERATOR_TAGS)
-def _tree_attention(
+def _inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_end: Tensor,
+    buffers: Sequence[Tensor],
+    sinks: Tensor | None,
+    outside: Sequence[Any],
+) -> Inputs:
+    """Bundle the operands; the dispatcher leaves out arguments that have their default value."""
+    given = [tensor for tensor in outside if tensor is not None]
+    if len(given) not in (0, 4):
+        raise InputError(f"a boundary must be its keys, values, lo and hi, got {len(given)} of the four")
+    return Inputs(q, k, v, subtree_end, buffers, sinks, Boundary(*given) if given else None)
+
+
+def _own_dtypes(device: str) -> AbstractContextManager[object]:
+    """Keep autocast out: dtypes are settled outside."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -96,33 +150,23 @@ def _tree_attention(
     sinks: Tensor | None,
     score: str,
     impl: str,
+    *outside: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(q, k, v, subtree_end, buffers, sinks)
+    inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside)
     if q.numel() == 0 or v.numel() == 0:
         out, lse = empty_outputs(q, v)
         return out.zero_(), lse.fill_(-torch.inf)
-    with torch.autocast(q.device.type, enabled=False):  # dtypes are settled outside
+    with _own_dtypes(q.device.type):
         parsed = Score.from_json(score)
         result: tuple[Tensor, Tensor] = choose_implementation(impl, inputs).forward(inputs, parsed)
     return result
 
 
-@_tree_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    subtree_end: Tensor,
-    buffers: list[Tensor],
-    sinks: Tensor | None,
-    score: str,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return empty_outputs(q, v)
 
 
-@torch.library.custom_op("treefx::tree_attention_backward", mutates_args=(), tags=OPERATOR_TAGS)
-def _tree_attention_backward(
+def _backward(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -135,25 +179,29 @@ def _tree_attention_backward(
     score: str,
     impl: str,
     buffer_grads: list[bool],
+    *outside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers'."""
-    inputs = Inputs(q, k, v, subtree_end, buffers, sinks)
+    """Return the gradients of q, k, v, and a list: k and v of the boundary, sinks if given, the marked buffers."""
+    inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside)
     if q.numel() == 0 or v.numel() == 0:
-        first, second, third, *rest = [torch.zeros_like(leaf) for leaf in inputs.differentiable(buffer_grads)]
-        return _laid_out(first), _laid_out(second), _laid_out(third), rest
-    parsed = Score.from_json(score)
-    module = choose_implementation(impl, inputs)
-    with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv, rest = module.backward(grad_out, inputs, out, lse, parsed, buffer_grads)
-    return _laid_out(dq), _laid_out(dk), _laid_out(dv), rest
+        dq, dk, dv, *rest = [torch.zeros_like(leaf) for leaf in inputs.differentiable(buffer_grads)]
+    else:
+        with _own_dtypes(q.device.type):
+            module = choose_implementation(impl, inputs)
+            dq, dk, dv, rest = module.backward(grad_out, inputs, out, lse, Score.from_json(score), buffer_grads)
+    grads = [dq, dk, dv, *rest]
+    for number in range(_tensors_of_heads(inputs)):
+        grads[number] = grads[number].transpose(1, 2).contiguous().transpose(1, 2)
+    dq, dk, dv, *rest = grads
+    return dq, dk, dv, rest
 
 
-def _laid_out(grad: Tensor) -> Tensor:
-    return grad.transpose(1, 2).contiguous().transpose(1, 2)
+def _tensors_of_heads(inputs: Inputs) -> int:
+    """Return how many of the differentiable tensors are laid out as ``[B, H, N, D]``: they come first."""
+    return 3 if inputs.boundary is None else 5
 
 
-@_tree_attention_backward.register_fake
-def _(
+def _backward_fake(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -166,33 +214,104 @@ def _(
     score: str,
     impl: str,
     buffer_grads: list[bool],
+    *outside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    first, second, third, *rest = Inputs(q, k, v, subtree_end, buffers, sinks).differentiable(buffer_grads)
-    grads = [empty_heads_inside(leaf, leaf.shape[-1]) for leaf in (first, second, third)]
-    return grads[0], grads[1], grads[2], [leaf.new_empty(leaf.shape) for leaf in rest]
+    inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside)
+    leaves, heads = inputs.differentiable(buffer_grads), _tensors_of_heads(inputs)
+    dq, dk, dv, *rest = [
+        *(empty_heads_inside(leaf, leaf.shape[-1]) for leaf in leaves[:heads]),
+        *(leaf.new_empty(leaf.shape) for leaf in leaves[heads:]),
+    ]
+    return dq, dk, dv, rest
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, subtree_end, buffers, sinks, score, impl = inputs
-    ctx.save_for_backward(q, k, v, subtree_end, *buffers, sinks, *output)
-    ctx.score, ctx.impl = score, impl
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+# Autograd -------------------------------------------------------------------------------------------------------------
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, _grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, subtree_end, *buffers, sinks, out, lse = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    buffer_grads = [bool(need) and buffer.is_floating_point() for need, buffer in zip(needs[4], buffers, strict=True)]
-    if grad_out is None:
-        return None, None, None, None, [None] * len(buffers), None, None, None
-    dq, dk, dv, rest = torch.ops.treefx.tree_attention_backward(
-        grad_out, q, k, v, subtree_end, buffers, sinks, out, lse, ctx.score, ctx.impl, buffer_grads
-    )
-    rest = list(rest)
-    sink_grad = rest.pop(0) if sinks is not None else None
-    buffer_list = [rest.pop(0) if wanted else None for wanted in buffer_grads]
-    return dq, dk, dv, None, buffer_list, sink_grad, None, None
+def _below_autograd(operator: Any, keys: Any, arguments: Sequence[Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
-_tree_attention.register_autograd(_backward, setup_context=_setup_context)
+class _Attention(torch.autograd.Function):
+    """The operator with its formula; autograd sees tensors that are arguments of their own only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keys: Any, score: str, impl: str, q: Any, k: Any, v: Any, ends: Any, sinks: Any, *others: Any
+    ) -> Any:
+        outside, buffers = others[:4], others[4:]
+        out, lse = _below_autograd(_operator, keys, (q, k, v, ends, list(buffers), sinks, score, impl, *outside))
+        ctx.save_for_backward(q, k, v, ends, sinks, *others, out, lse)
+        ctx.score, ctx.impl = score, impl
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needs = ctx.needs_input_grad
+        if grads[0] is None:
+            return (None,) * len(needs)
+        q, k, v, ends, sinks, *others, out, lse = ctx.saved_tensors
+        outside, buffers = others[:4], others[4:]
+        marked = [bool(need) and buffer.is_floating_point() for need, buffer in zip(needs[12:], buffers, strict=True)]
+        dq, dk, dv, rest = _backward_operator(
+            grads[0], q, k, v, ends, buffers, sinks, out, lse, ctx.score, ctx.impl, marked, *outside
+        )
+        left = list(rest)
+        dbk, dbv = (None, None) if outside[0] is None else (left.pop(0), left.pop(0))
+        dsinks = None if sinks is None else left.pop(0)
+        dbuffers = [left.pop(0) if wanted else None for wanted in marked]
+        return None, None, None, dq, dk, dv, None, dsinks, dbk, dbv, None, None, *dbuffers
+
+
+class _Backward(torch.autograd.Function):
+    """The backward, which has no formula of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, arguments: Sequence[Any], *tensors: Any) -> Any:
+        del ctx, tensors
+        dq, dk, dv, rest = _below_autograd(_backward_operator, keys, arguments)
+        return dq, dk, dv, *rest
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError("tree attention must be differentiated once, got a second derivative: it has none")
+
+
+_differentiable: Callable[..., Any] = _Attention.apply
+_refused_twice: Callable[..., Any] = _Backward.apply
+
+
+def _records(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _forward_autograd(
+    keys: Any, q: Any, k: Any, v: Any, ends: Any, buffers: Any, sinks: Any, score: str, impl: str, *outside: Any
+) -> Any:
+    if not _records((q, k, v, sinks, *buffers, *outside)):
+        return _below_autograd(_operator, keys, (q, k, v, ends, buffers, sinks, score, impl, *outside))
+    missing = (None,) * (4 - len(outside))
+    return _differentiable(keys, score, impl, q, k, v, ends, sinks, *outside, *missing, *buffers)
+
+
+def _backward_autograd(keys: Any, *arguments: Any) -> Any:
+    flat = [item for item in arguments if isinstance(item, Tensor)]
+    flat += [item for entry in arguments if isinstance(entry, list) for item in entry if isinstance(item, Tensor)]
+    if not _records(flat):
+        return _below_autograd(_backward_operator, keys, arguments)
+    dq, dk, dv, *rest = _refused_twice(keys, arguments, *flat)
+    return dq, dk, dv, rest
+
+
+def _register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any]) -> None:
+    # Dynamo must not trace what it did not put into its graph.
+    _library.impl(name, _torch._disable_dynamo(kernel), "CompositeExplicitAutograd")
+    _library.impl(name, _torch._disable_dynamo(autograd), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"treefx::{name}", fake, lib=_library)
+
+
+_register("tree_attention", _forward, _forward_fake, _forward_autograd)
+_register("tree_attention_backward", _backward, _backward_fake, _backward_autograd)

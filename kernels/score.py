@@ -27,9 +27,11 @@ from torch import Tensor
 
 from treefx.errors import InputError
 
-__all__ = ["BINARY", "UNARY", "Expr", "Score", "evaluate", "linear_in_dot", "make_score"]
+__all__ = ["BINARY", "UNARY", "Expr", "Linear", "Score", "evaluate", "linear_in_dot", "make_score"]
 
 Expr = tuple[Any, ...]
+Linear = tuple[float, Expr | None]
+"""``a * dot + bias``: the factor a, and a bias free of ``dot`` (``None``: zero)."""
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg,
@@ -205,7 +207,7 @@ class _Evaluator:
         return value if expr[0] in _LEAVES else value.to(torch.int64).clamp(-size, size - 1)
 
 
-def linear_in_dot(expr: Expr) -> tuple[float, Expr | None] | None:
+def linear_in_dot(expr: Expr) -> Linear | None:
     """Split ``expr`` into ``a * dot + bias``.
 
     A ``where`` with a masking constant (-inf, or so low that adding a product q.k does not change it) in one
@@ -238,9 +240,6 @@ def linear_in_dot(expr: Expr) -> tuple[float, Expr | None] | None:
     return None
 
 
-_Linear = tuple[float, Expr | None] | None
-
-
 def _uses_dot(expr: Expr) -> bool:
     return expr[0] == "dot" or any(isinstance(item, tuple) and _uses_dot(item) for item in expr[1:])
 
@@ -257,14 +256,14 @@ def _constant(expr: Expr) -> float | None:
     return None
 
 
-def _scaled(linear: _Linear, number: float) -> _Linear:
+def _scaled(linear: Linear | None, number: float) -> Linear | None:
     if linear is None or not math.isfinite(number):
         return None
     factor, bias = linear
     return factor * number, None if bias is None else ("mul", bias, ("const", number))
 
 
-def _summed(op: str, left: _Linear, right: _Linear) -> _Linear:
+def _summed(op: str, left: Linear | None, right: Linear | None) -> Linear | None:
     if left is None or right is None:
         return None
     if op == "sub":
@@ -273,7 +272,7 @@ def _summed(op: str, left: _Linear, right: _Linear) -> _Linear:
     return left[0] + right[0], ("add", biases[0], biases[1]) if len(biases) == 2 else next(iter(biases), None)
 
 
-def _chosen(expr: Expr) -> _Linear:
+def _chosen(expr: Expr) -> Linear | None:
     condition, first, second = expr[1:]
     if _uses_dot(condition):
         return None

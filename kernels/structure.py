@@ -307,3 +307,11 @@ def find_structure(subtree_end: Tensor) -> Structure:
         _recent.insert(0, (stored, structure))
         del _recent[_CACHED_FORESTS:]
     return structure
+
+
+def forget_structures() -> None:
+    """Drop what is kept of forests, so that masks of tiles take no memory while other forests run."""
+    with _lock:
+        for _, structure in _recent:
+            structure.kept.clear()  # groups refer to their structure, which only the garbage collector would find
+        _recent.clear()

@@ -11,7 +11,7 @@ from treefx.kernels.common import Inputs, accumulation_dtype
 from treefx.kernels.structure import Group, Ranges, Structure, count_tokens, joined
 from treefx.kernels.tile_keys import to_tensor, tree_condition
 
-__all__ = ["MIN_ROWS", "UNSPLIT_KEYS", "Tile", "add_keys", "plain_tiles", "rows_per_tile", "take_keys"]
+__all__ = ["MIN_ROWS", "SMALL_TILE", "UNSPLIT_KEYS", "Tile", "add_keys", "plain_tiles", "rows_per_tile", "take_keys"]
 
 MIN_ROWS = 128
 """Smaller nodes are merged until a group has this many queries."""
@@ -19,6 +19,8 @@ MIN_COLUMN_KEYS = 256
 """Groups that share this many keys attend to them in one call: few rows per call take twice the time."""
 UNSPLIT_KEYS = 512
 """Up to this many shared keys are taken under the mask of the group's own block: one call instead of two."""
+SMALL_TILE = 1 << 17
+"""Below this many pairs the kernel's 16-bit backward is up to three times slower than its float32 one."""
 TILE_ELEMENTS = 1 << 21
 """Elements of one tile's eager scores, over batch and heads: more than the caches hold takes longer."""
 _KEPT_ELEMENTS = 1 << 22
@@ -72,6 +74,11 @@ def plain_tiles(inputs: Inputs, structure: Structure) -> Iterable[Tile]:
 
 
 def _make_plain_tiles(inputs: Inputs, structure: Structure) -> Iterator[Tile]:
+    tokens = len(structure.subtree_end)
+    # A second call takes longer than the pairs that it saves; the more so, the more threads share the pairs.
+    if 2 * tokens <= (3 if torch.get_num_threads() == 1 else 4) * MIN_ROWS:
+        yield from _group_tiles(inputs, structure.group(0, tokens))
+        return
     columns, groups = structure.columns(MIN_ROWS, MIN_COLUMN_KEYS)
     for group in groups:
         yield from _group_tiles(inputs, group)

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treefx.kernels.key_programs import KeyPrograms, cut_lists
 from treefx.kernels.score import Expr
 from treefx.kernels.tile_bounds import Extrema, decide_tiles
 
-__all__ = ["Keys", "TileLists", "TreeBlocks", "build_blocks", "find_blocks", "find_node_length"]
+__all__ = ["Keys", "TileLists", "TreeBlocks", "build_blocks", "find_blocks", "find_node_length", "remembered"]
 
 _CACHED = 32
 _PAIRS_AT_ONCE = 1 << 22
@@ -75,6 +76,7 @@ class TreeBlocks:
             size[j]``.
         by_query: key blocks of each query block (forward, dq).
         by_key: query blocks of each key block (dk, dv).
+        key_programs: who visits them.
     """
 
     query_block: int
@@ -83,6 +85,7 @@ class TreeBlocks:
     size: Tensor
     by_query: TileLists
     by_key: TileLists
+    key_programs: KeyPrograms
 
 
 def build_blocks(
@@ -93,7 +96,7 @@ def build_blocks(
     visible: Expr | None = None,
     buffers: Sequence[Tensor] = (),
 ) -> TreeBlocks:
-    """Build the tile lists; on a CUDA device the host waits for it once, twice with a condition.
+    """Build the tile lists; on a CUDA device the host waits for it twice, three times with a condition.
 
     Args:
         keys: the keys, on the device that the lists shall be on.
@@ -116,14 +119,16 @@ def build_blocks(
         never, always = _decide(visible, query_extrema, key_extrema, query_tile, key_tile)
         kept = (~never).nonzero()[:, 0]
         key_tile, query_tile, full = key_tile[kept], query_tile[kept], (full & always)[kept]
-    query_blocks, key_blocks = -(-queries // query_block), len(begin)
+    by_query, _, _ = _lists(query_tile, key_tile, full, -(-queries // query_block))
+    by_key, start, middle = _lists(key_tile, query_tile, full, len(begin))
     return TreeBlocks(
         query_block,
         key_block,
         keys.low,
         (keys.high - low).clamp(min=0).to(torch.int32).contiguous(),  # as an unsigned number
-        _lists(query_tile, key_tile, full, query_blocks),
-        _lists(key_tile, query_tile, full, key_blocks),
+        by_query,
+        by_key,
+        cut_lists(start, middle),
     )
 
 
@@ -168,17 +173,18 @@ def _decide(
     return torch.cat(never), torch.cat(always)
 
 
-def _lists(block: Tensor, tile: Tensor, full: Tensor, blocks: int) -> TileLists:
-    """Group the tiles by block, full ones first, in ascending order."""
+def _lists(block: Tensor, tile: Tensor, full: Tensor, blocks: int) -> tuple[TileLists, Tensor, Tensor]:
+    """Group the tiles by block, full ones first, in ascending order; return the bounds as int64 too."""
     entry, by_block = torch.sort(2 * block + (~full).to(torch.int64), stable=True)
     bounds = torch.searchsorted(entry, torch.arange(2 * blocks + 1, device=block.device))
     start, middle = bounds[::2], bounds[1::2]
-    return TileLists(
+    lists = TileLists(
         torch.argsort(start[1:] - start[:-1], descending=True, stable=True).to(torch.int32),
         start.to(torch.int32),
         middle.to(torch.int32),
         tile[by_block].to(torch.int32),
     )
+    return lists, start, middle
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,7 @@ def find_blocks(
     read = [buffers[number] for number in sorted(_loads(visible))]
     given = tuple(tensor for tensor in (keys.high, keys.low, *read) if tensor is not None)
     settings = (queries, query_block, key_block, repr(visible), keys.base, keys.query_base, keys.low is None)
-    blocks: TreeBlocks = _remembered(
+    blocks: TreeBlocks = remembered(
         settings, given, lambda: build_blocks(keys, queries, query_block, key_block, visible, buffers)
     )
     return blocks
@@ -229,11 +235,12 @@ def find_node_length(subtree_end: Tensor) -> int:
         nodes = 1 + int((subtree_end[1:] != subtree_end[:-1]).sum())
         return 1 << (max(1, len(subtree_end) // nodes).bit_length() - 1)
 
-    length: int = _remembered(("node length",), (subtree_end,), count)
+    length: int = remembered(("node length",), (subtree_end,), count)
     return length
 
 
-def _remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
+def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
+    """Return what ``build`` made for these settings and tensors; a hit is verified as in :func:`find_blocks`."""
     with _lock:  # backward runs in threads of its own
         for position, entry in enumerate(_recent):
             if entry.settings == settings and _same(entry, given):

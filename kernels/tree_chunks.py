@@ -1,68 +1,152 @@
 """Which tokens of a forest run together in a chunked recurrence.
 
-A chunk is a run of at most L tokens of an unary chain: it never crosses a fork, so its incoming state is that of one
-chunk, its parent. All chunks of one level (the number of chunks above) run as one batch.
+A chunk is a run of at most L tokens of one unary chain: it never crosses a fork, so its incoming state is that of one
+chunk, its parent. Chunks are padded to one of a few lengths (halves of L), so that a short one at a fork costs little;
+all chunks of a length run as one batch. Only states that some chunk reads are computed, level by level, a level being
+the number of chunks above: as many steps as the longest row has chunks, whatever the number of rows.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Level", "plan_levels"]
+from treefx.kernels.tree_blocks import remembered
+
+__all__ = ["ChunkPlan", "Chunks", "Segment", "find_chunk_plan", "plan_chunks"]
+
+IntArray = npt.NDArray[np.int64]
+
+_SHORTEST = 8
+"""Chunks are not padded to less."""
 
 
 @dataclass(frozen=True)
-class Level:
-    """The chunks of one level.
+class Chunks:
+    """The C chunks of one padded length L. Those whose state is read come first, in the order of their slots.
 
     Attributes:
-        tokens: int64 ``[C, L]``, the packed tokens of each chunk; N where it is shorter.
-        parent: int64 ``[C]``, the chunk of the level before whose state comes in; empty at the first level.
+        tokens: packed tokens, int64 ``[C, L]``; where a chunk is shorter, any token.
+        padding: bool ``[C, L]``, true where a chunk is shorter; None where none is.
+        incoming: slot of the state that comes in, int64 ``[C]``; the number of slots at roots.
+        slots: slots of the states that go out, int64 ``[I]``, of the first I chunks.
     """
 
     tokens: Tensor
-    parent: Tensor
+    padding: Tensor | None
+    incoming: Tensor
+    slots: Tensor
 
 
-def plan_levels(parent: Tensor, subtree_end: Tensor, length: int) -> list[Level]:
-    """Cut a forest into chunks of at most ``length`` tokens.
+@dataclass(frozen=True)
+class Segment:
+    """States that are computed in one step: slots [first, first + count), from ``chunks[number]`` at [start, ...)."""
+
+    number: int
+    start: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The chunks of a forest by length, and the order in which their states are computed."""
+
+    chunks: tuple[Chunks, ...]
+    segments: tuple[Segment, ...]
+    states: int
+
+
+def find_chunk_plan(subtree_end: Tensor, length: int) -> ChunkPlan:
+    """Return :func:`plan_chunks` of the arguments; layers, forward and backward of one step share it."""
+    plan: ChunkPlan = remembered(("chunks", length), (subtree_end,), lambda: plan_chunks(subtree_end, length))
+    return plan
+
+
+def plan_chunks(subtree_end: Tensor, length: int) -> ChunkPlan:
+    """Cut a forest into chunks.
 
     Args:
-        parent: int64 ``[N]``, packed index of each token's parent, -1 at roots.
-        subtree_end: int ``[N]``, exclusive end of each token's subtree in packed order.
-        length: L.
+        subtree_end: exclusive end of each token's subtree in packed order, int ``[N]``.
+        length: L, the longest chunk.
     """
-    count = parent.shape[0]
-    index = torch.arange(count, device=parent.device)
-    before = (index - 1).clamp(min=0)
-    # The only child of the token before it: the subtrees of both end together.
-    chained = (index > 0) & (parent == before) & (subtree_end == subtree_end[before])
-    start = torch.where(chained, 0, index).cummax(0).values
-    first = (index - start) % length == 0
-    chunk = first.cumsum(0) - 1  # of each token
-    head = index[first]
-    above = parent[head]
-    up = torch.where(above < 0, -1, chunk[above.clamp(min=0)])
-    level = _depths(up)
-    sizes = torch.bincount(chunk, minlength=len(head))
-    offset = torch.arange(length, device=parent.device)
-    tokens = torch.where(offset < sizes[:, None], head[:, None] + offset, count)
-    levels = []
-    place = torch.zeros_like(head)  # of each chunk within its level
-    for number in range(int(level.max()) + 1 if count else 0):
-        members = torch.nonzero(level == number).squeeze(1)
-        place[members] = torch.arange(len(members), device=parent.device)
-        levels.append(Level(tokens[members], place[up[members]] if number else members[:0]))
-    return levels
+    ends = subtree_end.cpu().numpy().astype(np.int64)
+    head, size, above, level = _cut(ends, length)
+    lengths = np.array(_padded_lengths(length))
+    kind = np.searchsorted(lengths, size)
+    inner = np.zeros(len(head), dtype=bool)
+    inner[above[above >= 0]] = True
+    order = np.flatnonzero(inner)
+    order = order[np.lexsort((kind[order], level[order]))]
+    states = len(order)
+    slot = np.full(len(head) + 1, states)  # the last entry is what a root reads
+    slot[order] = np.arange(states)
+    used = [k for k in range(len(lengths)) if (kind == k).any()]
+    members = [np.concatenate([order[kind[order] == k], np.flatnonzero((kind == k) & ~inner)]) for k in used]
+    chunks = tuple(
+        _chunks(head[own], size[own], int(lengths[k]), slot[above[own]], slot[own[inner[own]]], subtree_end.device)
+        for k, own in zip(used, members, strict=True)
+    )
+    return ChunkPlan(chunks, _segments(level[order], np.searchsorted(used, kind[order])), states)
 
 
-def _depths(up: Tensor) -> Tensor:
-    """The number of ancestors of each chunk, by pointer doubling."""
-    depth = (up >= 0).to(torch.int64)
-    ancestor = up
-    while bool((ancestor >= 0).any()):
-        inside = ancestor.clamp(min=0)
-        depth = depth + torch.where(ancestor >= 0, depth[inside], 0)
-        ancestor = torch.where(ancestor >= 0, ancestor[inside], -1)
-    return depth
+def _padded_lengths(length: int) -> list[int]:
+    """Ascending: L, its half, and so on."""
+    found = [length]
+    while found[0] % 2 == 0 and found[0] > _SHORTEST:
+        found.insert(0, found[0] // 2)
+    return found
+
+
+def _cut(ends: IntArray, length: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """First token, number of tokens, parent (-1 at roots) and level of each chunk, in packed order."""
+    start = np.flatnonzero(np.diff(ends, prepend=-1))  # a token goes on a chain iff its subtree ends as the one before
+    count = np.diff(start, append=len(ends))
+    pieces = -(-count // length)
+    last = np.cumsum(pieces) - 1
+    parent, depth = _nodes_above(start.tolist(), ends[start].tolist(), pieces.tolist())
+    node = np.repeat(np.arange(len(start)), pieces)
+    place = np.arange(len(node)) - (last - pieces + 1)[node]
+    head = start[node] + place * length
+    size = np.minimum(length, (start + count)[node] - head)
+    first_above = np.where(parent < 0, -1, last[parent]) if len(parent) else parent
+    above = np.where(place > 0, np.arange(len(node)) - 1, first_above[node])
+    return head, size, above, depth[node] + place
+
+
+def _nodes_above(starts: list[int], ends: list[int], pieces: list[int]) -> tuple[IntArray, IntArray]:
+    """The parent of each node, and the number of chunks above it."""
+    path: list[int] = []
+    parent: list[int] = []
+    depth: list[int] = []
+    for number, start in enumerate(starts):
+        while path and ends[path[-1]] <= start:
+            path.pop()
+        parent.append(path[-1] if path else -1)
+        depth.append(depth[path[-1]] + pieces[path[-1]] if path else 0)
+        path.append(number)
+    return np.array(parent, dtype=np.int64), np.array(depth, dtype=np.int64)
+
+
+def _chunks(
+    head: IntArray, size: IntArray, length: int, incoming: IntArray, slots: IntArray, device: torch.device
+) -> Chunks:
+    offset = np.arange(length)
+    padding = offset >= size[:, None]
+    tokens = np.where(padding, head[:, None], head[:, None] + offset)
+    tensors = [torch.from_numpy(x).to(device) for x in (tokens, padding, incoming, slots)]
+    return Chunks(tensors[0], tensors[1] if padding.any() else None, tensors[2], tensors[3])
+
+
+def _segments(level: IntArray, number: IntArray) -> tuple[Segment, ...]:
+    """Runs of slots of one level and one length."""
+    changes = np.flatnonzero((np.diff(level, prepend=-1) != 0) | (np.diff(number, prepend=-1) != 0))
+    done: dict[int, int] = {}
+    found = []
+    for first, count in zip(changes.tolist(), np.diff(changes, append=len(level)).tolist(), strict=True):
+        kind = int(number[first])
+        found.append(Segment(kind, done.get(kind, 0), first, count))
+        done[kind] = done.get(kind, 0) + count
+    return tuple(found)

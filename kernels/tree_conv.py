@@ -11,7 +11,23 @@ from torch import Tensor
 
 from treefx.errors import InputError
 
-__all__ = ["find_parents", "tree_conv1d"]
+__all__ = ["find_depths", "find_parents", "tree_conv1d"]
+
+
+def find_depths(subtree_end: Tensor) -> Tensor:
+    """The number of strict ancestors of each token: subtrees opened before it and not yet closed.
+
+    Args:
+        subtree_end: exclusive end of each token's subtree in packed order, int ``[N]``.
+
+    Returns:
+        int64 ``[N]``.
+    """
+    tokens = subtree_end.shape[0]
+    ends = subtree_end.to(torch.int64)
+    closed = torch.zeros(tokens + 1, dtype=torch.int64, device=ends.device)
+    closed = closed.scatter_add(0, ends, torch.ones_like(ends)).cumsum(0)[:tokens]
+    return torch.arange(tokens, device=ends.device) - closed
 
 
 def find_parents(depth: Tensor, subtree_end: Tensor) -> Tensor:

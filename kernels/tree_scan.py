@@ -1,35 +1,50 @@
-"""Linear recurrences along the paths of a forest, in chunks: Mamba 2 (SSD) and the gated delta rule.
+"""Linear recurrences along the paths of a forest: Mamba 2 (SSD), linear attention and the gated delta rule.
 
 Per head, with the state S [D, E] of a token taken from its parent::
 
-    SSD           S = exp(g) S_parent + k v^T                                    o = S^T q
-    delta rule    S = exp(g) S_parent + k (beta (v - exp(g) S_parent^T k))^T     o = S^T q
+    SSD           S = exp(g) S_parent + k v^T                                o = S^T q
+    delta rule    S = exp(g) S_parent + k (v - exp(g) S_parent^T w)^T        o = S^T q
 
-Within a chunk both are products of [L, L] matrices (Dao and Gu 2024; the WY form of Yang et al. 2024, one triangular
-solve more); between chunks only the state at a chunk's end is passed on. At a fork the chunks of all children read the
-state of one parent, and the gradients of their reads add up.
+In the gated delta rule w is beta k and v is beta times what the model calls its value; without g nothing decays. Within
+a chunk both are products of [L, L] matrices (Dao and Gu 2024; the WY form of Yang et al. 2024, one triangular solve
+more); between chunks only the state at a chunk's end is passed on, each from its parent. At a fork the chunks of all
+children read the state of one parent, and the gradients of their reads add up. Only inputs are kept for the backward,
+which computes the states again.
+
+The operator is ``treefx::tree_scan``; its schedule (``tree_chunks``) is made once per forest.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from treefx.errors import InputError
-from treefx.kernels.tree_chunks import Level, plan_levels
+from treefx.kernels.scan_chunk import Chunk, Gradients, split
+from treefx.kernels.tree_chunks import ChunkPlan, Chunks, find_chunk_plan
 
-__all__ = ["tree_delta_rule", "tree_ssd"]
+__all__ = ["CHUNK", "tree_delta_rule", "tree_scan", "tree_ssd"]
+
+CHUNK = 64
+"""Tokens per chunk: products within chunks cost L per token, states between them D * E / L."""
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+"""The schedule of a forest is made on the host: a captured CUDA graph would replay that of another forest."""
+_ENTRIES_ON_CPU, _ENTRIES_ON_DEVICE = 1 << 20, 1 << 26
+"""Entries of the [L, L] matrices that are in memory together."""
 
 
-def tree_ssd(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, parent: Tensor, subtree_end: Tensor, chunk: int = 64
-) -> Tensor:
+def tree_ssd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, subtree_end: Tensor, chunk: int = CHUNK) -> Tensor:
     """The state space recurrence of Mamba 2 along every path.
 
     Args:
-        q: what reads the state (C of Mamba 2) ``[N, H, D]``.
-        k: what writes it (B) ``[N, H, D]``.
+        q: what reads the state (C of Mamba 2) ``[N, G, D]``; H is a multiple of G, neighbouring heads share a group.
+        k: what writes it (B) ``[N, G, D]``.
         v: what is written (x times its step) ``[N, H, E]``.
         g: logarithm of the decay, at most 0, ``[N, H]``.
-        parent: int64 ``[N]``, -1 at roots.
         subtree_end: int ``[N]``, exclusive end of each token's subtree in packed order.
         chunk: tokens per chunk.
 
@@ -39,69 +54,249 @@ def tree_ssd(
     Raises:
         InputError: a shape does not fit.
     """
-    return _scan(q, k, v, g, None, plan_levels(_checked(q, k, v, g, parent), subtree_end, chunk))
+    return tree_scan(q, k, v, g, None, subtree_end, chunk)
 
 
 def tree_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, parent: Tensor, subtree_end: Tensor, chunk: int = 64
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, subtree_end: Tensor, chunk: int = CHUNK
 ) -> Tensor:
     """The gated delta rule along every path; ``beta`` is the step ``[N, H]``, the rest as in :func:`tree_ssd`."""
     if beta.shape != g.shape:
         raise InputError(f"tree_delta_rule expected beta of shape {list(g.shape)} as g, got {list(beta.shape)}")
-    return _scan(q, k, v, g, beta, plan_levels(_checked(q, k, v, g, parent), subtree_end, chunk))
+    _check(q, k, v, g, None, subtree_end)
+    step = beta[..., None]
+    return tree_scan(q, k, step * v, g, step * _per_head(k, v.shape[1]), subtree_end, chunk)
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, parent: Tensor) -> Tensor:
-    tokens, heads = parent.shape[0], g.shape[-1]
-    fits = q.shape == k.shape and v.dim() == q.dim() == 3 and g.shape == (tokens, heads)
-    if not fits or q.shape[:2] != (tokens, heads) or v.shape[:2] != (tokens, heads):
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v), ("g", g)))
-        raise InputError(f"expected q and k [N, H, D], v [N, H, E], g [N, H] for N = {tokens} tokens, got {shapes}")
-    return parent
+def tree_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    w: Tensor | None,
+    subtree_end: Tensor,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Either recurrence; ``w`` ``[N, G, D]`` is what erases, and without ``g`` nothing decays.
+
+    Raises:
+        InputError: a shape does not fit.
+    """
+    _check(q, k, v, g, w, subtree_end)
+    groups = {x.shape[1] for x in (q, k, w) if x is not None}
+    if w is not None or len(groups) > 1:
+        q, k = _per_head(q, v.shape[1]), _per_head(k, v.shape[1])
+        w = None if w is None else _per_head(w, v.shape[1])
+    result: Tensor = torch.ops.treefx.tree_scan(q, k, v, g, w, subtree_end, chunk)
+    return result
 
 
-def _scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, levels: list[Level]) -> Tensor:
-    padded = [torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (q, k, v, g)]
-    padded += [] if beta is None else [torch.cat([beta, beta.new_zeros(1, beta.shape[1])])]
-    state: Tensor | None = None
-    outputs, places = [], []
-    for level in levels:
-        inputs = [x[level.tokens].transpose(1, 2) for x in padded]  # [C, H, L, ...]
-        incoming = None if state is None else state.index_select(0, level.parent)
-        out, state = _chunk(inputs[0], inputs[1], inputs[2], inputs[3], None if beta is None else inputs[4], incoming)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-        places.append(level.tokens.flatten())
-    if not outputs:
-        return v.new_zeros(v.shape)
-    place = torch.cat(places)
-    position = torch.empty_like(padded[3][:, 0], dtype=torch.int64)
-    position[place] = torch.arange(len(place), device=place.device)
-    return torch.cat(outputs).index_select(0, position[:-1])
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Outputs [C, H, L, E] and outgoing states [C, H, D, E] of chunks; padded tokens write and decay nothing."""
-    total = g.cumsum(-1)
-    length = g.shape[-1]
-    future = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()
-    if beta is not None:
-        v = _corrected(k, v, total, beta, decay, state)
-    out = (q @ k.mT * decay) @ v
-    last = total[..., -1:]
-    outgoing = (k * (last - total).exp()[..., None]).mT @ v
-    if state is None:
-        return out, outgoing
-    out = out + (q * total.exp()[..., None]) @ state
-    return out, outgoing + last.exp()[..., None] * state
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor) -> None:
+    heads = v.shape[1] if v.dim() == 3 else 0
+    readers = [x for x in (q, k, w) if x is not None]
+    fits = heads > 0 and all(x.dim() == 3 and x.shape[2] == q.shape[2] and heads % x.shape[1] == 0 for x in readers)
+    fits = fits and (g is None or g.shape[1:] == v.shape[1:2])
+    given = {name: x for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("w", w)) if x is not None}
+    if not fits or any(x.shape[0] != subtree_end.shape[0] for x in given.values()):
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
+        raise InputError(
+            "expected q, k and w [N, G, D], v [N, H, E], g [N, H], H a multiple of G, "
+            f"for N = {subtree_end.shape[0]} tokens, got {shapes}"
+        )
 
 
-def _corrected(k: Tensor, v: Tensor, total: Tensor, beta: Tensor, decay: Tensor, state: Tensor | None) -> Tensor:
-    """What the delta rule writes: (I + tril(beta k k^T decay, -1))^-1 beta (v - exp(total) S^T k)."""
-    read = v if state is None else v - (k * total.exp()[..., None]) @ state
-    written = beta[..., None] * read
-    mixing = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
-    corrected: Tensor = torch.linalg.solve_triangular(mixing, written, upper=False, unitriangular=True)
-    return corrected
+@dataclass(frozen=True)
+class _Inputs:
+    """What the operator takes; G = H where w is given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    w: Tensor | None
+
+    def state_shape(self, count: int) -> tuple[int, ...]:
+        heads, width = self.v.shape[1:]
+        groups, features = self.q.shape[1:]
+        return count, groups, features, heads // groups * width
+
+    def of(self, chunks: Chunks, part: slice) -> Chunk:
+        """The inputs of some chunks."""
+        tokens = chunks.tokens[part]
+        padding = None if chunks.padding is None else chunks.padding[part]
+        q, k, v, w = (None if x is None else _take(x, tokens, padding) for x in (self.q, self.k, self.v, self.w))
+        decay = self.v.new_zeros(self.v.shape[:2]) if self.g is None else self.g
+        g = _take(decay[..., None], tokens, padding).squeeze(-1)
+        assert q is not None and k is not None and v is not None
+        return Chunk(q, k, v, g, w)
+
+
+def _take(x: Tensor, tokens: Tensor, padding: Tensor | None) -> Tensor:
+    """``[N, G, D]`` as ``[C, G, L, D]``, zero at padding."""
+    taken = split(x.index_select(0, tokens.flatten()), 0, tokens.shape[0])
+    if padding is not None:
+        taken = taken.masked_fill_(padding[..., None, None], 0)
+    return taken.transpose(1, 2).contiguous()
+
+
+def _put(target: Tensor, chunks: Chunks, part: slice, values: Tensor) -> None:
+    """Write ``[C, G, L, D]`` to the tokens of some chunks."""
+    tokens, found = chunks.tokens[part].flatten(), values.transpose(1, 2).flatten(0, 1)
+    if chunks.padding is not None:
+        real = (~chunks.padding[part]).flatten().nonzero().squeeze(1)
+        tokens, found = tokens[real], found[real]
+    target.index_copy_(0, tokens, found)
+
+
+class _Scan:
+    """One run over a forest: the states between chunks, and what passes through them."""
+
+    def __init__(self, inputs: _Inputs, plan: ChunkPlan) -> None:
+        self.inputs, self.plan = inputs, plan
+        shape = inputs.state_shape(plan.states + 1)
+        self.states = inputs.v.new_zeros(shape)
+        """By slot; the last one is zero, what roots read."""
+        self._gates: list[Tensor] = []
+        self._transfers: list[tuple[Tensor, Tensor] | None] = []
+        for chunks in plan.chunks:
+            self._prepare(chunks)
+        for segment in plan.segments:
+            self._advance(segment.number, slice(segment.start, segment.start + segment.count), segment.first)
+
+    def _prepare(self, chunks: Chunks) -> None:
+        """The outgoing states of zero incoming ones, and what becomes of others."""
+        gates, keys, reads = [], [], []
+        for part in self.parts(chunks, 0, len(chunks.slots)):
+            chunk = self.inputs.of(chunks, part)
+            self.states.index_copy_(0, chunks.slots[part], chunk.outgoing())
+            gates.append(chunk.gate)
+            if chunk.transfer is not None:
+                keys.append(chunk.transfer[0])
+                reads.append(chunk.transfer[1])
+        self._gates.append(torch.cat(gates) if gates else self.states)
+        self._transfers.append((torch.cat(keys), torch.cat(reads)) if keys else None)
+
+    def parts(self, chunks: Chunks, first: int, last: int) -> Iterator[slice]:
+        """The chunks [first, last) in pieces that fit into memory."""
+        length = chunks.tokens.shape[1]
+        limit = _ENTRIES_ON_CPU if self.inputs.v.device.type == "cpu" else _ENTRIES_ON_DEVICE
+        step = max(1, limit // (length * length * self.inputs.v.shape[1]))
+        for start in range(first, last, step):
+            yield slice(start, min(last, start + step))
+
+    def _advance(self, number: int, part: slice, first: int) -> None:
+        incoming = self.states[self.plan.chunks[number].incoming[part]]
+        out = self.states[first : first + len(incoming)]
+        out.addcmul_(self._gates[number][part], incoming)
+        transfer = self._transfers[number]
+        if transfer is not None:
+            out -= transfer[0][part].mT @ (transfer[1][part] @ incoming)
+
+    def output(self) -> Tensor:
+        """``[N, H, E]``."""
+        out = torch.empty_like(self.inputs.v, memory_format=torch.contiguous_format)
+        for chunks in self.plan.chunks:
+            for part in self.parts(chunks, 0, len(chunks.tokens)):
+                _put(out, chunks, part, self.inputs.of(chunks, part).output(self.states[chunks.incoming[part]]))
+        return out
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        """Gradients of the inputs that there are."""
+        of_states = self._state_gradients(grad)
+        given = {item.name: getattr(self.inputs, item.name) for item in fields(self.inputs)}
+        results = {name: torch.empty_like(x, memory_format=torch.contiguous_format)
+                   for name, x in given.items() if x is not None}  # fmt: skip
+        for chunks in self.plan.chunks:
+            inner = len(chunks.slots)
+            for first, last in ((0, inner), (inner, len(chunks.tokens))):
+                for part in self.parts(chunks, first, last):
+                    outgoing = of_states[chunks.slots[part]] if first < inner else None
+                    _put_all(results, chunks, part, self._gradients(grad, chunks, part, outgoing))
+        return list(results.values())
+
+    def _gradients(self, grad: Tensor, chunks: Chunks, part: slice, outgoing: Tensor | None) -> Gradients:
+        chunk = self.inputs.of(chunks, part)
+        return chunk.backward(_grad_of(grad, chunks, part), self.states[chunks.incoming[part]], outgoing)
+
+    def _state_gradients(self, grad: Tensor) -> Tensor:
+        """Of the outgoing states, by slot."""
+        found = torch.zeros_like(self.states)
+        for chunks in self.plan.chunks:
+            for part in self.parts(chunks, 0, len(chunks.tokens)):
+                chunk = self.inputs.of(chunks, part)
+                read = chunk.incoming_gradient(_grad_of(grad, chunks, part))
+                found.index_add_(0, chunks.incoming[part], read)
+        for segment in reversed(self.plan.segments):
+            self._retreat(found, segment.number, slice(segment.start, segment.start + segment.count), segment.first)
+        return found
+
+    def _retreat(self, found: Tensor, number: int, part: slice, first: int) -> None:
+        incoming = self.plan.chunks[number].incoming[part]
+        out = found[first : first + len(incoming)]
+        through = self._gates[number][part] * out
+        transfer = self._transfers[number]
+        if transfer is not None:
+            through -= transfer[1][part].mT @ (transfer[0][part] @ out)
+        found.index_add_(0, incoming, through)
+
+
+def _grad_of(grad: Tensor, chunks: Chunks, part: slice) -> Tensor:
+    return _take(grad, chunks.tokens[part], None if chunks.padding is None else chunks.padding[part])
+
+
+def _put_all(results: dict[str, Tensor], chunks: Chunks, part: slice, found: Gradients) -> None:
+    for name, target in results.items():
+        values = getattr(found, name)
+        if name == "g":
+            _put(target[..., None], chunks, part, values[..., None])
+        else:
+            _put(target, chunks, part, values)
+
+
+@torch.library.custom_op("treefx::tree_scan", mutates_args=(), tags=_TAGS)
+def _tree_scan(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor, chunk: int
+) -> Tensor:
+    with torch.autocast(v.device.type, enabled=False):  # dtypes are settled outside
+        return _Scan(_Inputs(q, k, v, g, w), find_chunk_plan(subtree_end, chunk)).output()
+
+
+@_tree_scan.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor, chunk: int) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("treefx::tree_scan_backward", mutates_args=(), tags=_TAGS)
+def _tree_scan_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor, chunk: int
+) -> list[Tensor]:
+    """Gradients of q, k, v, then of g and w where given."""
+    with torch.autocast(v.device.type, enabled=False):
+        return _Scan(_Inputs(q, k, v, g, w), find_chunk_plan(subtree_end, chunk)).backward(grad)
+
+
+@_tree_scan_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor, chunk: int
+) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, w) if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    q, k, v, g, w, subtree_end = ctx.saved_tensors
+    found = torch.ops.treefx.tree_scan_backward(grad, q, k, v, g, w, subtree_end, ctx.chunk)
+    of_q, of_k, of_v, *rest = found
+    of_g = None if g is None else rest.pop(0)
+    return of_q, of_k, of_v, of_g, None if w is None else rest.pop(0), None, None
+
+
+_tree_scan.register_autograd(_backward, setup_context=_setup_context)

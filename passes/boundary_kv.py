@@ -12,10 +12,11 @@ Before::
 After::
 
     columns = cat([outside_column, column])                                                     # P + N
-    out = treefx.tree_attention_boundary(q, k, v, subtree_end, bk, bv, lo, hi, [columns], None, score, "auto")
+    out = treefx.tree_attention(q, k, v, subtree_end, [columns], None, score, "auto", bk, bv, lo, hi)
     return [..., k[:, :, outgoing], v[:, :, outgoing]]                                          # [1, Q, heads, width]
 
-Attentions that share a key share its input and output, whose gradient is then the sum.
+Attentions that share a key share its input and output, whose gradient is then the sum. What convolutions along the
+tree read of ancestors comes and goes in the same way (:mod:`treefx.passes.boundary_windows`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from treefx.errors import UnsupportedError
-from treefx.kernels import boundary as _boundary_operator  # noqa: F401  (registers it)
+from treefx.kernels import ops as _tree_operator  # noqa: F401  (registers it)
 from treefx.kernels.score import Score
 from treefx.passes import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
+from treefx.passes.boundary_windows import Window, extend_windows, find_windows
 from treefx.passes.score_algebra import walk
 from treefx.passes.token_count import TokenCount, add_count_input
 
@@ -69,13 +71,16 @@ class CutGraph:
 
     Attributes:
         run: what it is for.
-        caches: fake K and V in the order they come and go, [1, P, heads, width] each.
+        caches: fake K and V in the order they come and go, [1, P, heads, width] each; then the inputs of convolutions
+            along the tree, [1, P, 1, width] each.
         results: the uncut graph's outputs where they are not computed: a stand-in, or the constant itself.
+        reads_parents: whether it takes the parents of the own tokens [N], of the boundary's [P] and of nothing [1].
     """
 
     run: Run
     caches: list[Tensor]
     results: list[Any]
+    reads_parents: bool
 
 
 def add_boundary(
@@ -91,34 +96,34 @@ def add_boundary(
 
     Returns:
         The graph, whose further inputs are now lo, hi [P] int32, the boundary's columns [P] and the outgoing tokens
-        [Q] int64, the caches, P and Q, and whose further outputs are the outgoing K/V; its inputs; what they are.
+        [Q] int64, the parents where convolutions read them, the caches, P and Q, and whose further outputs are the
+        outgoing K/V; its inputs; what they are.
 
     Raises:
-        UnsupportedError: Tokens meet in something else than attention, or a score loads what the model computes.
+        UnsupportedError: Tokens meet in something else than attention and convolutions, or a score loads what the
+            model computes.
     """
     cutter = _Cutter(gm, list(inputs), mode)
-    _check_operators(gm, cutter.end)
-    cutter.cut()
+    _check_operators(gm)
+    windows = find_windows(gm, cutter.end)
+    cutter.cut(windows)
     results = cutter.finish(run)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
     fakes = cutter.inputs if run == "train" else [_without_gradient(x, mode) for x in cutter.inputs]
     FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
-    return gm, fakes, CutGraph(run, cutter.caches, results)
+    return gm, fakes, CutGraph(run, cutter.caches, results, bool(windows))
 
 
-def _check_operators(gm: fx.GraphModule, end: fx.Node) -> None:
-    """Refuse graphs in which tokens meet elsewhere: what is handed out at a cut are keys and values alone."""
+def _check_operators(gm: fx.GraphModule) -> None:
+    """Refuse graphs in which tokens meet in operators whose state is not handed out at a cut."""
     for node in gm.graph.nodes:
         namespace = getattr(node.target, "namespace", None)
-        # Convolutions and recurrences along the tree are plain operators: they find a token's parent by its subtree.
-        reads_tree = end in node.all_input_nodes and node.target is not _ATTENTION
-        if reads_tree or (node.op == "call_function" and namespace == "treefx" and node.target not in _TOKEN_WISE):
-            found = "a convolution or a recurrence along the tree" if reads_tree else node.target
+        if node.op == "call_function" and namespace == "treefx" and node.target not in _TOKEN_WISE:
             raise UnsupportedError(
-                f"a forest can be cut where tokens meet in attention alone, but the model runs {found}, whose state "
-                "does not cross cuts; run the uncut forest (treefx.use), or a smaller one"
+                f"a forest can be cut where tokens meet in attention or in a convolution, but the model runs "
+                f"{node.target}, whose state does not cross cuts; run the uncut forest (treefx.use), or a smaller one"
             )
 
 
@@ -158,14 +163,17 @@ class _Cutter:
         self.inputs.append(fake)
         return node
 
-    def cut(self) -> None:
-        """Give every attention its boundary."""
+    def cut(self, windows: list[Window]) -> None:
+        """Give every attention and every window its boundary."""
+        up = self._parents() if windows else ()
         taken: dict[fx.Node, fx.Node] = {}
         attentions = self.gm.graph.find_nodes(op="call_function", target=_ATTENTION)
         for node in attentions:
             for source in node.args[1:3]:
                 if source not in taken:
                     taken[source] = self._cache(source)
+        for source in dict.fromkeys(window.source for window in windows):
+            taken[source] = self._cache(self._with_heads(source))
         for name, size in self._sizes.items():
             add_count_input(self.gm, size, name)
             self.inputs.append(size)
@@ -175,11 +183,33 @@ class _Cutter:
             with self.gm.graph.inserting_before(node):
                 given = [self._call(torch.ops.aten.transpose.int, cache, 1, 2) for cache in outside]
                 extended = self._extended(list(buffers), Score.from_json(score))
-                arguments = (q, k, v, end, *given, self.lo, self.hi, extended, sinks, score, impl)
-                new = self._call(torch.ops.treefx.tree_attention_boundary.default, *arguments)
+                arguments = (q, k, v, end, extended, sinks, score, impl, *given, self.lo, self.hi)
+                new = self._call(_ATTENTION, *arguments)
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             self.gm.graph.erase_node(node)
+        extend_windows(self.gm, windows, up, taken)
+
+    def _parents(self) -> tuple[fx.Node, ...]:
+        """Inputs for the parents of the own tokens, of the boundary's, and of nothing."""
+        device, nodes = self.column.meta["val"].device, []
+        sizes = (self.column.meta["val"].shape[0], self._sizes["boundary_count"], 1)
+        for name, size in zip(("own_up", "outside_up", "nothing"), sizes, strict=True):
+            with self.mode:
+                fake = torch.empty(size, dtype=torch.int64, device=device)
+            nodes.append(self._input(name, fake))
+        return tuple(nodes)
+
+    def _with_heads(self, source: fx.Node) -> fx.Node:
+        """Values [N, C] as those of one head, [1, 1, N, C]."""
+        unsqueeze = torch.ops.aten.unsqueeze.default
+        with self.gm.graph.inserting_after(source):
+            matrix = self._call(unsqueeze, source, 0)
+        with self.gm.graph.inserting_after(matrix):
+            heads = self._call(unsqueeze, matrix, 0)
+        with self.mode:
+            heads.meta["val"] = source.meta["val"][None, None]
+        return heads
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         return self.gm.graph.call_function(target, args)

@@ -31,7 +31,17 @@ from treefx.passes.constants import constants_of
 from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Factor, Kind, fact_of, plain_dims, shape_of
 from treefx.passes.uniformity import is_uniform
 
-__all__ = ["LARGEST_TABLE", "CausalDomain", "RowDigit", "State", "Step", "Unknown", "one_row", "token_dims"]
+__all__ = [
+    "LARGEST_TABLE",
+    "CausalDomain",
+    "RowDigit",
+    "State",
+    "Step",
+    "Unknown",
+    "one_row",
+    "row_digit",
+    "token_dims",
+]
 
 LARGEST_TABLE = 1 << 26
 """Values whose tables would have more entries are unknown."""
@@ -39,6 +49,9 @@ _LARGEST_KEPT = 1 << 16
 """Larger tables are kept only until their last use."""
 _LARGEST_CONSTANT = 1 << 24
 """Larger constants are not read."""
+_ROW_KEY = "treefx_row"
+_MASKS = {torch.ops.aten.masked_fill, torch.ops.aten.where, torch.ops.aten.tril, torch.ops.aten.triu}
+"""They put known elements among the others."""
 
 
 class Unknown(Exception):
@@ -216,6 +229,19 @@ def _of_dims(dims: Dims, rows: int, dtype: torch.dtype) -> State:
     return State(tuple(shape), column, torch.zeros(ones, dtype=dtype), torch.zeros(ones, dtype=torch.bool), row)
 
 
+def row_digit(node: fx.Node) -> RowDigit | None:
+    """Where the rows are in a value that a causal domain has followed, or that is labelled; else None."""
+    dims = fact_of(node).dims
+    if dims is None:
+        found: RowDigit | None = node.meta.get(_ROW_KEY)
+        return found
+    for d, dim in enumerate(dims):
+        axes = [factor.axis for factor in dim]
+        if Axis.ROW in axes:
+            return RowDigit(d, math.prod(factor.size for factor in dim[axes.index(Axis.ROW) + 1 :]))
+    return None
+
+
 @dataclass
 class CausalDomain:
     """States of the values of one graph, found on demand and in the order of the graph.
@@ -249,9 +275,10 @@ class CausalDomain:
         return self._known[node]
 
     def refine(self, node: fx.Node) -> None:
-        """Follow a labelled value by its law, if it is contracted or made of refined values, as long as that tells."""
+        """Follow a labelled value by its law as long as that tells: contracted, masked, or made of refined values."""
         contracted = node in self._known
-        if contracted or any(operand in self._refined for operand in node.all_input_nodes):
+        masked = getattr(node.target, "overloadpacket", None) in _MASKS
+        if contracted or masked or any(operand in self._refined for operand in node.all_input_nodes):
             self._refined.add(node)
             state = self.state(node)
             parts = state if isinstance(state, tuple) else (state,)
@@ -282,6 +309,7 @@ class CausalDomain:
 
     def _find(self, node: fx.Node) -> States | None:
         fact = fact_of(node)
+        result: States | None
         try:
             if fact.dims is not None and (node.op != "call_function" or self._is_labelled(node)):
                 sources = self.inputs.get(node, frozenset()) if fact.kind is Kind.PREFIX else frozenset()
@@ -289,12 +317,16 @@ class CausalDomain:
                 return replace(state, sources=sources, packed=fact.kind is not Kind.PREFIX)
             if node.target is operator.getitem:
                 parts = self._known[node.args[0]]  # type: ignore[index]
-                return parts[node.args[1]] if isinstance(parts, tuple) else None  # type: ignore[index]
-            if fact.kind is Kind.INVARIANT:
+                result = parts[node.args[1]] if isinstance(parts, tuple) else None  # type: ignore[index]
+            elif fact.kind is Kind.INVARIANT:
                 return self._invariant(node)
-            return self._by_law(node)
+            else:
+                result = self._by_law(node)
         except Unknown:
             return None
+        if isinstance(result, State):
+            node.meta[_ROW_KEY] = result.row
+        return result
 
     def _by_law(self, node: fx.Node) -> States:
         law = self.laws(node.target)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,15 +21,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from treefx.passes.fingerprint import recompute_tags, source_fingerprint
 from treefx.passes.kernel_sources import write_kernel_sources
 
-__all__ = ["Compiled", "compile_inner"]
+__all__ = ["Compiled", "Inner", "compile_inner"]
 
 Compiled = Callable[..., Any]
 Observer = Callable[[str, fx.GraphModule], None]
 """Called with "forward" or "backward" and the graph that the inner compiler gets."""
 
 
+@dataclass(frozen=True)
+class Inner:
+    """What compiles a graph: a backend of ``torch.compile`` by name, and for inductor one of its modes."""
+
+    name: str = "inductor"
+    mode: str = "default"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What the mode sets in the configuration of inductor."""
+        return list_mode_options(self.mode)
+
+
 def compile_inner(
-    gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, inner: str, observe: Observer
+    gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, inner: Inner, observe: Observer
 ) -> Compiled:
     """Compile ``gm`` for inputs like ``inputs``.
 
@@ -35,18 +50,18 @@ def compile_inner(
         gm: A graph of tensors in, flat tuple of tensors out.
         inputs: Fake tensors of ``mode`` (or numbers), one per placeholder, with their ``requires_grad``.
         mode: Their fake tensor mode; its shape environment collects the guards of the compilation.
-        inner: "inductor", "aot_eager" or "eager".
+        inner: By name "inductor", "aot_eager" or "eager".
         observe: Gets the forward and the backward graph as they are compiled.
     """
     write_kernel_sources(gm)
-    if inner == "eager":
+    if inner.name == "eager":
         observe("forward", gm)
         return gm.forward
     # The backward is compiled with the forward: what it demands of the sizes is known before anything runs.
     eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with tracing(TracingContext(mode)), eagerly:
-        if inner == "inductor":
-            patches = {"post_grad_custom_pre_pass": _CacheKey(gm)}
+        if inner.name == "inductor":
+            patches = {**inner.options, "post_grad_custom_pre_pass": _CacheKey(gm)}
             compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches)
             assert callable(compiled)
             return compiled

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from treefx.passes.causal_domain import CausalDomain, State, token_dims
 from treefx.passes.facts import ALONG_ROWS, Dims, Fact, Kind, fact_of, set_fact
-from treefx.passes.tree_mixers import TreeConvolution, find_tree_convolution
+from treefx.passes.tree_mixers import TreeConvolution, TreeScan, Vanishing, find_tree_convolution
 
 __all__ = ["Contracted", "Contractor", "leaks", "mixes"]
 
@@ -35,6 +35,9 @@ _LARGEST_UNLEARNED = 4
 @dataclass(frozen=True)
 class Contracted:
     """The value is computed on rows and read once per distinct token."""
+
+
+_MIXERS = Contracted | TreeConvolution | TreeScan | Vanishing
 
 
 class Contractor:
@@ -86,7 +89,7 @@ class Contractor:
 def mixes(gm: fx.GraphModule) -> bool:
     """Whether values of a labelled graph are contracted or computed along the tree: those read their row's past."""
     calls = [fact_of(node).law for node in gm.graph.nodes if node.op == "call_function"]
-    return any(isinstance(law, Contracted | TreeConvolution) for law in calls)
+    return any(isinstance(law, _MIXERS) for law in calls)
 
 
 def leaks(node: fx.Node, live: set[fx.Node]) -> bool:
@@ -97,9 +100,7 @@ def leaks(node: fx.Node, live: set[fx.Node]) -> bool:
         if top.op == "output":
             return True
         fact = fact_of(top)
-        if (
-            isinstance(fact.law, Contracted | TreeConvolution) or fact.kind is Kind.INVARIANT
-        ):  # the latter borrows a shape
+        if isinstance(fact.law, _MIXERS) or fact.kind is Kind.INVARIANT:  # the latter borrows a shape
             continue
         if fact.kind is not Kind.ROW:
             return True

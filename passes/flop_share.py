@@ -16,7 +16,8 @@ from torch.utils.flop_counter import flop_registry
 from treefx.passes import expert_laws
 from treefx.passes.attention_facts import Attention
 from treefx.passes.facts import Axis, Fact, Kind, fact_of, shape_of
-from treefx.passes.pipeline import live_nodes
+from treefx.passes.liveness import live_nodes
+from treefx.passes.tree_mixers import TreeScan
 
 __all__ = ["FlopShare", "flop_share"]
 
@@ -96,6 +97,8 @@ def _example(node: fx.Node) -> Any:
 
 
 def _flops(node: fx.Node, fact: Fact) -> int:
+    if isinstance(fact.law, TreeScan):
+        return sum(_registered(item) for item in fact.law.region)
     if isinstance(fact.law, Attention):
         *batch, queries, features = node.meta["val"].shape
         width = shape_of(fact.law.query)[-1]
@@ -106,9 +109,13 @@ def _flops(node: fx.Node, fact: Fact) -> int:
         return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
     if expert_laws.is_grouped(node.target):
         return int(2 * node.meta["val"].numel() * shape_of(node.args[0])[-1])  # type: ignore[arg-type]
+    return _registered(node)
+
+
+def _registered(node: fx.Node) -> int:
+    """What torch counts for an operator."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet not in flop_registry:
         return 0
-
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _example)
     return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))

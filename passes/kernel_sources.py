@@ -14,22 +14,18 @@ from treefx.passes.label_tokens import user_line
 
 __all__ = ["kernel_source_of", "write_kernel_sources"]
 
-_ATTENTIONS = ("tree_attention", "tree_attention_boundary")
-
 
 def kernel_source_of(node: fx.Node) -> str:
     """Return the plain form of the kernels of a tree attention, with the user's line; or why there are none.
 
     Args:
-        node: A call of ``treefx::tree_attention`` or ``treefx::tree_attention_boundary``, with ``meta["val"]`` on its
-            operands.
+        node: A call of ``treefx::tree_attention``, with ``meta["val"]`` on its operands.
     """
     from treefx.kernels.triton_tree.codegen import Request, kernel_source
     from treefx.kernels.triton_tree.configs import chunk_widths
     from treefx.kernels.triton_tree.expressions import kinds_of
 
-    query, _, value, *_ = node.args
-    buffers, _, score = node.args[-4:-1]
+    query, _, value, _, buffers, _, score = node.args[:7]
     assert isinstance(buffers, list | tuple) and isinstance(score, str)
     q, v = _value(query), _value(value)
     if q.dtype == torch.float64:
@@ -47,12 +43,11 @@ def write_kernel_sources(gm: fx.GraphModule) -> None:
     """Write the kernels of a graph's attentions into the folder ``kernels`` of ``TREEFX_DUMP_DIR``, if it is set."""
     if not dumps_wanted():
         return
-    for name in _ATTENTIONS:
-        packet = getattr(torch.ops.treefx, name, None)
-        for node in gm.graph.find_nodes(op="call_function", target=packet.default) if packet is not None else ():
-            source = kernel_source_of(node)
-            digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-            dump("kernels", f"{node.name}.{digest}.py", source)
+    packet = getattr(torch.ops.treefx, "tree_attention", None)
+    for node in gm.graph.find_nodes(op="call_function", target=packet.default) if packet is not None else ():
+        source = kernel_source_of(node)
+        digest = hashlib.sha256(source.encode()).hexdigest()[:8]
+        dump("kernels", f"{node.name}.{digest}.py", source)
 
 
 def _value(node: Any) -> torch.Tensor:

@@ -320,6 +320,14 @@ def _with_keys(dims: Dims, dim: int, size: int) -> Dims:
     return dims[:dim] + ((Factor(Axis.KEY, size),),) + dims[dim + 1 :]
 
 
+@law(aten.constant_pad_nd)
+def pad(call: Call) -> Fact:
+    """Padding by nothing changes nothing."""
+    if any(call.arg(1, "pad")):
+        raise NoLaw("has no token-wise law")
+    return call.result(call.dims(call.node_arg(0)))
+
+
 @law(aten.select)
 def select(call: Call) -> Fact:
     """One index of a plain dimension."""

@@ -7,6 +7,7 @@ The packed form of dimensions replaces every row factor by 1 and every token fac
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,16 @@ from torch import Tensor
 from treefx.passes.facts import Axis, Dims, Factor
 from treefx.passes.restore_gradients import expand
 
-__all__ = ["Metadata", "expand_rows", "gather_tokens", "packed_shape", "rows_in_order", "tokens_first"]
+__all__ = [
+    "Metadata",
+    "expand_rows",
+    "gather_tokens",
+    "packed_shape",
+    "reads_columns",
+    "rows_first",
+    "rows_in_order",
+    "tokens_first",
+]
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,13 @@ def expand_rows(first: Tensor, dims: Dims, token_of: Tensor) -> Tensor:
     return rows_in_order(expand(first.contiguous(), token_of), dims)
 
 
+def rows_first(x: Tensor, dims: Dims, rows: int) -> Tensor:
+    """A value of some rows as [rows, T, ...], the other factors in order: undoes ``rows_in_order``."""
+    factors = _factors(dims)
+    split = x.reshape([rows if factor.axis is Axis.ROW else factor.size for factor in factors])
+    return split.movedim((_position(factors, Axis.ROW), _position(factors, Axis.TOKEN)), (0, 1))
+
+
 def rows_in_order(rows: Tensor, dims: Dims) -> Tensor:
     """A value [B, T, ...] with its factors moved to their dimensions."""
     factors = _factors(dims)
@@ -93,10 +110,19 @@ def rows_in_order(rows: Tensor, dims: Dims) -> Tensor:
 
 def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
     """An invariant operand next to packed dimensions (right-aligned): read at the tokens' columns and at row 0."""
-    for offset in range(1, min(x.dim(), len(dims)) + 1):
-        axes = [factor.axis for factor in dims[-offset] if factor.axis is not Axis.PLAIN]
-        position = x.dim() - offset
-        if x.shape[position] == 1 or not axes:
-            continue
+    for position, axes in _wide_axes(x.shape, dims):
         x = x.narrow(position, 0, 1) if axes == [Axis.ROW] else x.index_select(position, metadata.column)
     return x
+
+
+def reads_columns(shape: Sequence[int], dims: Dims) -> bool:
+    """Whether an invariant operand of this shape has an entry per column of the tokens it stands next to."""
+    return any(axes != [Axis.ROW] for _, axes in _wide_axes(shape, dims))
+
+
+def _wide_axes(shape: Sequence[Any], dims: Dims) -> Iterator[tuple[int, list[Axis]]]:
+    """The dimensions longer than one that stand next to rows and tokens of ``dims`` (right-aligned), and those axes."""
+    for offset in range(1, min(len(shape), len(dims)) + 1):
+        axes: list[Axis] = [factor.axis for factor in dims[-offset] if factor.axis is not Axis.PLAIN]
+        if shape[-offset] != 1 and axes:
+            yield len(shape) - offset, axes

@@ -32,18 +32,28 @@ from torch import Tensor, fx
 from treefx.errors import UnsupportedError
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Expr, Score, evaluate
-from treefx.kernels.tree_conv import find_parents
-from treefx.passes import expert_laws, laws, matmul_laws
+from treefx.kernels.tree_conv import find_depths, find_parents
+from treefx.passes import laws
 from treefx.passes.attention_facts import Attention
 from treefx.passes.contract import Contracted
 from treefx.passes.dims import has_tokens
+from treefx.passes.emit_packed import find_emitter
 from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, token_axes
 from treefx.passes.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
-from treefx.passes.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
+from treefx.passes.layout import (
+    Metadata,
+    at_columns,
+    expand_rows,
+    gather_tokens,
+    packed_shape,
+    rows_in_order,
+    tokens_first,
+)
+from treefx.passes.liveness import live_nodes
 from treefx.passes.loss_laws import Pick
 from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
-from treefx.passes.tree_mixers import TreeConvolution, convolve
+from treefx.passes.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
 from treefx.passes.vocab_tail import find_tail, surprise
 
 __all__ = ["Output", "Packer", "is_packed_output"]
@@ -69,6 +79,7 @@ class Packer:
         redundant: Conditions of attentions that hold for every pair of tokens of the call.
         native: Whether the token ids come packed already, ``[1, N]``; other inputs are functions of the column.
         absent: Positions of logits that are not computed, because only losses read them (``vocab_tail``).
+        own_positions: Whether rows start in different columns: only distances along a path are defined then.
     """
 
     def __init__(
@@ -81,8 +92,10 @@ class Packer:
         redundant: frozenset[Expr] = frozenset(),
         native: bool = False,
         absent: frozenset[int] = frozenset(),
+        own_positions: bool = False,
     ) -> None:
         self.gm, self.tokens, self.keep_padding, self.absent = gm, tokens, keep_padding, absent
+        self.own_positions = own_positions
         self.detached, self.redundant, self.native = detached, redundant, native
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
@@ -100,8 +113,9 @@ class Packer:
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         self._metadata = Metadata(*inputs[len(placeholders) :])
         self._forms = {("full", node): value for node, value in zip(placeholders, inputs, strict=False)}
+        live = live_nodes(self.gm)
         for node in self.gm.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and node in live:
                 self._visit(node)
         return self._outputs(next(iter(self.gm.graph.find_nodes(op="output"))))
 
@@ -198,7 +212,9 @@ class Packer:
             return self._attention(node, fact)
         if isinstance(fact.law, TreeConvolution):
             return self._convolution(fact.law)
-        emit = _EMIT.get(laws.find_law(node.target))
+        if isinstance(fact.law, TreeScan | Vanishing):
+            return self._scan(node, fact)
+        emit = find_emitter(node.target)
         if emit is not None:
             return emit(self, node, fact)
         return self.call(node)
@@ -285,6 +301,28 @@ class Packer:
         bias = None if law.bias is None else self.full(law.bias)
         return convolve(law, self.packed(law.source), self.full(law.weight), bias, self._forms["parents", None])
 
+    def _scan(self, node: fx.Node, fact: Fact) -> Tensor:
+        assert fact.dims is not None
+        example = node.meta["val"]
+        if not isinstance(fact.law, TreeScan):
+            return torch.zeros(self.shape(fact.dims), dtype=example.dtype, device=example.device)
+        values = {role: self._of_groups(operand) for role, operand in fact.law.roles.items()}
+        out = scan(fact.law, values, self.full(fact.law.weight), self.metadata.subtree_end).to(example.dtype)
+        plain = [factor.size for dim in fact.dims for factor in dim if factor.axis is Axis.PLAIN]
+        return rows_in_order(out.reshape(1, -1, *plain), fact.dims)
+
+    def _of_groups(self, operand: Operand) -> Tensor:
+        """A packed value as [N, groups, features], what was repeated for heads left out."""
+        dims = fact_of(operand.source).dims
+        assert dims is not None
+        repeated = next((factor for dim in dims for factor in dim if factor.repeated), None)
+        collapsed = _Collapser(self, repeated).make(operand.source) if repeated and operand.repeats > 1 else None
+        if collapsed is not None:
+            single = tuple(tuple(factor for factor in dim if not factor.repeated) for dim in dims)
+            return tokens_first(collapsed, single, self.metadata.tokens).reshape(-1, operand.groups, operand.features)
+        first = tokens_first(self.packed(operand.source), dims, self.metadata.tokens)
+        return first.reshape(-1, operand.groups, operand.repeats, operand.features)[:, :, 0]
+
     def _heads_first(self, node: fx.Node, whole: bool = False) -> Tensor:
         """A query, key or value as [1, heads, N, features], heads it was repeated over left out."""
         dims = fact_of(node).dims
@@ -316,13 +354,22 @@ class Packer:
         if expr[0] == "dot":
             return ("dot",)
         if expr[0] in ("cq", "ck"):
-            return ("load", _number(buffers, self.metadata.column), ("q" if expr[0] == "cq" else "k",))
+            return ("load", _number(buffers, self._places()), ("q" if expr[0] == "cq" else "k",))
         if expr[0] == "load":
             return self._kernel_load(expr, buffers)
         return (
             expr[0],
             *[self._kernel_form(item, buffers) if isinstance(item, tuple) else item for item in expr[1:]],
         )
+
+    def _places(self) -> Tensor:
+        """Where each token stands, [N]: its column or, where that differs from row to row, its depth."""
+        if not self.own_positions:
+            return self.metadata.column
+        if ("depths", None) not in self._forms:
+            self._forms["depths", None] = find_depths(self.metadata.subtree_end)
+        depths: Tensor = self._forms["depths", None]
+        return depths
 
     def _kernel_load(self, expr: Expr, buffers: list[Tensor]) -> Expr:
         node, *indices = expr[1:]
@@ -457,114 +504,3 @@ class _Collapser:
             result: Tensor = node.target(inner, *node.args[1:], **node.kwargs)  # type: ignore[operator]
             return result
         return None
-
-
-# How packed operators differ from the traced ones ---------------------------------------------------------------------
-
-
-def _pointwise(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    return packer.call(node, align=fact.dims)
-
-
-def _view(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    assert fact.dims is not None
-    return packer.packed(node.args[0]).reshape(packer.shape(fact.dims))
-
-
-def _expand(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    assert fact.dims is not None
-    return packer.packed(node.args[0]).expand(packer.shape(fact.dims))
-
-
-def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    whole = source.meta["val"].shape == node.meta["val"].shape
-    return packer.packed(source) if whole else packer.call(node)
-
-
-def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    pieces = laws.nonempty_pieces(node)
-    assert fact.dims is not None
-    if len(pieces) == 1 and node.target is aten.cat.default:
-        return packer.packed(pieces[0])
-    stacks = node.target is aten.stack.default
-    given: Any = node.args[1] if len(node.args) > 1 else 0
-    dim = int(given) % len(fact.dims)
-    dims = fact.dims[:dim] + fact.dims[dim + 1 :]
-    values = []
-    for piece in pieces:
-        if fact_of(piece).kind in laws.LABELLED:
-            value = packer.packed(piece)
-        else:
-            value = at_columns(packer.full(piece), dims if stacks else fact.dims, packer.metadata)
-        shape = packer.shape(dims)
-        values.append(value.expand(shape if stacks else [*shape[:dim], value.shape[dim], *shape[dim:]]))
-    return node.target(values, *node.args[1:])  # type: ignore[operator]
-
-
-def _view_as_complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    return torch.view_as_complex(packer.packed(node.args[0]).contiguous())
-
-
-def _copy(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    assert fact.dims is not None
-    return packer.packed(node.args[1]).expand(packer.shape(fact.dims)).to(node.meta["val"].dtype)
-
-
-def _overwrite(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    target, piece, *where = node.args
-    assert fact.dims is not None and isinstance(target, fx.Node) and isinstance(piece, fx.Node)
-    dim = int(where[0] if where else 0) % len(fact.dims)  # type: ignore[arg-type]
-    rest = fact.dims[:dim] + fact.dims[dim + 1 :]
-    selects = node.target is aten.select_scatter.default
-
-    def whole(item: fx.Node, dims: Dims) -> Tensor:
-        labelled = fact_of(item).kind in laws.LABELLED
-        value = packer.packed(item) if labelled else at_columns(packer.full(item), dims, packer.metadata)
-        shape = packer.shape(rest)
-        return value.expand(shape if dims is rest else [*shape[:dim], value.shape[dim], *shape[dim:]])
-
-    values = whole(target, fact.dims), whole(piece, rest if selects else fact.dims)
-    return node.target(*values, *where, **node.kwargs)  # type: ignore[operator]
-
-
-def _first_operand_aligned(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    return packer.call(node, align=fact.dims, only=[0])
-
-
-def _bmm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    assert fact.dims is not None
-    batch = (fact.dims[0], (), ())
-    if node.target is aten.bmm.default:
-        return packer.call(node, align=batch)
-    added, left, right = node.args[:3]
-    product = aten.bmm.default(packer.operand(left, batch), packer.operand(right, batch))
-    bias = packer.operand(added, align=fact.dims)
-    # Not baddbmm itself: its meta function cannot broadcast to a symbolic number of tokens.
-    return node.kwargs.get("beta", 1) * bias + node.kwargs.get("alpha", 1) * product
-
-
-def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    """``empty.index_put([order], arange)``: the arange counts packed slots."""
-    target, indices, values = node.args[:3]
-    assert isinstance(indices, list | tuple) and isinstance(values, fx.Node)
-    order = packer.packed(indices[0])
-    count = torch.arange(order.shape[0], dtype=values.meta["val"].dtype, device=order.device)
-    return aten.index_put.default(packer.packed(target), [order], count)
-
-
-_EMIT: dict[Any, Callable[[Packer, fx.Node, Fact], Any]] = {
-    laws.pointwise: _pointwise,
-    laws.view: _view,
-    laws.expand: _expand,
-    laws.slice_: _slice,
-    laws.cat: _cat,
-    laws.view_as_complex: _view_as_complex,
-    laws.copy: _copy,
-    laws.overwrite: _overwrite,
-    laws.gather: _first_operand_aligned,
-    matmul_laws.addmm: _first_operand_aligned,
-    matmul_laws.bmm: _bmm,
-    expert_laws.index_put: _inverse,
-}

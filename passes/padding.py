@@ -80,6 +80,12 @@ class Padding:
         target = node.args[1]
         return law.ignore_index is not None and isinstance(target, fx.Node) and not fact_of(target).learned
 
+    def own_positions(self, args: Sequence[Any]) -> list[Tensor] | None:
+        """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then."""
+        nodes = self._analysis.own_positions
+        grid = _Grid(self._analysis, args)
+        return None if nodes is None else [grid.value(node) for node in nodes]
+
     def numbers_of_rows(self, args: Sequence[Any]) -> list[Tensor]:
         """The values, one number per row, that tell tokens apart, each as [B, T]."""
         grid = _Grid(self._analysis, args)

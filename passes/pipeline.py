@@ -6,11 +6,12 @@
 3   ``lift_mask``           (inside 2, at each attention) masks and biases as one expression, causality proved
 4   ``contract``            (inside 2) what a causal mixer computed on rows, read once per token again
 5   ``loss_laws``           (inside 2) losses pick from packed values
-6   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
-7   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
+6   ``tree_scans``          contracted values that are linear recurrences, recognised by value, run along the tree
+7   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
+8   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
 ==  ======================  ==================================================================================
 
-``analyse`` runs 1 to 5 for one shape of inputs, ``rewrite`` 6 for one variant of it, ``compile_variant`` 7; each of
+``analyse`` runs 1 to 6 for one shape of inputs, ``rewrite`` 7 for one variant of it, ``compile_variant`` 8; each of
 them runs the passes of its stage that ``build_passes`` has listed.
 """
 
@@ -31,13 +32,12 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
 from treefx.passes.attention_facts import Attention
 from treefx.passes.boundary_kv import CutGraph, Run, add_boundary
-from treefx.passes.compile_inner import Compiled, Observer, compile_inner
+from treefx.passes.compile_inner import Compiled, Inner, Observer, compile_inner
 from treefx.passes.constants import Constants, InputValues
 from treefx.passes.contract import leaks, mixes
 from treefx.passes.facts import Dims, Kind, fact_of
 from treefx.passes.label_tokens import (
     MEETS_ROWS,
-    SHAPE_ONLY,
     Role,
     Tokens,
     attentions,
@@ -45,14 +45,16 @@ from treefx.passes.label_tokens import (
     label_tokens,
     user_line,
 )
+from treefx.passes.liveness import live_nodes
 from treefx.passes.loss_laws import Pick
+from treefx.passes.own_positions import find_own_positions
 from treefx.passes.pack_tokens import Output, Packer, is_packed_output
 from treefx.passes.reindex import Reindexed
 from treefx.passes.runner import Pass, run_passes
-from treefx.passes.score_algebra import walk
 from treefx.passes.token_count import TokenCount, add_count_input
 from treefx.passes.trace import trace_forward, trace_function
-from treefx.passes.tree_mixers import TreeConvolution
+from treefx.passes.tree_mixers import TreeScan
+from treefx.passes.tree_scans import find_tree_scans
 
 __all__ = [
     "NECESSARY",
@@ -65,12 +67,12 @@ __all__ = [
     "build_passes",
     "compile_variant",
     "fake_inputs",
-    "live_nodes",
     "rewrite",
 ]
 
 OPTIONAL = {
     "contract": "causal mixers are expanded, and everything after them",
+    "tree_scans": "linear recurrences run on rows and are contracted",
     "loss_laws": "the loss reads logits that are expanded to rows",
 }
 """Passes that may be left out, and what then happens. Results stay exact."""
@@ -112,6 +114,8 @@ class Variant:
     native: bool = False
     absent: frozenset[int] = frozenset()
     """Output positions of logits that are not computed, because only losses read them so far."""
+    own_positions: bool = False
+    """Whether rows start in different columns and share tokens all the same."""
     part: Run | None = None
     """What a part of a forest runs for; None for a forest that is not cut."""
 
@@ -128,8 +132,12 @@ class Analysis:
     identity_with_padding: list[int]
     identity_of_rows: list[fx.Node] = field(default_factory=list)
     """Values, one number per row, that do so too."""
+    own_positions: list[fx.Node] | None = None
+    """Values [B, T] that do so where rows start in different columns; None where tokens are known by their column."""
     constants: Constants | None = None
     attentions: list[Attention] = field(default_factory=list)
+    recurrences: int = 0
+    """Linear recurrences that run along the tree."""
     expansions: list[Expansion] = field(default_factory=list)
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -201,11 +209,11 @@ class _Work:
     run: Compiled | None = None
 
 
-def build_passes(inner: str, disabled: Collection[str] = ()) -> tuple[Pass, ...]:
+def build_passes(inner: Inner, disabled: Collection[str] = ()) -> tuple[Pass, ...]:
     """All passes in order, their options bound.
 
     Args:
-        inner: What compiles the rewritten graph: "inductor", "aot_eager" or "eager".
+        inner: What compiles the rewritten graph.
         disabled: Those of ``OPTIONAL`` to be left out.
     """
     label = functools.partial(
@@ -214,6 +222,7 @@ def build_passes(inner: str, disabled: Collection[str] = ()) -> tuple[Pass, ...]
     return (
         Pass("trace", _trace, "analyse"),
         Pass("label_tokens", label, "analyse"),
+        *([] if "tree_scans" in disabled else [Pass("tree_scans", _tree_scans, "analyse")]),
         Pass("pack_tokens", _pack_tokens, "rewrite"),
         Pass("boundary_kv", _boundary_kv, "rewrite"),
         Pass("compile_inner", functools.partial(_compile_inner, inner=inner), "compile"),
@@ -241,6 +250,11 @@ def analyse(
     """
     analysis = Analysis(gm, roles, None, [], [])
     analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
+    if analysis.tokens is not None:
+        live = live_nodes(analysis.gm)
+        analysis.expansions = _expansions(analysis.gm, live)
+        analysis.own_positions = find_own_positions(analysis.gm, analysis.tokens, analysis.attentions, live)
+        analysis.recurrences = sum(node.op == "call_function" and _is_scan(node) for node in live)
     return analysis
 
 
@@ -267,14 +281,24 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, contract: bool, pick_losse
     found.identity = [i for i, node in enumerate(placeholders) if node in identity.always]
     found.identity_with_padding = [i for i, node in enumerate(placeholders) if node in identity.with_padding]
     found.identity_of_rows = [node for node in calls if node in identity.with_padding]
-    found.attentions, found.expansions = attentions(gm), _expansions(gm)
+    found.attentions = attentions(gm)
     found.picks = [node for node in calls if isinstance(fact_of(node).law, Pick)]
     return gm
 
 
-def _expansions(gm: fx.GraphModule) -> list[Expansion]:
+def _tree_scans(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
+    tokens = work.analysis.tokens
+    if tokens is not None:
+        find_tree_scans(gm, tokens.rows, tokens.columns)
+    return gm
+
+
+def _is_scan(node: fx.Node) -> bool:
+    return isinstance(fact_of(node).law, TreeScan)
+
+
+def _expansions(gm: fx.GraphModule, live: set[fx.Node]) -> list[Expansion]:
     """The operators that read expanded values, as far as anybody reads theirs."""
-    live = live_nodes(gm)
     found = []
     for node in gm.graph.nodes:
         fact = fact_of(node) if node in live and node.op == "call_function" else None
@@ -290,32 +314,6 @@ def _expansions(gm: fx.GraphModule) -> list[Expansion]:
 
 def _is_learned_row(node: fx.Node) -> bool:
     return fact_of(node).kind is Kind.ROW and fact_of(node).learned
-
-
-def live_nodes(gm: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose values reach an output or change a buffer; who only lends a shape does not count."""
-    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    stack = [*gm.graph.find_nodes(op="output"), *copies]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        for source in _read(node):
-            if source not in seen and node.target not in SHAPE_ONLY:
-                seen.add(source)
-                stack.append(source)
-    return seen
-
-
-def _read(node: fx.Node) -> list[fx.Node]:
-    """What a node reads once the graph is rewritten: of a lifted attention, not the masks it was made from."""
-    law = fact_of(node).law if node.op == "call_function" else None
-    if isinstance(law, TreeConvolution):
-        return [law.source, law.weight, *([law.bias] if law.bias is not None else [])]
-    if not isinstance(law, Attention):
-        return node.all_input_nodes
-    expressions = [law.score, *law.conditions, *law.padding, *([law.sinks] if law.sinks is not None else [])]
-    loads = [item[1] for expression in expressions for item in walk(expression) if item[0] == "load"]
-    return [law.query, law.key, law.value, *loads]
 
 
 def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any], passes: Sequence[Pass]) -> Rewritten:
@@ -356,7 +354,7 @@ def _pack_tokens(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
             fakes[position] = torch.empty_like(metadata[1], dtype=fakes[position].dtype)[None]
     packer = Packer(
         gm, tokens, keep_padding=variant.keep_padding, detached=variant.detached,
-        redundant=variant.redundant, native=variant.native, absent=variant.absent,
+        redundant=variant.redundant, native=variant.native, absent=variant.absent, own_positions=variant.own_positions,
     )  # fmt: skip
     packed = trace_function(packer.run, [*fakes, *metadata], mode)
     add_count_input(packed, count.count)
@@ -387,7 +385,7 @@ def compile_variant(analysis: Analysis, rewritten: Rewritten, observe: Observer,
     return work.run
 
 
-def _compile_inner(gm: fx.GraphModule, work: _Work, *, inner: str) -> fx.GraphModule:
+def _compile_inner(gm: fx.GraphModule, work: _Work, *, inner: Inner) -> fx.GraphModule:
     assert work.rewritten is not None
     with torch._C._DisableAutocast():
         work.run = compile_inner(gm, work.rewritten.inputs, work.rewritten.mode, inner, work.observe)

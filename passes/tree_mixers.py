@@ -11,20 +11,24 @@ Before (4 rows of 12 tokens)::
 After::
 
     up1: "i64[s0]" = parents[...];  y: "f32[s0, 64]" = w[:, 0, 2] * x + w[:, 0, 1] * x[up1] + w[:, 0, 0] * x[up2] + b
+
+A linear recurrence (``TreeScan``, found by ``tree_scans``) takes its state from the parent: ``treefx::tree_scan``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from treefx.kernels.tree_conv import tree_conv1d
+from treefx.kernels.tree_scan import tree_scan
 from treefx.passes.facts import Axis, Kind, fact_of, shape_of
 
-__all__ = ["TreeConvolution", "convolve", "find_tree_convolution"]
+__all__ = ["Operand", "TreeConvolution", "TreeScan", "Vanishing", "convolve", "find_tree_convolution", "scan"]
 
 aten = torch.ops.aten
 
@@ -38,6 +42,52 @@ class TreeConvolution:
     bias: fx.Node | None
     distances: tuple[int, ...]
     groups: int
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A packed value that a recurrence reads as [N, groups, features].
+
+    Neighbouring heads share a group where the value was ``repeats`` times repeated for them.
+    """
+
+    source: fx.Node
+    groups: int
+    features: int
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class TreeScan:
+    """A linear recurrence of packed tokens (``treefx.kernels.tree_scan``), per token [heads, features]::
+
+        factor * tree_scan(q, k, v, g, w) + skip_factor * weight * skip
+
+    With ``step`` [heads] instead of ``w``, v and k are multiplied by it, the latter being w.
+    """
+
+    roles: Mapping[str, Operand]
+    """Of "q", "k", "v" and, where there are, "g", "w", "step" and "skip"."""
+    heads: int
+    features: int
+    dtype: torch.dtype
+    """What the model computes it in, at least float32."""
+    factor: float = 1.0
+    weight: fx.Node | None = None
+    skip_factor: float = 0.0
+    region: tuple[fx.Node, ...] = field(default=(), compare=False, repr=False)
+    """What computed it on rows."""
+
+    @property
+    def operands(self) -> tuple[fx.Node, ...]:
+        """The nodes that it reads."""
+        found = dict.fromkeys(operand.source for operand in self.roles.values())
+        return (*found, *([] if self.weight is None else [self.weight]))
+
+
+@dataclass(frozen=True)
+class Vanishing:
+    """A contracted value that is zero whatever the inputs are, such as what a first chunk reads of the state before."""
 
 
 def find_tree_convolution(node: fx.Node) -> TreeConvolution | None:
@@ -94,3 +144,25 @@ def convolve(law: TreeConvolution, x: Tensor, weight: Tensor, bias: Tensor | Non
     """The convolution of packed tokens x [1, C, N] as [1, C', N]; ``parent`` [N] is -1 at roots."""
     out = tree_conv1d(x.squeeze(0).t(), weight, bias, parent, distances=law.distances, groups=law.groups)
     return out.t().unsqueeze(0)
+
+
+def scan(law: TreeScan, values: Mapping[str, Tensor], weight: Tensor | None, subtree_end: Tensor) -> Tensor:
+    """The recurrence of values [N, groups, features] by role, as [N, heads, features]."""
+    dtype = torch.promote_types(law.dtype, values["q"].dtype)
+    wide = {role: value.to(dtype) for role, value in values.items()}
+    q, k, v, g, w = (wide.get(role) for role in ("q", "k", "v", "g", "w"))
+    assert q is not None and k is not None and v is not None
+    if "step" in wide:
+        w = wide["step"] * k.repeat_interleave(law.heads // k.shape[1], 1)
+        v = wide["step"] * v
+    out = tree_scan(q, k, v, None if g is None else g.squeeze(-1), w, subtree_end)
+    out = out if law.factor == 1.0 else law.factor * out
+    if weight is None:
+        return out
+    return out + law.skip_factor * weight.to(dtype).reshape(_weight_shape(law, weight.numel())) * wide["skip"]
+
+
+def _weight_shape(law: TreeScan, entries: int) -> tuple[int, int]:
+    """How a weight lies over [heads, features]."""
+    shapes = {law.heads * law.features: (law.heads, law.features), law.features: (1, law.features)}
+    return {**shapes, law.heads: (law.heads, 1), 1: (1, 1)}[entries]

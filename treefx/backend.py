@@ -11,7 +11,6 @@ from torch import fx
 from treefx.block_graph import BlockGraph
 from treefx.config import Config
 from treefx.dynamo import keep_graphs_whole
-from treefx.errors import ConfigError
 from treefx.passes.on_tree import is_on_tree
 from treefx.report import register
 from treefx.runtime import CompiledGraph
@@ -33,16 +32,12 @@ def treefx(
         gm: Dynamo's graph, parameters and buffers among its inputs.
         example_inputs: One example per placeholder.
         options: Fields of ``treefx.Config``.
-        mode: ``torch.compile(mode=...)``; the modes of inductor are not treefx's, only "default" is accepted.
+        mode: ``torch.compile(mode=...)``, the same as the option of that name.
 
     Raises:
         ConfigError: An unknown option or mode.
     """
-    if mode not in (None, "default"):
-        raise ConfigError(
-            f"backend 'treefx' takes mode None or 'default', got {mode!r}; set options={{'inner': ...}} instead"
-        )
-    config = Config.from_options(options)
+    config = Config.from_options({"mode": mode or "default", **(options or {})})
     placeholders = gm.graph.find_nodes(op="placeholder")
     roles = [_role(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
     graph = BlockGraph(gm, roles, config) if is_on_tree(gm) else CompiledGraph(gm, roles, config)

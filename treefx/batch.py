@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class Batch:
 
     tokens: int
     metadata: tuple[Tensor, Tensor, Tensor, Tensor]
+    own_positions: bool = False
+    """Whether rows start in different columns, and tokens are one all the same if their own places agree."""
 
     @property
     def size(self) -> int:
@@ -37,11 +39,11 @@ class Batch:
         return len(self.metadata[0])
 
 
-_recent: deque[tuple[list[Tensor], Tensor | None, Batch]] = deque(maxlen=4)
+_recent: deque[tuple[list[Tensor], list[Tensor] | None, Tensor | None, Batch]] = deque(maxlen=4)
 _remembering = threading.Lock()
 
 
-def build_batch(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
+def build_batch(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None = None) -> Batch:
     """Build the trie over columns of the inputs that tell tokens apart.
 
     Calls of one step (policy and reference model, several graphs of one model) share the trie: it is looked up by
@@ -50,16 +52,23 @@ def build_batch(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
     Args:
         keys: [B, T] inputs; two positions are one token iff these agree on all kept columns up to theirs.
         keep: bool [B, T], False at padding to be dropped; None keeps all.
+        places: [B, T] values that tell tokens apart in place of their columns, where rows without gaps start in
+            different ones; None if only the same columns may share.
     """
     with _remembering:
         recent = list(_recent)
-    for known, known_keep, batch in reversed(recent):
-        if _same(keys, known) and _same_keep(keep, known_keep):
+    for known, known_places, known_keep, batch in reversed(recent):
+        if _same(keys, known) and _same_all(places, known_places) and _same_keep(keep, known_keep):
             return batch
-    batch = _build(keys, keep)
+    batch = _build(keys, keep, places)
+    copies = None if places is None else [place.clone() for place in places]
     with _remembering:
-        _recent.append(([key.clone() for key in keys], None if keep is None else keep.clone(), batch))
+        _recent.append(([key.clone() for key in keys], copies, None if keep is None else keep.clone(), batch))
     return batch
+
+
+def _same_all(left: Sequence[Tensor] | None, right: Sequence[Tensor] | None) -> bool:
+    return left is right if left is None or right is None else _same(left, right)
 
 
 def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
@@ -75,8 +84,12 @@ def _same_keep(left: Tensor | None, right: Tensor | None) -> bool:
     return left.shape == right.shape and torch.equal(left, right)
 
 
-def _build(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
-    columns = [(key.view(torch.int16) if key.dtype is torch.bfloat16 else key).cpu().numpy() for key in keys]
+def _arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
+    return [(x.view(torch.int16) if x.dtype is torch.bfloat16 else x).cpu().numpy() for x in values]
+
+
+def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None) -> Batch:
+    columns, own = _arrays(keys), False
     device = keys[0].device
     rows, width = columns[0].shape
     if keep is None:
@@ -88,12 +101,19 @@ def _build(keys: Sequence[Tensor], keep: Tensor | None) -> Batch:
         order = np.argsort(~kept, axis=1, kind="stable")  # kept columns of each row, in order, then the dropped ones
         lengths = kept.sum(1)
         if not (order == np.arange(width)).all():
-            columns = [*columns, np.broadcast_to(np.arange(width), (rows, width))]
+            own = places is not None and _has_no_gaps(kept)
+            columns += _arrays(places or ()) if own else [np.broadcast_to(np.arange(width), (rows, width))]
         trie = build_trie(np.take_along_axis(combine_keys(columns), order, 1), lengths)
         row, column = trie.row, order[trie.row, trie.index]
         token_of = np.full((rows, width), -1, dtype=np.int64)
         token_of[kept] = trie.flat_token_of
-    return _tensors(row, column, trie.subtree_end, token_of, device)
+    return replace(_tensors(row, column, trie.subtree_end, token_of, device), own_positions=own)
+
+
+def _has_no_gaps(kept: np.ndarray) -> bool:
+    """Whether what every row keeps is one run of columns."""
+    starts = np.diff(kept.astype(np.int8), axis=1, prepend=0) == 1
+    return bool((starts.sum(1) <= 1).all())
 
 
 def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.ndarray, device: torch.device) -> Batch:

@@ -26,7 +26,7 @@ class BlockGraph:
     Args:
         gm: Dynamo's graph, never changed.
         roles: "parameter", "buffer" or "input" per placeholder.
-        config: The options; ``inner`` is the one that matters here.
+        config: The options; ``inner`` and ``mode`` are those that matter here.
     """
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
@@ -72,7 +72,7 @@ class BlockGraph:
         report.seconds["rewrite"] = time.perf_counter() - started
         with torch._C._DisableAutocast():
             run = compile_inner(
-                rewritten.gm, rewritten.inputs, rewritten.mode, self.config.inner, self._graphs.__setitem__
+                rewritten.gm, rewritten.inputs, rewritten.mode, self.config.compiler, self._graphs.__setitem__
             )
         report.seconds["compile"] = time.perf_counter() - started - report.seconds["rewrite"]
         report.compiles += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from treefx.errors import ConfigError
+from treefx.passes.compile_inner import Inner
 from treefx.passes.pipeline import NECESSARY, OPTIONAL
 
 __all__ = ["Config"]
@@ -26,6 +27,8 @@ class Config:
 
     inner: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """What compiles the rewritten graph."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """As ``torch.compile(mode=...)``, which sets it too: how inductor compiles. Other inner compilers have no modes."""
     min_sharing: float = 1.15
     """Sharing ratio (raw tokens / distinct tokens) below which a call runs the ordinary graph. 1.0: always pack."""
     on_unsupported: Literal["expand", "fallback", "error"] = "expand"
@@ -46,7 +49,14 @@ class Config:
             _check(item.name, getattr(self, item.name), hints[item.name])
         if not self.min_sharing >= 1.0:  # also refuses NaN
             raise ConfigError(f"option 'min_sharing' must be a ratio of at least 1.0, got {self.min_sharing!r}")
+        if self.mode != "default" and self.inner != "inductor":
+            raise ConfigError(f"option 'mode' is of inner 'inductor', got {self.mode!r} with inner {self.inner!r}")
         object.__setattr__(self, "disable_passes", _check_passes(self.disable_passes))
+
+    @property
+    def compiler(self) -> Inner:
+        """What compiles graphs."""
+        return Inner(self.inner, self.mode)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:

@@ -64,6 +64,7 @@ def _figures(stats: Mapping[str, Any]) -> Iterator[str]:
         "distinct tokens": f"{stats['tokens']:,}",
         "sharing ratio": f"{stats['sharing_ratio']:.2f}",
         "attention layers": str(stats["attention_rewritten"]),
+        "recurrences": str(stats["recurrences_rewritten"]),
         "expansions": str(len(stats["expansions"])),
         "last call ran": stats["ran"],
     }

@@ -37,6 +37,7 @@ def summarise(stats: Mapping[str, Any], graphs: Graphs, restorations: Sequence[f
         "ran": f"{stats['ran']} (inner={stats['inner']!r}, min_sharing={stats['min_sharing']})",
         "fallback": stats["fallback"] or "none",
         "attention": f"{_count(stats['attention_rewritten'], 'layer')} rewritten to tree attention",
+        "recurrences": f"{_count(stats['recurrences_rewritten'], 'layer')} rewritten to run along the tree",
         "expansions": "\n".join(_expansions(stats["expansions"])),
         "restoration": _restoration(stats, graphs, restorations),
         "graphs": f"{stats['graphs']}; nodes: {sizes}",

@@ -204,6 +204,7 @@ def _statistics(
         "overlap_ratio": 1.0 - 1.0 / first.sharing_ratio,
         "ran": first.ran,
         "attention_rewritten": sum(report.attention_rewritten for report in latest if report.fallback is None),
+        "recurrences_rewritten": sum(report.recurrences_rewritten for report in latest if report.fallback is None),
         "expansions": [dict(item) for report in latest for item in report.expansions],
         "fallback": next((report.fallback for report in latest if report.fallback is not None), None),
         "graphs": len(latest),

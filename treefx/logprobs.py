@@ -135,6 +135,7 @@ class _LogitsLogprobs(torch.autograd.Function):
         for part, size, bound in zip(*(torch.split(t, _ROWS_PER_CHUNK) for t in (rows, total, lse)), strict=True):
             probs = logits[part].to(lse.dtype).div_(ctx.temperature).sub_(bound[:, None]).exp_()
             grad_logits[part] = probs.mul_(-size[:, None]).to(logits.dtype)
+            del probs  # or it is there while the next chunk is made
         # A logit row can have several edges, but never two to the same token: siblings differ. Writing the
         # finished value rounds once; adding to the rounded one would round twice.
         probs = (logits[source, token].to(lse.dtype) / ctx.temperature - lse[slot]).exp()

@@ -13,6 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from treefx.passes.compile_inner import Inner
 from treefx.passes.pipeline import fake_inputs
 from treefx.shapes import compiling
 
@@ -27,11 +28,11 @@ class Ordinary:
 
     Args:
         gm: Dynamo's graph.
-        inner: Name of the inner compiler.
+        inner: The inner compiler.
         observe: Gets the seconds of each compilation.
     """
 
-    def __init__(self, gm: fx.GraphModule, inner: str, observe: Callable[[float], None]) -> None:
+    def __init__(self, gm: fx.GraphModule, inner: Inner, observe: Callable[[float], None]) -> None:
         self._gm, self._inner, self._observe = gm, inner, observe
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
@@ -46,12 +47,16 @@ class Ordinary:
 
     def _compile_symbolic(self) -> Callable[..., Any]:
         self._observe(0.0)  # it compiles when it is called
-        return torch.compile(self._gm, backend=self._inner, dynamic=True)
+        mode = self._inner.mode if self._inner.mode != "default" else None
+        return torch.compile(self._gm, backend=self._inner.name, mode=mode, dynamic=True)
 
     def _compile(self, args: Sequence[Any]) -> Callable[..., Any]:
         started = time.perf_counter()
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with tracing(TracingContext(mode)):
-            compiled: Callable[..., Any] = lookup_backend(self._inner)(self._gm, fake_inputs(args, mode))
+            settings = {"config_patches": dict(self._inner.options)} if self._inner.options else {}
+            compiled: Callable[..., Any] = lookup_backend(self._inner.name)(
+                self._gm, fake_inputs(args, mode), **settings
+            )
         self._observe(time.perf_counter() - started)
         return compiled

@@ -30,6 +30,8 @@ class GraphReport:
     tokens: int = 0
     """Distinct tokens that ran in the last call."""
     attention_rewritten: int = 0
+    recurrences_rewritten: int = 0
+    """Linear recurrences (Mamba 2, gated delta nets) that run once per distinct token."""
     expansions: list[dict[str, str | None]] = field(default_factory=list)
     fallback: str | None = None
     """Why the last call did not run packed, or None. Low sharing is a choice, not a fallback."""

@@ -50,14 +50,14 @@ class CompiledGraph:
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
         self.gm, self.roles, self.config = gm, roles, config
         self._numbers = _positions_of_numbers(gm)
-        self._passes = build_passes(config.inner, config.disable_passes)
+        self._passes = build_passes(config.compiler, config.disable_passes)
         compile_id = CompileContext.current_compile_id()
         self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
         self._reports = Reports(None if compile_id is None else compile_id.frame_id, self._graphs)
         self._current = threading.local()
         self._outputs = OutputUse()
         self._shapes: dict[tuple[Any, ...], list[Shape] | str] = {}
-        self._ordinary = Ordinary(gm, config.inner, self._count_ordinary)
+        self._ordinary = Ordinary(gm, config.compiler, self._count_ordinary)
 
     @property
     def reports(self) -> list[GraphReport]:
@@ -123,6 +123,7 @@ class CompiledGraph:
         if isinstance(shape, Shape):
             self.report.has_tokens = True
             self.report.attention_rewritten = len(shape.analysis.attentions)
+            self.report.recurrences_rewritten = shape.analysis.recurrences
             self.report.expansions = [asdict(item) for item in shape.analysis.expansions]
         return shape
 
@@ -205,7 +206,8 @@ class CompiledGraph:
         keeps_padding = hidden is not None and bool(hidden.any())
         identity = shape.analysis.identity_with_padding if keeps_padding else shape.analysis.identity
         keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
-        batch = build_batch(keys, keep)
+        places = None if keep is None or keeps_padding else shape.padding.own_positions(tensors)
+        batch = build_batch(keys, keep, places)
         raw = keys[0].numel() if seen is None or keep is None else int((seen & keep).sum())
         self.report.raw_tokens, self.report.tokens = raw, batch.tokens
         if self.config.min_sharing > 1.0 and raw < self.config.min_sharing * batch.tokens:
@@ -214,7 +216,10 @@ class CompiledGraph:
         detached = self._outputs.detached(shape.analysis)
         redundant = shape.padding.redundant(tensors, keep)
         absent = self._absent(shape.analysis, batch.size, detached)
-        variant = Variant(keep_padding=keeps_padding, detached=detached, redundant=redundant, absent=absent)
+        variant = Variant(
+            keep_padding=keeps_padding, detached=detached, redundant=redundant, absent=absent,
+            own_positions=batch.own_positions,
+        )  # fmt: skip
         results = self._run(shape, variant, tensors, batch)
         return self._hand_back(shape, args, results, batch, variant)
 

@@ -18,10 +18,7 @@ from treefx.kernels.triton_tree.paths import checked, on_path
 from treefx.kernels.triton_tree.support import interpreted
 from treefx.kernels.triton_tree.tuning import best_config, tuned
 
-__all__ = ["READS_BOUNDARY", "backward", "backward_from", "forward", "forward_from"]
-
-READS_BOUNDARY = True
-"""Keys from outside the launch are read where they are."""
+__all__ = ["backward", "backward_from", "forward", "forward_from"]
 
 
 def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ class Problem:
         loads_pairs: whether the score loads an element per pair.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
         shared_limit: bytes of shared memory that a program may use.
+        operations: what the score is made of, its numbers left out: ``mul`` for a scaled product alone.
     """
 
     kernel: str
@@ -65,6 +66,7 @@ class Problem:
     loads_pairs: bool = False
     node_length: int = 256
     shared_limit: int = 232_448
+    operations: str = ""
 
 
 def usable_shared_memory(arch: int) -> int:
@@ -134,7 +136,7 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
     both = problem.head_dim + problem.value_dim
     if problem.shared_limit >= usable_shared_memory(100):
         return (Config(32, 64, 8, 3),) if problem.kernel == "backward_keys" and 320 < both <= 384 else ()
-    if problem.kernel == "backward_keys" and (problem.loads_pairs or 320 < both <= 384):
+    if problem.kernel == "backward_keys" and (problem.loads_pairs or 320 <= both <= 384):
         return (Config(32, 64 if problem.loads_pairs and both <= 256 else 32, 8, 2),)
     if problem.kernel == "backward_queries" and problem.loads_pairs:
         return (Config(64, 64, 8, 2),)

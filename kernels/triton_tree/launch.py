@@ -5,7 +5,7 @@ A launch is data first: it can be run, or compiled ahead of time without a devic
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.score import Score, evaluate
+from treefx.kernels.key_programs import KeyPrograms
+from treefx.kernels.score import Expr, Score, evaluate
 from treefx.kernels.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
 from treefx.kernels.triton_tree.codegen import Request, kernel_module
 from treefx.kernels.triton_tree.configs import Config, Problem, chunk_widths, default_config, pack_of
@@ -22,26 +23,30 @@ from treefx.kernels.triton_tree.expressions import ScoreCode, kinds_of, score_co
 __all__ = ["Attention", "KeySource", "Launch"]
 
 _DELTA_ROWS = 64
+_SUMMED_ROWS = 16
 _ALIGNED = 128
 """Vectors that are read by tiles have a multiple of this many elements, so that every one of them starts aligned."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, its grid and its arguments by name."""
+    """One kernel, its grid and its arguments by name; and what has to run after it."""
 
     kernel: Any
     grid: tuple[int, int]
     arguments: dict[str, Any]
     config: Config
+    after: "tuple[Launch, ...]" = ()
 
     def run(self) -> None:
-        """Run it on the current device."""
+        """Run it on the current device, and then the others."""
         if "PackedLse" in self.arguments or "packed_rows" in self.arguments:  # its descriptors are made by the kernel
             import triton
 
             triton.set_allocator(_scratch)
         self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
+        for launch in self.after:
+            launch.run()
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,7 @@ class Attention:
             self.code.loads_pairs,
             self.node_length,
             self.shared_limit,
+            _operations(self.score),
         )
 
     def config(self, kernel: str) -> Config:
@@ -158,7 +164,7 @@ class Attention:
             **strides("out", out),
             **strides("previous", out if previous is None else previous[0]),
         }
-        return self.launch("forward", blocks.by_query, self.query_programs(), arguments, config)
+        return self.launch("forward", len(blocks.by_query.order), self.query_programs(), arguments, config)
 
     def delta(self, grad_out: Tensor, out: Tensor, delta: Tensor) -> Launch:
         """Return the launch that writes ``sum(grad_out * out)`` of every row."""
@@ -182,16 +188,65 @@ class Attention:
         """Return the launch that writes the gradients of a source's keys and values."""
         config = self.config("backward_keys")
         blocks = self.blocks(source, config)
+        work = blocks.key_programs
+        heads = self.inputs.q.shape[0] * self.inputs.k.shape[1]
+        # Never empty: whether there are parts must not make another kernel.
+        slots = max(1, len(work.split) * work.parts)
+        parts = [
+            torch.empty(slots, heads, config.block_n, tensor.shape[-1], dtype=torch.float32, device=dk.device)
+            for tensor in ((dk, dv) if len(work.split) else (dk[..., :1], dv[..., :1]))
+        ]
         arguments = {
             **self.shared(source, config, blocks, blocks.by_key),
             **self.gradients(grad_out, lse, delta),
             "GradK": dk,
             "GradV": dv,
+            "PartsK": parts[0],
+            "PartsV": parts[1],
+            "order": work.order,
+            "start": work.start,
+            "middle": work.middle,
+            "stop": work.stop,
+            "slot": work.slot,
             **strides("dk", dk),
             **strides("dv", dv),
         }
-        programs = self.inputs.q.shape[0] * self.inputs.k.shape[1]
-        return self.launch("backward_keys", blocks.by_key, programs, arguments, config)
+        launch = self.launch("backward_keys", len(work.order), heads, arguments, config)
+        if not len(work.split):
+            return launch
+        sums = (self.sum_parts(work, config, part, grad) for part, grad in zip(parts, (dk, dv), strict=True))
+        return replace(launch, after=tuple(sums))
+
+    def sum_parts(self, work: KeyPrograms, config: Config, parts: Tensor, grad: Tensor) -> Launch:
+        """Return the launch that adds the parts of lists that were cut.
+
+        Args:
+            work: which blocks were cut.
+            config: the tiles of the first step.
+            parts: ``[slots, batches and heads, keys of a block, features]``.
+            grad: where the sums go ``[B, Hkv, K, features]``.
+        """
+        from treefx.kernels.triton_tree.parts import sum_parts  # only here: it imports Triton
+
+        rows, width = min(_SUMMED_ROWS, config.block_n), grad.shape[-1]
+        batch, head, token, _ = grad.stride()
+        arguments = {
+            "Parts": parts,
+            "Grad": grad,
+            "split": work.split,
+            "grad_batch": batch,
+            "grad_head": head,
+            "grad_token": token,
+            "keys": grad.shape[2],
+            "kv_heads": grad.shape[1],
+            "parts": work.parts,
+            "BLOCK_N": config.block_n,
+            "WIDTH": width,
+            "FEATURES": 1 << (width - 1).bit_length(),
+            "ROWS": rows,
+        }
+        grid = (len(work.split) * (config.block_n // rows), parts.shape[1])
+        return Launch(sum_parts, grid, arguments, Config(rows, 0, 4, 1))
 
     def backward_queries(
         self,
@@ -215,7 +270,7 @@ class Attention:
             **strides("dq", dq),
             **strides("previous", dq if previous is None else previous),
         }
-        return self.launch("backward_queries", blocks.by_query, self.query_programs(), arguments, config)
+        return self.launch("backward_queries", len(blocks.by_query.order), self.query_programs(), arguments, config)
 
     def query_programs(self) -> int:
         """Return the programs per block of queries: batches, key heads, and parts of a group that fit a tile."""
@@ -228,11 +283,11 @@ class Attention:
         queries = self.inputs.q.shape[2]
         return find_blocks(source.keys, queries, tokens, config.block_n, self.score.visible, self.inputs.buffers)
 
-    def launch(self, name: str, lists: TileLists, programs: int, arguments: dict[str, Any], config: Config) -> Launch:
-        """Return a launch with one program per block and head."""
+    def launch(self, name: str, lists: int, programs: int, arguments: dict[str, Any], config: Config) -> Launch:
+        """Return a launch with one program per list of tiles and head."""
         kernel = getattr(self.module, name)
         taken = {parameter: arguments[parameter] for parameter in kernel.arg_names}
-        return Launch(kernel, (len(lists.order), programs), taken, config)
+        return Launch(kernel, (lists, programs), taken, config)
 
     def shared(self, source: KeySource, config: Config, blocks: TreeBlocks, lists: TileLists) -> dict[str, Any]:
         """Return the arguments that the three big kernels have in common."""
@@ -327,6 +382,17 @@ class Attention:
                 arguments[f"buffer_{number}_stride_{dim}"] = buffer.stride(dim)
                 arguments[f"buffer_{number}_size_{dim}"] = buffer.shape[dim]
         return arguments
+
+
+def _operations(score: Score) -> str:
+    """Return the names of a score's operations, each once: those of the logit, then those of the condition."""
+    parts = [sorted(_names(part)) for part in (score.value, score.visible) if part is not None]
+    return "|".join(",".join(names) for names in parts)
+
+
+def _names(expr: Expr) -> set[str]:
+    inner = [item for item in expr[1:] if isinstance(item, tuple)]
+    return set().union({expr[0]} if inner or expr[0] == "load" else (), *(_names(item) for item in inner))
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:

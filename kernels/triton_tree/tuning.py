@@ -1,8 +1,17 @@
 """Which configuration of a kernel is fastest: measured once for a kind of attention, kept on disk.
 
-With ``TREEFX_TUNE=1`` a kernel that meets a new kind of attention (heads, group, type, score, length of the nodes) is
-timed in each of its few configurations on the tensors at hand. Without it nothing is measured, and what was measured
-before is used: so the bits of a result depend on the file of findings alone, ``tuning.json`` in the cache folder.
+With ``TREEFX_TUNE=1`` a kernel that meets a new kind of attention (head dims, group, type, operations of the score,
+mean length of the nodes) is timed in each of its few configurations on the tensors at hand, by Triton's own benchmark.
+Without it nothing is measured, and what was measured before is used: so the bits of a result depend on the file of
+findings alone, ``tuning.json`` in the cache folder (``TREEFX_CACHE_DIR``). ``treefx bench attention --device cuda``
+tunes all the kernels that it times.
+
+Why not ``triton.autotune``: the lists of tiles are arguments whose contents depend on the size of the tiles, so every
+configuration needs a hook that exchanges them, and Triton's autotuner does not keep its findings on disk where a
+configuration has a hook (``Autotuner.check_disk_cache``). It also measures unasked, even a single configuration that
+pruning has left; it knows a kind of attention only by arguments of the kernel, of which the length of the nodes is
+none; and of a configuration that cannot be compiled it takes three types of exception, while the passes that
+specialise warps raise others.
 """
 
 import json

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.backend.support import assert_packed, compare, llama, logits_at_real_tokens
 from tests.batches import IGNORED, PAD, Batch, distinct_tokens, padded, shared_batch
-from tests.models import TinyLM, double, zoo
+from tests.models import TinyLM, double
 from tests.spellings import PADDED, SPELLINGS
 
 STEM = [11, 12, 13, 14, 15, 16]
@@ -69,27 +69,6 @@ def test_first_tokens_predicted_from_padding(name: str) -> None:
     assert batch.attention_mask is not None
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORED)
     compare(double(name), Batch(batch.input_ids, batch.attention_mask, labels))
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_left_padding_with_positions_of_the_mask(name: str) -> None:
-    batch = left_padded()
-    assert batch.attention_mask is not None
-    place = (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
-    given = Batch(batch.input_ids, batch.attention_mask, batch.labels, place)
-    checked = compare(double(name), given)
-    assert checked.stats["fallback"] is None
-    # Rows may share across columns, since their positions count from their own first token.
-    assert distinct_tokens(batch, "own") <= checked.stats["tokens"] <= distinct_tokens(batch)
-
-
-@pytest.mark.parametrize("name", ["opt", "bloom", "xglm", "gpt2", "falcon"])
-def test_left_padding_where_the_model_makes_positions(name: str) -> None:
-    batch = left_padded()
-    checked = compare(zoo(name), batch)
-    if name != "falcon":
-        assert checked.stats["fallback"] is None
-        assert distinct_tokens(batch, "own") <= checked.stats["tokens"] <= distinct_tokens(batch)
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])

@@ -1,4 +1,5 @@
-"""Causal mixers: exact, everything around them packed; convolutions run along the tree, others on rows."""
+"""Causal mixers: exact, everything around them packed; convolutions and linear recurrences run along the tree, others
+on rows."""
 
 from typing import Any
 
@@ -82,8 +83,9 @@ ARCHITECTURES = {
 def test_hybrid(name: str) -> None:
     stats = compare(double(name, **ARCHITECTURES[name]), SHORT).stats
     assert stats["fallback"] is None
-    # The mixer of LFM2 is a convolution alone, and convolutions run along the tree.
-    assert ("lfm2" == name) == (not stats["expansions"])
+    # RecurrentGemma writes its recurrence out column by column; the others run along the tree.
+    assert ("recurrent_gemma" == name) == bool(stats["expansions"])
+    assert stats["recurrences_rewritten"] == (name in ("mamba2", "qwen3_next"))
     assert not any("convolution" in item["op"] for item in stats["expansions"])
     leaking = {item["op"] for item in stats["expansions"] if not item["contracted"]}
     # RecurrentGemma keeps the last state of every row on the module, which is computed on rows.

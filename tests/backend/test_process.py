@@ -21,7 +21,7 @@ from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import TinyLM, zoo
 from tests.oracle import FLOAT64, assert_close, compare, compile_with, eager_step, loss_of, outcome, refused, stats_of
 from tests.spellings import SPELLINGS
-from treefx.passes.compile_inner import _CacheKey
+from treefx.passes.compile_inner import Inner, _CacheKey
 from treefx.passes.fingerprint import fingerprint
 from treefx.passes.pipeline import build_passes
 
@@ -127,10 +127,28 @@ def test_weights_and_models_are_saved_as_if_not_compiled(tmp_path: Path) -> None
 # Modes, options, limits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
-def test_modes_of_inductor_are_refused(mode: str) -> None:
-    compiled = torch.compile(tiny(), backend="treefx", mode=mode)
-    with refused(mode, "inner"):
+@pytest.mark.parametrize(("mode", "rows"), [("reduce-overhead", 4), ("max-autotune", 4), ("max-autotune", 2)])
+def test_modes_of_inductor(mode: str, rows: int) -> None:
+    """They decide how the rewritten graph is compiled, and the ordinary one where nothing is shared."""
+    seen = []
+
+    def record(graph: torch.fx.Graph) -> None:
+        config = torch._inductor.config
+        seen.append({"triton.cudagraphs": config.triton.cudagraphs, "max_autotune": config.max_autotune})
+
+    model, batch = tiny(), shared_batch(rows=rows, length=12, shared=8 if rows == 4 else 0, vocab=61, padding=None)
+    expected = eager_step(model, batch)
+    compiled = torch.compile(model, backend="treefx", mode=mode)
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=record):
+        assert_close(outcome(model, lambda: loss_of(batch)(compiled)), expected, FLOAT64)
+    assert stats_of(compiled)["ran"] == ("packed" if rows == 4 else "ordinary")
+    wanted = {"triton.cudagraphs": True, "max_autotune": mode == "max-autotune"}
+    assert seen and all(settings == wanted for settings in seen), seen
+
+
+def test_modes_are_of_inductor() -> None:
+    compiled = torch.compile(tiny(), backend="treefx", options={"inner": "eager", "mode": "max-autotune"})
+    with refused("max-autotune", "inner"):
         loss_of(BATCH)(compiled)
 
 
@@ -190,7 +208,7 @@ def test_dumps_of_every_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     compare(tiny(), BATCH)
     names = [path.name for path in sorted((tmp_path / "passes").iterdir())]
     order = [name.split(".")[3] for name in names if name.endswith(".diff")]
-    assert order == [item.name for item in build_passes("aot_eager")]
+    assert order == [item.name for item in build_passes(Inner("aot_eager"))]
     packed = next(path for path in (tmp_path / "passes").glob("*pack_tokens.diff"))
     assert "+" in packed.read_text() and "treefx.tree_attention" in packed.read_text()
     assert len(names) == 3 * len(order)

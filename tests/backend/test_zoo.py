@@ -1,11 +1,16 @@
 """Architectures of transformers: equal to eager training, with every layer's attention on distinct tokens."""
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.backend import support
 from tests.backend.support import assert_packed
 from tests.batches import distinct_tokens, shared_batch
 from tests.models import PACKED_ZOO, zoo
-from tests.oracle import compare
+from tests.oracle import FLOAT64, compare
 
 pytestmark = pytest.mark.zoo
 
@@ -21,3 +26,33 @@ def test_architecture(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "bloom"])
 def test_architecture_on_inductor(name: str) -> None:
     assert_packed(compare(zoo(name), BATCH, inner="inductor"), distinct_tokens(BATCH), layers=2)
+
+
+DOUBLE_THROUGHOUT = (
+    "biogpt", "falcon", "gpt2", "gpt_neox", "nemotron", "opt", "persimmon", "phi", "stablelm", "starcoder2", "xglm",
+)  # fmt: skip
+"""Architectures whose files cast nothing to float32 on the way to the logits."""
+
+
+@pytest.fixture
+def in_double() -> Iterator[None]:
+    """Some models make tables of positions in the default type."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+WHOLE = shared_batch(rows=4, length=20, shared=8, padding=None)
+
+
+def own_loss(model: nn.Module) -> Tensor:
+    """The loss of the models themselves casts the logits to float32."""
+    logits = model(**WHOLE.without("labels").inputs()).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), WHOLE.labels[:, 1:].flatten())
+
+
+@pytest.mark.usefixtures("in_double")
+@pytest.mark.parametrize("name", DOUBLE_THROUGHOUT)
+def test_architecture_in_float64(name: str) -> None:
+    checked = support.compare(zoo(name).double(), own_loss, FLOAT64)
+    assert_packed(checked, distinct_tokens(WHOLE), layers=2)

@@ -1,16 +1,23 @@
 """The attention benchmark: its trees, its records, and its refusal to time wrong numbers."""
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from treefx.cli import bench_attention, bench_attention_cuda
-from treefx.cli.bench_attention import CASES, Tree, run
+from treefx.cli import bench_attention, bench_attention_apart, bench_attention_cuda
+from treefx.cli.apart import Note
+from treefx.cli.attention_rivals import Scores, dense, rows_alone
+from treefx.cli.attention_trees import Tree
+from treefx.cli.bench_attention import CASES, Case, make_summary, run
+from treefx.cli.bench_attention_apart import Task
 from treefx.cli.bench_attention_cuda import Setting
 from treefx.cli.bench_step import WrongResultError
 from treefx.errors import InputError, UnsupportedError
+from treefx.kernels import tree_attention
 
 SMALL = Tree("small", ((-1, 5), (0, 3), (0, 2), (2, 4)))
 
@@ -21,7 +28,7 @@ def test_tree_as_ends_and_rows() -> None:
 
 
 def test_cases_are_forests_in_packed_order() -> None:
-    for case in CASES:
+    for case in {case.tree for case in CASES}:
         ends = case.subtree_end()
         # In depth-first pre-order a subtree never reaches past that of an enclosing token.
         assert all(node > parent for node, (parent, _) in enumerate(case.nodes))
@@ -33,24 +40,55 @@ def test_cases_are_forests_in_packed_order() -> None:
             open_ends.append(end)
 
 
-def test_records_hold_times_and_quotients() -> None:
-    (record,) = run(heads=2, head_dim=8, repeats=1, cases=[SMALL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_records_hold_times_and_quotients(dtype: torch.dtype) -> None:
+    before = (("tree", (2.0, 4.0)), ("dense", (3.0, 6.0)))
+    (record,) = run(heads=2, head_dim=8, repeats=1, cases=[Case(SMALL, dtype, before=before)])
     assert (record["case"], record["tokens"], record["raw_tokens"]) == ("small", 14, 19)
-    methods = ("tree", "dense", "rows")
+    methods = ("tree", "floor", "dense", "rows")
     times = [record[f"{name}_{way}_ms"] for name in methods for way in ("forward", "backward")]
     assert all(isinstance(time, float) and time >= 0 for time in times)
-    assert {"dense_over_tree", "rows_over_tree"} <= record.keys()
+    assert {"dense_over_tree", "rows_over_tree", "tree_over_floor"} <= record.keys()
+    assert record["before_dense_over_tree"] == 1.5 and "before_rows_over_tree" not in record
+    table = make_summary([record])
+    assert table.row_count == 1 and any("(2 / 4)" in str(cell) for column in table.columns for cell in column.cells)
+
+
+SCORES = [case.scores for case in CASES if case.scores != Scores()]
+
+
+@pytest.mark.parametrize("scores", SCORES, ids=[scores.name for scores in SCORES])
+def test_rivals_compute_the_same(scores: Scores) -> None:
+    """What is compared with is the same attention, under one mask and on every row."""
+    torch.manual_seed(0)
+    ends = SMALL.subtree_end()
+    scores = replace(scores, window=scores.window and 3, softcap=scores.softcap and 1.0)
+    given = scores.arguments(2)
+    q, k, v = torch.randn(3, 1, 2, len(ends), 8)
+    right = tree_attention(q, k, v, ends, impl="reference", **given)
+    torch.testing.assert_close(dense(ends, scores, given, q.dtype)(q, k, v), right)
+    assert (tree_attention(q, k, v, ends, impl="reference") - right).abs().max() > 1e-3, "the score does something"
+    rows = SMALL.rows()
+    for row, attend in zip(rows, rows_alone(rows, scores, given, q.dtype), strict=True):
+        torch.testing.assert_close(attend(q[:, :, row], k[:, :, row], v[:, :, row]), right[:, :, row])
+
+
+def test_scores_are_timed_against_their_rivals() -> None:
+    (record,) = run(heads=2, head_dim=8, repeats=1, cases=[Case(SMALL, scores=SCORES[2])])
+    assert record["score"] == "ALiBi, learned" and "tree_over_floor" not in record
+    assert make_summary([record]).row_count == 1
 
 
 def test_wrong_numbers_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = bench_attention.tree_attention
 
-    def causal(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, impl: str = "auto") -> Tensor:
+    def causal(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, impl: str = "auto", **_: Any) -> Tensor:
         return right(q, k, v, ends if impl == "reference" else torch.full_like(ends, len(ends)), impl=impl)
 
     monkeypatch.setattr(bench_attention, "tree_attention", causal)
-    with pytest.raises(WrongResultError, match="small: output .* no time is reported"):
-        run(heads=2, head_dim=8, repeats=1, cases=[SMALL])
+    for dtype, text in ((torch.float32, "output"), (torch.bfloat16, "out of tree must be off by at most 1.5 x")):
+        with pytest.raises(WrongResultError, match=f"small: {text} .* no time is reported"):
+            next(run(heads=2, head_dim=8, repeats=1, cases=[Case(SMALL, dtype)]))
 
 
 @pytest.fixture
@@ -108,12 +146,52 @@ def test_a_failure_and_the_clock_leave_the_other_settings(monkeypatch: pytest.Mo
     assert bench_attention_cuda.make_summary([late]).row_count == 1
 
 
+def scripted(task: Task, note: Note) -> tuple[dict[str, Any], bool]:
+    """Stands for a device: the second setting crashes it, or spoils it, unless its kernels are plain."""
+    if task.setting.head_dim == 32 and task.path is None:
+        if task.setting.heads == 4:
+            os._exit(1)
+        return {"wrong": ["an illegal access"], "lost": True}, False
+    return {"wrong": [], "tree_forward_ms": 1.0, "process": os.getpid()}, True
+
+
+@pytest.mark.parametrize("heads", [4, 2], ids=["crash", "spoiled"])
+def test_a_lost_device_costs_one_measurement(heads: int) -> None:
+    """It is measured again without warp specialisation, and so are all that follow, in a fresh process."""
+    settings = [replace(SETTING, head_dim=width, heads=heads) for width in (16, 32, 64)]
+    records = list(bench_attention_apart.run(settings, device="cpu", work=scripted, method="fork"))
+    names = [setting.name for setting in settings]
+    assert [record["case"] for record in records] == [names[0], names[1], names[1], names[2]]
+    assert [record.get("path") for record in records] == [None, None, "plain", "plain"]
+    assert [bool(record["wrong"]) for record in records] == [False, True, False, False]
+    assert records[0]["process"] != records[2]["process"] == records[3]["process"] != os.getpid()
+    late = list(bench_attention_apart.run(settings, device="cpu", work=scripted, method="fork", minutes=-1.0))
+    assert [record["case"] for record in late] == names and all("minutes are up" in r["wrong"][0] for r in late)
+
+
+@pytest.mark.usefixtures("untuned")
+def test_one_setting_as_a_process_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_attention_cuda, "_device_ms", lambda call: 2.0)
+    steps: list[str] = []
+    record, good = bench_attention_apart._work(Task(replace(SETTING, variants=()), "cpu", None), steps.append)
+    assert good and record["wrong"] == [] and record["compiled"] == record["compiled_for_another_length"] == 0
+    assert steps == [
+        "the start of the device",
+        "the first call of tree attention",
+        "the check of tree attention",
+        "the times of tree attention",
+        "the rows",
+    ]
+
+
 def test_other_devices_are_refused() -> None:
     with pytest.raises(InputError, match="auto, cpu or cuda, got 'tpu'"):
         bench_attention.choose_device("tpu")
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="CUDA device, and there is none"):
             next(bench_attention_cuda.run())
+        with pytest.raises(UnsupportedError, match="CUDA device, and there is none"):
+            next(bench_attention_apart.run())
 
 
 def test_settings_cover_trees_heads_and_lengths() -> None:

@@ -198,6 +198,19 @@ def test_bfloat16_error_is_that_of_separate_rows(leaf: int, ends_of: EndsOf) -> 
         assert error <= 1.5 * allowed, f"{name}: {error:.3e} against {allowed:.3e}"
 
 
+def test_bfloat16_slopes_lose_no_digits(ends_of: EndsOf) -> None:
+    """In bfloat16 a slope of 0.7 times a distance of 300 is off by half a unit, and with it the logit."""
+    torch.manual_seed(0)
+    ends = ends_of(chain_forest((-1, 300), (0, 40), (0, 50)))
+    q, k, v = (tensor.detach() for tensor in draw_inputs(len(ends), (2, 2), (8, 8), torch.bfloat16))
+    slopes, depth = torch.tensor([-0.7, -0.3]).to(torch.bfloat16), torch.arange(len(ends))  # far keys weigh most
+    depth[340:] -= 40
+    exact = tree_attention(q.double(), k.double(), v.double(), ends, depth, alibi_slopes=slopes.double())
+    for impl in ("cpu", "reference"):
+        out = tree_attention(q, k, v, ends, depth, alibi_slopes=slopes, impl=impl)
+        assert (out.double() - exact).abs().max() < 0.02 * exact.abs().max()
+
+
 def test_float16_runs(ends_of: EndsOf) -> None:
     ends = ends_of(FORESTS["prefix"])
     q, k, v = draw_inputs(len(ends), (2, 2), (8, 8), torch.float16)

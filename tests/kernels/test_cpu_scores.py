@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from treefx.kernels import cpu, tiles, tree_attention
+from treefx.kernels import eager_tiles, tile_calls, tiles, tree_attention
+from treefx.kernels.bias_gradients import bias_is_summable
 from treefx.kernels.common import Inputs
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Expr, Score, make_score
@@ -152,6 +153,61 @@ def test_steep_alibi(steepest: float) -> None:
     assert bool(shared_rows) == (steepest < 400)
 
 
+def learned(
+    ends: Tensor, leaves: list[Tensor], slopes: Tensor, impl: str, score: Score, sinks: Tensor | None
+) -> list[Tensor]:
+    leaves = [*leaves, slopes, *([] if sinks is None else [sinks])]
+    out = attend(*leaves[:3], ends, score, [slopes, depth_of(ends)], sinks, impl)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_learned_slopes_take_no_scores(
+    dtype: torch.dtype, group: int, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gradient comes from the rectangles' backward, with a window and without, on trees longer than a tile."""
+    monkeypatch.setattr(eager_tiles, "backward", None)
+    torch.manual_seed(0)
+    ends = forest((-1, 150), (0, 20), (1, 130), (0, 60), (0, 3), (-1, 50))
+    heads = 2 * group
+    q, k, v = (
+        torch.randn(1, len(ends), h, width).to(dtype).transpose(1, 2).requires_grad_()
+        for h, width in ((heads, 8), (2, 8), (2, 5))
+    )
+    slopes = (2.0 ** (-1.0 - torch.arange(heads))).to(dtype).requires_grad_()
+    sinks = torch.randn(heads).to(dtype).requires_grad_() if with_sinks else None
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, slopes)]
+    wide_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
+    bound = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for window in (None, 90):
+        score = make_score(scale=0.35, alibi=0, depth=1, window=window)
+        got = learned(ends, [q, k, v], slopes, "cpu", score, sinks)
+        wanted = learned(ends, wide[:3], wide[3], "reference", score, wide_sinks)
+        for first, second in zip(got, wanted, strict=True):
+            assert (first.double() - second).abs().max() <= bound * max(1.0, second.abs().max().item())
+
+
+def test_other_learned_biases_take_scores() -> None:
+    """A table of distances is no sum of a term per query and a term per key; nor is a score without a product."""
+    assert not bias_is_summable(1.0, SEPARABLE["table of distances"][0])
+    assert bias_is_summable(1.0, SEPARABLE["alibi"][0]) and not bias_is_summable(0.0, SEPARABLE["alibi"][0])
+    torch.manual_seed(0)
+    ends = forest((-1, 60), (0, 40), (0, 50))
+    table = torch.randn(2, 200, requires_grad=True)
+    distances = Score(("add", DOT, ("load", 0, ("head",), DEPTH_DIFFERENCE)))
+    alone = Score(("float", ("mul", ("load", 0, ("head",), ("const", 0)), ("k",))))
+    for score in (distances, alone):
+        leaves, results = [*draw(len(ends)), table], []
+        for impl in ("cpu", "reference"):
+            out = attend(*leaves[:3], ends, score, [table, depth_of(ends)], impl=impl)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * max(1.0, want.abs().max().item()))
+
+
 def test_alibi_on_masked_keys() -> None:
     """A masking constant among the keys must not be mistaken for a large bias of the query."""
     torch.manual_seed(0)
@@ -168,13 +224,13 @@ def test_alibi_on_masked_keys() -> None:
 def pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect the query-key pairs of every call of the flash kernel."""
     seen: list[int] = []
-    flash: Any = cpu._flash
+    flash: Any = tile_calls.flash
 
     def counted(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(q.shape[2] * k.shape[2])
         return flash(q, k, *args, **kwargs)
 
-    monkeypatch.setattr(cpu, "_flash", counted)
+    monkeypatch.setattr(tile_calls, "flash", counted)
     return seen
 
 

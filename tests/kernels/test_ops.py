@@ -124,6 +124,13 @@ def test_no_grad_and_partial_gradients() -> None:
     torch.testing.assert_close(only, full)
 
 
+def test_second_derivatives_are_refused_by_name() -> None:
+    q, k, v = draw(12)
+    (first,) = torch.autograd.grad(tree_attention(q, k, v, comb(12)).square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiated once, got a second derivative"):
+        first.sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_forward_matches_reference() -> None:
     q, k, v = (tensor.detach() for tensor in draw(300))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import treefx
 from tests.strategies import Rows, row_batches
+from treefx.kernels.key_programs import KeyPrograms, cut_lists
 from treefx.kernels.score import Expr, evaluate
 from treefx.kernels.tree_blocks import Keys, TileLists, TreeBlocks, build_blocks, find_blocks
 
@@ -93,6 +94,51 @@ def test_many_one_token_leaves_take_linear_space(leaves: int) -> None:
     ends[0] = leaves // 2
     blocks = build_blocks(Keys(ends), leaves, 64, 64)
     assert len(blocks.by_key.tiles) == len(blocks.by_query.tiles) <= 2 * (leaves // 64 + 1)
+
+
+def visited(programs: KeyPrograms) -> dict[int, list[tuple[int, int, int, int]]]:
+    """Return the (slot, start, middle, stop) of each block's programs, in the order of their slots."""
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    columns = (programs.order, programs.slot, programs.start, programs.middle, programs.stop)
+    for block, *entry in zip(*(column.tolist() for column in columns), strict=True):
+        found.setdefault(block, []).append(tuple(entry))
+    return {block: sorted(entries) for block, entries in found.items()}
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=40))
+def test_programs_visit_every_tile_once(lists: list[tuple[int, int]]) -> None:
+    full, partial = torch.tensor(lists).T
+    start = torch.cat([torch.zeros(1, dtype=torch.int64), (full + partial).cumsum(0)])
+    programs = cut_lists(start, start[:-1] + full)
+    lengths = programs.stop - programs.start
+    assert (lengths[1:] <= lengths[:-1]).all(), "longest first"
+    found, slots = visited(programs), []
+    assert sorted(found) == list(range(len(lists)))
+    for block, entries in found.items():
+        assert entries[0][1] == start[block] and entries[-1][3] == start[block + 1]
+        assert all(before[3] == after[1] for before, after in zip(entries[:-1], entries[1:], strict=True))
+        assert sum(middle - first for _, first, middle, _ in entries) == full[block]
+        assert all(first <= middle <= last for _, first, middle, last in entries)
+        slots += [slot for slot, *_ in entries if slot >= 0]
+    assert sorted(slots) == list(range(len(programs.split) * programs.parts))
+    for number, block in enumerate(programs.split.tolist()):
+        assert [slot for slot, *_ in found[block]] == list(
+            range(number * programs.parts, (number + 1) * programs.parts)
+        )
+
+
+def test_lists_are_cut_where_a_few_would_take_longest() -> None:
+    """A short prefix of many branches is; a long prefix, whose lists shorten evenly, and a small tree are not."""
+    prefix, leaves = 512, 16
+    ends = torch.full((prefix + leaves * 1024,), prefix + leaves * 1024, dtype=torch.int32)
+    ends[prefix:] = prefix + (torch.arange(leaves * 1024, dtype=torch.int32) // 1024 + 1) * 1024
+    found = build_blocks(Keys(ends), len(ends), 64, 128)
+    assert sorted(found.key_programs.split.tolist()) == [0, 1, 2, 3] and found.key_programs.parts > 2
+    longest = int((found.key_programs.stop - found.key_programs.start).max())
+    assert longest <= 70 and int((found.by_key.start[1:] - found.by_key.start[:-1]).max()) == (512 + 16 * 1024) // 64
+    for tokens in (1000, 100_000):
+        whole = build_blocks(Keys(torch.full((tokens,), tokens, dtype=torch.int32)), tokens, 64, 128).key_programs
+        assert not len(whole.split) and (whole.slot == -1).all()
 
 
 def test_a_long_prefix_with_two_leaves() -> None:

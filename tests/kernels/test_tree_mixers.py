@@ -1,6 +1,7 @@
 """Convolutions and recurrences along a tree: equal to every row alone, in float64, gradients included."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch.nn import functional as F
 
 from tests.strategies import row_batches
 from treefx import Forest, TreefxError
-from treefx.kernels.tree_chunks import plan_levels
+from treefx.kernels import tree_scan as tree_scan_module
+from treefx.kernels.tree_chunks import plan_chunks
 from treefx.kernels.tree_conv import find_parents, tree_conv1d
-from treefx.kernels.tree_scan import tree_delta_rule, tree_ssd
+from treefx.kernels.tree_scan import tree_delta_rule, tree_scan, tree_ssd
 
 HEADS, KEY, VALUE, CHANNELS = 2, 3, 2, 4
 Inputs = list[Tensor]
@@ -61,13 +63,13 @@ def assert_equal_to_rows(
 
 def check_scan(rows: list[list[int]], chunk: int, delta: bool) -> None:
     forest = Forest.from_sequences(rows)
-    parent, ends = forest.parent.to(torch.int64), forest.subtree_end
+    ends = forest.subtree_end
 
     def tree(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         decay = -F.softplus(g)
         if delta:
-            return tree_delta_rule(q, F.normalize(k, dim=-1), v, decay, beta.sigmoid(), parent, ends, chunk)
-        return tree_ssd(q, k, v, decay, parent, ends, chunk)
+            return tree_delta_rule(q, F.normalize(k, dim=-1), v, decay, beta.sigmoid(), ends, chunk)
+        return tree_ssd(q, k, v, decay, ends, chunk)
 
     def row(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         if delta:
@@ -118,6 +120,23 @@ def test_recurrences_on_any_forest(rows: list[list[int]], chunk: int, delta: boo
     check_scan(rows, chunk, delta)
 
 
+@settings(max_examples=10)
+@given(row_batches(), st.booleans(), st.booleans())
+def test_heads_share_queries_and_keys(rows: list[list[int]], decays: bool, in_pieces: bool) -> None:
+    """As if they were repeated; without decay; in pieces of one chunk, as where memory is short."""
+    ends = Forest.from_sequences(rows).subtree_end
+    q, k, v, g = inputs_of(len(ends), (1, KEY), (1, KEY), (HEADS, VALUE), (HEADS,))
+    decay = -F.softplus(g) if decays else None
+    with mock.patch.object(tree_scan_module, "_ENTRIES_ON_CPU", 1 if in_pieces else 1 << 20):
+        shared = tree_scan(q, k, v, decay, None, ends, 4)
+        got = torch.autograd.grad(shared.square().sum(), (q, k, v))
+    zero = -F.softplus(g) if decays else torch.zeros_like(g)
+    apart = tree_ssd(q.expand(-1, HEADS, -1), k.expand(-1, HEADS, -1), v, zero, ends, 8)
+    wanted = torch.autograd.grad(apart.square().sum(), (q, k, v))
+    for left, right in zip((shared, *got), (apart, *wanted), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-11)
+
+
 @settings(max_examples=20)
 @given(row_batches(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, CHANNELS]))
 def test_convolutions_on_any_forest(rows: list[list[int]], taps: int, dilation: int, groups: int) -> None:
@@ -131,18 +150,24 @@ def test_parents_follow_from_depth_and_subtree_end(rows: list[list[int]]) -> Non
     assert found.tolist() == forest.parent.tolist()
 
 
-def test_levels_are_as_many_as_the_longest_row_has_chunks() -> None:
-    """A chunk never crosses a fork, and all branches of a level are one batch."""
-    rows = [[0] * 8 + [branch] * 8 for branch in range(1, 6)]
-    forest = Forest.from_sequences(rows)
-    levels = plan_levels(forest.parent.to(torch.int64), forest.subtree_end, 4)
-    assert [tuple(level.tokens.shape) for level in levels] == [(1, 4), (1, 4), (5, 4), (5, 4)]
+def test_steps_are_as_many_as_the_longest_row_has_chunks() -> None:
+    """A chunk never crosses a fork, all branches of a level are one step, and nobody reads the state of a leaf."""
+    rows = [[0] * 16 + [branch] * 13 for branch in range(1, 6)]
+    plan = plan_chunks(Forest.from_sequences(rows).subtree_end, 8)
+    assert [(segment.first, segment.count) for segment in plan.segments] == [(0, 1), (1, 1), (2, 5)]
+    assert [tuple(chunks.tokens.shape) for chunks in plan.chunks] == [(12, 8)]
+
+
+def test_short_chunks_are_padded_little() -> None:
+    rows = [[0] * 64 + [branch] * size for branch, size in enumerate((5, 9, 31, 40), 1)]
+    plan = plan_chunks(Forest.from_sequences(rows).subtree_end, 64)
+    assert [tuple(chunks.tokens.shape) for chunks in plan.chunks] == [(1, 8), (1, 16), (1, 32), (2, 64)]
 
 
 @pytest.mark.parametrize("call", [
     lambda x, parent: tree_conv1d(x, torch.ones(4, 1, 3), None, parent, distances=[1, 0, -1], groups=4),
-    lambda x, parent: tree_ssd(x[:, None], x[:, None], x[:2, None], x[:, :1], parent, parent),
-    lambda x, parent: tree_delta_rule(*[x[:, None]] * 3, x[:, :1], x, parent, parent),
+    lambda x, parent: tree_ssd(x[:, None], x[:, None], x[:2, None], x[:, :1], parent),
+    lambda x, parent: tree_delta_rule(*[x[:, None]] * 3, x[:, :1], x, parent),
 ])  # fmt: skip
 def test_refusals(call: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(TreefxError, match="expected"):

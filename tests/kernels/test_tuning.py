@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,15 +39,23 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     return seen
 
 
-def attention(node_length: int = 256) -> Attention:
-    q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
-    ends = torch.full((64,), 64, dtype=torch.int32)
-    return Attention(Inputs(q, q, q, ends), make_score(scale=0.1), choose=best_config, node_length=node_length)
+def attention(
+    node_length: int = 256,
+    dtype: torch.dtype = torch.bfloat16,
+    widths: tuple[int, int] = (64, 64),
+    kv_heads: int = 2,
+    **options: Any,
+) -> Attention:
+    q, k = (torch.empty(1, count, 64, widths[0], dtype=dtype) for count in (2, kv_heads))
+    v = torch.empty(1, kv_heads, 64, widths[1], dtype=dtype)
+    inputs = Inputs(q, k, v, torch.full((64,), 64, dtype=torch.int32), [torch.arange(64)])
+    return Attention(inputs, make_score(scale=0.1, depth=0, **options), choose=best_config, node_length=node_length)
 
 
 def launch(given: Attention) -> Launch:
-    q = given.inputs.q
-    return tuned(given, "forward", lambda chosen: chosen.forward(chosen.own_keys(), q, torch.empty(q.shape[:-1])))
+    q, v = given.inputs.q, given.inputs.v
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    return tuned(given, "forward", lambda chosen: chosen.forward(chosen.own_keys(), out, torch.empty(q.shape[:-1])))
 
 
 def test_the_fastest_is_kept_and_found_again(measured: list[Config], own_folder: Path) -> None:
@@ -59,11 +68,33 @@ def test_the_fastest_is_kept_and_found_again(measured: list[Config], own_folder:
     assert len(json.loads(own_folder.read_text())) == 1
 
 
-def test_every_kind_of_forest_is_measured_apart(measured: list[Config]) -> None:
-    launch(attention(256))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"node_length": 16},
+        {"dtype": torch.float16},
+        {"widths": (128, 64)},
+        {"widths": (64, 128)},
+        {"kv_heads": 1},
+        {"softcap": 5.0},
+        {"window": 9},
+    ],
+    ids=str,
+)
+def test_every_kind_of_attention_is_measured_apart(change: dict[str, Any], measured: list[Config]) -> None:
+    launch(attention())
     before = len(measured)
-    launch(attention(16))
-    assert len(measured) == 2 * before
+    launch(attention(**change))
+    assert len(measured) > before
+    launch(attention(**change))
+    assert len(measured) == before + len(candidates(attention(**change).problem("forward")))
+
+
+def test_numbers_of_a_score_are_no_kind_of_their_own(measured: list[Config]) -> None:
+    launch(attention(window=9, softcap=5.0))
+    before = len(measured)
+    launch(attention(window=1000, softcap=30.0))
+    assert len(measured) == before
 
 
 def test_nothing_is_measured_unasked(measured: list[Config], own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

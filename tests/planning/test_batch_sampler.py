@@ -1,18 +1,25 @@
 """Batches of rows: every row once, in the budget, together where they share, the same for all ranks."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
 from tests.planning.costs import linear_cost
 from tests.strategies import Rows, row_batches
+from treefx.cli import app
 from treefx.data import (
     ByteTokenizer,
     TreeBatchSampler,
     distinct_tokens,
     first_fit_batches,
+    load,
     make_samples,
     scripted_conversations,
 )
@@ -126,6 +133,40 @@ def test_data_loader_takes_it() -> None:
 def test_bad_arguments_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         TreeBatchSampler([[1, 2], [1, 2, 3]], **options)  # type: ignore[arg-type]
+
+
+def test_command_counts_what_batches_compute(tmp_path: Path) -> None:
+    """Against the definitions, on chats small enough for them; the scripted sample stays near the minimum."""
+    questions, answers = ("first", "second", "third"), ("yes", "yes indeed", "no")
+    chats = [_chat(question, answer) for question in questions for answer in answers]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, chats)))
+    rows = [sample.tokens.tolist() for sample in make_samples(load(path), ByteTokenizer())]
+    longest = max(map(len, rows))
+    arguments = ["bench", "sampler", str(path), "--max-tokens", str(longest), "--tokenizer", "bytes", "--json"]
+    (record,) = _run_command(arguments)
+    assert (record["rows"], record["raw_tokens"]) == (len(rows), sum(map(len, rows)))
+    assert record["minimum"] == _distinct(rows)
+    assert record["minimum"] < record["sampler"] <= record["first_fit"] <= record["raw_tokens"]
+    assert record["batches"] >= len(questions)
+    (scripted,) = _run_command(["bench", "sampler", "--tokenizer", "bytes", "--json"])
+    assert scripted["sampler_ratio"] == scripted["sampler"] / scripted["minimum"] <= 1.1
+    assert scripted["first_fit_ratio"] > 1.5
+
+
+def _chat(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def _run_command(arguments: list[str]) -> Any:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_command_refuses_a_budget_below_the_longest_row() -> None:
+    result = CliRunner().invoke(app, ["bench", "sampler", "--tokenizer", "bytes", "--max-tokens", "100"])
+    assert isinstance(result.exception, InputError) and "hold every row" in str(result.exception)
 
 
 def test_first_fit_takes_rows_as_they_come() -> None:

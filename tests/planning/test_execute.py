@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import treefx
 from tests.backend.test_native import Rows, TakesCacheFlag, branches, random_weights, rollouts
-from tests.mixers import CausalConvolution, CumulativeSum
+from tests.mixers import CumulativeSum
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, compile_with, outcome, separate_rows, stats_of
 from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut
@@ -317,7 +317,7 @@ def test_run_for_keys_and_values_computes_no_logits() -> None:
     }
     width = {name: sum(shape[-1:] == (vocabulary,) for shape in shapes) for name, shapes in sizes.items()}
     attentions = {
-        name: len(gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.tree_attention_boundary.default))
+        name: len(gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.tree_attention.default))
         for name, gm in by_run.items()
     }
     assert width["train"] > 0 and width["kv"] == 0
@@ -339,16 +339,12 @@ def test_refusals() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("before", "message"),
-    [(CausalConvolution, "a convolution or a recurrence along the tree"), (CumulativeSum, "cumsum")],
-)
-def test_state_that_does_not_cross_cuts_is_refused(before: Callable[[], nn.Module], message: str) -> None:
-    """Only keys and values do: a convolution's window would end at the cut, and the gradients be wrong."""
+def test_state_that_does_not_cross_cuts_is_refused() -> None:
+    """A running sum would begin anew at the cut, and the gradients be wrong."""
     torch.manual_seed(0)
-    model = TakesCacheFlag(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=before())).double()
+    model = TakesCacheFlag(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=CumulativeSum())).double()
     forest, _, _ = weighted_forest()
-    with pytest.raises(treefx.UnsupportedError, match=message):
+    with pytest.raises(treefx.UnsupportedError, match="cumsum"):
         backward(compile_with(model), every_node(forest), sft)
 
 

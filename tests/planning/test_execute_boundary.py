@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.test_cpu import random_parents
-from treefx.errors import UnsupportedError
+from treefx.errors import InputError
 from treefx.kernels import ops
-from treefx.kernels.boundary import attend_with_boundary
 from treefx.kernels.common import Boundary
 from treefx.kernels.score import Score, make_score
 
@@ -99,9 +98,9 @@ def assert_part_equals_forest(
 
     score, own = score_of(names), case.own
     whole = ops.attend(q, k, v, case.end.to(torch.int32), score, buffers(case.depth), sinks, "reference")
-    part = attend_with_boundary(
-        q[:, :, own], k[:, :, own], v[:, :, own], case.local_end(own), case.boundary(k, v),
-        score, buffers(case.depths), sinks, impl,
+    part = ops.attend(
+        q[:, :, own], k[:, :, own], v[:, :, own], case.local_end(own), score, buffers(case.depths), sinks, impl,
+        case.boundary(k, v),
     )  # fmt: skip
     expected = whole[:, :, own]
     wanted, got = [expected], [part]
@@ -170,41 +169,42 @@ def test_without_a_boundary() -> None:
         assert_part_equals_forest(case, impl, (), dtype)
         q, k, v = (x.detach() for x in leaves_of(5, (4, 2), (8, 8), dtype))
         padding = Boundary(k[:, :, :2], v[:, :, :2], never, never)
-        padded = attend_with_boundary(q, k, v, end, padding, score, impl=impl)
+        padded = ops.attend(q, k, v, end, score, impl=impl, boundary=padding)
         torch.testing.assert_close(padded, ops.attend(q, k, v, end, score, impl="reference"))
 
 
-def operands(dtype: torch.dtype) -> tuple[Any, ...]:
+def operands(dtype: torch.dtype) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What comes before the score, and the boundary, which comes last."""
     q, k, v = leaves_of(8, (4, 2), (8, 8), dtype)
     own, boundary = FORK.own, FORK.boundary(k.detach(), v.detach())
     q, k, v = (x.detach()[:, :, own].requires_grad_() for x in (q, k, v))
     outside = (boundary.k.requires_grad_(), boundary.v.requires_grad_(), boundary.lo, boundary.hi)
     slopes, sinks = (torch.rand(4, dtype=dtype, requires_grad=True) for _ in range(2))
-    return (q, k, v, FORK.local_end(own), *outside, [FORK.depths, slopes], sinks)
+    return (q, k, v, FORK.local_end(own), [FORK.depths, slopes], sinks), outside
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_opcheck(dtype: torch.dtype) -> None:
     text = score_of(("window", "alibi")).to_json()
-    torch.library.opcheck(torch.ops.treefx.tree_attention_boundary, (*operands(dtype), text, "auto"))
+    own, outside = operands(dtype)
+    torch.library.opcheck(torch.ops.treefx.tree_attention, (*own, text, "auto", *outside))
 
 
 @pytest.mark.parametrize("names", [(), ("alibi", "window")])
 def test_opcheck_backward(names: tuple[str, ...]) -> None:
-    given = operands(torch.float32)
+    own, outside = (
+        [x.detach() if isinstance(x, Tensor) else [y.detach() for y in x] for x in part]
+        for part in operands(torch.float32)
+    )
     text = score_of(names).to_json()
-    out, lse = torch.ops.treefx.tree_attention_boundary(*given, text, "auto")
-    plain = [x.detach() if isinstance(x, Tensor) else [y.detach() for y in x] for x in given]
-    arguments = (torch.randn_like(out), *plain, out.detach(), lse.detach(), text, "auto", [False, bool(names)])
+    out, lse = torch.ops.treefx.tree_attention(*own, text, "auto", *outside)
+    arguments = (torch.randn_like(out), *own, out, lse, text, "auto", [False, bool(names)], *outside)
     torch.library.opcheck(
-        torch.ops.treefx.tree_attention_boundary_backward, arguments, test_utils=("test_schema", "test_faketensor")
+        torch.ops.treefx.tree_attention_backward, arguments, test_utils=("test_schema", "test_faketensor")
     )
 
 
-def test_implementation_without_boundaries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An implementation that would ignore the keys from outside is never run."""
-    *tensors, buffers, sinks = operands(torch.float32)
-    boundary = Boundary(*tensors[4:8])
-    monkeypatch.setattr(ops, "choose_implementation", lambda impl, inputs: ops)
-    with pytest.raises(UnsupportedError, match="keys from outside"):
-        attend_with_boundary(*tensors[:4], boundary, score_of(()), impl="triton")
+def test_half_a_boundary_is_refused() -> None:
+    own, outside = operands(torch.float32)
+    with pytest.raises(InputError, match="keys, values, lo and hi, got 2 of the four"):
+        torch.ops.treefx.tree_attention(*own, score_of(()).to_json(), "auto", *outside[:2])

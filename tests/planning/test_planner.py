@@ -11,15 +11,18 @@ from tests.strategies import Rows, row_batches
 from treefx.cli.bench_plan import agent_rollouts, group_rollouts
 from treefx.errors import InputError, MemoryLimitError
 from treefx.forest import Forest
+from treefx.planning import planner
 from treefx.planning.blocks import Blocks, Counts
 from treefx.planning.cost import Bytes, CostModel
-from treefx.planning.draft import in_order, part_seconds
+from treefx.planning.draft import in_order, part_seconds, to_schedule
 from treefx.planning.exact import solve_exactly
 from treefx.planning.infeasible import smallest_requirement
 from treefx.planning.part import boundary, edge_ids, outgoing
 from treefx.planning.plan import Plan
 from treefx.planning.planner import plan
 from treefx.planning.recurrence import Needs, choose_modes, recompute_everything
+from treefx.planning.siblings import batch_siblings
+from treefx.planning.simulate import measure_parts, simulate
 
 TOKEN = linear_cost(store=0.02, part_seconds=100.0)
 """A byte per token: limits are numbers of tokens."""
@@ -192,6 +195,42 @@ def test_everything_is_one_part_where_it_fits() -> None:
 def test_small_trees_share_parts() -> None:
     forest = Forest.from_sequences([[100 * row + i for i in range(10)] for row in range(30)])
     assert len(plan(forest, linear_cost(part_seconds=1.0), 100).parts) == 3
+
+
+@pytest.mark.parametrize("limit", [700, 760, 820])
+def test_equal_inner_parts_share_calls_where_that_is_faster(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 small trees below one prompt: none fits whole with the prompt kept, so their upper nodes are parts."""
+    levels = [(1, 256), (16, 64), (16, 32)]
+    rows: list[list[int]] = [[]]
+    for children, tokens in levels:
+        nodes = [[1000 * child + place for place in range(tokens)] for child in range(children)]
+        rows = [row + node for row in rows for node in nodes]
+    forest = Forest.from_sequences(rows)
+    together = plan(forest, TOKEN, limit)
+    check_plan(together, limit)
+    monkeypatch.setattr(planner, "_SIBLINGS", (1,))
+    alone = plan(forest, TOKEN, limit)
+    inner = [part for part in together.parts if part.children and part.parent is not None]
+    assert len(together.parts) < len(alone.parts)
+    assert together.seconds < alone.seconds
+    assert any(int((~torch.isin(forest.parent[part.tokens], part.tokens)).sum()) > 1 for part in inner)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=row_batches(), many=st.integers(1, 4), room=st.floats(1.0, 2.0))
+def test_batches_of_siblings_hold_every_token_and_fit(rows: Rows, many: int, room: float) -> None:
+    counts = Counts(Forest.from_sequences(rows))
+    blocks = Blocks.of(counts, 3)
+    budget = room * least_limit(counts.forest, TOKEN)
+    drafts = recompute_everything(blocks, Needs.of(blocks, TOKEN), budget)
+    if drafts is None:
+        return
+    before = sorted(span for draft, _ in in_order(drafts) for span in draft.ranges)
+    batched = batch_siblings(drafts, TOKEN, budget, many)
+    assert sorted(span for draft, _ in in_order(batched) for span in draft.ranges) == before
+    schedule = to_schedule(batched)
+    sizes = measure_parts(counts, schedule.parts)
+    assert max(moment.peak_bytes for moment in simulate(schedule, sizes, TOKEN)) <= budget * (1 + 1e-9)
 
 
 def test_gathered_copies_count() -> None:

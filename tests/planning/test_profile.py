@@ -11,7 +11,9 @@ import torch
 from torch import fx
 
 import treefx
+from treefx.cli import bench_policies
 from treefx.cli.bench_parts import Runner, run_under_limits
+from treefx.cli.bench_policies import run_policies
 from treefx.errors import InputError
 from treefx.planning.cost import Size
 from treefx.planning.liveness import live_bytes
@@ -30,7 +32,7 @@ def _forest(seed: int) -> treefx.Forest:
     for _ in range(8):
         source = rows[random.integers(len(rows))] if rows else []
         kept = source[: random.integers(1, len(source) + 1)] if source else []
-        rows.append(kept + random.integers(0, VOCABULARY, random.integers(40, 200)).tolist())
+        rows.append(kept + random.integers(0, VOCABULARY, random.integers(100, 500)).tolist())
     return treefx.Forest.from_sequences(rows)
 
 
@@ -125,14 +127,48 @@ def test_gradients_stay_as_they_were(compiled: Any, measured: Profile) -> None:
 
 @pytest.mark.parametrize("seed", DEEP)
 def test_measured_peaks_are_under_the_limits_and_near_the_predictions(runner: Runner, seed: int) -> None:
-    """A small run of `treefx bench parts`. At an eighth, constants of this small model weigh more than a tenth."""
+    """A small run of `treefx bench parts`."""
     forest = _forest(seed)
     assert _forest(0).deepest.bit_length() == forest.deepest.bit_length()
-    for share, measured, error in run_under_limits(runner, forest):
-        assert len(measured.plan.parts) >= share
-        assert measured.bytes <= measured.plan.peak_bytes <= measured.plan.memory_limit_bytes
-        assert measured.plan.peak_bytes <= (1.1 if share < 8 else 1.25) * measured.bytes
-        assert error <= 1e-5
+    for trial in run_under_limits(runner, forest):
+        assert len(trial.plan.parts) >= trial.share
+        assert trial.measured.bytes <= trial.plan.peak_bytes <= trial.plan.memory_limit_bytes
+        assert trial.predicted_per_measured <= 1.1
+        assert trial.loss_error <= 1e-5
+
+
+def test_policies_of_others_compute_the_same_gradients_with_more_work(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are run, and `run_policies` compares losses and gradients itself."""
+    monkeypatch.setattr(bench_policies, "_ROUNDS", 1)
+    forest = _forest(0)
+    found = {record["policy"]: record for record in run_policies(runner, forest, share=4)}
+    uncut, planned = found["uncut"], found["treefx"]
+    assert uncut["flop_ratio"] == 1.0 and uncut["parts"] == 1
+    pairs = int((forest.depth + 1).sum())
+    flops = runner.profile.flops
+    by_hand = sum(flops[run].token * forest.num_tokens + flops[run].pair * pairs for run in ("forward", "backward"))
+    assert uncut["gflop"] == pytest.approx(by_hand / 1e9)
+    assert planned["fits"] and planned["measured_mib"] <= planned["predicted_mib"]
+    for policy in ("separate rows", "micro-batches", "one branch"):
+        assert found[policy]["flop_ratio"] > planned["flop_ratio"] >= 1.0
+        assert found[policy]["tokens_forward"] > forest.num_tokens
+    assert found["separate rows"]["tokens_forward"] == forest.raw_tokens
+    assert max(record["gradient_error"] for record in found.values()) <= 1e-5
+
+
+def test_policies_that_differ_are_not_reported(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row less, as a batch that forgets it would have."""
+    right = bench_policies.plan_policy
+
+    def wrong(plan: Any, policy: str) -> Any:
+        return right(plan, policy)[: -1 if policy == "separate rows" else None]
+
+    monkeypatch.setattr(bench_policies, "plan_policy", wrong)
+    monkeypatch.setattr(bench_policies, "_ROUNDS", 1)
+    with pytest.raises(treefx.TreefxError, match="separate rows: loss"):
+        run_policies(runner, _forest(0), share=4)
 
 
 def test_what_cannot_be_profiled_is_refused(compiled: Any) -> None:

@@ -17,7 +17,7 @@ from treefx.forest import Forest
 from treefx.planning.analytic import Dimensions, estimate_cost
 from treefx.planning.nonnegative import fit_nonnegative
 from treefx.planning.planner import plan
-from treefx.planning.policies import compare_policies
+from treefx.planning.policies import compare_policies, plan_policy
 
 ROWS = [[*range(20), *range(100 * row, 100 * row + 30)] for row in range(1, 5)]
 
@@ -85,6 +85,10 @@ def test_policies_compute_what_their_definitions_say(rows: Rows) -> None:
     assert outcome["micro-batches"].parts == len(batches)
     assert outcome["micro-batches"].forward_tokens == sum(map(len, batches))
     assert all(item.fits == (item.peak_bytes <= limit) for item in outcome.values())
+    for item in outcome.values():
+        runs = plan_policy(found, item.policy)
+        tokens = sum(run.forest.num_tokens + run.recomputed_tokens for run in runs)
+        assert (sum(len(run.parts) for run in runs), tokens) == (item.parts, item.forward_tokens)
 
 
 @pytest.mark.parametrize(("text", "value"), [("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000), ("1e9", 10**9), ("7b", 7)])

@@ -38,22 +38,31 @@ def attention(
 ) -> None:
     """Time tree attention, forward and backward, against what else computes it exactly.
 
-    On the CPU in float32 against SDPA with the dense mask and SDPA on separate rows. On a GPU in bfloat16, prefix,
+    On the CPU against the dense mask, separate rows, and the bare calls of ATen's kernel on the same rectangles: the
+    floor of the method on the machine at hand. Trees that were timed before on another machine show those figures in
+    brackets. Windows, ALiBi, softcap and sinks come last. On a GPU in bfloat16, prefix,
     GRPO, DPO, agent and tree-of-thought forests of 4,000 to 130,000 tokens, against FlexAttention with the same tree
     (its fastest variant) and SDPA on separate rows, with the matrix product the device reaches. Results are compared
-    first; no time is printed of one that is wrong.
+    first; no time is printed of one that is wrong. A kernel that crashes or hangs costs its own case: the others run
+    in a fresh process, without warp specialisation.
     """
     # Registers the operators of the kernels: only this benchmark needs them without a model.
     from treefx.cli import bench_attention
 
+    records: list[dict[str, Any]] = []
     if bench_attention.choose_device(device) == "cpu":
-        _show("Attention over a tree", bench_attention.run(json=json), json)
+        total = len(bench_attention.CASES)
+        records += track(bench_attention.run(), total=total, disable=json, console=notes, transient=True)
+        if json:
+            print_json(records)
+        else:
+            console.print(bench_attention.make_summary(records))
         return
+    from treefx.cli import bench_attention_apart as apart
     from treefx.cli import bench_attention_cuda as on_cuda
 
-    records: list[dict[str, Any]] = []
     total = len(on_cuda.SETTINGS)
-    for record in track(on_cuda.run(minutes=minutes), total=total, disable=json, console=notes, transient=True):
+    for record in track(apart.run(minutes=minutes), total=total, disable=json, console=notes, transient=True):
         records.append(record)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -98,15 +107,21 @@ def kernel(
 @bench.command()
 def mixers(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the best counts.")] = 3,
+    inner: Annotated[str, typer.Option(help="What compiles the models: inductor or aot_eager.")] = "inductor",
     json: Json = False,
 ) -> None:
-    """Time a Mamba 2 and a gated delta net layer along a tree (four raw tokens per distinct one) against rows.
+    """Time Mamba 2 and gated delta net layers along a tree (four raw tokens per distinct one) against rows.
 
-    Forward and backward in float32, the same chunked code for both; gradients are compared first.
+    First layers of our own, the same chunked code for both; then unmodified models of transformers with one such
+    layer, compiled with treefx and, by the same compiler, as they are. Forward and backward in float32; gradients
+    are compared first.
     """
     from treefx.cli import bench_mixers
 
-    _show("Mixers along a tree", bench_mixers.run(repeats=repeats), json)
+    with notes.status("timing layers") as status:
+        records = bench_mixers.run(repeats=repeats)
+        records += bench_mixers.run_models(repeats=repeats, inner=inner, on_start=status.update)
+    _show("Mixers along a tree", records, json)
 
 
 @bench.command()
@@ -118,6 +133,30 @@ def plan(json: Json = False) -> None:
 
 
 @bench.command()
+def sampler(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files or folders: tau-bench, ToolBench or OpenAI chats. Default: a scripted sample."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Budget of a batch, in distinct tokens.")] = 16384,
+    tokenizer: Annotated[str, typer.Option(help="'bpe', trained on the text at hand, or 'bytes'.")] = "bpe",
+    vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of the BPE.")] = 16384,
+    json: Json = False,
+) -> None:
+    """Put shuffled rows, one per assistant turn, into batches, and count the distinct tokens these compute.
+
+    The minimum is the forest of all rows: no batching computes less. First-fit takes the rows as they arrive, each
+    into the first batch that has room. A ratio is tokens computed over the minimum.
+    """
+    from treefx.cli import bench_sampler
+
+    records = bench_sampler.run(
+        paths or (), max_tokens=max_tokens, tokenizer=tokenizer, vocab_size=vocab_size, json=json
+    )
+    _show(f"Batches of at most {max_tokens:,} distinct tokens", records, json)
+
+
+@bench.command()
 def parts(
     forests: Annotated[int, typer.Option(min=1, help="Random forests, each under three limits.")] = 50,
     inner: Annotated[str, typer.Option(help="Inner compiler: inductor or aot_eager.")] = "inductor",
@@ -125,13 +164,13 @@ def parts(
 ) -> None:
     """Run plans on the CPU and measure their peaks with an allocation tracker.
 
-    Random forests run under 1/2, 1/4 and 1/8 of what they take uncut. Then one large forest runs under an eighth, with
-    the same forest under the policies of other systems beside it. All of it takes some minutes.
+    Random forests run under 1/2, 1/4 and 1/8 of what they take uncut. Then one large forest runs under an eighth, and
+    by the policies of other systems; losses and gradients of all are compared. All of it takes some minutes.
     """
-    from treefx.cli import bench_parts
+    from treefx.cli import bench_parts, bench_policies
 
     peaks = bench_parts.measure_peaks(forests, inner, json=json)
-    policies = bench_parts.measure_policies(inner)
+    policies = bench_policies.measure_policies(inner)
     if json:
         print_json({"peaks": peaks, "policies": policies})
         return

@@ -1,100 +1,85 @@
-"""Time tree attention on the CPU against SDPA with the dense tree mask and SDPA on every row alone."""
+"""Time tree attention on the CPU against a dense tree mask, every row alone, and the bare calls of its own kernel.
+
+The last is the floor of the method on the machine at hand: ATen's flash attention on the same rectangles of the tree,
+on operands that lie ready, with nothing merged. Where the same trees were timed before on another machine, those
+figures stand beside: absolute times differ with the machine, quotients should not.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
+from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
+from treefx.cli.attention_rivals import Scores, dense, rows_alone
+from treefx.cli.attention_sample import Attend, Sample
+from treefx.cli.attention_trees import Tree, agent_nodes, repeated_nodes, thought_nodes
 from treefx.cli.bench_step import WrongResultError
+from treefx.cli.output import make_table
 from treefx.errors import InputError
 from treefx.kernels import tree_attention
+from treefx.kernels.common import Inputs
+from treefx.kernels.score import make_score
+from treefx.kernels.structure import find_structure
+from treefx.kernels.tile_calls import attend_tile, differentiate_tile
+from treefx.kernels.tiles import plain_tiles, take_keys
 
-__all__ = ["CASES", "Tree", "agent_nodes", "choose_device", "repeated_nodes", "run", "thought_nodes"]
+__all__ = ["CASES", "Case", "choose_device", "make_summary", "run"]
 
 _TOLERANCE = 1e-4
 _CHECKED_HEADS = 1
+_SECONDS, _SHORT_MS = 2.0, 100.0
+_TIMES_ROWS = 1.5
+"""16-bit results may be off by so many times what SDPA on separate rows is."""
+
+Step = tuple[float, float]
+"""Milliseconds of the forward and of the backward."""
 
 
 @dataclass(frozen=True)
-class Tree:
-    """A forest as nodes in packed order: the parent node (-1: a root) and the length of each."""
+class Case:
+    """What is timed together.
 
-    name: str
-    nodes: tuple[tuple[int, int], ...]
+    Attributes:
+        tree: the forest.
+        dtype: of q, k and v.
+        scores: what the logits are beside a product.
+        before: milliseconds forward and backward of each method on two cores of another machine (a Xeon), where they
+            are known. Of its agent tree only the numbers of nodes and tokens are.
+    """
 
-    def spans(self) -> list[tuple[int, int]]:
-        """Return the token range of each node."""
-        stops = np.cumsum([length for _, length in self.nodes]).tolist()
-        return [(stop - length, stop) for stop, (_, length) in zip(stops, self.nodes, strict=True)]
-
-    def subtree_end(self) -> Tensor:
-        """Return the exclusive end of each token's subtree, int32 ``[N]``."""
-        spans = self.spans()
-        ends = [stop for _, stop in spans]
-        for node in reversed(range(len(ends))):
-            parent = self.nodes[node][0]
-            if parent >= 0:
-                ends[parent] = max(ends[parent], ends[node])
-        lengths = torch.tensor([length for _, length in self.nodes])
-        return torch.tensor(ends, dtype=torch.int32).repeat_interleave(lengths)
-
-    def rows(self) -> list[Tensor]:
-        """Return the packed indices of every root-to-leaf row."""
-        spans, parents = self.spans(), [parent for parent, _ in self.nodes]
-        rows = []
-        for leaf in sorted(set(range(len(parents))) - set(parents)):
-            path: list[Tensor] = []
-            node = leaf
-            while node >= 0:
-                path.insert(0, torch.arange(*spans[node]))
-                node = parents[node]
-            rows.append(torch.cat(path))
-        return rows
+    tree: Tree
+    dtype: torch.dtype = torch.float32
+    scores: Scores = Scores()
+    before: tuple[tuple[str, Step], ...] = ()
 
 
-def repeated_nodes(count: int, prefix: int, leaves: int, length: int) -> tuple[tuple[int, int], ...]:
-    """Return ``count`` prefixes with ``leaves`` continuations each."""
-    trees = ([(-1, prefix), *[(tree * (leaves + 1), length)] * leaves] for tree in range(count))
-    return tuple(node for tree in trees for node in tree)
-
-
-def agent_nodes(count: int = 102) -> tuple[tuple[int, int], ...]:
-    """Return a conversation that forks now and then: a long system prompt, then turns of 30 to 70 tokens."""
-    random = np.random.default_rng(0)
-    nodes, path = [(-1, 1000)], [0]
-    for node in range(1, count):
-        if random.random() < 0.3:
-            path = path[: int(random.integers(1, len(path) + 1))]
-        nodes.append((path[-1], int(random.integers(30, 71))))
-        path.append(node)
-    return tuple(nodes)
-
-
-def thought_nodes(depth: int = 4, width: int = 4) -> tuple[tuple[int, int], ...]:
-    """Return a full tree of short thoughts, 15 to 45 tokens each."""
-    random = np.random.default_rng(0)
-    nodes: list[tuple[int, int]] = []
-
-    def grow(parent: int, level: int) -> None:
-        nodes.append((parent, int(random.integers(15, 46))))
-        node = len(nodes) - 1
-        for _ in range(width if level < depth else 0):
-            grow(node, level + 1)
-
-    grow(-1, 0)
-    return tuple(nodes)
-
-
+_PREFIX = Tree("prefix 2048 + 8 x 256", repeated_nodes(1, 2048, 8, 256))
+_SHORT = Tree("prefix 512 + 8 x 64", repeated_nodes(1, 512, 8, 64))
+_LONG_AGENT = Tree("agent, 102 nodes, long", (*agent_nodes(101, (49, 118)), (0, 91)))
 CASES = (
-    Tree("prefix 2048 + 8 x 256", repeated_nodes(1, 2048, 8, 256)),
-    Tree("GRPO 2 x (512 + 8 x 512)", repeated_nodes(2, 512, 8, 512)),
-    Tree("DPO 8 x (384 + 2 x 192)", repeated_nodes(8, 384, 2, 192)),
-    Tree("agent, 102 nodes", agent_nodes()),
-    Tree("tree of thought, 341 nodes", thought_nodes()),
+    Case(_PREFIX, before=(("tree", (59, 130)), ("dense", (172, 318)), ("rows", (202, 478)))),
+    Case(_PREFIX, torch.bfloat16, before=(("tree", (25, 121)), ("dense", (75, 291)), ("rows", (81, 395)))),
+    Case(_LONG_AGENT, before=(("tree", (141, 172)), ("dense", (927, 1870)))),
+    Case(Tree("tree of thought, 341 nodes", thought_nodes())),
+    Case(Tree("agent, 102 nodes", agent_nodes())),
+    Case(Tree("agent, 102 nodes", agent_nodes()), torch.bfloat16),
+    Case(Tree("GRPO 2 x (512 + 8 x 512)", repeated_nodes(2, 512, 8, 512))),
+    Case(Tree("DPO 8 x (384 + 2 x 192)", repeated_nodes(8, 384, 2, 192))),
+    Case(Tree("128 tokens, 64 + 4 x 16", repeated_nodes(1, 64, 4, 16))),
+    *(
+        Case(_SHORT, scores=scores)
+        for scores in (
+            Scores("window 256", window=256),
+            Scores("ALiBi", slopes=True),
+            Scores("ALiBi, learned", slopes=True, learned=True),
+            Scores("softcap", softcap=20.0),
+            Scores("sinks", sinks=True),
+        )
+    ),
 )
 
 
@@ -110,90 +95,184 @@ def choose_device(device: str) -> str:
 
 
 def run(
-    json: bool = False, *, heads: int = 8, head_dim: int = 64, repeats: int = 2, cases: Sequence[Tree] = CASES
-) -> list[dict[str, object]]:
-    """Time forward and backward in float32, each the best of ``repeats`` runs taken in turn.
+    *, heads: int = 8, head_dim: int = 64, repeats: int = 2, cases: Sequence[Case] = CASES
+) -> Iterator[dict[str, Any]]:
+    """Time forward and backward, each the best of ``repeats`` runs taken in turn.
 
     Args:
-        json: a program reads the result; the records are the same.
         heads: query and key heads.
         head_dim: width of a head.
         repeats: timed runs of each method.
-        cases: the forests.
+        cases: what is timed.
 
-    Returns:
-        One record per case: ``case``, ``tokens`` (distinct), ``raw_tokens`` (over the rows), forward and
-        backward milliseconds of the tree, of SDPA with the dense N x N mask, of SDPA on every row alone, and
-        the quotients.
+    Yields:
+        One record per case: ``case``, ``dtype``, ``score``, ``tokens`` (distinct), ``raw_tokens`` (over the rows),
+        forward and backward milliseconds of ``tree``, of the ``floor`` (plain scores only), under the ``dense`` mask
+        and of the ``rows``; quotients of the sums, ``tree_over_floor`` among them; and the same from ``before``.
 
     Raises:
         WrongResultError: tree attention and the dense reference disagree, so nothing is reported.
     """
-    del json  # no progress bar to switch off
-    return [_time_case(case, heads, head_dim, repeats) for case in cases]
+    for case in cases:
+        yield _time_case(case, heads, head_dim, repeats)
 
 
-def _time_case(case: Tree, heads: int, head_dim: int, repeats: int) -> dict[str, object]:
-    ends, rows = case.subtree_end(), case.rows()
-    tokens = len(ends)
+def make_summary(records: Sequence[dict[str, Any]]) -> Table:
+    """Return the records as a table."""
+    headers = ("tree", "dtype", "score", "tokens", "tree, ms", "/ floor", "dense, ms", "dense x", "rows, ms", "rows x")
+    rows = [
+        (
+            record["case"],
+            record["dtype"],
+            record["score"],
+            record["tokens"],
+            _pair(record, "tree"),
+            record.get("tree_over_floor", "-"),
+            _pair(record, "dense"),
+            _beside(record, "dense"),
+            _pair(record, "rows"),
+            _beside(record, "rows"),
+        )
+        for record in records
+    ]
+    title = "Attention over a tree, forward / backward; in brackets: an earlier machine"
+    return make_table(title, headers, rows)
+
+
+def _pair(record: dict[str, Any], method: str) -> str:
+    times = [f"{record[f'{method}_{way}_ms']:.3g}" for way in ("forward", "backward")]
+    before = record.get("before", {}).get(method)
+    return " / ".join(times) + ("" if before is None else f" ({before[0]:g} / {before[1]:g})")
+
+
+def _beside(record: dict[str, Any], method: str) -> str:
+    before = record.get(f"before_{method}_over_tree")
+    return f"{record[f'{method}_over_tree']:.2f}" + ("" if before is None else f" ({before:.2f})")
+
+
+def _time_case(case: Case, heads: int, head_dim: int, repeats: int) -> dict[str, Any]:
+    ends, rows = case.tree.subtree_end(), case.tree.rows()
+    tokens, given = len(ends), case.scores.arguments(heads)
     torch.manual_seed(0)
-    q, k, v, grad = torch.randn(4, 1, tokens, heads, head_dim).transpose(2, 3)
+    q, k, v, grad = torch.randn(4, 1, tokens, heads, head_dim).to(case.dtype).transpose(2, 3)
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    _check(case, ends, [tensor[:, :_CHECKED_HEADS].detach() for tensor in (*leaves, grad)])
-    index = torch.arange(tokens)
-    dense = (index[None, :] <= index[:, None]) & (index[:, None] < ends[None, :])
+    attend: Attend = lambda q, k, v: tree_attention(q, k, v, ends, **given)  # noqa: E731
+    if case.dtype == torch.float32:
+        _check(case, ends, [tensor[:, :_CHECKED_HEADS].detach() for tensor in (*leaves, grad)])
+    else:
+        _check_16_bits(case, Sample(ends, rows, leaves, grad), attend)
+    others = [value for value in given.values() if isinstance(value, Tensor) and value.requires_grad]
     alone = [[tensor.detach()[:, :, row].requires_grad_() for tensor in leaves] for row in rows]
-    row_grads = [grad[:, :, row] for row in rows]
-    times = _best_ms(
-        {
-            "tree": lambda: _steps([leaves], [grad], lambda q, k, v: tree_attention(q, k, v, ends)),
-            "dense": lambda: _steps([leaves], [grad], lambda q, k, v: _sdpa(q, k, v, attn_mask=dense)),
-            "rows": lambda: _steps(alone, row_grads, lambda q, k, v: _sdpa(q, k, v, is_causal=True)),
-        },
-        repeats,
-    )
-    record: dict[str, object] = {"case": case.name, "tokens": tokens, "raw_tokens": sum(map(len, rows))}
+    grads_alone = [grad[:, :, row] for row in rows]
+    under_mask, of_rows = dense(ends, case.scores, given, case.dtype), rows_alone(rows, case.scores, given, case.dtype)
+    methods = {
+        "tree": lambda: _steps([leaves], [grad], [attend], others),
+        "dense": lambda: _steps([leaves], [grad], [under_mask], others),
+        "rows": lambda: _steps(alone, grads_alone, of_rows, others),
+    }
+    if case.scores == Scores():
+        methods["floor"] = _floor([tensor.detach() for tensor in (*leaves, grad)], ends)
+    return _record(case, tokens, sum(map(len, rows)), _best_ms(methods, repeats))
+
+
+def _record(case: Case, tokens: int, raw: int, times: dict[str, Step]) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "case": case.tree.name,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "score": case.scores.name,
+        "tokens": tokens,
+        "raw_tokens": raw,
+        "threads": torch.get_num_threads(),
+    }
     for name, (forward, backward) in times.items():
-        record |= {f"{name}_forward_ms": round(forward, 1), f"{name}_backward_ms": round(backward, 1)}
+        record |= {f"{name}_forward_ms": round(forward, 3), f"{name}_backward_ms": round(backward, 3)}
     for name in ("dense", "rows"):
         record[f"{name}_over_tree"] = round(sum(times[name]) / sum(times["tree"]), 2)
+    if "floor" in times:
+        record["tree_over_floor"] = round(sum(times["tree"]) / sum(times["floor"]), 3)
+    before = dict(case.before)
+    if before:
+        record["before"] = {name: list(step) for name, step in before.items()}
+        for name in before.keys() - {"tree"}:
+            record[f"before_{name}_over_tree"] = round(sum(before[name]) / sum(before["tree"]), 2)
     return record
 
 
-Step = tuple[float, float]
-
-
-def _steps(inputs: list[list[Tensor]], grads: list[Tensor], attend: Callable[..., Tensor]) -> Step:
+def _steps(inputs: list[list[Tensor]], grads: list[Tensor], attends: Sequence[Attend], others: list[Tensor]) -> Step:
     """Return the forward and backward milliseconds over all inputs."""
     forward = backward = 0.0
-    for leaves, grad in zip(inputs, grads, strict=True):
+    for leaves, grad, attend in zip(inputs, grads, attends, strict=True):
         start = time.perf_counter()
         out = attend(*leaves)
         middle = time.perf_counter()
-        torch.autograd.grad(out, leaves, grad)
+        torch.autograd.grad(out, [*leaves, *others], grad)
         forward += middle - start
         backward += time.perf_counter() - middle
     return forward * 1e3, backward * 1e3
 
 
+def _floor(tensors: Sequence[Tensor], ends: Tensor) -> Callable[[], Step]:
+    """Return what times the kernel's calls on the tree's rectangles; their operands are made here."""
+    q, k, v, grad = tensors
+    factor, inputs = q.shape[-1] ** -0.5, Inputs(q, k, v, ends)
+    out, lse = torch.ops.treefx.tree_attention(q, k, v, ends, [], None, _plain_text(factor), "cpu")
+    calls = [
+        ([tensor[:, :, tile.start : tile.stop] for tensor in (grad, q, out, lse)], take_keys(k, tile.keys), tile)
+        for tile in plain_tiles(inputs, find_structure(ends))
+    ]
+    values = [take_keys(v, tile.keys) for _, _, tile in calls]
+
+    def measure() -> Step:
+        start = time.perf_counter()
+        for (rows, keys, tile), value in zip(calls, values, strict=True):
+            attend_tile(rows[1], keys, value, tile, factor)
+        middle = time.perf_counter()
+        for (rows, keys, tile), value in zip(calls, values, strict=True):
+            differentiate_tile(rows, keys, value, tile, factor)
+        return (middle - start) * 1e3, (time.perf_counter() - middle) * 1e3
+
+    return measure
+
+
+def _plain_text(factor: float) -> str:
+    return make_score(scale=factor).to_json()
+
+
 def _best_ms(methods: dict[str, Callable[[], Step]], repeats: int) -> dict[str, Step]:
-    """Run the methods in turn, so that a busy moment of the machine meets all of them."""
-    runs = [{name: method() for name, method in methods.items()} for _ in range(repeats + 1)][1:]
-    return {name: (min(run[name][0] for run in runs), min(run[name][1] for run in runs)) for name in methods}
+    """Run the methods in turn, so that a busy moment of the machine meets all of them; the slowest once less.
+
+    The first run of each warms it up and counts only where it took seconds anyway.
+    """
+    found = {name: [method()] for name, method in methods.items()}
+    whole = sum(sum(steps[0]) for steps in found.values())
+    for _ in range(repeats if whole > _SHORT_MS else 10 * repeats):
+        for name, method in methods.items():
+            if len(found[name]) < 2 or sum(found[name][0]) < _SECONDS * 1e3:
+                found[name].append(method())
+    for name, (first, *others) in found.items():
+        found[name] = [first, *others] if sum(first) > _SECONDS * 1e3 else others
+    return {name: (min(step[0] for step in steps), min(step[1] for step in steps)) for name, steps in found.items()}
 
 
-def _check(case: Tree, ends: Tensor, tensors: list[Tensor]) -> None:
+def _check(case: Case, ends: Tensor, tensors: list[Tensor]) -> None:
     *inputs, grad = tensors
+    given = case.scores.arguments(inputs[0].shape[1])
     results = []
     for impl in ("auto", "reference"):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         q, k, v = leaves
-        out = tree_attention(q, k, v, ends, impl=impl)
+        out = tree_attention(q, k, v, ends, impl=impl, **given)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     for name, got, wanted in zip(("output", "dq", "dk", "dv"), *results, strict=True):
         error = ((got - wanted).norm() / wanted.norm()).item()
         if not error <= _TOLERANCE:  # NaN fails too
             raise WrongResultError(
-                f"{case.name}: {name} of tree attention must be within {_TOLERANCE:.0e} of the reference, "
+                f"{case.tree.name}: {name} of tree attention must be within {_TOLERANCE:.0e} of the reference, "
                 f"got {error:.2e}: no time is reported"
             )
+
+
+def _check_16_bits(case: Case, sample: Sample, attend: Attend) -> None:
+    wrong = sample.judge("tree", attend, sample.errors_of_rows(), _TIMES_ROWS, {})
+    if wrong:
+        raise WrongResultError(f"{case.tree.name}: {'; '.join(wrong)}: no time is reported")

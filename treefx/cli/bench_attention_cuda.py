@@ -5,12 +5,15 @@ be off by no more than 1.5 times what SDPA on separate rows is off in the same t
 reported. Times are those of the device: the queue is filled behind a pause, so that no method waits for Python.
 """
 
+import importlib.util
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,8 +21,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from treefx.cli.apart import Note
 from treefx.cli.attention_sample import Attend, Sample, causal, rounded
-from treefx.cli.bench_attention import Tree, agent_nodes, repeated_nodes, thought_nodes
+from treefx.cli.attention_trees import Tree, agent_nodes, repeated_nodes, thought_nodes
 from treefx.cli.output import make_table
 from treefx.errors import UnsupportedError
 from treefx.kernels import flex, tree_attention
@@ -122,6 +126,7 @@ def run(
     dtype: torch.dtype = torch.bfloat16,
     timer: Timer | None = None,
     with_flex: bool = True,
+    note: Note = lambda step: None,
 ) -> Iterator[dict[str, Any]]:
     """Measure the settings in turn until the time is up.
 
@@ -134,10 +139,12 @@ def run(
         dtype: of q, k and v.
         timer: milliseconds of a call on the device; by default measured there.
         with_flex: whether FlexAttention runs as well.
+        note: is told what begins.
 
     Yields:
         One record per setting: ``case, tokens, raw_tokens``, errors and what is ``wrong``; if nothing is, milliseconds
-        and TFLOP/s (on visible pairs) of each method, forward and backward, and the quotients.
+        and TFLOP/s (on visible pairs) of each method, forward and backward, and the quotients; how many kernels were
+        ``compiled`` for it, the slowest of them, and how many for the same forest with three tokens less.
 
     Raises:
         UnsupportedError: there is no such device.
@@ -156,26 +163,46 @@ def run(
             torch._functorch.config.patch(donated_buffer=False),
             torch._dynamo.config.patch(recompile_limit=256),
         ):
-            record = _measured(setting, torch.device(device), dtype, timer, setting.variants if with_flex else ())
+            case = partial(_Case, setting, torch.device(device), dtype, timer, note)
+            record = _measured(setting.name, case, setting.variants if with_flex else ())
         yield {**record, "matmul_tflops": ceiling, "total_s": round(time.perf_counter() - start, 1)}
         if device == "cuda":
             torch.cuda.empty_cache()
 
 
-def _measured(
-    setting: Setting, device: torch.device, dtype: torch.dtype, timer: Timer, variants: Sequence[str]
-) -> dict[str, Any]:
+def _measured(name: str, make: Callable[[], "_Case"], variants: Sequence[str]) -> dict[str, Any]:
     try:
-        return _Case(setting, device, dtype, timer).measure(variants)
+        return make().measure(variants)
     except Exception as reason:  # of many types, of the device too: the other settings are worth having
-        return {"case": setting.name, "wrong": [f"{type(reason).__name__}: {str(reason)[:300]}"]}
+        return {"case": name, "wrong": [f"{type(reason).__name__}: {str(reason)[:300]}"]}
+
+
+@contextmanager
+def _compilations() -> Iterator[list[float]]:
+    """Collect the seconds of every kernel that Triton compiles; one that it takes from its cache counts as none."""
+    seconds: list[float] = []
+    if importlib.util.find_spec("triton") is None:
+        yield seconds
+        return
+    import triton
+
+    def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            seconds.append(times.total / 1e6)
+
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = listen
+    try:
+        yield seconds
+    finally:
+        triton.knobs.compilation.listener = before
 
 
 class _Case:
     """The tensors of one setting and the methods on them."""
 
-    def __init__(self, setting: Setting, device: torch.device, dtype: torch.dtype, timer: Timer) -> None:
-        self.setting, self.device, self.timer = setting, device, timer
+    def __init__(self, setting: Setting, device: torch.device, dtype: torch.dtype, timer: Timer, note: Note) -> None:
+        self.setting, self.device, self.timer, self.note = setting, device, timer, note
         self.ends = setting.tree.subtree_end().to(device)
         self.rows = [row.to(device) for row in setting.tree.rows()]
         generator = torch.Generator(device).manual_seed(0)
@@ -197,22 +224,28 @@ class _Case:
             "visible_pairs": pairs,
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
         }
+        self.note("the first call of tree attention")
         began = time.perf_counter()
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, _compilations() as seconds:
             warnings.simplefilter("always")
             torch.autograd.grad(self.tree(*self.leaves), self.leaves, self.grad)
             self.synchronize()
         record["tree_first_call_s"] = round(time.perf_counter() - began, 2)
+        record |= {"compiled": len(seconds), "slowest_compilation_s": round(max(seconds, default=0.0), 2)}
+        self.note("the check of tree attention")
         record["warnings"] = [str(warning.message) for warning in caught if "treefx" in str(warning.message)]
         sample = Sample(self.ends, self.rows, self.leaves, self.grad)
         limits = sample.errors_of_rows()
         record |= {"rows_errors": rounded(limits), "wrong": sample.judge("tree", self.tree, limits, _OURS, record)}
         if record["wrong"]:
             return record
+        record["compiled_for_another_length"] = self.compiled_for_another_length()
+        self.note("the times of tree attention")
         flops = 4.0 * pairs * self.setting.head_dim * self.setting.heads
         record |= _figures("tree", self.times(self.tree), flops)
         record["tree_host_ms"] = self.host_ms()
         record |= self.flex_figures(variants, sample, limits, flops)
+        self.note("the rows")
         try:
             record |= self.row_figures()
         except torch.OutOfMemoryError:
@@ -226,8 +259,23 @@ class _Case:
         return record
 
     def tree(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Not "auto" on a device, which could be FlexAttention.
-        return tree_attention(q, k, v, self.ends, impl="triton" if self.device.type == "cuda" else "auto")
+        return tree_attention(q, k, v, self.ends, impl=self.impl)
+
+    def compiled_for_another_length(self) -> int:
+        """Return how many kernels a shorter forest compiles: none, because no length is a constant."""
+        tokens = len(self.ends) - 3
+        ends = self.ends[:tokens].clamp(max=tokens)
+        q, k, v = leaves = [tensor.detach()[:, :, :tokens].requires_grad_() for tensor in self.leaves]
+        with _compilations() as seconds:
+            out = tree_attention(q, k, v, ends, impl=self.impl)
+            torch.autograd.grad(out, leaves, self.grad[:, :, :tokens])
+            self.synchronize()
+        return len(seconds)
+
+    @property
+    def impl(self) -> str:
+        """Not "auto" on a device, which could be FlexAttention."""
+        return "triton" if self.device.type == "cuda" else "auto"
 
     def times(self, attend: Attend) -> tuple[float, float]:
         """Return the milliseconds of the forward and of the backward."""
@@ -253,6 +301,7 @@ class _Case:
         found: dict[str, tuple[float, float]] = {}
         record: dict[str, Any] = {}
         for name in variants:
+            self.note(f"flex {name}")
             try:
                 attend = self.flex(name)
                 problem = "; ".join(sample.judge(f"flex {name}", attend, limits, _OTHERS, record))

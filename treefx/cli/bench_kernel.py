@@ -35,13 +35,14 @@ __all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "prob
 
 ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
+_WITHOUT_PRODUCTS = ("delta", "sum_parts")
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 """Bytes per thread."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention to compile: three kernels (and, without features, the one of delta)."""
+    """One attention to compile: three kernels (and, without features, those of delta and of the sums of parts)."""
 
     dtype: torch.dtype
     head_dim: int
@@ -207,7 +208,7 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
         found.append(f"needs {report.shared_bytes} bytes of shared memory, the device has {SHARED_MEMORY[arch]}")
     if report.setmaxnreg != (path == "warp"):
         found.append("is not warp-specialised" if path == "warp" else "is warp-specialised")
-    if kernel == "delta" or dtype == torch.float32:  # float32 is right first, and fast where it may be
+    if kernel in _WITHOUT_PRODUCTS or dtype == torch.float32:  # float32 is right first, and fast where it may be
         return found
     if arch == 90:
         if not report.wgmma or report.mma:
@@ -229,6 +230,10 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     yield attention.backward_queries(source, out, row, row, inputs.q)
     if path == "plain" and not case.features and case.group == 1:
         yield attention.delta(out, out, row)
+        config = attention.config("backward_keys")
+        work = attention.blocks(source, config).key_programs
+        parts = torch.empty(len(work.order), inputs.k.shape[1], config.block_n, case.head_dim)
+        yield attention.sum_parts(work, config, parts, inputs.k)
 
 
 def _has_warp_path(case: Case, arch: int) -> bool:

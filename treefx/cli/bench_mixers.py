@@ -1,7 +1,8 @@
-"""Time the layers of Mamba 2 and of a gated delta net along a tree against the same layers on separate rows."""
+"""Time Mamba 2 and gated delta net layers along a tree against rows: hand-written ones, and models of transformers."""
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +10,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treefx.cli.bench_step import WrongResultError
+from treefx.cli.models import make_model, require_transformers
+from treefx.cli.synthetic import shared_prefix_batch
+from treefx.cli.training import TrainingRun
 from treefx.forest import Forest
+from treefx.inspector import inspect
 from treefx.kernels.tree_conv import tree_conv1d
 from treefx.kernels.tree_scan import tree_delta_rule, tree_ssd
 
-__all__ = ["CASES", "Case", "run"]
+__all__ = ["CASES", "MODELS", "Case", "run", "run_models"]
 
 _TOLERANCE = 1e-3
+_SMALL = 1e-3
+"""Gradients below this share of the largest one, by norm, are judged against it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,19 @@ class Case:
 
 
 CASES = (Case(8, 512, 448), Case(8, 1024, 896))
+
+_COMMON = {
+    "vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 1, "use_cache": False, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, object]] = {
+    "mamba2": {**_COMMON, "num_heads": 8, "head_dim": 64, "state_size": 64, "n_groups": 1},
+    "qwen3_next": {
+        **_COMMON, "layer_types": ["linear_attention"], "mlp_only_layers": [0], "intermediate_size": 512,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    },
+}  # fmt: skip
+"""One layer each, chunk sizes as in the released models."""
 
 
 class _Layer(nn.Module):
@@ -56,9 +76,9 @@ class _Layer(nn.Module):
         q, k, v = mixed.reshape(-1, 3, self.heads, self.head_dim).unbind(1)
         k, decay = F.normalize(k, dim=-1), -F.softplus(g)
         if self.delta:
-            out = tree_delta_rule(q, k, v, decay, beta.sigmoid(), parent, ends)
+            out = tree_delta_rule(q, k, v, decay, beta.sigmoid(), ends)
         else:
-            out = tree_ssd(q, k, v, decay, parent, ends)
+            out = tree_ssd(q, k, v, decay, ends)
         result: Tensor = self.leave(out.flatten(1) * F.silu(gate))
         return result
 
@@ -78,6 +98,56 @@ def run(
     layers = {"Mamba 2": False, "gated delta net": True}
     pairs = [(case, name) for case in cases for name in layers]
     return [_time(name, layers[name], case, width, heads, head_dim, repeats) for case, name in pairs]
+
+
+def run_models(
+    *,
+    repeats: int = 3,
+    inner: str = "inductor",
+    cases: Sequence[Case] = CASES[:1],
+    models: Mapping[str, Mapping[str, object]] = MODELS,
+    on_start: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, object]]:
+    """The same for unmodified models of transformers, compiled with treefx, and as they are by the same compiler.
+
+    Args:
+        repeats: Timed steps of each; the best counts.
+        inner: What compiles both.
+        cases: Shapes of sharing.
+        models: Fields of the configuration by architecture.
+        on_start: Told what is about to be compiled.
+
+    Returns:
+        Records as of :func:`run`.
+
+    Raises:
+        WrongResultError: Gradients disagree, or the recurrence was left on rows.
+    """
+    return [_time_model(name, models[name], case, repeats, inner, on_start) for name in models for case in cases]
+
+
+def _time_model(
+    name: str, fields: Mapping[str, object], case: Case, repeats: int, inner: str, on_start: Callable[[str], None]
+) -> dict[str, object]:
+    title = f"{name} model, {case.rows} rows of {case.length}"
+    on_start(f"compiling {title}")
+    torch._dynamo.reset()
+    model = make_model(require_transformers().AutoConfig.for_model(name, **fields))
+    batch = shared_prefix_batch(case.rows, case.shared, case.length - case.shared, int(str(fields["vocab_size"])))
+    runs = {
+        "tree": TrainingRun(model, "treefx", options={"inner": inner}),
+        "rows": TrainingRun(model, "treefx", options={"inner": inner, "min_sharing": float("inf")}),
+    }
+    for each in runs.values():
+        each.compile_for(batch)
+    stats = inspect(runs["tree"].compiled).stats
+    if stats["recurrences_rewritten"] != 1:
+        raise WrongResultError(f"{title}: one recurrence should run along the tree, got {stats['expansions']}")
+    names = list(runs["rows"].first_gradients)
+    gradients = [[each.first_gradients[key] for key in names] for each in runs.values()]
+    _check(title, *gradients)
+    methods = {method: functools.partial(each.time_forward_backward, batch) for method, each in runs.items()}
+    return _record(title, case.shared + case.rows * (case.length - case.shared), case, _best(methods, repeats))
 
 
 def _time(name: str, delta: bool, case: Case, width: int, heads: int, head_dim: int, repeats: int) -> dict[str, object]:
@@ -101,24 +171,33 @@ def _time(name: str, delta: bool, case: Case, width: int, heads: int, head_dim: 
         "rows": lambda: step(rows, hidden[same], 1.0),
     }
     _check(name, methods["tree"](), methods["rows"]())
+    return _record(f"{name}, {case.rows} rows of {case.length}", tree.num_tokens, case, _best(methods, repeats))
+
+
+def _best(methods: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Milliseconds of the fastest call of each, called in turn."""
     times: dict[str, list[float]] = {method: [] for method in methods}
     for _ in range(repeats):
         for method, call in methods.items():
             start = time.perf_counter()
             call()
             times[method].append((time.perf_counter() - start) * 1e3)
-    best = {method: min(taken) for method, taken in times.items()}
+    return {method: min(taken) for method, taken in times.items()}
+
+
+def _record(title: str, tokens: int, case: Case, best: Mapping[str, float]) -> dict[str, object]:
     raw = case.rows * case.length
     return {
-        "case": f"{name}, {case.rows} rows of {case.length}", "tokens": tree.num_tokens, "raw_tokens": raw,
-        "sharing_ratio": round(raw / tree.num_tokens, 2), "tree_ms": round(best["tree"], 1),
-        "rows_ms": round(best["rows"], 1), "rows_over_tree": round(best["rows"] / best["tree"], 2),
+        "case": title, "tokens": tokens, "raw_tokens": raw, "sharing_ratio": round(raw / tokens, 2),
+        "tree_ms": round(best["tree"], 1), "rows_ms": round(best["rows"], 1),
+        "rows_over_tree": round(best["rows"] / best["tree"], 2),
     }  # fmt: skip
 
 
 def _check(name: str, tree: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    largest = max(float(wanted.norm()) for wanted in rows)
     for got, wanted in zip(tree, rows, strict=True):
-        error = float((got - wanted).norm() / wanted.norm())
+        error = float((got - wanted).norm()) / max(float(wanted.norm()), _SMALL * largest)
         if not error <= _TOLERANCE:  # NaN fails too
             raise WrongResultError(
                 f"{name}: gradients along the tree must be within {_TOLERANCE:.0e} of those of separate rows, "

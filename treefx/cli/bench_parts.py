@@ -1,8 +1,8 @@
-"""Run plans and measure them: peaks against limits on random forests, and one large forest under an eighth."""
+"""Run plans under limits on random forests, and measure their peaks."""
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,9 @@ from treefx.planning.blocks import Counts
 from treefx.planning.infeasible import smallest_requirement
 from treefx.planning.memory import install_allocator, track_peak
 from treefx.planning.plan import Plan
-from treefx.planning.policies import compare_policies
 from treefx.planning.profile import Profile
 
-__all__ = ["LIMITS", "Runner", "large_forest", "measure_peaks", "measure_policies", "random_forest", "run_under_limits"]
+__all__ = ["LIMITS", "Measured", "Runner", "Trial", "measure_peaks", "random_forest", "run_under_limits"]
 
 LIMITS = (2, 4, 8)
 """Limits are what the uncut forest takes, over these."""
@@ -31,19 +30,39 @@ _PLENTY = 1e15
 
 @dataclass(frozen=True)
 class Measured:
-    """One plan and what it took.
+    """What plans took, run one after the other.
 
     Attributes:
-        plan: the plan.
-        bytes: measured peak, the model's own bytes included.
+        bytes: measured peak, with the model's own bytes, those of the forest and of the parts' lists of tokens.
         seconds: time of the processor, all threads.
-        loss: the value.
+        loss: the sum of the values.
     """
 
-    plan: Plan
     bytes: int
     seconds: float
     loss: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A forest under one limit.
+
+    Attributes:
+        share: the limit is what the forest takes uncut over this, or the least possible where that is more.
+        plan: what ran.
+        measured: what it took.
+        loss_error: difference of the loss to that of the uncut forest, relative.
+    """
+
+    share: int
+    plan: Plan
+    measured: Measured
+    loss_error: float
+
+    @property
+    def predicted_per_measured(self) -> float:
+        """The predicted peak over the measured one."""
+        return self.plan.peak_bytes / self.measured.bytes
 
 
 class Runner:
@@ -71,14 +90,24 @@ class Runner:
         """Predicted peak of the whole forest at once."""
         return treefx.plan(forest, self.profile, _PLENTY).peak_bytes
 
-    def run(self, plan: Plan) -> Measured:
-        """Run a plan from no gradients on."""
+    def run(self, plans: Sequence[Plan]) -> Measured:
+        """Run plans from no gradients on."""
         self.model.zero_grad(set_to_none=True)
+        loss = 0.0
         with track_peak() as peak:
             started = time.process_time()
-            loss = treefx.backward(self.compiled, plan, treefx.losses.sft)
+            for plan in plans:
+                loss += float(treefx.backward(self.compiled, plan, treefx.losses.sft))
             seconds = time.process_time() - started
-        return Measured(plan, peak.bytes + self.model_bytes, seconds, float(loss))
+        described = max(_described_bytes(plan) for plan in plans)  # these were there before
+        return Measured(peak.bytes + self.model_bytes + described, seconds, loss)
+
+
+def _described_bytes(plan: Plan) -> int:
+    """The forest's tensors, and the parts' tokens."""
+    values = [getattr(plan.forest, item.name) for item in fields(plan.forest)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *(part.tokens for part in plan.parts)])
 
 
 def random_forest(seed: int) -> Forest:
@@ -90,15 +119,6 @@ def random_forest(seed: int) -> Forest:
         kept = source[: int(random.integers(1, len(source) + 1))] if source else []
         fresh = int(random.integers(100, 1200)) if rows else 1200
         rows.append((kept + random.integers(0, _VOCABULARY, fresh).tolist())[:_LONGEST])
-    return Forest.from_sequences(rows)
-
-
-def large_forest() -> Forest:
-    """Agents: a prompt of 256 tokens, 4 tasks of 256, 4 trials of 512 each with two endings of 256."""
-    random = np.random.default_rng(0)
-    rows: list[list[int]] = [[]]
-    for children, tokens in ((1, 256), (4, 256), (4, 512), (2, 256)):
-        rows = [row + random.integers(0, _VOCABULARY, tokens).tolist() for row in rows for _ in range(children)]
     return Forest.from_sequences(rows)
 
 
@@ -116,75 +136,35 @@ def measure_peaks(forests: int, inner: str, *, json: bool = False) -> list[dict[
         `parts_most`, `recomputed_most` (per distinct token), `loss_error` (largest relative difference to uncut).
     """
     runner = Runner(inner, 2, 64, random_forest(0))
-    found: dict[int, list[tuple[Measured, float]]] = {share: [] for share in LIMITS}
+    trials: list[Trial] = []
     with Progress(console=Console(stderr=True), transient=True, disable=json) as progress:
         for seed in progress.track(range(forests), description="random forests"):
-            for share, measured, error in run_under_limits(runner, random_forest(seed)):
-                found[share].append((measured, error))
-    return [_summary(share, results) for share, results in found.items() if results]
+            trials += run_under_limits(runner, random_forest(seed))
+    return [_summary([trial for trial in trials if trial.share == share]) for share in LIMITS]
 
 
-def run_under_limits(runner: Runner, forest: Forest) -> Iterator[tuple[int, Measured, float]]:
-    """Each limit, its plan, run, and the relative error of the loss; limits are raised to the least possible."""
+def run_under_limits(runner: Runner, forest: Forest) -> Iterator[Trial]:
+    """Plan and run a forest under each limit."""
     cost = runner.profile.cost.for_forest(forest)
     least = smallest_requirement(Counts(forest), cost).limit_bytes
     whole = runner.uncut_bytes(forest)
-    truth = runner.run(treefx.plan(forest, runner.profile, _PLENTY)).loss
+    truth = runner.run([treefx.plan(forest, runner.profile, _PLENTY)]).loss
     for share in LIMITS:
-        measured = runner.run(treefx.plan(forest, runner.profile, max(whole // share, least)))
-        yield share, measured, abs(measured.loss - truth) / abs(truth)
+        plan = treefx.plan(forest, runner.profile, max(whole // share, least))
+        measured = runner.run([plan])
+        yield Trial(share, plan, measured, abs(measured.loss - truth) / abs(truth))
 
 
-def _summary(share: int, results: list[tuple[Measured, float]]) -> dict[str, Any]:
-    measured = [item for item, _ in results]
-    predicted = [item.plan.peak_bytes / item.bytes for item in measured]
+def _summary(trials: list[Trial]) -> dict[str, Any]:
+    of_limit = [trial.measured.bytes / trial.plan.memory_limit_bytes for trial in trials]
     return {
-        "limit": f"1/{share} of uncut",
-        "forests": len(measured),
-        "over": sum(item.bytes > item.plan.memory_limit_bytes for item in measured),
-        "of_limit": max(item.bytes / item.plan.memory_limit_bytes for item in measured),
-        "predicted_least": min(predicted),
-        "predicted_most": max(predicted),
-        "parts_most": max(len(item.plan.parts) for item in measured),
-        "recomputed_most": max(item.plan.tokens_per_forward - 1 for item in measured),
-        "loss_error": max(error for _, error in results),
+        "limit": f"1/{trials[0].share} of uncut",
+        "forests": len(trials),
+        "over": sum(share > 1 for share in of_limit),
+        "of_limit": max(of_limit),
+        "predicted_least": min(trial.predicted_per_measured for trial in trials),
+        "predicted_most": max(trial.predicted_per_measured for trial in trials),
+        "parts_most": max(len(trial.plan.parts) for trial in trials),
+        "recomputed_most": max(trial.plan.tokens_per_forward - 1 for trial in trials),
+        "loss_error": max(trial.loss_error for trial in trials),
     }
-
-
-def measure_policies(inner: str) -> list[dict[str, Any]]:
-    """Train a large forest under an eighth of what it takes uncut.
-
-    Returns:
-        One record per policy: `policy`, `parts`, `tokens_forward`, `per_distinct`, `predicted_time` (over that of
-        uncut), `predicted_mib`, `fits`; of the plan and of the uncut forest also `measured_mib`, `cpu_s` (best of
-        three, after one that compiles) and `loss`.
-    """
-    forest = large_forest()
-    runner = Runner(inner, 4, 64, forest)
-    limit = runner.uncut_bytes(forest) // 8
-    plans = {
-        "treefx": treefx.plan(forest, runner.profile, limit),
-        "uncut": treefx.plan(forest, runner.profile, _PLENTY),
-    }
-    runs = [{name: runner.run(plan) for name, plan in plans.items()} for _ in range(4)][1:]
-    measured = {name: min((run[name] for run in runs), key=lambda item: item.seconds) for name in plans}
-    outcomes = compare_policies(plans["treefx"])
-    whole = next(item.seconds for item in outcomes if item.policy == "uncut")
-    records = []
-    for item in outcomes:
-        run = measured.get(item.policy)
-        records.append(
-            {
-                "policy": item.policy,
-                "parts": item.parts,
-                "tokens_forward": item.forward_tokens,
-                "per_distinct": item.forward_ratio,
-                "predicted_time": item.seconds / whole,
-                "predicted_mib": item.peak_bytes / 2**20,
-                "fits": item.fits,
-                "measured_mib": None if run is None else run.bytes / 2**20,
-                "cpu_s": None if run is None else run.seconds,
-                "loss": None if run is None else run.loss,
-            }
-        )
-    return records

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from treefx.forest import Forest
 from treefx.planning.cost import Size
 
-__all__ = ["SHORTEST_BLOCK", "Blocks", "Counts"]
+__all__ = ["SHORTEST_BLOCK", "Blocks", "Counts", "IntArray"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -24,6 +24,8 @@ class Counts:
         forest: the forest.
         depth, parent, end: its `depth`, `parent` and `subtree_end`, int64 [N].
         children: int64 [N], number of children of every token.
+        heads: int64 [K], ascending, the tokens whose parent is not the token before them.
+        runs: int64 [R], ascending, the tokens that are roots or have siblings: a run without a fork begins there.
         edges: int64 [N + 1], edges whose source is one of the first k tokens.
         pairs: int64 [N + 1], visible (query, key) pairs whose query is one of the first k tokens.
     """
@@ -34,6 +36,8 @@ class Counts:
         self.parent: IntArray = forest.parent.cpu().numpy()
         self.end = forest.subtree_end.cpu().numpy().astype(np.int64)
         self.children = np.bincount(self.parent[self.parent >= 0], minlength=len(self.parent))
+        self.heads = np.flatnonzero(self.parent != np.arange(-1, len(self.parent) - 1))
+        self.runs = np.flatnonzero((self.children[self.parent] != 1) | (self.parent < 0))
         self.edges = np.concatenate(([0], np.cumsum(self.children)))
         self.pairs = np.concatenate(([0], np.cumsum(self.depth + 1)))
 
@@ -68,19 +72,14 @@ class Blocks:
     @classmethod
     def of(cls, counts: Counts, longest: int) -> "Blocks":
         """Cut the forest at every fork, and runs evenly into pieces of at most `longest` tokens."""
-        parent = counts.parent
-        only_child = np.zeros(len(parent), dtype=bool)
-        below = parent >= 0
-        only_child[below] = counts.children[parent[below]] == 1
-        run_start = np.nonzero(~only_child)[0]
-        length = np.diff(np.append(run_start, len(parent)))
+        length = np.diff(np.append(counts.runs, len(counts.parent)))
         pieces = -(-length // longest)
         run = np.repeat(np.arange(len(length)), pieces)
         place = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        start = run_start[run] + place * length[run] // pieces[run]
-        block_of = np.repeat(np.arange(len(start)), np.diff(np.append(start, len(parent))))
-        above = parent[start]
-        return cls(counts, start, np.append(start[1:], len(parent)), np.where(above < 0, -1, block_of[above]))
+        start = counts.runs[run] + place * length[run] // pieces[run]
+        above = counts.parent[start]
+        block_above = np.searchsorted(start, above, side="right") - 1  # -1 above roots
+        return cls(counts, start, np.append(start[1:], len(counts.parent)), block_above)
 
     def __len__(self) -> int:
         return len(self.start)
@@ -95,14 +94,17 @@ class Blocks:
         """int64 [B]: tokens above the block."""
         return self.counts.depth[self.start]
 
-    @cached_property
-    def children(self) -> list[list[int]]:
-        """Blocks directly below each block, ascending."""
-        below: list[list[int]] = [[] for _ in range(len(self))]
-        for block, above in enumerate(self.parent.tolist()):
-            if above >= 0:
-                below[above].append(block)
+    def children(self, block: int) -> list[int]:
+        """Blocks directly below a block, ascending."""
+        order, first = self._by_parent
+        below: list[int] = order[first[block] : first[block + 1]].tolist()
         return below
+
+    @cached_property
+    def _by_parent(self) -> tuple[IntArray, IntArray]:
+        """Blocks ordered by the block above, and where the children of each begin in that order."""
+        order = np.argsort(self.parent, kind="stable")
+        return order, np.searchsorted(self.parent[order], np.arange(len(self) + 1))
 
     @property
     def roots(self) -> list[int]:

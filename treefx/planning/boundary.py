@@ -36,6 +36,8 @@ class Cut:
         run: what it runs for.
         vectors: lo, hi int32 [P], the boundary's columns int64 [P], the outgoing tokens int64 [Q]; on the device.
         gather: gives the boundary's K/V, [1, P, heads, width], for each fake one that the graph declares.
+        parents: gives int64 [N], [P] and [1]: parents of the own tokens and of the boundary's, as places in the own
+            tokens followed by the boundary, N + P at roots; and that number.
         taken: what was gathered; leaves that receive gradients where the run has any.
         handed: K/V of the outgoing tokens, [1, Q, heads, width] each.
     """
@@ -43,6 +45,7 @@ class Cut:
     run: Run
     vectors: tuple[Tensor, Tensor, Tensor, Tensor]
     gather: Callable[[Sequence[Tensor]], list[Tensor]]
+    parents: Callable[[], list[Tensor]]
     taken: list[Tensor] = field(default_factory=list)
     handed: list[Tensor] = field(default_factory=list)
 
@@ -56,7 +59,8 @@ class Cut:
         self.taken = self.gather(graph.caches)
         if self.run == "train":
             self.taken = [x.requires_grad_() for x in self.taken]
-        results = list(run(*given, *self.vectors, *self.taken, *self.sizes))
+        parents = self.parents() if graph.reads_parents else ()
+        results = list(run(*given, *self.vectors, *parents, *self.taken, *self.sizes))
         split = len(results) - len(graph.caches)
         self.handed = results[split:]
         if self.run != "kv":
@@ -120,13 +124,13 @@ class Crossing:
 
     Attributes:
         owner: the ancestor's index.
-        rows: int64, their places in the part's boundary.
-        slots: int64, their places among the owner's outgoing tokens.
+        rows: their places in the part's boundary, ascending: a slice where they are consecutive, or int64.
+        slots: their places among the owner's outgoing tokens, likewise.
     """
 
     owner: int
-    rows: Tensor
-    slots: Tensor
+    rows: slice | Tensor
+    slots: slice | Tensor
 
 
 class Store:
@@ -139,14 +143,19 @@ class Store:
 
     def __init__(self, forest: Forest, parts: Sequence[Part]) -> None:
         self.forest, self.parts = forest, parts
-        self.outgoing = [outgoing(forest, part) for part in parts]
-        self._owner = torch.full((forest.num_tokens,), -1)
-        self._slot = torch.zeros(forest.num_tokens, dtype=torch.int64)
-        for part, leaving in zip(parts, self.outgoing, strict=True):
-            self._owner[leaving] = part.index
-            self._slot[leaving] = torch.arange(len(leaving))
+        self.host = forest if forest.device.type == "cpu" else forest.to("cpu")
+        self._owner = torch.full((forest.num_tokens,), -1, dtype=torch.int32)
+        self._slot = torch.zeros(forest.num_tokens, dtype=torch.int32)
+        for part in parts:
+            self._owner[part.tokens] = part.index
         self._values: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
+
+    def leaving(self, part: Part) -> Tensor:
+        """The outgoing tokens of a part, int64 [Q], whose K/V it will `put` here in this order."""
+        tokens = outgoing(self.host, part) if part.children else part.tokens[:0]
+        self._slot[tokens] = torch.arange(len(tokens), dtype=torch.int32)
+        return tokens
 
     def put(self, part: Part, handed: Sequence[Tensor]) -> None:
         """Keep the outgoing K/V of a part for its descendants."""
@@ -168,26 +177,30 @@ class Store:
         """The gradients of a part's outgoing K/V from all its descendants; None where none came."""
         return self._gradients.get(part.index)
 
-    def crossings(self, part: Part) -> list[Crossing]:
-        """Where the boundary of a part comes from, the nearest owner last."""
-        above = boundary(self.forest, self.parts, part)
+    def crossings(self, above: Tensor) -> list[Crossing]:
+        """Where the tokens of a boundary run, the nearest owner last."""
         owners = self._owner[above]
         found = []
-        for owner in sorted(set(owners.tolist())):
+        for owner in torch.unique(owners).tolist():
             rows = (owners == owner).nonzero().squeeze(1)
-            found.append(Crossing(owner, rows, self._slot[above[rows]]))
+            slots = self._slot[above[rows]].to(torch.int64)
+            device = self.forest.device
+            found.append(Crossing(owner, _slice_or_index(rows, device), _slice_or_index(slots, device)))
         return found
 
     def gather(self, crossings: Sequence[Crossing], size: int, like: Sequence[Tensor]) -> list[Tensor]:
         """The boundary's K/V, [1, size, heads, width] each; rows that nobody owns (padding) are 0."""
         device = self.forest.device
+        is_whole = _in_a_row(crossings) == size
         taken = []
         for number, fake in enumerate(like):
+            pieces = [_take(self._values[item.owner][number], item.slots).to(device) for item in crossings]
+            if is_whole:
+                taken.append(torch.cat(pieces, 1))
+                continue
             target = torch.zeros(1, size, *fake.shape[2:], dtype=fake.dtype, device=device)
-            for item in crossings:
-                values = self._values[item.owner][number]
-                chosen = values.index_select(1, item.slots.to(values.device))
-                target.index_copy_(1, item.rows.to(device), chosen.to(device))
+            for item, piece in zip(crossings, pieces, strict=True):
+                target[:, item.rows] = piece
             taken.append(target)
         return taken
 
@@ -198,51 +211,89 @@ class Store:
             if item.owner not in self._gradients:
                 self._gradients[item.owner] = [torch.zeros_like(x, dtype=accumulation_dtype(x)) for x in values]
             for total, leaf in zip(self._gradients[item.owner], taken, strict=True):
-                if leaf.grad is not None:
-                    part = leaf.grad.index_select(1, item.rows.to(leaf.device))
-                    total.index_add_(1, item.slots.to(total.device), part.to(total.device, total.dtype))
+                if leaf.grad is None:
+                    continue
+                piece = _take(leaf.grad, item.rows).to(total.device)
+                if isinstance(item.slots, slice):
+                    total[:, item.slots] += piece
+                else:
+                    total.index_add_(1, item.slots.to(total.device), piece.to(total.dtype))
 
 
-def make_row(store: Store, part: Part, run: Run, crossings: Sequence[Crossing]) -> PartRow:
-    """The packed row that a part runs on.
+def _slice_or_index(index: Tensor, device: torch.device) -> slice | Tensor:
+    """Ascending distinct places, as a slice where they are consecutive."""
+    first, last = int(index[0]), int(index[-1])
+    return slice(first, last + 1) if last - first + 1 == len(index) else index.to(device)
+
+
+def _in_a_row(crossings: Sequence[Crossing]) -> int:
+    """The length of a boundary that these fill one after the other; -1 if they do not."""
+    reached = 0
+    for item in crossings:
+        if not isinstance(item.rows, slice) or item.rows.start != reached:
+            return -1
+        reached = item.rows.stop
+    return reached
+
+
+def _take(values: Tensor, places: slice | Tensor) -> Tensor:
+    return values[:, places] if isinstance(places, slice) else values.index_select(1, places.to(values.device))
+
+
+def make_row(store: Store, part: Part, run: Run) -> tuple[PartRow, list[Crossing]]:
+    """The packed row that a part runs on, and where its boundary comes from.
 
     Args:
         store: the forest, its parts and their K/V.
         part: the part.
         run: what it runs for.
-        crossings: where its boundary comes from.
     """
-    forest, own = store.forest, part.tokens
+    forest, host, own = store.forest, store.host, part.tokens
     device = forest.device
-    outside, leaving = boundary(forest, store.parts, part), store.outgoing[part.index]
-    end = forest.subtree_end.cpu().to(torch.int64)
-    chosen = edge_ids(forest, part)
+    outside, leaving = boundary(host, store.parts, part), store.leaving(part)
+    crossings = store.crossings(outside)
+    chosen = edge_ids(host, part)
     local = _padded(own, own[:1])
-    depth = torch.cat([forest.depth.cpu()[own], forest.depth.new_zeros(len(local) - len(own), device="cpu")])
-    ends = torch.cat([torch.searchsorted(own, end[own]), torch.arange(len(own) + 1, len(local) + 1)])
+    depth = torch.cat([host.depth[own], host.depth.new_zeros(len(local) - len(own))])
+    end = torch.searchsorted(own, host.subtree_end[own].to(torch.int64))
+    ends = torch.cat([end, torch.arange(len(own) + 1, len(local) + 1)])
     nothing = torch.zeros(1, dtype=torch.int64)
     lo = _padded(torch.searchsorted(own, outside), nothing)
-    hi = _padded(torch.searchsorted(own, end[outside]), nothing)
-    columns = _padded(forest.depth.cpu().to(torch.int64)[outside], nothing)
+    hi = _padded(torch.searchsorted(own, host.subtree_end[outside].to(torch.int64)), nothing)
+    columns = _padded(host.depth[outside].to(torch.int64), nothing)
     leaves = _padded(torch.searchsorted(own, leaving), nothing)
     vectors = (lo.to(torch.int32), hi.to(torch.int32), columns, leaves)
     cut = Cut(
         run,
         tuple(x.to(device) for x in vectors),  # type: ignore[arg-type]
         lambda like: store.gather(crossings, len(lo), like),
+        lambda: [x.to(device) for x in _parents(host, own, outside, (len(local), len(lo)))],
     )
-    source = torch.searchsorted(own, forest.edges.source.cpu()[chosen])
+    source = torch.searchsorted(own, host.edges.source[chosen])
     row: PartRow = _as(
         PartRow, forest, tokens=forest.tokens[local.to(device)], depth=depth.to(device),
         subtree_end=ends.to(device, torch.int32), uncut=forest, edge_index=chosen.to(device), cut=cut,
     )  # fmt: skip
-    row.__dict__["edges"] = _select_edges(forest.edges, chosen.to(device), source=source.to(device))
-    return row
+    row.__dict__["edges"] = _select_edges(forest.edges, row.edge_index, source=source.to(device))
+    return row, crossings
+
+
+def _parents(forest: Forest, own: Tensor, outside: Tensor, sizes: tuple[int, int]) -> list[Tensor]:
+    """`Cut.parents` of a part of these own and boundary tokens, filled up to N and P tokens."""
+    nothing = torch.tensor([sum(sizes)])
+    places = torch.full((forest.num_tokens + 1,), sum(sizes))  # the last is for the parent -1 of roots
+    places[own] = torch.arange(len(own))
+    places[outside] = sizes[0] + torch.arange(len(outside))
+    found = [places[forest.parent[tokens]] for tokens in (own, outside)]
+    missing = [size - len(up) for up, size in zip(found, sizes, strict=True)]
+    return [*(torch.cat([up, nothing.expand(more)]) for up, more in zip(found, missing, strict=True)), nothing]
 
 
 def edges_of(row: PartRow) -> EdgeSubset:
     """What a loss over the edges of a part gets: the uncut forest with these edges alone."""
     subset: EdgeSubset = _as(EdgeSubset, row.uncut, uncut=row.uncut, edge_index=row.edge_index)
+    # All but the sources are the row's, and are there once.
+    subset.__dict__["edges"] = dataclasses.replace(row.edges, source=row.uncut.edges.source[row.edge_index])
     return subset
 
 

@@ -9,7 +9,7 @@ import torch
 from treefx.planning.cost import CostModel, Size
 from treefx.planning.part import Keep, Part, Schedule, Step
 
-__all__ = ["Draft", "demand_of", "held_bytes", "in_order", "part_seconds", "peak_bytes", "to_schedule"]
+__all__ = ["Draft", "demand_of", "held_bytes", "in_order", "part_seconds", "peak_bytes", "to_schedule", "total_seconds"]
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +66,11 @@ def part_seconds(cost: CostModel, size: Size, keep: Keep, hosted: int) -> float:
     if keep == "offload":
         moved += cost.store_bytes_per_token * size.outgoing
     return total + (moved / cost.host_bytes_per_second if cost.host_bytes_per_second is not None else 0.0)
+
+
+def total_seconds(cost: CostModel, roots: Iterable[Draft]) -> float:
+    """Seconds of all parts, but for the way from host memory."""
+    return sum(part_seconds(cost, part.size, part.keep if part.children else "keep", 0) for part, _ in in_order(roots))
 
 
 def demand_of(cost: CostModel, size: Size, keep: Keep, children: Iterable[Draft]) -> float:

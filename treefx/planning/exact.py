@@ -37,7 +37,7 @@ def solve_exactly(blocks: Blocks, cost: CostModel, budget: float) -> list[Draft]
     def best(top: int, held: float, hosted: int) -> Solution | None:
         found: Solution | None = None
         for inside in sets[top]:
-            below = [child for block in inside for child in blocks.children[block] if child not in inside]
+            below = [child for block in inside for child in blocks.children(block) if child not in inside]
             size = _size(blocks, inside, below)
             for mode in modes if below else modes[:1]:
                 candidate = complete(inside, size, sorted(below), mode, held, hosted)
@@ -69,7 +69,7 @@ def solve_exactly(blocks: Blocks, cost: CostModel, budget: float) -> list[Draft]
 
 def _connected(blocks: Blocks, top: int) -> Iterator[frozenset[int]]:
     """All connected sets of blocks whose topmost one is `top`."""
-    yield from _grow(blocks, frozenset([top]), tuple(blocks.children[top]))
+    yield from _grow(blocks, frozenset([top]), tuple(blocks.children(top)))
 
 
 def _grow(blocks: Blocks, inside: frozenset[int], border: tuple[int, ...]) -> Iterator[frozenset[int]]:
@@ -78,7 +78,7 @@ def _grow(blocks: Blocks, inside: frozenset[int], border: tuple[int, ...]) -> It
         return
     block, *rest = border
     yield from _grow(blocks, inside, tuple(rest))
-    yield from _grow(blocks, inside | {block}, (*rest, *blocks.children[block]))
+    yield from _grow(blocks, inside | {block}, (*rest, *blocks.children(block)))
 
 
 def _size(blocks: Blocks, inside: frozenset[int], below: list[int]) -> Size:

@@ -17,9 +17,9 @@ from torch import Tensor
 from treefx.context import use
 from treefx.errors import InputError, UnsupportedError
 from treefx.forest import Forest
+from treefx.kernels.structure import forget_structures
 from treefx.logprobs import edge_logprobs
-from treefx.passes.boundary_kv import Run
-from treefx.planning.boundary import Crossing, EdgeSubset, PartRow, Store, edges_of, make_row
+from treefx.planning.boundary import Crossing, Cut, EdgeSubset, PartRow, Store, edges_of, make_row
 from treefx.planning.part import Part, Schedule, Step
 
 __all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs"]
@@ -70,7 +70,7 @@ class _Live:
     """A forward whose backward is still to come."""
 
     crossings: list[Crossing]
-    row: PartRow
+    cut: Cut
     loss: Tensor | None
 
 
@@ -121,7 +121,7 @@ class Executor:
             while path and path[-1].index not in part.ancestors:
                 self.store.drop(path.pop())
             path.append(part)
-            row, _ = self._row(part, "infer")
+            row, _ = make_row(self.store, part, "infer")
             logp = self.model.logprobs(self.model.run(row), row).detach()
             self.store.put(part, row.cut.handed)
             result = logp.new_zeros(len(self.forest.edges)) if result is None else result
@@ -131,22 +131,20 @@ class Executor:
         assert result is not None, "a forest has at least one token"
         return result
 
-    def _row(self, part: Part, run: Run) -> tuple[PartRow, list[Crossing]]:
-        crossings = self.store.crossings(part)
-        return make_row(self.store, part, run, crossings), crossings
-
     def _kv(self, part: Part) -> None:
-        row, _ = self._row(part, "kv")
+        forget_structures()
+        row, _ = make_row(self.store, part, "kv")
         self.model.run(row)
         self.store.put(part, row.cut.handed)
 
     def _forward(self, part: Part) -> None:
-        row, crossings = self._row(part, "train")
+        forget_structures()
+        row, crossings = make_row(self.store, part, "train")
         output = self.model.run(row)
         loss = self._loss(output, row) if len(row.edge_index) else None
         if part.keep == "keep":
             self.store.put(part, row.cut.handed)
-        self._live[part.index] = _Live(crossings, row, loss)
+        self._live[part.index] = _Live(crossings, row.cut, loss)
 
     def _loss(self, output: Any, row: PartRow) -> Tensor:
         logp = self.model.logprobs(output, row)
@@ -160,11 +158,16 @@ class Executor:
 
     def _backward(self, part: Part) -> None:
         live = self._live.pop(part.index)
+        crossed = [*live.cut.taken, *live.cut.handed]
         roots, gradients = self._roots(part, live)
         if roots:
-            self.before_backward(roots, live.row.cut.taken)
+            self.before_backward(roots, live.cut.taken)
             torch.autograd.backward(roots, gradients)
-            self.store.add_gradients(live.crossings, live.row.cut.taken)
+            self.store.add_gradients(live.crossings, live.cut.taken)
+        for value in crossed:
+            # Whoever still holds the graph of this part, as compiled code may until the next call, holds these too.
+            value.grad = None
+            value.untyped_storage().resize_(0)
         self.store.drop(part)
 
     def _roots(self, part: Part, live: _Live) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -174,9 +177,9 @@ class Executor:
         if live.loss is not None and live.loss.requires_grad:
             roots.append(live.loss)
             gradients.append(None)
-        for handed, total in zip(live.row.cut.handed, self.store.gradients(part) or (), strict=False):
+        for handed, total in zip(live.cut.handed, self.store.gradients(part) or (), strict=False):
             if handed.requires_grad:
                 roots.append(handed)
                 gradients.append(total.to(handed.dtype))
-        live.row.cut.handed = []
+        live.cut.handed = []
         return roots, gradients

@@ -16,9 +16,9 @@ from treefx.planning.liveness import live_bytes, size_expression, storages
 __all__ = ["Flops", "Sizes", "TrainGraphs", "backward_rows", "count_flops", "forward_rows", "held_row", "kv_rows"]
 
 _ATTENTIONS = {
-    torch.ops.treefx.tree_attention_boundary.default: 1.0,
+    torch.ops.treefx.tree_attention.default: 1.0,
     # Five products of matrices instead of two: the scores again, dV, dP, dQ and dK.
-    torch.ops.treefx.tree_attention_boundary_backward.default: 2.5,
+    torch.ops.treefx.tree_attention_backward.default: 2.5,
 }
 
 

@@ -86,6 +86,8 @@ def probe_schedules(forest: Forest, lengths: Sequence[int]) -> list[Schedule]:
     pairs = [(a, b) for a in lengths for b in lengths if a + b <= len(path)] or [(len(path) // 2, len(path))]
     deepest = min(_LONGEST_BOUNDARY * max(lengths), len(path) - min(lengths))
     far = [(above, min(lengths)) for above in (deepest // 2, deepest) if above > max(lengths)]
+    if len(path) > 3 * max(lengths):
+        far.append((len(path) - max(lengths), max(lengths)))
     both = _BELOW + _ABOVE
     return [_pair(path, *pair, both) for pair in pairs] + [_pair(path, *pair, _BELOW) for pair in far]
 
@@ -163,6 +165,6 @@ def _size(forest: Forest, parts: Sequence[Part], part: Part) -> Size:
         tokens=len(part),
         boundary=len(boundary(forest, parts, part)),
         edges=len(edge_ids(forest, part)),
-        outgoing=len(outgoing(forest, part)),
+        outgoing=len(outgoing(forest, part)) if part.children else 0,
         pairs=int((forest.depth.cpu()[part.tokens] + 1).sum()),
     )

@@ -7,7 +7,7 @@ looked at again (see `treefx.planning.draft.demand_of`).
 from treefx.planning.cost import CostModel, Size
 from treefx.planning.draft import Draft, demand_of, held_bytes, in_order, peak_bytes
 
-__all__ = ["merge_parts"]
+__all__ = ["joined_size", "merge_parts"]
 
 _OPEN_GROUPS = 8
 
@@ -71,7 +71,7 @@ def _peak_together(group: Draft, draft: Draft, cost: CostModel, most_above: int)
 
 def _size_together(group: Draft, draft: Draft, most_above: int) -> Size:
     same = group.above is not None and group.above == draft.above
-    return _joined(group.size, draft.size, boundary=group.size.boundary if same else most_above)
+    return joined_size(group.size, draft.size, boundary=group.size.boundary if same else most_above)
 
 
 def _add(group: Draft, draft: Draft, cost: CostModel, room: float, most_above: int) -> bool:
@@ -94,7 +94,7 @@ def _absorb_children(draft: Draft, cost: CostModel, room: float) -> bool:
         if draft.keep != (child.keep if child.children else "keep") and (child.children or others):
             continue
         below = others + child.children
-        size = _joined(draft.size, child.size, boundary=draft.size.boundary, closed=not below)
+        size = joined_size(draft.size, child.size, boundary=draft.size.boundary, closed=not below)
         demand = demand_of(cost, size, draft.keep if below else "keep", below)
         if demand > room:
             break
@@ -104,7 +104,7 @@ def _absorb_children(draft: Draft, cost: CostModel, room: float) -> bool:
     return any_taken
 
 
-def _joined(first: Size, second: Size, *, boundary: int, closed: bool = False) -> Size:
+def joined_size(first: Size, second: Size, *, boundary: int, closed: bool = False) -> Size:
     """The size of two parts as one; `closed`: nothing hangs below it."""
     return Size(
         tokens=first.tokens + second.tokens,

@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from treefx.forest import Forest
 
-__all__ = ["Keep", "Part", "Schedule", "Step", "StepKind", "boundary", "edge_ids", "outgoing"]
+__all__ = ["Keep", "Part", "Schedule", "Step", "StepKind", "boundary", "edge_ids", "outgoing", "spans"]
 
 Keep = Literal["keep", "recompute", "offload"]
 StepKind = Literal["forward", "kv", "backward", "offload", "fetch"]
@@ -75,6 +77,13 @@ class Schedule:
     steps: tuple[Step, ...]
 
 
+def spans(part: Part) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The part's tokens as maximal intervals [start, stop) of packed indices, ascending: int64 [K] each."""
+    tokens = part.tokens.numpy()
+    breaks = np.flatnonzero(np.diff(tokens) != 1)
+    return tokens[np.append(0, breaks + 1)], tokens[np.append(breaks, len(tokens) - 1)] + 1
+
+
 def boundary(forest: Forest, parts: Sequence[Part], part: Part) -> torch.Tensor:
     """Ancestor tokens of the part's tokens that lie outside it: the K/V it is given, in packed order.
 
@@ -99,7 +108,9 @@ def outgoing(forest: Forest, part: Part) -> torch.Tensor:
 
 def edge_ids(forest: Forest, part: Part) -> torch.Tensor:
     """Edges whose source runs in the part, int64 [E_p], ascending indices into `forest.edges`."""
-    return torch.isin(forest.edges.source.cpu(), part.tokens).nonzero().squeeze(1)
+    inside = torch.zeros(forest.num_tokens, dtype=torch.bool)
+    inside[part.tokens] = True
+    return inside[forest.edges.source.cpu()].nonzero().squeeze(1)
 
 
 def _own_tokens_below(forest: Forest, own: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

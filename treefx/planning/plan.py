@@ -8,7 +8,7 @@ from typing import Any
 
 from treefx.forest import Forest
 from treefx.planning.cost import CostModel, Size
-from treefx.planning.part import Part, Schedule, Step
+from treefx.planning.part import Part, Schedule, Step, spans
 from treefx.planning.simulate import Moment
 
 __all__ = ["Plan"]
@@ -128,7 +128,4 @@ class Plan:
 
 def intervals(part: Part) -> list[list[int]]:
     """The part's tokens as maximal intervals [start, stop) of packed indices."""
-    breaks = (part.tokens.diff() != 1).nonzero().squeeze(1)
-    start = [int(part.tokens[0]), *part.tokens[breaks + 1].tolist()]
-    stop = [*(part.tokens[breaks] + 1).tolist(), int(part.tokens[-1]) + 1]
-    return [list(pair) for pair in zip(start, stop, strict=True)]
+    return [list(pair) for pair in zip(*(side.tolist() for side in spans(part)), strict=True)]

@@ -34,7 +34,8 @@ recomputation is counted                                                        
 
 with H rounded up to M / steps. Where rounding leaves nothing, the plan that keeps least is tried with exact figures
 (`recurrence.recompute_everything`); where that fails no plan of these blocks exists. Then parts are merged where there
-is room (`merge.merge_parts`): siblings share a part, chains and leaves join their parent. How long blocks may be is
+is room: inner siblings share a part, in groups of several sizes (`siblings.batch_siblings`), and so do leaves; chains
+and leaves join their parent (`merge.merge_parts`). How long blocks may be is
 searched over halvings of what fits uncut (`_candidates`), and the fastest plan under the simulation of the full cost
 model (`simulate.simulate`) is taken. Its peak is the promise: a plan above the limit is never returned.
 """
@@ -46,19 +47,22 @@ from treefx.errors import InputError, MemoryLimitError
 from treefx.forest import Forest
 from treefx.planning.blocks import SHORTEST_BLOCK, Blocks, Counts
 from treefx.planning.cost import CostModel
-from treefx.planning.draft import Draft, to_schedule
+from treefx.planning.draft import Draft, to_schedule, total_seconds
 from treefx.planning.exact import MOST_BLOCKS, solve_exactly
 from treefx.planning.infeasible import explain_infeasible, smallest_requirement
 from treefx.planning.limit import check_limit
 from treefx.planning.merge import merge_parts
 from treefx.planning.plan import Plan
 from treefx.planning.recurrence import Needs, choose_modes, recompute_everything
+from treefx.planning.siblings import batch_siblings
 from treefx.planning.simulate import measure_parts, simulate
 
 __all__ = ["HasCost", "plan"]
 
 _MANY_BLOCKS = 5_000
 _PATIENCE = 2
+_SIBLINGS = (1, 2, 4, 16)
+"""How many inner siblings share a part at most: each is tried."""
 
 
 @runtime_checkable
@@ -93,11 +97,11 @@ def plan(forest: Forest, profile: HasCost | CostModel, memory_limit_bytes: float
     best: Plan | None = None
     slower = 0
     for blocks in _candidates(counts, cost, budget):
-        for found in _plans(blocks, cost, limit):
-            if best is None or found.seconds < best.seconds:
-                best, slower = found, 0
-            else:
-                slower += 1
+        found = min(_plans(blocks, cost, limit), key=lambda item: item.seconds, default=None)
+        if found is not None and (best is None or found.seconds < best.seconds):
+            best, slower = found, 0
+        elif found is not None:
+            slower += 1
         if best is not None and _is_enough(best, slower, len(blocks)):
             break
     if best is None:
@@ -126,25 +130,28 @@ def _cost_of(profile: HasCost | CostModel) -> CostModel:
 
 def _plans(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Plan]:
     """Plans of these blocks, measured and simulated; none above the limit."""
-    for drafts in _solutions(blocks, cost, limit - cost.resident_bytes):
-        schedule = to_schedule(drafts)
-        sizes = measure_parts(blocks.counts, schedule.parts)
-        moments = simulate(schedule, sizes, cost)
-        found = Plan(blocks.counts.forest, schedule, tuple(sizes), tuple(moments), cost, limit)
-        if found.peak_bytes <= limit:
-            yield found
+    for alternatives in _solutions(blocks, cost, limit - cost.resident_bytes):
+        for drafts in alternatives:
+            schedule = to_schedule(drafts)
+            sizes = measure_parts(blocks.counts, schedule.parts)
+            moments = simulate(schedule, sizes, cost)
+            found = Plan(blocks.counts.forest, schedule, tuple(sizes), tuple(moments), cost, limit)
+            if found.peak_bytes <= limit:
+                yield found
+                break
 
 
-def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[Draft]]:
-    """Drafts that fit, by the ways there are for so many blocks."""
+def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[list[Draft]]]:
+    """Drafts that fit, by the ways there are for so many blocks; of each way alternatives, the fastest first."""
     needs = Needs.of(blocks, cost)
     drafts = choose_modes(blocks, needs, budget) or recompute_everything(blocks, needs, budget)
     if drafts is not None:
-        yield merge_parts(drafts, cost, budget)
+        merged = [merge_parts(batch_siblings(drafts, cost, budget, many), cost, budget) for many in _SIBLINGS]
+        yield sorted(merged, key=lambda roots: total_seconds(cost, roots))
     if len(blocks) <= MOST_BLOCKS:
         exact = solve_exactly(blocks, cost, budget)
         if exact is not None:
-            yield merge_parts(exact, cost, budget)
+            yield [merge_parts(exact, cost, budget)]
 
 
 def _candidates(counts: Counts, cost: CostModel, budget: float) -> Iterator[Blocks]:

@@ -11,19 +11,21 @@ uncut          the whole forest as one part, whatever the limit
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
+from treefx.errors import InputError
 from treefx.forest import Forest
 from treefx.planning.blocks import Blocks, Counts
-from treefx.planning.cost import CostModel, Size
+from treefx.planning.cost import Size
 from treefx.planning.draft import Draft, to_schedule
 from treefx.planning.plan import Plan
 from treefx.planning.simulate import measure_parts, simulate
 
-__all__ = ["Outcome", "compare_policies"]
+__all__ = ["Outcome", "compare_policies", "plan_policy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,29 +62,60 @@ def compare_policies(plan: Plan) -> list[Outcome]:
         _outcome(plan, "treefx", len(plan.parts), plan.forest.num_tokens + plan.recomputed_tokens, plan),
         _scheduled(plan, counts, "uncut", _uncut(counts)),
         _batched(plan, "separate rows", [_path(counts, row) for row in range(len(plan.forest))]),
-        _batched(plan, "micro-batches", micro_batches(counts, plan.cost, plan.memory_limit_bytes)),
+        _batched(plan, "micro-batches", [size for _, size in _micro_batches(plan, counts)]),
         _scheduled(plan, counts, "one branch", _one_branch(counts)),
     ]
 
 
-def micro_batches(counts: Counts, cost: CostModel, limit: float) -> list[Size]:
+def plan_policy(plan: Plan, policy: str) -> list[Plan]:
+    """Plans that carry out a policy, to be run one after the other with `treefx.backward`, losses and gradients added.
+
+    Args:
+        plan: of treefx.
+        policy: as `compare_policies` names it. Losses that are sums over edges add up to the forest's.
+
+    Raises:
+        InputError: there is no such policy.
+    """
+    counts = Counts(plan.forest)
+    if policy == "treefx":
+        return [plan]
+    if policy == "uncut":
+        return [_played(plan, counts, _uncut(counts))]
+    if policy == "one branch":
+        return [_played(plan, counts, _one_branch(counts))]
+    if policy not in ("separate rows", "micro-batches"):
+        raise InputError(f"policy must be one that compare_policies names, got {policy!r}")
+    is_rows = policy == "separate rows"
+    groups = [[row] for row in range(len(plan.forest))] if is_rows else [x for x, _ in _micro_batches(plan, counts)]
+    trees = [_rows_alone(plan.forest, rows) for rows in groups]
+    return [_played(replace(plan, forest=tree), Counts(tree), _uncut(Counts(tree))) for tree in trees]
+
+
+def _rows_alone(forest: Forest, rows: Sequence[int]) -> Forest:
+    """The forest of some rows, with the weights they have."""
+    sequences, weights = forest.sequences(), torch.split(forest.raw_weight, forest.row_lengths.tolist())
+    return Forest.from_sequences([sequences[row] for row in rows], weights=[weights[row] for row in rows])
+
+
+def _micro_batches(plan: Plan, counts: Counts) -> list[tuple[list[int], Size]]:
     """Rows in lexicographic order, each batch a tree of its own that is filled until the limit.
 
     Returns:
-        Size of each batch; a row that does not fit alone is a batch of its own all the same.
+        Rows and size of each batch; a row that does not fit alone is a batch of its own all the same.
     """
-    forest, budget = counts.forest, limit - cost.resident_bytes
-    order = forest.row_order.tolist()
-    shared = _shared_with_previous(forest)
-    batches: list[Size] = []
-    for row, common in zip(order, shared, strict=True):
+    forest, cost = counts.forest, plan.cost
+    budget = plan.memory_limit_bytes - cost.resident_bytes
+    batches: list[tuple[list[int], Size]] = []
+    for row, common in zip(forest.row_order.tolist(), _shared_with_previous(forest), strict=True):
         whole = _path(counts, row)
         if batches:
-            grown = _extend(batches[-1], whole, common)
+            rows, size = batches[-1]
+            grown = _extend(size, whole, common)
             if cost.run_bytes(grown.tokens, 0, grown.edges) <= budget:
-                batches[-1] = grown
+                batches[-1] = [*rows, row], grown
                 continue
-        batches.append(whole)
+        batches.append(([row], whole))
     return batches
 
 
@@ -124,18 +157,22 @@ def _one_branch(counts: Counts) -> list[Draft]:
     blocks = Blocks.of(counts, len(counts.depth))
     spans = zip(blocks.start.tolist(), blocks.stop.tolist(), strict=True)
     drafts = [Draft([span], counts.size(*span), "recompute") for span in spans]
-    for draft, below in zip(drafts, blocks.children, strict=True):
-        draft.children = [drafts[child] for child in below]
+    for block, draft in enumerate(drafts):
+        draft.children = [drafts[child] for child in blocks.children(block)]
     return [drafts[root] for root in blocks.roots]
 
 
 def _scheduled(plan: Plan, counts: Counts, policy: str, drafts: list[Draft]) -> Outcome:
-    """Play a schedule without regard to the limit."""
+    other = _played(plan, counts, drafts)
+    return _outcome(plan, policy, len(other.parts), plan.forest.num_tokens + other.recomputed_tokens, other)
+
+
+def _played(plan: Plan, counts: Counts, drafts: list[Draft]) -> Plan:
+    """A schedule of the plan's forest, without regard to the limit."""
     schedule = to_schedule(drafts)
     sizes = measure_parts(counts, schedule.parts)
     moments = simulate(schedule, sizes, plan.cost)
-    other = Plan(plan.forest, schedule, tuple(sizes), tuple(moments), plan.cost, plan.memory_limit_bytes)
-    return _outcome(plan, policy, len(schedule.parts), plan.forest.num_tokens + other.recomputed_tokens, other)
+    return replace(plan, schedule=schedule, sizes=tuple(sizes), moments=tuple(moments))
 
 
 def _batched(plan: Plan, policy: str, batches: Sequence[Size]) -> Outcome:

@@ -47,8 +47,14 @@ from treefx.report import find
 
 __all__ = ["Profile", "profile"]
 
-_FOREST_BYTES = {"token": 112, "raw_token": 16}
-"""A forest and its edges on a device: eight numbers of 8 bytes and more per token and per edge, two per raw token."""
+_FOREST_BYTES = {"token": 116, "raw_token": 16}
+"""What describes the forest: 48 bytes per token, its edges 52, which part has it 16; two numbers per raw token."""
+
+_MASK_BYTES = [16384.0] + [0.0] * (len(MONOMIALS) - 2) + [768.0]
+"""Masks of tiles on the CPU, which parts with forks need and the measured ones, being chains, do not: 400 KiB, or less
+in a short part."""
+_NEAR = 0.03
+"""How far a measured peak may be above the graphs' to be the same operator's."""
 
 N, P, A = sympy.symbols("N P A", integer=True, nonnegative=True)
 """Tokens, boundary tokens and visible pairs, in the expressions of a profile."""
@@ -185,11 +191,12 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
     kv_grad = sum(int(n) * accumulation_dtype(cache).itemsize for n, cache in zip(per_token, caches, strict=True))
     held = held_row(graphs, sizes, keeps_results=keeps_logits)
     logits = sizes.row(_logits_bytes(graphs)) if keeps_logits else [0.0] * len(MONOMIALS)
-    chunk = [0.0] * (len(MONOMIALS) - 1) + [_chunk_bytes(graphs) if keeps_logits else 0.0]
+    chunks = [_chunk_bytes(graphs, backward=x) if keeps_logits else 0.0 for x in (False, True)]
+    chunk, chunk_again = ([0.0] * (len(MONOMIALS) - 1) + [figure] for figure in chunks)
     forward = [*forward_rows(graphs, sizes), _sum(held, chunk)]
     # While gradients of the boundary are added up, one K or V at a time is copied and converted.
     adding = [0.0, 0.0, (kv + kv_grad) / max(len(caches), 1)]
-    backward = [*backward_rows(graphs, sizes), _sum(held, logits, chunk)]
+    backward = [*backward_rows(graphs, sizes), _sum(held, logits, chunk_again)]
     backward[-2] = _sum(backward[-2], adding)
     bare = CostModel(
         resident_bytes=_resident_bytes(model),
@@ -206,14 +213,18 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
         backward_seconds=_fit_seconds(samples, "backward"),
         kv_seconds=_fit_seconds(samples, "kv"),
     )
+    cost = _add_unseen(bare, samples)
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        cost = _raise(_raise(cost, "forward", _MASK_BYTES), "backward", _MASK_BYTES)
     flops = {"forward": graphs.forward, "backward": graphs.backward}
     counted = {name: count_flops(gm, sizes) for name, gm in flops.items()}
     return Profile(
-        cost=_add_unseen(bare, samples),
+        cost=cost,
         flops=counted | {"kv": count_flops(kv_only.gm, kv_sizes)},
         samples=tuple(samples),
         inner=inspect(compiled).stats["inner"],
-        device=str(next(model.parameters()).device),
+        device=str(device),
     )
 
 
@@ -249,10 +260,17 @@ def _logits_bytes(graphs: TrainGraphs) -> sympy.Expr:
     return storage_bytes(_logits(graphs))
 
 
-def _chunk_bytes(graphs: TrainGraphs) -> float:
-    """Two copies of a row of logits in the dtype that log-probabilities are computed in."""
-    rows = [2.0 * int(x.shape[-1]) * accumulation_dtype(x).itemsize for x in _logits(graphs)]
-    return max(rows, default=0.0)
+def _chunk_bytes(graphs: TrainGraphs, *, backward: bool = False) -> float:
+    """A row of logits as log-probabilities are computed from it, in their dtype: twice, in the backward once.
+
+    In the backward a copy in the logits' own dtype comes before, where that is another.
+    """
+    rows = [0.0]
+    for x in _logits(graphs):
+        wide = accumulation_dtype(x)
+        first = 0 if x.dtype == wide else x.element_size()
+        rows.append(int(x.shape[-1]) * (first + wide.itemsize if backward else 2.0 * wide.itemsize))
+    return max(rows)
 
 
 def _sum(*rows: Sequence[float]) -> list[float]:
@@ -269,7 +287,11 @@ def _fit_seconds(samples: Sequence[Sample], kind: str) -> Seconds:
 
 def _fit_unseen(samples: Sequence[Sample], missing: Sequence[float]) -> list[float]:
     """`constant + a N + b P` bytes that samples measured above their prediction, raised until none is above it."""
-    features = np.array([(1, sample.size.tokens, sample.size.boundary) for sample in samples], dtype=np.float64)
+    tokens = {sample.size.tokens for sample in samples}
+    # Without parts of several lengths, N and the constant could be told apart by chance alone.
+    features = np.array(
+        [(1, sample.size.tokens * (len(tokens) > 1), sample.size.boundary) for sample in samples], dtype=np.float64
+    )
     positive = np.maximum(missing, 0.0)
     fitted = fit_nonnegative(features, positive)
     fitted[0] += max((positive - features @ fitted).max(), 0.0)
@@ -278,24 +300,35 @@ def _fit_unseen(samples: Sequence[Sample], missing: Sequence[float]) -> list[flo
 
 
 def _add_unseen(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
-    """Add to the graphs' bytes what they do not show: first to what stays and so to the peaks, then to these alone.
-
-    In a backward, workspaces of attention grow with the boundary while saved tensors go; in which operator the sum is
-    the largest depends on the part. So what the measured backwards add to the saved bytes is a row of its own.
-    """
+    """Add to the graphs' bytes what they do not show: first to what stays and so to the peaks, then to these alone."""
     runs = {kind: [sample for sample in samples if sample.kind == kind] for kind in ("forward", "backward", "kv")}
     left = [item.left_bytes - item.predicted_left(cost) for item in runs["forward"]]
     staying = _fit_unseen(runs["forward"], left)
     for kind in ("saved", "forward", "backward"):
         cost = _raise(cost, kind, staying)
-    tangents = cost.kv_tangent_bytes_per_token
-    added = [item.bytes - tangents * item.size.outgoing for item in runs["backward"]]
-    measured = _raise(cost, "saved", _fit_unseen(runs["backward"], added)).saved
-    cost = replace(cost, backward=Bytes([*cost.backward.rows, *measured.rows]))
     for kind in ("forward", "kv"):
         missing = [item.bytes - item.predicted_bytes(cost) for item in runs[kind]]
         cost = _raise(cost, kind, _fit_unseen(runs[kind], missing))
-    return cost
+    return _add_unseen_backward(cost, runs["backward"])
+
+
+def _add_unseen_backward(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
+    """The same for the backward, in which one of two operators is the largest.
+
+    At the loss all saved tensors are there, and little else that graphs do not show. Workspaces of attention grow with
+    the boundary while saved tensors go: what samples measured far above the graphs has a row of its own.
+    """
+    missing = [item.bytes - item.predicted_bytes(cost) for item in samples]
+    pairs = list(zip(samples, missing, strict=True))
+    near = [(item, more) for item, more in pairs if more <= _NEAR * item.bytes]
+    if near:
+        cost = _raise(cost, "backward", _fit_unseen(*zip(*near, strict=True)))
+    far = [item for item in samples if item.bytes > item.predicted_bytes(cost)]
+    if not far:
+        return cost
+    added = [item.bytes - cost.kv_tangent_bytes_per_token * item.size.outgoing for item in far]
+    measured = _raise(cost, "saved", _fit_unseen(far, added)).saved
+    return replace(cost, backward=Bytes([*cost.backward.rows, *measured.rows]))
 
 
 def _raise(cost: CostModel, name: str, unseen: Sequence[float]) -> CostModel:

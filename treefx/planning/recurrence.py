@@ -118,13 +118,15 @@ def recompute_everything(blocks: Blocks, needs: Needs, budget: float) -> list[Dr
 
 def _open_blocks(blocks: Blocks, needs: Needs, budget: float) -> npt.NDArray[np.bool_]:
     """Blocks about which there is something to decide: their subtree does not fit if all ancestors keep everything."""
-    is_open, below = [False] * len(blocks), [0.0] * len(blocks)
-    rows = zip(blocks.parent.tolist(), needs.hold["keep"].tolist(), needs.whole.tolist(), strict=True)
-    for block, (parent, hold, whole) in enumerate(rows):
-        above = below[parent] if parent >= 0 else 0.0
-        below[block] = above + hold
-        is_open[block] = (parent < 0 or is_open[parent]) and above + whole > budget
-    return np.array(is_open)
+    is_open = np.zeros(len(blocks), dtype=np.bool_)
+    waiting = [(block, 0.0) for block in blocks.roots]
+    while waiting:
+        block, above = waiting.pop()
+        if above + needs.whole[block] > budget:
+            is_open[block] = True
+            below = above + float(needs.hold["keep"][block])
+            waiting += [(child, below) for child in blocks.children(block)]
+    return is_open
 
 
 def _solve(
@@ -175,5 +177,5 @@ def _build(blocks: Blocks, decide: Callable[[int, float], tuple[Keep | None, flo
             continue
         draft = Draft([(start, stop)], counts.size(start, stop, outgoing=stop - start), mode, above)
         siblings.append(draft)
-        waiting += [(child, held_below, draft.children) for child in reversed(blocks.children[block])]
+        waiting += [(child, held_below, draft.children) for child in reversed(blocks.children(block))]
     return roots

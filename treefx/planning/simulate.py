@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treefx.planning.blocks import Counts
+from treefx.planning.blocks import Counts, IntArray
 from treefx.planning.cost import CostModel, Size
-from treefx.planning.part import Part, Schedule, Step, boundary, outgoing
+from treefx.planning.part import Part, Schedule, Step, boundary, outgoing, spans
 
 __all__ = ["Moment", "measure_parts", "simulate"]
 
@@ -33,33 +33,35 @@ class Moment:
 
 def measure_parts(counts: Counts, parts: Sequence[Part]) -> list[Size]:
     """The exact size of every part."""
-    part_of = np.empty(len(counts.depth), dtype=np.int64)
-    for part in parts:
-        part_of[part.tokens.numpy()] = part.index
-    hangs = np.nonzero(counts.parent >= 0)[0]
-    hangs = hangs[part_of[counts.parent[hangs]] != part_of[hangs]]
-    above: list[set[int]] = [set() for _ in parts]
-    for index, token in zip(part_of[hangs].tolist(), counts.parent[hangs].tolist(), strict=True):
-        above[index].add(token)
-    edges = np.bincount(part_of, weights=counts.children, minlength=len(parts)).tolist()
-    pairs = np.bincount(part_of, weights=counts.depth + 1, minlength=len(parts)).tolist()
-    return [
-        Size(
-            tokens=len(part),
-            boundary=_boundary(counts, parts, part, above[part.index]),
-            edges=int(edges[part.index]),
-            outgoing=len(outgoing(counts.forest, part)) if part.children else 0,
-            pairs=int(pairs[part.index]),
-        )
-        for part in parts
-    ]
+    return [_measure(counts, parts, part) for part in parts]
 
 
-def _boundary(counts: Counts, parts: Sequence[Part], part: Part, above: set[int]) -> int:
+def _measure(counts: Counts, parts: Sequence[Part], part: Part) -> Size:
+    start, stop = spans(part)
+    return Size(
+        tokens=len(part),
+        boundary=_boundary(counts, parts, part, _hangs_on(counts, start, stop)),
+        edges=int((counts.edges[stop] - counts.edges[start]).sum()),
+        outgoing=len(outgoing(counts.forest, part)) if part.children else 0,
+        pairs=int((counts.pairs[stop] - counts.pairs[start]).sum()),
+    )
+
+
+def _hangs_on(counts: Counts, start: IntArray, stop: IntArray) -> IntArray:
+    """The tokens outside of the intervals [start, stop) that tokens inside have as parents, each once."""
+    first, last = np.searchsorted(counts.heads, start), np.searchsorted(counts.heads, stop)
+    inner = [counts.heads[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+    above = np.unique(counts.parent[np.concatenate([start, *inner])])
+    place = np.searchsorted(start, above, side="right") - 1
+    is_inside = (place >= 0) & (above < stop[place])
+    return above[(above >= 0) & ~is_inside]
+
+
+def _boundary(counts: Counts, parts: Sequence[Part], part: Part, above: IntArray) -> int:
     """Tokens on the paths to `above`, the tokens outside that the part hangs on."""
     if len(above) > 1:
         return len(boundary(counts.forest, parts, part))
-    return int(counts.depth[above.pop()]) + 1 if above else 0
+    return int(counts.depth[above[0]]) + 1 if len(above) else 0
 
 
 def simulate(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> list[Moment]:

@@ -1,0 +1,141 @@
+"""Whether tokens are known by their place in their own row, wherever that row starts.
+
+A row that is padded on the left starts in a later column. Its tokens are those of a row without padding only if nothing
+that runs once per token reads the column itself: no table of positions by column, no mask that speaks of more than the
+distance of two columns. What the model computes of positions from the mask, and positions that the caller passes, tell
+tokens apart by value instead.
+
+Rows of 6 columns, ``.`` padding, with positions counted from each row's own start::
+
+    . . a b c d        the tokens a b c are one in both rows: they agree on ids and on positions 0 1 2
+    . a b c e f
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from torch import Tensor, fx
+
+from treefx.kernels.score import Expr
+from treefx.passes import laws, matmul_laws
+from treefx.passes.attention_facts import Attention
+from treefx.passes.contract import mixes
+from treefx.passes.facts import ALONG_ROWS, Dims, Kind, fact_of, shape_of
+from treefx.passes.label_tokens import Tokens
+from treefx.passes.layout import reads_columns
+
+__all__ = ["find_own_positions"]
+
+
+class _ByColumn(Exception):
+    """Something reads the column itself."""
+
+
+def find_own_positions(
+    gm: fx.GraphModule, tokens: Tokens, attentions: Sequence[Attention], live: Collection[fx.Node]
+) -> list[fx.Node] | None:
+    """The values [B, T] that tell tokens apart where rows may start in different columns.
+
+    Args:
+        gm: The labelled graph.
+        tokens: Its token axes.
+        attentions: Its lifted attentions.
+        live: The nodes that an output reads.
+
+    Returns:
+        Functions of the inputs, to be compared by value; None where tokens are only known by their column.
+    """
+    if mixes(gm):  # convolutions and recurrences read padding before the row
+        return None
+    search = _Search(tokens)
+    try:
+        for node in live:
+            if node.op == "call_function" and fact_of(node).kind is Kind.PACKED:
+                search.check_packed(node)
+        for attention in attentions:
+            for expr in (attention.score, *attention.conditions):
+                search.check_expression(expr)
+    except _ByColumn:
+        return None
+    return [*search.found]
+
+
+class _Search:
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.found: dict[fx.Node, None] = {}
+        self._seen: set[fx.Node] = set()
+
+    def check_packed(self, node: fx.Node) -> None:
+        """An operator that runs once per token: what it reads of the inputs, and next to which constants."""
+        if isinstance(fact_of(node).law, Attention):  # its expressions say more
+            return
+        for operand, dims in _aligned(node):
+            if fact_of(operand).kind is Kind.INVARIANT and reads_columns(shape_of(operand), dims):
+                raise _ByColumn
+        for operand in _tensors(node.all_input_nodes):
+            if fact_of(operand).kind is Kind.PREFIX:
+                self.check_prefix(operand)
+
+    def check_prefix(self, node: fx.Node) -> None:
+        """A function of the inputs: one of the tokens alone, or values [B, T] that can be compared."""
+        if node in self._seen:
+            return
+        self._seen.add(node)
+        if node in self.tokens.inputs:
+            self.found[node] = None
+            return
+        by_column = node.op != "call_function" or fact_of(node).law == ALONG_ROWS
+        operands = list(_tensors(node.all_input_nodes))
+        constants = [item for item in operands if fact_of(item).kind is Kind.INVARIANT]
+        if by_column or any(self._may_count_columns(item) for item in constants):
+            if tuple(shape_of(node)) != (self.tokens.rows, self.tokens.columns):
+                raise _ByColumn
+            self.found[node] = None
+            return
+        for operand in operands:
+            if operand not in constants:
+                self.check_prefix(operand)
+
+    def _may_count_columns(self, node: fx.Node) -> bool:
+        """Whether a constant has as many entries along some dimension as there are columns."""
+        columns = self.tokens.columns
+        return columns > 1 and any(size in (columns, columns * self.tokens.rows) for size in shape_of(node))
+
+    def check_expression(self, expr: Expr) -> None:
+        """A lifted expression: columns may only occur as their distance, values only by token."""
+        if expr in (("sub", ("cq",), ("ck",)), ("sub", ("ck",), ("cq",))) or expr[0] == "dot":
+            return
+        if expr[0] in ("cq", "ck"):
+            raise _ByColumn
+        items = expr[1:]
+        if expr[0] == "load":
+            source, *items = items  # type: ignore[assignment]
+            kind = fact_of(source).kind
+            if kind is Kind.PREFIX:
+                self.check_prefix(source)
+            if kind in (Kind.PREFIX, Kind.PACKED):
+                items = items[1:]  # the token
+        for item in items:
+            if isinstance(item, tuple):
+                self.check_expression(item)
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    return (node for node in nodes if isinstance(node.meta.get("val"), Tensor))
+
+
+def _aligned(node: fx.Node) -> list[tuple[fx.Node, Dims]]:
+    """The operands that stand next to token dimensions of the result, and these."""
+    fact = fact_of(node)
+    law = laws.find_law(node.target)
+    if fact.dims is None:
+        return []
+    operands = list(_tensors(node.all_input_nodes))
+    if law in (laws.pointwise, laws.cat, laws.overwrite):
+        return [(item, fact.dims) for item in operands]
+    if law is matmul_laws.bmm:
+        return [(item, (fact.dims[0], (), ())) for item in operands]
+    first = node.args[0]
+    return [(first, fact.dims)] if law in (laws.gather, matmul_laws.addmm) and isinstance(first, fx.Node) else []

@@ -1,0 +1,119 @@
+"""Rows that start in different columns: their tokens are one where nothing but their own places tells them apart."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.backend.support import assert_packed, compare, llama
+from tests.backend.test_inputs import left_padded
+from tests.batches import IGNORED, PAD, Batch, distinct_tokens
+from tests.models import TinyLM, double, zoo
+from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome
+from tests.spellings import CHUNK, PADDED, Spelling, causal
+from treefx.passes.layout import Metadata
+from treefx.passes.pack_tokens import Packer
+
+
+def with_places(batch: Batch) -> Batch:
+    """The batch with positions that count each row's own tokens, as agents' frameworks pass them."""
+    assert batch.attention_mask is not None
+    place = (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
+    return Batch(batch.input_ids, batch.attention_mask, batch.labels, place)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_positions_of_the_caller(name: str) -> None:
+    batch = with_places(left_padded())
+    assert_packed(compare(double(name), batch), distinct_tokens(batch, "own"))
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom"])
+def test_positions_that_the_model_counts_in_the_mask(name: str) -> None:
+    batch = left_padded()
+    assert_packed(compare(zoo(name), batch), distinct_tokens(batch, "own"))
+
+
+@pytest.mark.parametrize("name", ["xglm", "gpt2", "falcon"])
+def test_positions_that_the_model_counts_in_columns(name: str) -> None:
+    batch = left_padded()
+    stats = compare(zoo(name), batch).stats
+    if name != "falcon":
+        assert stats["fallback"] is None and stats["tokens"] == distinct_tokens(batch)
+
+
+def scattered(seed: int, gap: bool = False) -> Batch:
+    """Rows of a common stem at any place of a batch of 14 columns; with ``gap``, one mask has a hole."""
+    draw = random.Random(seed)
+    stem = [draw.randrange(3, 60) for _ in range(6)]
+    ids, mask = torch.full((5, 14), PAD), torch.zeros(5, 14, dtype=torch.int64)
+    for row in range(5):
+        own = stem[: draw.randint(1, 6)] + [draw.randrange(3, 60) for _ in range(draw.randint(0, 4))]
+        start = draw.randint(0, 14 - len(own))
+        ids[row, start : start + len(own)] = torch.tensor(own)
+        mask[row, start : start + len(own)] = 1
+    if gap:
+        full = int(mask.sum(1).argmax())
+        mask[full, int(mask[full].argmax()) + 1] = 0
+    first = mask.cumsum(1) <= 1  # nothing has to be predicted from padding
+    return with_places(Batch(ids, mask, ids.masked_fill((mask == 0) | first, IGNORED)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_start_anywhere(seed: int) -> None:
+    batch = scattered(seed)
+    assert_packed(compare(llama(), batch), distinct_tokens(batch, "own"))
+
+
+def test_masks_with_holes() -> None:
+    """Distances of columns are not those of places there: tokens are known by their columns."""
+    batch = scattered(1, gap=True)
+    stats = compare(double("mistral", num_hidden_layers=1, sliding_window=3), batch).stats
+    assert stats["fallback"] is None and stats["tokens"] > distinct_tokens(batch, "own")
+
+
+def test_window() -> None:
+    batch = scattered(2)
+    assert_packed(compare(double("mistral", sliding_window=3), batch), distinct_tokens(batch, "own"))
+
+
+def test_window_by_the_column_of_one_row_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def column(packer: Packer) -> Tensor:
+        metadata: Metadata = packer.metadata
+        return metadata.column
+
+    monkeypatch.setattr(Packer, "_places", column)
+    with pytest.raises(AssertionError, match="differ by more"):
+        compare(double("mistral", sliding_window=3), scattered(2))
+
+
+def by_chunks_of_columns(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention within chunks of columns, wherever a row starts."""
+    assert mask is not None
+    columns = torch.arange(q.size(2), device=q.device)
+    seen = causal(q) & (columns[:, None] // CHUNK == columns // CHUNK) & (mask != 0)[:, None, None]
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [lambda: Spelling(by_chunks_of_columns), PADDED["chunked_from_the_first_token"]],
+    ids=["of_columns", "from_the_first_token"],
+)
+def test_chunks(attention: Any) -> None:
+    """The mask speaks of columns, not of their distance alone: only rows that start together share."""
+    batch = with_places(left_padded())
+    model: nn.Module = TinyLM(attention, layers=1, vocab=128).double()
+    assert_packed(compare(model, batch), distinct_tokens(batch))
+
+
+def test_next_batch_of_other_starts() -> None:
+    """What was compiled for left padding serves others; rows that start in column 0 come back to the usual graph."""
+    model = llama()
+    compiled = torch.compile(model, backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
+    for seed in (0, 1, 2):
+        batch = scattered(seed)
+        assert_close(outcome(model, lambda batch=batch: loss_of(batch)(compiled)), eager_step(model, batch), FLOAT64)

@@ -1,0 +1,144 @@
+"""Linear recurrences of models run along the tree, recognised by value and exact at forks; near misses stay on rows."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import oracle
+from tests.backend.support import compare, compile_with
+from tests.batches import Batch, distinct_tokens, padded, shared_batch
+from tests.models import TinyLM, double
+from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
+from tests.recurrences import DEFECTS, ChunkedScan
+from tests.spellings import SPELLINGS
+from treefx.kernels import tree_scan as kernel
+from treefx.kernels.tree_chunks import ChunkPlan, plan_chunks
+from treefx.passes import tree_mixers
+
+ROWS, LENGTH, CHUNK = 3, 10, 4
+"""The length is no multiple of the chunk, neither the model's nor the tree's."""
+BATCH = shared_batch(rows=ROWS, length=LENGTH, shared=4, vocab=61)
+
+MODELS = {
+    "mamba2": {"num_hidden_layers": 1, "chunk_size": CHUNK, "n_groups": 2},
+    "bamba": {
+        "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8,
+        "mamba_chunk_size": CHUNK,
+    },
+    "qwen3_next": {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "mlp_only_layers": [0]},
+}  # fmt: skip
+
+
+def forked_at(position: int) -> Batch:
+    """Two rows that part after ``position`` tokens, and one that parts from the second a token later."""
+    stem, tail = list(range(3, 3 + position)), range(LENGTH - position)
+    second = [*stem, *(30 + t for t in tail)]
+    return padded([[*stem, *(50 + t for t in tail)], second, [*second[: position + 1], 70, 71][:LENGTH]])
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks then fall on every place of a chunk, and states pass through several."""
+    monkeypatch.setattr(tree_mixers, "tree_scan", functools.partial(kernel.tree_scan, chunk=CHUNK))
+
+
+@pytest.mark.zoo
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("name", MODELS)
+def test_fork_at_every_position(name: str) -> None:
+    """Of a window of the convolution and of a chunk; then any forests. Nothing is compiled for another N."""
+    model = double(name, **MODELS[name])
+    compiled = compile_with(model)
+    batches = [forked_at(position) for position in range(1, LENGTH - 1)]
+    batches += [shared_batch(ROWS, LENGTH, shared, seed=shared, padding="right") for shared in (2, 5, 8)]
+    for batch in batches:
+        expected = eager_step(model, batch)
+        assert_close(outcome(model, lambda: loss_of(batch)(compiled)), expected, FLOAT64)  # noqa: B023
+        stats = stats_of(compiled)
+        assert (stats["recurrences_rewritten"], stats["expansions"], stats["fallback"]) == (1, [], None)
+        assert stats["tokens"] <= distinct_tokens(batch) and stats["compiles"] == 1
+
+
+@pytest.mark.parametrize("length", [CHUNK, 2 * CHUNK])
+@pytest.mark.parametrize("delta", [False, True], ids=["ssd", "delta_rule"])
+def test_whole_chunks(length: int, delta: bool) -> None:
+    """Without padding parts of the recurrence are contracted on the way; with one chunk no state comes in."""
+    stats = compare(small(ChunkedScan(delta)), shared_batch(ROWS, length, 3, vocab=61, padding=None)).stats
+    assert (stats["recurrences_rewritten"], stats["expansions"]) == (1, [])
+
+
+SPELLED = {
+    "grouped": ChunkedScan(grouped=True), "constant": ChunkedScan(decays=False), "skip": ChunkedScan(skip=True),
+    "constant_delta": ChunkedScan(True, decays=False), "skip_delta": ChunkedScan(True, skip=True, grouped=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_spelling(name: str) -> None:
+    stats = compare(small(SPELLED[name]), BATCH).stats
+    assert (stats["recurrences_rewritten"], stats["expansions"]) == (1, [])
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_near_miss_stays_on_rows(defect: str) -> None:
+    """It is another function, or another derivative: not recognised, and exact."""
+    stats = compare(small(ChunkedScan(defect == "step", defect)), BATCH).stats
+    assert stats["recurrences_rewritten"] == 0 and stats["expansions"]
+    causal = defect not in ("reversed", "ahead")
+    assert all(item["contracted"] for item in stats["expansions"]) == causal
+
+
+@pytest.fixture
+def wrong_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_packed_order(subtree_end: torch.Tensor, length: int) -> ChunkPlan:
+        return plan_chunks(torch.full_like(subtree_end, len(subtree_end)), length)
+
+    monkeypatch.setattr(kernel, "find_chunk_plan", in_packed_order)
+
+
+@pytest.mark.usefixtures("wrong_parents")
+def test_state_from_the_token_before_is_wrong() -> None:
+    """In packed order, instead of the parent's."""
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(small(ChunkedScan()), BATCH)
+
+
+def test_recurrences_can_be_left_on_rows() -> None:
+    stats = compare(small(ChunkedScan()), BATCH, disable_passes=["tree_scans"]).stats
+    assert stats["recurrences_rewritten"] == 0 and stats["expansions"]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_checkpointed_on_aot() -> None:
+    stats = oracle.compare(small(Checkpointed(ChunkedScan(True))), BATCH).stats
+    assert (stats["recurrences_rewritten"], stats["expansions"]) == (1, [])
+
+
+def test_autocast() -> None:
+    """At most half as far again from float64 as the original under autocast."""
+    model = small(ChunkedScan(grouped=True)).float()
+    exact = eager_step(model, BATCH, torch.float64)
+    compiled = compile_with(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = eager_step(model, BATCH)
+        got = outcome(model, lambda: loss_of(BATCH)(compiled))
+    assert stats_of(compiled)["recurrences_rewritten"] == 1
+    ours, original = (max(oracle.relative_errors(side, exact).values()) for side in (got, wanted))
+    assert ours <= 1.5 * original
+
+
+def small(mixer: nn.Module) -> nn.Module:
+    """An embedding, the mixer, and a head."""
+    torch.manual_seed(0)
+    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=0, positions=False, after=mixer).double()

@@ -1,0 +1,150 @@
+"""What the host does on a GPU, without one: Triton's own dispatch on a driver that launches nothing.
+
+Triton binds arguments, specialises them and looks its kernels up as on a device; only the compiler and the launch are
+stand-ins. So a wrong argument, or a kernel compiled for one length, shows here.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from treefx.kernels import cuda, tree_attention  # noqa: E402
+from treefx.kernels.triton_tree import paths, support, tuning  # noqa: E402
+from treefx.kernels.triton_tree.codegen import kernel_module  # noqa: E402
+from treefx.kernels.triton_tree.parts import sum_parts  # noqa: E402
+
+
+class Driver:
+    """A Hopper that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class Kernel:
+    """A compiled kernel that counts its launches."""
+
+    function = packed_metadata = launch_metadata_value = None
+
+    def __init__(self, name: str, launched: list[str]) -> None:
+        self.name, self.launched = name, launched
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def result(self) -> "Kernel":
+        return self
+
+    def run(self, *_: Any) -> None:
+        self.launched.append(self.name)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """Names of the kernels that were compiled; those launched are in ``LAUNCHED``."""
+    names: list[str] = []
+    LAUNCHED.clear()
+
+    def compile(src: Any, *_: Any, **__: Any) -> Kernel:
+        names.append(src.fn.__name__)
+        return Kernel(src.fn.__name__, LAUNCHED)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(support, "refusal", lambda q: None)
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(paths, "relative_error", lambda got, wanted: 0.0)  # nothing was written
+    monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: (run(), 1.0)[1])
+    monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
+    tuning._findings.cache_clear()
+    monkeypatch.setattr(driver, "_active", Driver())
+    _forget_kernels()
+    yield names
+    _forget_kernels()
+    tuning._findings.cache_clear()
+
+
+def _forget_kernels() -> None:
+    """What was compiled belongs to a test."""
+    kernel_module.cache_clear()
+    sum_parts.device_caches.clear()
+    for name in [name for name in sys.modules if name.startswith("treefx_kernel_")]:
+        del sys.modules[name]
+
+
+LAUNCHED: list[str] = []
+BACKWARD = ["delta", "backward_keys", "backward_queries"]
+
+
+def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
+    q, k, v = (torch.zeros(1, tokens, h, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for h in (4, 2, 2))
+    out = tree_attention(q, k, v, torch.full((tokens,), tokens), impl=impl, **options)
+    torch.autograd.grad(out, [q, k, v], torch.zeros_like(out))
+
+
+def test_both_forms_are_compared_once_and_the_fast_one_stays(compiled: list[str]) -> None:
+    attend(200)
+    assert LAUNCHED == ["forward", "forward", "delta", *BACKWARD[1:], *BACKWARD[1:]], "plain, then specialised"
+    LAUNCHED.clear()
+    attend(200)
+    assert LAUNCHED == ["forward", *BACKWARD]
+    assert len(compiled) == 7 and list(paths._verdicts.values()) == [True, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50, "softcap": 5.0}], ids=["plain", "window, softcap"])
+def test_a_new_length_compiles_nothing(options: dict[str, Any], compiled: list[str]) -> None:
+    attend(200, **options)
+    found = len(compiled)
+    for tokens in (333, 1008, 4100):
+        LAUNCHED.clear()
+        attend(tokens, **options)
+        assert [name for name in LAUNCHED if name != "sum_parts"].count("backward_keys") in (1, 2)
+    assert len([name for name in compiled if name != "sum_parts"]) == found
+
+
+def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:
+    q = torch.zeros(1, 2, 20_000, 64, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.arange(1, 20_001)
+    ends[:128] = 20_000
+    torch.autograd.grad(tree_attention(q, q, q, ends, impl="triton"), q, torch.zeros_like(q))
+    assert LAUNCHED.count("sum_parts") == 4 and compiled.count("sum_parts") == 1, "dk and dv, in both forms"
+
+
+def test_tuning_measures_every_configuration_once(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREEFX_TUNE", "1")
+    attend(200)
+    measured = len(compiled)
+    findings = json.loads((tmp_path / "tuning.json").read_text())
+    assert len(findings) == 3 and all("warp" in key and "Hopper that is not there" in key for key in findings)
+    attend(200)
+    attend(211)
+    assert len(compiled) == measured > 7
+
+
+def test_auto_checks_the_kernels_and_takes_them(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_problems", {})
+    monkeypatch.setattr(cuda, "relative_error", lambda got, wanted: 0.0)
+    monkeypatch.setattr(cuda.flex, "forward", None)
+    monkeypatch.setattr("treefx.kernels.ops.cpu", cuda)  # the tensors are on the CPU
+    attend(300, impl="auto", softcap=3.0)
+    assert list(cuda._problems.values()) == [None] and LAUNCHED[:2] == ["forward", "delta"]
