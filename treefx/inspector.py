@@ -158,6 +158,20 @@ class Inspection:
         return target
 
 
+def _cut_off(reports: list[GraphReport]) -> str | None:
+    """That graphs with weights ran every row because no token ids reach them, if there are such graphs."""
+    runs = [report for report in reports if any(weight.dim() > 1 for weight in report.parameters)]
+    blind = sum(report.ran == "ordinary" and not report.has_tokens for report in runs)
+    if not blind:
+        return None
+    if len(reports) == 1:
+        return "no input of the graph is looked up in an embedding, so nothing tells which positions are the same token"
+    return (
+        f"{blind} of {len(runs)} graphs with weights get no token ids and ran every row, because Dynamo cut the model "
+        "into several; TORCH_LOGS=graph_breaks tells where"
+    )
+
+
 def _latest_of_each_frame(graphs: list[Run]) -> list[Run]:
     """Of the graphs that Dynamo compiled from the same function, the one that ran last."""
     latest: dict[object, Run] = {}
@@ -197,6 +211,8 @@ def _statistics(
     for report in everything:
         for name, value in report.seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
+    stated = next((report.fallback for report in latest if report.fallback is not None), None)
+    reasons = [reason for reason in (stated, _cut_off(latest)) if reason is not None]
     return {
         "raw_tokens": first.raw_tokens,
         "tokens": first.tokens,
@@ -206,7 +222,7 @@ def _statistics(
         "attention_rewritten": sum(report.attention_rewritten for report in latest if report.fallback is None),
         "recurrences_rewritten": sum(report.recurrences_rewritten for report in latest if report.fallback is None),
         "expansions": [dict(item) for report in latest for item in report.expansions],
-        "fallback": next((report.fallback for report in latest if report.fallback is not None), None),
+        "fallback": "; ".join(reasons) or None,
         "graphs": len(latest),
         "compiles": sum(report.compiles for report in everything),
         "calls": sum(report.calls for report in everything),

@@ -57,6 +57,7 @@ class CompiledGraph:
         self._current = threading.local()
         self._outputs = OutputUse()
         self._shapes: dict[tuple[Any, ...], list[Shape] | str] = {}
+        self._has_no_tokens = False
         self._ordinary = Ordinary(gm, config.compiler, self._count_ordinary)
 
     @property
@@ -110,6 +111,8 @@ class CompiledGraph:
 
     def _shape(self, args: Sequence[Any]) -> Shape | str:
         """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none)."""
+        if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
+            return ""
         tensors = self._tensors(args)
         values = input_values(tensors, self._tensor_roles(args))
         filled = zip(self._filled(args), self.roles, strict=True)
@@ -163,6 +166,7 @@ class CompiledGraph:
         self.report.shapes += 1
         self.report.seconds.update(analysis.seconds)
         if analysis.tokens is None:
+            self._has_no_tokens = True
             return ""
         self.report.has_tokens = True
         self.report.expansions = [asdict(item) for item in analysis.expansions]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import treefx
 from tests.backend.support import assert_packed, llama
@@ -81,6 +81,23 @@ def unshared() -> Batch:
 
 def default_compile(model: nn.Module) -> Any:
     return torch.compile(model, backend="treefx", options={"inner": "aot_eager"})
+
+
+class Cut(nn.Module):
+    """Where Dynamo ends a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_model_in_several_graphs_says_so(place: str) -> None:
+    """Only the first one gets token ids; the others run every row, exactly and not in silence."""
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16, **{place: Cut()}).double()
+    stats = compare(model, shared_batch(rows=4, length=12, shared=5, vocab=61, padding=None)).stats
+    assert "Dynamo cut the model" in stats["fallback"]
+    assert stats["attention_rewritten"] == (1 if place == "after" else 0)
 
 
 def test_low_sharing_runs_the_ordinary_graph() -> None:

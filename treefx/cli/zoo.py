@@ -210,7 +210,7 @@ def _row(
     stats = treefx.inspect(compiled).stats
     share = sum((flop_share(graph) for graph in _labelled(twin)), FlopShare())
     distinct = treefx.Forest.from_padded(batch.input_ids, batch.attention_mask).num_tokens
-    note = stats["fallback"] or _breaks(stats["attention_rewritten"])
+    note = _breaks(stats["attention_rewritten"]) or stats["fallback"]
     row = ZooRow(
         model.name,
         model.library,
