@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from typing import Any
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.variables.tensor import TensorVariable
 
 __all__ = ["keep_graphs_whole"]
@@ -21,6 +23,7 @@ def keep_graphs_whole() -> None:
     """Apply all of it, once per process."""
     _pass_warnings()
     _pass_requires_grad()
+    _install_hooks_first()
 
 
 def _pass_warnings() -> None:
@@ -57,3 +60,25 @@ def _pass_requires_grad() -> None:
         return original(self, tx, *args, **kwargs)
 
     TensorVariable.method_requires_grad_ = requires_grad_  # type: ignore[method-assign]
+
+
+def _install_hooks_first() -> None:
+    """Let transformers hang its hooks for router logits and hidden states on a model before Dynamo traces it.
+
+    It does so in the first call that asks for them, under a lock that would cut the graph there for good, head and loss
+    on the far side. Here the hooks are hung for real, and Dynamo starts the trace of the model over.
+    """
+    module = sys.modules.get("transformers.utils.output_capturing")
+    original = getattr(module, "maybe_install_capturing_hooks", None)
+    if original is None or hasattr(original, "_dynamo_marked_constant"):
+        return
+
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    @functools.wraps(original)
+    def install(model: Any) -> None:
+        hung = getattr(model, "_output_capturing_hooks_installed", False)
+        original(model)
+        if not hung and torch._guards.TracingContext.try_get() is not None:
+            raise RestartAnalysis(restart_reason="hooks were hung on the model")
+
+    setattr(module, "maybe_install_capturing_hooks", install)

@@ -158,9 +158,14 @@ class Inspection:
         return target
 
 
-def _cut_off(reports: list[GraphReport]) -> str | None:
-    """That graphs with weights ran every row because no token ids reach them, if there are such graphs."""
-    runs = [report for report in reports if any(weight.dim() > 1 for weight in report.parameters)]
+def _cut_off(reports: list[GraphReport], first: GraphReport) -> str | None:
+    """That graphs with weights ran every row because no token ids reach them, if there are such graphs.
+
+    Those that did not run again since the graph with token ids did are of an earlier state of the model.
+    """
+    since = first.last_call if first.has_tokens else 0
+    weighted = [report for report in reports if any(weight.dim() > 1 for weight in report.parameters)]
+    runs = [report for report in weighted if report.last_call >= since]
     blind = sum(report.ran == "ordinary" and not report.has_tokens for report in runs)
     if not blind:
         return None
@@ -212,7 +217,7 @@ def _statistics(
         for name, value in report.seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
     stated = next((report.fallback for report in latest if report.fallback is not None), None)
-    reasons = [reason for reason in (stated, _cut_off(latest)) if reason is not None]
+    reasons = [reason for reason in (stated, _cut_off(latest, first)) if reason is not None]
     return {
         "raw_tokens": first.raw_tokens,
         "tokens": first.tokens,

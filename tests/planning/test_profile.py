@@ -26,13 +26,13 @@ DEEP = (0, 1, 2)
 """Forests of nearly the same depth: they run the same compiled code."""
 
 
-def _forest(seed: int) -> treefx.Forest:
+def _forest(seed: int, spans: tuple[int, int] = (100, 500)) -> treefx.Forest:
     random = np.random.default_rng(seed)
     rows: list[list[int]] = []
     for _ in range(8):
         source = rows[random.integers(len(rows))] if rows else []
         kept = source[: random.integers(1, len(source) + 1)] if source else []
-        rows.append(kept + random.integers(0, VOCABULARY, random.integers(100, 500)).tolist())
+        rows.append(kept + random.integers(0, VOCABULARY, random.integers(*spans)).tolist())
     return treefx.Forest.from_sequences(rows)
 
 
@@ -134,6 +134,14 @@ def test_measured_peaks_are_under_the_limits_and_near_the_predictions(runner: Ru
         assert len(trial.plan.parts) >= trial.share
         assert trial.measured.bytes <= trial.plan.peak_bytes <= trial.plan.memory_limit_bytes
         assert trial.predicted_per_measured <= 1.1
+        assert trial.loss_error <= 1e-5
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_measured_peaks_of_small_forests_are_under_the_limits(runner: Runner, seed: int) -> None:
+    """About 1,000 tokens: what a part takes whatever its size weighs more than a tenth there, but is never forgotten."""
+    for trial in run_under_limits(runner, _forest(seed, (40, 200))):
+        assert trial.measured.bytes <= trial.plan.peak_bytes <= trial.plan.memory_limit_bytes
         assert trial.loss_error <= 1e-5
 
 

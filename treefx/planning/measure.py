@@ -12,7 +12,7 @@ from treefx.errors import InputError
 from treefx.forest import Forest
 from treefx.planning.cost import CostModel, Size
 from treefx.planning.execute import Executor, LogProbs, Model
-from treefx.planning.memory import track_peak
+from treefx.planning.memory import quick_collections, track_peak
 from treefx.planning.part import Part, Schedule, Step, StepKind, boundary, edge_ids, outgoing
 
 __all__ = ["Sample", "gradients_put_aside", "measure_steps", "probe_schedules"]
@@ -106,7 +106,11 @@ def measure_steps(
     compiled: Any, forest: Forest, schedule: Schedule, kwargs: Mapping[str, Any], logprobs: LogProbs
 ) -> list[Sample]:
     """Run a schedule several times; the first, which may compile, does not count."""
-    runs = [_run(compiled, forest, schedule, kwargs, logprobs) for _ in range(_REPEATS + 1)][1:]
+    model = Model(compiled, kwargs, logprobs)
+    with torch.enable_grad():
+        _executor(model, forest, schedule).run(schedule.steps)
+    with quick_collections():
+        runs = [_run(_executor(model, forest, schedule), forest, schedule) for _ in range(_REPEATS)]
     sizes = [_size(forest, schedule.parts, part) for part in schedule.parts]
     samples = []
     for place, step in enumerate(schedule.steps):
@@ -129,13 +133,13 @@ def gradients_put_aside(parameters: Sequence[torch.nn.Parameter]) -> Iterator[No
             parameter.grad = grad
 
 
-def _run(
-    compiled: Any, forest: Forest, schedule: Schedule, kwargs: Mapping[str, Any], logprobs: LogProbs
-) -> list[tuple[float, int, int]]:
-    """Seconds, peak and rest of every step; the loss is the sum of the log-probabilities."""
-    executor = Executor(
-        Model(compiled, kwargs, logprobs), forest, schedule, lambda logp, _: logp.sum(), lambda roots, own: None
-    )
+def _executor(model: Model, forest: Forest, schedule: Schedule) -> Executor:
+    """The loss is the sum of the log-probabilities."""
+    return Executor(model, forest, schedule, lambda logp, _: logp.sum(), lambda roots, own: None)
+
+
+def _run(executor: Executor, forest: Forest, schedule: Schedule) -> list[tuple[float, int, int]]:
+    """Seconds, peak and rest of every step."""
     result = []
     for step in schedule.steps:
         _wait_for(forest.device)

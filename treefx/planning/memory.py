@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from treefx.errors import UnsupportedError
 from treefx.kernels.triton_tree.codegen import cache_folder
 
-__all__ = ["Peak", "Source", "install_allocator", "track_peak"]
+__all__ = ["Peak", "Source", "install_allocator", "quick_collections", "track_peak"]
 
 Source = Literal["allocator", "profiler", "cuda"]
 
@@ -165,6 +165,17 @@ def track_peak(
     gc.collect()  # or garbage of before is released inside of the block, and hides as much of its peak
     with measure as peak:
         yield peak
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Let the collections of :func:`track_peak` pass over all objects of before, which takes long once for all."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def install_allocator() -> bool:
