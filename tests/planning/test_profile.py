@@ -139,7 +139,7 @@ def test_measured_peaks_are_under_the_limits_and_near_the_predictions(runner: Ru
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_measured_peaks_of_small_forests_are_under_the_limits(runner: Runner, seed: int) -> None:
-    """About 1,000 tokens: what a part takes whatever its size weighs more than a tenth there, but is never forgotten."""
+    """About 1,000 tokens: what a part takes whatever its size weighs more than a tenth there, and is counted."""
     for trial in run_under_limits(runner, _forest(seed, (40, 200))):
         assert trial.measured.bytes <= trial.plan.peak_bytes <= trial.plan.memory_limit_bytes
         assert trial.loss_error <= 1e-5
