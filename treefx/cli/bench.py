@@ -33,7 +33,7 @@ def forest(json: Json = False) -> None:
 def attention(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA where there is one.")] = "auto",
     minutes: Annotated[float, typer.Option(help="On CUDA: no new case starts after this time.")] = 7.0,
-    out: Annotated[Path | None, typer.Option(help="On CUDA: a file that gets the records as they come.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A file that gets the records; on CUDA as they come.")] = None,
     json: Json = False,
 ) -> None:
     """Time tree attention, forward and backward, against what else computes it exactly.
@@ -53,6 +53,7 @@ def attention(
     if bench_attention.choose_device(device) == "cpu":
         total = len(bench_attention.CASES)
         records += track(bench_attention.run(), total=total, disable=json, console=notes, transient=True)
+        _save(records, out)
         if json:
             print_json(records)
         else:
@@ -64,15 +65,19 @@ def attention(
     total = len(on_cuda.SETTINGS)
     for record in track(apart.run(minutes=minutes), total=total, disable=json, console=notes, transient=True):
         records.append(record)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(dumps(records, indent=1), encoding="utf-8")
+        _save(records, out)
     if json:
         print_json(records)
     else:
         console.print(on_cuda.make_summary(records))
     if not all(record.get("tree_forward_ms") for record in records if not _out_of_time(record)):
         raise typer.Exit(1)
+
+
+def _save(records: list[dict[str, Any]], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(dumps(records, indent=1), encoding="utf-8")
 
 
 def _out_of_time(record: dict[str, Any]) -> bool:
