@@ -151,7 +151,7 @@ def test_policies_of_others_compute_the_same_gradients_with_more_work(
     """All are run, and `run_policies` compares losses and gradients itself."""
     monkeypatch.setattr(bench_policies, "_ROUNDS", 1)
     forest = _forest(0)
-    found = {record["policy"]: record for record in run_policies(runner, forest, share=4)}
+    found = {record["policy"]: record for record in run_policies(runner, forest, share=2)}
     uncut, planned = found["uncut"], found["treefx"]
     assert uncut["flop_ratio"] == 1.0 and uncut["parts"] == 1
     pairs = int((forest.depth + 1).sum())

@@ -50,8 +50,8 @@ __all__ = ["Profile", "profile"]
 _FOREST_BYTES = {"token": 116, "raw_token": 16}
 """What describes the forest: 48 bytes per token, its edges 52, which part has it 16; two numbers per raw token."""
 
-_MASK_BYTES = [16384.0] + [0.0] * (len(MONOMIALS) - 2) + [768.0]
-"""Masks of tiles on the CPU, which parts with forks need and the measured ones, being chains, do not: 400 KiB, or less
+_MASK_BYTES = [147456.0] + [0.0] * (len(MONOMIALS) - 2) + [768.0]
+"""Masks of tiles on the CPU, which parts with forks need and the measured ones, being chains, do not: 528 KiB, or less
 in a short part."""
 _NEAR = 0.03
 """How far a measured peak may be above the graphs' to be the same operator's."""
