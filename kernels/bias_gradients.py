@@ -48,7 +48,7 @@ class BiasGradients:
     ) -> None:
         self.bias, self.factor, self.width = bias, factor, width
         self.group = inputs.q.shape[1] // inputs.k.shape[1]
-        self.structure = find_structure(inputs.subtree_end)
+        self.structure, self.outside = find_structure(inputs.subtree_end), inputs.outside
         with autograd_enabled():
             self.leaves = inputs.as_leaves(accumulation_dtype(inputs.q), buffer_grads)
         self.marked = [buffer for buffer, wanted in zip(self.leaves.buffers, buffer_grads, strict=True) if wanted]
@@ -81,9 +81,10 @@ class BiasGradients:
         whole = rows.sum(dim=2, keepdim=True)
         group, middle = self.structure.group(start, stop), (start + stop) // 2
         with autograd_enabled():
-            row_terms = evaluate_tile(self.bias, self.leaves, group, torch.tensor([middle]))
+            itself = torch.tensor([middle + self.outside])
+            row_terms = evaluate_tile(self.bias, self.leaves, group, itself)
             key_terms = evaluate_tile(self.bias, self.leaves, group, to_tensor(keys), query=middle)
-            origin = evaluate_tile(self.bias, self.leaves, group, torch.tensor([middle]), query=middle)
+            origin = evaluate_tile(self.bias, self.leaves, group, itself, query=middle)
             pairs = ((row_terms, rows), (key_terms, columns / self.factor), (origin, -whole))
             used = [(value.expand_as(grad), grad) for value, grad in pairs if value.requires_grad]
         if not used:

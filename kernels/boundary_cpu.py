@@ -2,23 +2,23 @@
 
 Runs of boundary keys that the same own queries [lo, hi) see are rectangles without a mask, which ATen's flash kernel
 takes whole; a part with one topmost token has exactly one. They are merged with the own keys by log-sum-exp and
-differentiated with the merged out and lse, like the rectangles of :mod:`treefx.kernels.cpu`. Any score but a plain
-multiple of q.k without a condition runs densely (:mod:`treefx.kernels.reference`).
+differentiated with the merged out and lse, like the rectangles of :mod:`treefx.kernels.cpu`, which runs any score but a
+plain multiple of q.k without a condition, on all keys in one tensor.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from treefx.kernels import cpu, reference
+from treefx.kernels import cpu
 from treefx.kernels.common import Inputs, accumulation_dtype, empty_outputs, sink_gradient
 from treefx.kernels.score import Score, linear_in_dot
+from treefx.kernels.structure import Above
 from treefx.kernels.tile_calls import flash, flash_backward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "plain_factor"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class _Rectangle:
 
 def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
-    factor = _plain_factor(inputs, score)
+    factor = plain_factor(inputs.q, inputs.v, score)
     if factor is None:
-        return reference.forward(inputs, score)
+        return cpu.forward(inputs, score)
     own, lse = cpu.forward(_own(inputs), score)
     assert inputs.boundary is not None
     out = own.to(lse.dtype)
@@ -55,9 +55,9 @@ def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the gradients of q, k, v, and a list: k and v of the boundary, sinks if given, the marked buffers."""
-    factor = _plain_factor(inputs, score)
+    factor = plain_factor(inputs.q, inputs.v, score)
     if factor is None:
-        return reference.backward(grad_out, inputs, out, lse, score, buffer_grads)
+        return cpu.backward(grad_out, inputs, out, lse, score, buffer_grads)
     dtype, boundary = accumulation_dtype(inputs.q), inputs.boundary
     assert boundary is not None
     dq, dk, dv, marked = cpu.backward(grad_out, _own(inputs), out, lse, score, buffer_grads)
@@ -75,12 +75,12 @@ def backward(
     return dq.to(inputs.q.dtype), dk, dv, [*outside, *sinks, *marked]
 
 
-def _plain_factor(inputs: Inputs, score: Score) -> float | None:
+def plain_factor(q: Tensor, v: Tensor, score: Score) -> float | None:
     """The factor of q.k where that is the whole logit and there is no condition but the tree's."""
     linear = linear_in_dot(score.value)
     if linear is None or linear[1] is not None or score.visible is not None:
         return None
-    return linear[0] if inputs.q.shape[-1] == inputs.v.shape[-1] else None
+    return linear[0] if q.shape[-1] == v.shape[-1] else None
 
 
 def _dense_last(x: Tensor) -> Tensor:
@@ -93,13 +93,6 @@ def _own(inputs: Inputs) -> Inputs:
 
 def _rectangles(inputs: Inputs) -> list[_Rectangle]:
     assert inputs.boundary is not None
-    lo, hi = inputs.boundary.lo.numpy(), inputs.boundary.hi.numpy()
-    if not len(lo):
-        return []
-    first = np.flatnonzero(np.diff(lo, prepend=-1) | np.diff(hi, prepend=-1))
-    last = np.append(first[1:], len(lo))
-    return [
-        _Rectangle(slice(int(lo[a]), int(hi[a])), slice(int(a), int(b)))
-        for a, b in zip(first, last, strict=True)
-        if lo[a] < hi[a]
-    ]
+    above = Above.of(inputs.boundary.lo.numpy(), inputs.boundary.hi.numpy())
+    sides = zip(above.first.tolist(), above.stop.tolist(), above.runs.tolist(), strict=True)
+    return [_Rectangle(slice(first, stop), slice(*keys)) for first, stop, keys in sides]

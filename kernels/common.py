@@ -60,6 +60,11 @@ class Inputs:
     boundary: Boundary | None = None
 
     @property
+    def outside(self) -> int:
+        """Number of the boundary's keys P; 0 without one."""
+        return 0 if self.boundary is None else self.boundary.k.shape[2]
+
+    @property
     def keys(self) -> Tensor:
         """All keys, those of the boundary first, ``[B, Hkv, P + N, D]``."""
         return self.k if self.boundary is None else torch.cat([self.boundary.k, self.k], dim=2)
@@ -69,14 +74,21 @@ class Inputs:
         """All values, those of the boundary first, ``[B, Hkv, P + N, Dv]``."""
         return self.v if self.boundary is None else torch.cat([self.boundary.v, self.v], dim=2)
 
+    def seen_from(self) -> tuple[Tensor, ...]:
+        """Return ``lo`` and ``hi`` of the boundary; nothing without one."""
+        return () if self.boundary is None else (self.boundary.lo, self.boundary.hi)
+
+    def with_all_keys(self) -> "Inputs":
+        """Return the same with all keys and values, the boundary's first, in the places of the own ones."""
+        return self if self.boundary is None else replace(self, k=self.keys, v=self.values)
+
     def intervals(self) -> tuple[Tensor, Tensor]:
         """Return the tokens (as a score counts them) between which each key is seen, ``[P + N]`` each."""
-        first = torch.arange(self.k.shape[2], device=self.k.device)
+        first = torch.arange(self.q.shape[2], device=self.q.device)
         if self.boundary is None:
             return first, self.subtree_end
-        outside = self.boundary.k.shape[2]
         starts, ends = torch.cat([self.boundary.lo, first]), torch.cat([self.boundary.hi, self.subtree_end])
-        return starts + outside, ends + outside
+        return starts + self.outside, ends + self.outside
 
     def as_leaves(self, dtype: torch.dtype, buffer_grads: Sequence[bool]) -> "Inputs":
         """Return copies in ``dtype`` that require grad (of the buffers, the marked); needs autograd on."""
@@ -117,10 +129,9 @@ class Inputs:
         """Return the indices of q ``[Q, 1]``, k ``[1, P + N]``, head ``[H, 1, 1]``, batch ``[B, 1, 1, 1]``."""
         batch, heads, tokens, _ = self.q.shape
         device = self.q.device
-        outside = 0 if self.boundary is None else self.boundary.k.shape[2]
         return (
-            torch.arange(start + outside, stop + outside, device=device)[:, None],
-            torch.arange(tokens + outside, device=device)[None, :],
+            torch.arange(start + self.outside, stop + self.outside, device=device)[:, None],
+            torch.arange(tokens + self.outside, device=device)[None, :],
             torch.arange(heads, device=device)[:, None, None],
             torch.arange(batch, device=device)[:, None, None, None],
         )

@@ -34,7 +34,8 @@ _FAINT = -1e4
 def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
     linear = linear_in_dot(score.value)
-    out, lse = eager_tiles.forward(inputs, score) if linear is None else _forward_linear(inputs, linear, score.visible)
+    whole = inputs.with_all_keys()
+    out, lse = eager_tiles.forward(whole, score) if linear is None else _forward_linear(whole, linear, score.visible)
     if inputs.sinks is not None:
         with_sink = torch.logaddexp(lse, inputs.sinks.to(lse.dtype)[None, :, None])
         out *= torch.exp(lse - with_sink)[..., None]
@@ -48,17 +49,21 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
 def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers'."""
-    linear = linear_in_dot(score.value)
+    """Return the gradients of q, k, v, and a list: of the boundary and of sinks if given, of the marked buffers."""
+    linear, whole = linear_in_dot(score.value), inputs.with_all_keys()
     faint, whole_lse = _faint_rows(lse, linear), lse
     if faint is not None:
         lse = lse.index_fill(2, faint, torch.inf)  # every exp(logit - lse) is 0: they are left out
     if linear is None or (any(buffer_grads) and not bias_is_summable(*linear)):
-        dq, dk, dv, rest = eager_tiles.backward(grad_out, inputs, out, lse, score, buffer_grads)
+        dq, dk, dv, rest = eager_tiles.backward(grad_out, whole, out, lse, score, buffer_grads)
     else:
-        dq, dk, dv, rest = _backward_linear(grad_out, inputs, out, lse, linear, score.visible, buffer_grads)
+        dq, dk, dv, rest = _backward_linear(grad_out, whole, out, lse, linear, score.visible, buffer_grads)
     if inputs.sinks is not None:
         rest = [sink_gradient(grad_out, out, lse, inputs.sinks), *rest]
+    if inputs.boundary is not None:
+        outside = inputs.outside
+        rest = [dk[:, :, :outside].clone(), dv[:, :, :outside].clone(), *rest]  # in memory of their own
+        dk, dv = dk[:, :, outside:], dv[:, :, outside:]
     if faint is not None:
         *exact, marked = reference.backward(grad_out, inputs, out, whole_lse, score, buffer_grads, faint)
         dq, dk, dv, *rest = [a + b for a, b in zip((dq, dk, dv, *rest), (*exact, *marked), strict=True)]
@@ -84,8 +89,8 @@ def _faint_rows(lse: Tensor, linear: Linear | None) -> Tensor | None:
 
 def _tiles(inputs: Inputs, bias: Expr | None, visible: Expr | None) -> tuple[Iterable[Tile], Tensor | None]:
     """Return the tiles, and what their log-sum-exp lacks per row."""
-    structure = find_structure(inputs.subtree_end)
-    if bias is None and visible is None:
+    structure = find_structure(inputs.subtree_end, *inputs.seen_from())
+    if bias is None and visible is None and inputs.boundary is None:
         return plain_tiles(inputs, structure), None
     planned = plan_scored_tiles(inputs, structure, bias, visible)
     return planned, planned.row_terms
@@ -115,7 +120,7 @@ def _forward_linear(inputs: Inputs, linear: Linear, visible: Expr | None) -> tup
 
 def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], factor: float) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q)
-    out = _zeros_heads_inside(v, q.shape[1], dtype)
+    out = _zeros_heads_inside(q, dtype)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype)
     written = 0
     for tile in tiles:
@@ -171,7 +176,7 @@ def _differentiate_tiles(
     query_side: Sequence[Tensor], k: Tensor, v: Tensor, tiles: Iterable[Tile], factor: float, sums: BiasGradients | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = query_side[-1].dtype
-    dq, dk, dv = (_zeros_heads_inside(tensor, tensor.shape[1], dtype) for tensor in (query_side[1], k, v))
+    dq, dk, dv = (_zeros_heads_inside(tensor, dtype) for tensor in (query_side[1], k, v))
     for tile in tiles:
         rows = slice(tile.start, tile.stop)
         row_tensors = [tensor[:, :, rows] for tensor in query_side]
@@ -197,6 +202,6 @@ def _widened(tensor: Tensor, width: int) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _zeros_heads_inside(tensor: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    batch, _, tokens, width = tensor.shape
+def _zeros_heads_inside(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    batch, heads, tokens, width = tensor.shape
     return torch.zeros(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)

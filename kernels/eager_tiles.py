@@ -69,7 +69,7 @@ def backward(
 
 
 def _groups(inputs: Inputs) -> tuple[Group, ...]:
-    structure: Structure = find_structure(inputs.subtree_end)
+    structure: Structure = find_structure(inputs.subtree_end, *inputs.seen_from())
     rows = rows_per_tile(inputs, structure)
     return structure.groups(rows, rows)
 

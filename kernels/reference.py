@@ -61,8 +61,7 @@ def backward(
 
 def _query_blocks(inputs: Inputs, rows: Tensor | None) -> Sequence[Tensor]:
     batch, heads, tokens, _ = inputs.q.shape
-    outside = 0 if inputs.boundary is None else inputs.boundary.k.shape[2]
-    at_once = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * (outside + tokens)))
+    at_once = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * (inputs.outside + tokens)))
     chosen = torch.arange(tokens, device=inputs.q.device) if rows is None else rows
     return torch.split(chosen, at_once) if len(chosen) else ()
 

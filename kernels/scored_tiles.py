@@ -57,7 +57,7 @@ class ScoredTiles:
     def __iter__(self) -> Iterator[Tile]:
         for group in self.groups:
             keys = find_tile_keys(self.inputs, group, self.visible)
-            if len(keys.full) <= tiles.UNSPLIT_KEYS and not _is_causal(group, keys):
+            if len(keys.full) <= tiles.UNSPLIT_KEYS and not self._is_causal(group, keys):
                 keys = keys.merged()
             yield from self._group_tiles(group, keys)
 
@@ -69,11 +69,18 @@ class ScoredTiles:
         if not len(keys.mixed):
             return
         row = parts[1]
-        if _is_causal(group, keys) and (row is None or (row.shape[-2] == 1 and not (row == -torch.inf).any())):
+        if self._is_causal(group, keys) and (row is None or (row.shape[-2] == 1 and not (row == -torch.inf).any())):
             yield Tile(group.start, group.stop, ranges_of(keys.mixed.numpy()), causal=True, mask=row)
             return
         added = torch.zeros((), dtype=accumulation_dtype(self.inputs.q)) if row is None else row
         yield _tile(group, keys.mixed, torch.where(keys.seen, added, -torch.inf))
+
+    def _is_causal(self, group: Group, keys: TileKeys) -> bool:
+        """Whether the mixed keys are the group's own, each seen by the queries from it on."""
+        rows, first = group.stop - group.start, group.start + self.inputs.outside
+        if not group.causal or keys.seen.ndim != 2 or len(keys.mixed) != rows or int(keys.mixed[0]) != first:
+            return False
+        return bool(keys.seen.sum() == rows * (rows + 1) // 2)  # never more than that: the tree condition
 
     def _bias(self, group: Group, keys: Tensor) -> Tensor | None:
         """The mask's bias, ``[..., 1, K]`` where rows share it, else ``[..., Q, K]``."""
@@ -164,7 +171,7 @@ def _sides(expr: Expr) -> set[str]:
 def _row_terms(inputs: Inputs, groups: tuple[Group, ...], bias: Expr) -> Tensor:
     """Return ``bias(q, m) - bias(m, m)``, m the middle query of q's group: broadcasts to ``[B, H, N]``."""
     counts = torch.tensor([group.stop - group.start for group in groups])
-    middle = torch.tensor([_middle(group) for group in groups]).repeat_interleave(counts)[:, None]
+    middle = torch.tensor([_middle(group) for group in groups]).repeat_interleave(counts)[:, None] + inputs.outside
     q, _, head, batch = inputs.indices(0, inputs.q.shape[2])
     dtype = accumulation_dtype(inputs.q)
     dot = torch.zeros((), dtype=dtype)
@@ -181,14 +188,6 @@ def _row_terms(inputs: Inputs, groups: tuple[Group, ...], bias: Expr) -> Tensor:
 
 def _middle(group: Group) -> int:
     return (group.start + group.stop) // 2
-
-
-def _is_causal(group: Group, keys: TileKeys) -> bool:
-    """Whether the mixed keys are the group's own, each seen by the queries from it on."""
-    rows = group.stop - group.start
-    if not group.causal or keys.seen.ndim != 2 or len(keys.mixed) != rows or int(keys.mixed[0]) != group.start:
-        return False
-    return bool(keys.seen.sum() == rows * (rows + 1) // 2)  # never more than that: the tree condition
 
 
 def _tile(group: Group, keys: Tensor, mask: Tensor | None) -> Tile:

@@ -21,6 +21,7 @@ from torch import Tensor
 from treefx.errors import InputError
 
 __all__ = [
+    "Above",
     "Column",
     "Group",
     "Ranges",
@@ -37,6 +38,36 @@ Ranges = IntArray
 """Disjoint, non-adjacent intervals [start, stop) of packed tokens, int64 ``[R, 2]``."""
 
 _CACHED_FORESTS = 8
+
+
+@dataclass(frozen=True)
+class Above:
+    """Keys from outside that come before the forest's own ones, in runs that the same queries see.
+
+    Attributes:
+        runs: the keys of each run, ``[R, 2]``.
+        first: first query that sees a run, ``[R]``.
+        stop: exclusive last one, ``[R]``.
+        count: number of keys P, by which the forest's own keys are moved.
+    """
+
+    runs: Ranges
+    first: IntArray
+    stop: IntArray
+    count: int
+
+    @classmethod
+    def of(cls, lo: IntArray, hi: IntArray) -> "Above":
+        """Find the runs of keys of which key j is seen by the queries ``lo[j] <= q < hi[j]``."""
+        start = np.flatnonzero(np.diff(lo, prepend=-1) | np.diff(hi, prepend=-1))
+        runs = np.stack([start, np.append(start, len(lo))[1:]], axis=1)
+        seen = lo[start] < hi[start]
+        return cls(runs[seen], lo[start][seen], hi[start][seen], len(lo))
+
+    def seen(self, start: int, stop: int, *, by_all: bool) -> Ranges:
+        """Return the keys that all of the queries [start, stop) see, or those that some see and others do not."""
+        whole = (self.first <= start) & (self.stop >= stop)
+        return self.runs[whole if by_all else (self.first < stop) & (self.stop > start) & ~whole]
 
 
 @dataclass(frozen=True)
@@ -64,19 +95,25 @@ class Group:
     def shared(self) -> Ranges:
         """Keys before ``start`` that every query of the group sees, without the ``taken`` ones."""
         runs, ends = self.structure.path(self.start)
-        shared = _merged(runs[ends >= self.stop])
+        shared = self._with_above(runs[ends >= self.stop], by_all=True)
         return _sliced(shared, self.taken, self.start) if self.taken else shared
 
     @property
     def partial(self) -> Ranges:
-        """Keys before ``start`` that only the first queries of the group see."""
+        """Keys before ``start`` that only some queries of the group see: its first ones, but of keys from outside."""
         runs, ends = self.structure.path(self.start)
-        return _merged(runs[ends < self.stop])
+        return self._with_above(runs[ends < self.stop], by_all=False)
 
     @property
     def block(self) -> Ranges:
         """The group's own tokens."""
-        return np.array([[self.start, self.stop]])
+        return np.array([[self.start, self.stop]]) + self.structure.outside
+
+    def _with_above(self, runs: Ranges, *, by_all: bool) -> Ranges:
+        above = self.structure.above
+        if above is None:
+            return _merged(runs)
+        return joined(above.seen(self.start, self.stop, by_all=by_all), runs + above.count)
 
 
 @dataclass(frozen=True)
@@ -114,7 +151,8 @@ class Structure:
         subtree_end: ``[N]`` int64.
         node_start: first token of each node, in packed order.
         node_end: ``subtree_end`` of each node.
-        longest_path: largest number of tokens on a path.
+        longest_path: largest number of tokens on a path, at most.
+        above: keys from outside; the groups' keys then count from the first of them.
         kept: what users of the forest derive from it alone, under keys of their own.
     """
 
@@ -122,6 +160,7 @@ class Structure:
     node_start: IntArray
     node_end: IntArray
     longest_path: int
+    above: Above | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _groups: dict[tuple[int, int], tuple[Group, ...]] = field(default_factory=dict, repr=False)
     _columns: dict[tuple[int, int], tuple[tuple[Column, ...], tuple[Group, ...]]] = field(
@@ -129,7 +168,7 @@ class Structure:
     )
 
     @classmethod
-    def from_ends(cls, subtree_end: IntArray) -> "Structure":
+    def from_ends(cls, subtree_end: IntArray, above: Above | None = None) -> "Structure":
         """Find the nodes of a forest.
 
         Raises:
@@ -144,7 +183,13 @@ class Structure:
         first = np.flatnonzero(np.diff(subtree_end, prepend=-1))
         closed = np.cumsum(np.bincount(subtree_end, minlength=tokens + 1)[:tokens])
         longest = int((positions - closed).max()) + 1 if tokens else 0
-        return cls(subtree_end, first, subtree_end[first], longest)
+        outside = 0 if above is None else above.count
+        return cls(subtree_end, first, subtree_end[first], longest + outside, above)
+
+    @property
+    def outside(self) -> int:
+        """Number of keys from outside."""
+        return 0 if self.above is None else self.above.count
 
     @cached_property
     def _node_stop(self) -> IntArray:
@@ -288,25 +333,35 @@ def indices_of(ranges: Ranges) -> IntArray:
     return np.repeat(ranges[:, 1] - np.cumsum(counts), counts) + np.arange(counts.sum())
 
 
-_recent: list[tuple[Tensor, Structure]] = []
+_recent: list[tuple[tuple[Tensor, ...], Structure]] = []
 _lock = Lock()
 
 
-def find_structure(subtree_end: Tensor) -> Structure:
+def find_structure(subtree_end: Tensor, *boundary: Tensor) -> Structure:
     """Return the structure of a forest; layers, forward and backward of one step share it.
 
     A hit is verified by content, so a tensor that was overwritten in place is never mistaken for the old one.
+
+    Args:
+        subtree_end: int ``[N]``.
+        boundary: int ``[P]`` each, ``lo`` and ``hi`` of keys from outside.
     """
+    given = (subtree_end, *boundary)
     with _lock:  # backward runs in threads of its own
-        for position, (ends, structure) in enumerate(_recent):
-            if ends.dtype == subtree_end.dtype and torch.equal(ends, subtree_end):
+        for position, (known, structure) in enumerate(_recent):
+            if len(known) == len(given) and all(map(_same, known, given)):
                 _recent.insert(0, _recent.pop(position))
                 return structure
-        stored = subtree_end.clone()
-        structure = Structure.from_ends(stored.numpy().astype(np.int64))
+        stored = tuple(x.clone() for x in given)
+        ends, *outside = (x.numpy().astype(np.int64) for x in stored)
+        structure = Structure.from_ends(ends, Above.of(*outside) if outside else None)
         _recent.insert(0, (stored, structure))
         del _recent[_CACHED_FORESTS:]
     return structure
+
+
+def _same(known: Tensor, given: Tensor) -> bool:
+    return known.dtype == given.dtype and torch.equal(known, given)
 
 
 def forget_structures() -> None:

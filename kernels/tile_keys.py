@@ -81,7 +81,7 @@ def to_tensor(ranges: Ranges) -> Tensor:
 def _decided(inputs: Inputs, group: Group, visible: Expr, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys that a condition hides from all queries, and those that it shows to all, bool ``[K]``."""
     rows = group.stop - group.start
-    queries = Extrema("q", torch.arange(group.start, group.stop), rows, inputs.buffers)
+    queries = Extrema("q", torch.arange(group.start, group.stop) + inputs.outside, rows, inputs.buffers)
     blocks = torch.arange(-(-len(keys) // _KEY_BLOCK))
     nobody, everybody = decide_tiles(
         visible, queries, Extrema("k", keys, _KEY_BLOCK, inputs.buffers), torch.zeros_like(blocks), blocks
@@ -92,5 +92,8 @@ def _decided(inputs: Inputs, group: Group, visible: Expr, keys: Tensor) -> tuple
 
 def tree_condition(inputs: Inputs, group: Group, keys: Tensor) -> Tensor:
     """Return whether each query of a group is a key's token or below it, bool ``[Q, K]``."""
-    queries = torch.arange(group.start, group.stop)[:, None]
-    return (keys[None, :] <= queries) & (queries < inputs.subtree_end[keys][None, :])
+    queries = torch.arange(group.start, group.stop)[:, None] + inputs.outside
+    if inputs.boundary is None:
+        return (keys[None, :] <= queries) & (queries < inputs.subtree_end[keys][None, :])
+    first, end = inputs.intervals()
+    return (first[keys][None, :] <= queries) & (queries < end[keys][None, :])

@@ -1,6 +1,6 @@
 """Rectangles of the tree mask: which queries meet which keys, under which additive mask."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -8,10 +8,20 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype
-from treefx.kernels.structure import Group, Ranges, Structure, count_tokens, joined
+from treefx.kernels.structure import Column, Group, IntArray, Ranges, Structure, count_tokens, joined
 from treefx.kernels.tile_keys import to_tensor, tree_condition
 
-__all__ = ["MIN_ROWS", "SMALL_TILE", "UNSPLIT_KEYS", "Tile", "add_keys", "plain_tiles", "rows_per_tile", "take_keys"]
+__all__ = [
+    "MIN_ROWS",
+    "SMALL_TILE",
+    "UNSPLIT_KEYS",
+    "Tile",
+    "add_keys",
+    "mask_elements",
+    "plain_tiles",
+    "rows_per_tile",
+    "take_keys",
+]
 
 MIN_ROWS = 128
 """Smaller nodes are merged until a group has this many queries."""
@@ -73,31 +83,51 @@ def plain_tiles(inputs: Inputs, structure: Structure) -> Iterable[Tile]:
     return made
 
 
-def _make_plain_tiles(inputs: Inputs, structure: Structure) -> Iterator[Tile]:
+def mask_elements(subtree_end: IntArray) -> int:
+    """Return the elements of all masks among :func:`plain_tiles` of a forest, or of those that are there at a time."""
+    if (subtree_end == len(subtree_end)).all():  # a chain
+        return 0
+    columns, groups = _split(Structure.from_ends(subtree_end))
+    masked = [(group.stop - group.start, keys) for group in groups for _, keys in [_split_keys(group)]]
+    elements = [rows * count_tokens(keys) for rows, keys in masked if keys is not None]
+    return min(sum(elements), _KEPT_ELEMENTS + max(elements, default=0))
+
+
+def _split(structure: Structure) -> tuple[Sequence[Column], Sequence[Group]]:
+    """Groups of queries, and the keys that several of them attend to in one call."""
     tokens = len(structure.subtree_end)
     # A second call takes longer than the pairs that it saves; the more so, the more threads share the pairs.
     if 2 * tokens <= (3 if torch.get_num_threads() == 1 else 4) * MIN_ROWS:
-        yield from _group_tiles(inputs, structure.group(0, tokens))
-        return
-    columns, groups = structure.columns(MIN_ROWS, MIN_COLUMN_KEYS)
+        return (), (structure.group(0, tokens),)
+    return structure.columns(MIN_ROWS, MIN_COLUMN_KEYS)
+
+
+def _make_plain_tiles(inputs: Inputs, structure: Structure) -> Iterator[Tile]:
+    columns, groups = _split(structure)
     for group in groups:
         yield from _group_tiles(inputs, group)
     for column in columns:
         yield Tile(column.start, column.stop, column.keys)
 
 
-def _group_tiles(inputs: Inputs, group: Group) -> Iterator[Tile]:
+def _split_keys(group: Group) -> tuple[Ranges, Ranges | None]:
+    """The keys that a group takes without a mask, and those under one; None where its own tokens form a chain."""
     shared, partial = group.shared, group.partial
-    causal = group.causal and not len(partial)
-    alone = len(shared) > 0 and (causal or count_tokens(shared) > UNSPLIT_KEYS)
-    if alone:
-        yield Tile(group.start, group.stop, shared)
-    if causal:
+    if group.causal and not len(partial):
+        return shared, None
+    alone = count_tokens(shared) > UNSPLIT_KEYS
+    return (shared, joined(partial, group.block)) if alone else (shared[:0], joined(shared, partial, group.block))
+
+
+def _group_tiles(inputs: Inputs, group: Group) -> Iterator[Tile]:
+    unmasked, masked = _split_keys(group)
+    if len(unmasked):
+        yield Tile(group.start, group.stop, unmasked)
+    if masked is None:
         yield Tile(group.start, group.stop, group.block, causal=True)
         return
-    keys = joined(shared[:0] if alone else shared, partial, group.block)
-    mask = _additive(tree_condition(inputs, group, to_tensor(keys)), inputs)
-    yield Tile(group.start, group.stop, keys, mask=mask)
+    mask = _additive(tree_condition(inputs, group, to_tensor(masked)), inputs)
+    yield Tile(group.start, group.stop, masked, mask=mask)
 
 
 def take_keys(tensor: Tensor, ranges: Ranges) -> Tensor:

@@ -1,5 +1,7 @@
 """Plans hold every token once, stay under the limit, and are as fast as brute force finds them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from treefx.errors import InputError, MemoryLimitError
 from treefx.forest import Forest
 from treefx.planning import planner
 from treefx.planning.blocks import Blocks, Counts
-from treefx.planning.cost import Bytes, CostModel
+from treefx.planning.cost import Bytes, CostModel, Size
 from treefx.planning.draft import in_order, part_seconds, to_schedule
 from treefx.planning.exact import solve_exactly
 from treefx.planning.infeasible import smallest_requirement
@@ -104,7 +106,8 @@ def test_sizes_are_what_the_definitions_say(rows: Rows) -> None:
         assert outgoing(forest, part).tolist() == crossing
         assert [parent[int(forest.edges.target[e])] in own for e in edge_ids(forest, part)] == [True] * size.edges
         pairs = sum(k <= q < end[k] for q in own for k in range(forest.num_tokens))
-        assert size == (len(own), len(above), sum(parent[t] in own for t in range(len(parent))), len(crossing), pairs)
+        edges = sum(parent[t] in own for t in range(len(parent)))
+        assert size == Size(len(own), len(above), edges, len(crossing), pairs)
 
 
 @pytest.mark.parametrize("copy", [0.0, 0.15])
@@ -270,6 +273,30 @@ def test_a_limit_too_small_is_refused_with_the_way_out() -> None:
         plan(forest, cost, need - 2)
 
 
+def _with_masks(rows: list[list[int]], share: float) -> tuple[Plan, Plan]:
+    """Plans with a byte per element of masks, and without, under the least limit and a share of the rest."""
+    forest, cost = Forest.from_sequences(rows), linear_cost(part_seconds=1.0)
+    least = least_limit(forest, cost)
+    limit = round(least + share * (forest.num_tokens - least))
+    return plan(forest, replace(cost, mask_element_bytes=1.0), limit), plan(forest, cost, limit)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.9])
+def test_masks_of_forks_count(share: float) -> None:
+    """A part of n tokens with forks takes masks of up to n * n elements: parts become chains, or very short."""
+    shared = list(range(200))
+    rows = [[*shared[: 40 * k], 1000 + k, *range(2000, 2050 - 3 * k)] for k in range(1, 6)]
+    masked, bare = _with_masks(rows, share)
+    assert masked.peak_bytes <= masked.memory_limit_bytes
+    assert len(masked.parts) >= len(bare.parts)
+    ends = masked.forest.subtree_end
+    for part, size in zip(masked.parts, masked.sizes, strict=True):
+        forks = len(torch.unique(torch.searchsorted(part.tokens, ends[part.tokens].to(torch.int64)))) > 1
+        assert (size.mask > 0) == forks
+    if share >= 0.5:  # what is planned without them would not keep the promise
+        assert planner._with_masks(replace(bare, cost=masked.cost)).peak_bytes > masked.memory_limit_bytes
+
+
 @pytest.mark.parametrize("limit", [0, -5, "all", None, True, float("nan")])
 def test_limits_that_are_none_are_refused(limit: object) -> None:
     with pytest.raises(InputError, match="memory_limit_bytes must be"):
@@ -286,7 +313,7 @@ def test_what_is_no_profile_is_refused() -> None:
         plan(Forest.from_sequences([[1]]), object(), 100)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rows", [[], [[1.0] * 8], [[0, -1, 0, 0, 0, 0]], [[0, float("inf"), 0, 0, 0, 0]]])
+@pytest.mark.parametrize("rows", [[], [[1.0] * 9], [[0, -1, 0, 0, 0, 0]], [[0, float("inf"), 0, 0, 0, 0]]])
 def test_bytes_refuse_bad_coefficients(rows: list[list[float]]) -> None:
     with pytest.raises(InputError, match="Bytes expected"):
         Bytes(rows)

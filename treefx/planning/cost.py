@@ -14,15 +14,41 @@ import numpy.typing as npt
 from treefx.errors import InputError
 from treefx.forest import Forest
 
-__all__ = ["LOGITS_ROWS", "MONOMIALS", "Bytes", "CostModel", "Seconds", "Size"]
+__all__ = ["LOGITS_ROWS", "MONOMIALS", "Bytes", "CostModel", "Seconds", "Size", "coefficients", "flash_block"]
 
 FloatArray = npt.NDArray[np.float64]
 
 LOGITS_ROWS = 512
 """Rows of logits that `edge_logprobs` has in float32 at a time."""
 
-MONOMIALS = ("1", "N", "P", "E", "N*N", "N*P", f"min(N, {LOGITS_ROWS})")
-"""What the coefficients of a row of `Bytes` stand for: N tokens, P boundary tokens, E edges."""
+MONOMIALS = ("1", "N", "P", "E", "N*N", "N*P", f"min(N, {LOGITS_ROWS})", "block(N, P)")
+"""What the coefficients of a row of `Bytes` stand for: N tokens, P boundary tokens, E edges, `flash_block`."""
+
+
+def coefficients(**known: float) -> list[float]:
+    """A row of `Bytes` with the given coefficients: `constant`, `tokens`, `boundary`, `logits_rows`, `block`."""
+    places = {"constant": 0, "tokens": 1, "boundary": 2, "logits_rows": 6, "block": 7}
+    row = [0.0] * len(MONOMIALS)
+    for name, value in known.items():
+        row[places[name]] = value
+    return row
+
+
+def flash_block(tokens: int, boundary: int) -> int:
+    """Pairs in a block of ATen's flash attention on the CPU, of which each thread has one.
+
+    Never fewer for a larger part: blocks have 32, 64 or 256 queries, by the number of queries, and up to 512 keys
+    (`FlashAttentionKernel.cpp`).
+    """
+    queries = 256 if tokens >= 768 else 64 if tokens >= 192 else min(tokens, 32)
+    return queries * min(max(tokens, boundary), 512)
+
+
+def _flash_blocks(tokens: FloatArray, boundary: FloatArray) -> FloatArray:
+    """`flash_block` for many sizes."""
+    queries = np.where(tokens >= 768, 256, np.where(tokens >= 192, 64, np.minimum(tokens, 32)))
+    result: FloatArray = queries * np.minimum(np.maximum(tokens, boundary), 512)
+    return result
 
 
 class Size(NamedTuple):
@@ -38,6 +64,8 @@ class Size(NamedTuple):
     """Q: own tokens whose K/V are read by other parts."""
     pairs: int
     """A: visible (query, key) pairs, the boundary's keys among them."""
+    mask: int = 0
+    """Elements of the masks that attention on the CPU takes for its forks; known of a finished plan alone."""
 
 
 class Bytes:
@@ -62,14 +90,17 @@ class Bytes:
 
     def __call__(self, tokens: int, boundary: int, edges: int) -> float:
         """Bytes for one size."""
-        values = (1, tokens, boundary, edges, tokens * tokens, tokens * boundary, min(tokens, LOGITS_ROWS))
+        block = flash_block(tokens, boundary)
+        values = (1, tokens, boundary, edges, tokens * tokens, tokens * boundary, min(tokens, LOGITS_ROWS), block)
         return max(sum(a * x for a, x in zip(row, values, strict=True)) for row in self.rows)
 
     def of(self, tokens: npt.ArrayLike, boundary: npt.ArrayLike, edges: npt.ArrayLike) -> FloatArray:
         """Bytes for many sizes, all [K]: float64 [K]."""
         n, p, e = (np.asarray(x, dtype=np.float64) for x in (tokens, boundary, edges))
-        one, token, bound, edge, square, product, row = self._columns[:, :, None]
+        one, token, bound, edge, square, product, row, block = self._columns[:, :, None]
         linear = one + token * n + bound * p + edge * e + row * np.minimum(n, LOGITS_ROWS)
+        if block.any():
+            linear = linear + block * _flash_blocks(n, p)
         result: FloatArray = (linear + square * n * n + product * n * p).max(axis=0)
         return result
 
@@ -113,6 +144,7 @@ class CostModel:
         kv_tangent_bytes_per_token: these gradients once more in the dtype of K/V, for the backward; 0 where it is the
             accumulators' own.
         forward_seconds, backward_seconds, kv_seconds: times of the three runs.
+        mask_element_bytes: of the masks that attention takes for forks; 0 where it takes none.
         forest_bytes_per_token, forest_bytes_per_raw_token: what the whole forest and its edges take on the device.
         host_bytes_per_second: speed of the way to host memory and back; None where nothing can be put there.
     """
@@ -128,6 +160,7 @@ class CostModel:
     backward_seconds: Seconds
     kv_seconds: Seconds
     kv_tangent_bytes_per_token: float = 0.0
+    mask_element_bytes: float = 0.0
     forest_bytes_per_token: float = 0.0
     forest_bytes_per_raw_token: float = 0.0
     host_bytes_per_second: float | None = None

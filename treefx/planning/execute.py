@@ -92,6 +92,7 @@ class Executor:
     loss: Loss
     before_backward: Callable[[list[Tensor], list[Tensor]], None]
     value: Tensor | None = None
+    _latest: Part | None = None
     _live: dict[int, _Live] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,7 +145,7 @@ class Executor:
         loss = self._loss(output, row) if len(row.edge_index) else None
         if part.keep == "keep":
             self.store.put(part, row.cut.handed)
-        self._live[part.index] = _Live(crossings, row.cut, loss)
+        self._live[part.index], self._latest = _Live(crossings, row.cut, loss), part
 
     def _loss(self, output: Any, row: PartRow) -> Tensor:
         logp = self.model.logprobs(output, row)
@@ -157,6 +158,9 @@ class Executor:
         return loss
 
     def _backward(self, part: Part) -> None:
+        if part is not self._latest:
+            forget_structures()
+        self._latest = None
         live = self._live.pop(part.index)
         crossed = [*live.cut.taken, *live.cut.handed]
         roots, gradients = self._roots(part, live)

@@ -12,6 +12,7 @@ from treefx.errors import UnsupportedError
 from treefx.passes.pipeline import Rewritten
 from treefx.planning.cost import MONOMIALS
 from treefx.planning.liveness import live_bytes, size_expression, storages
+from treefx.planning.workspace import FLASH_BLOCK, workspace
 
 __all__ = ["Flops", "Sizes", "TrainGraphs", "backward_rows", "count_flops", "forward_rows", "held_row", "kv_rows"]
 
@@ -20,6 +21,10 @@ _ATTENTIONS = {
     # Five products of matrices instead of two: the scores again, dV, dP, dQ and dK.
     torch.ops.treefx.tree_attention_backward.default: 2.5,
 }
+
+
+_POWERS = {(0, 0, 0): "1", (1, 0, 0): "N", (0, 1, 0): "P", (2, 0, 0): "N*N", (1, 1, 0): "N*P", (0, 0, 1): MONOMIALS[-1]}
+"""Powers of tokens, boundary and block, and the monomials that they make."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +53,20 @@ class Sizes:
             UnsupportedError: a size is no polynomial of second degree.
         """
         expression = sympy.expand(expression.subs(self.outgoing, 0))
-        others = expression.free_symbols - {self.tokens, self.boundary}
+        others = expression.free_symbols - {self.tokens, self.boundary, FLASH_BLOCK}
         try:
-            terms = dict(sympy.Poly(expression, self.tokens, self.boundary).terms())
+            terms = dict(sympy.Poly(expression, self.tokens, self.boundary, FLASH_BLOCK).terms())
         except sympy.PolynomialError:
-            terms = {(9, 9): expression}
-        known = [(0, 0), (1, 0), (0, 1), None, (2, 0), (1, 1), None]
-        if others or set(terms) - set(known):
+            terms = {(9, 9, 9): expression}
+        if others or set(terms) - set(_POWERS):
             raise UnsupportedError(
                 f"bytes of a graph should be polynomials in {', '.join(MONOMIALS)}, but a value takes {expression}; "
                 "give treefx.plan a CostModel of your own"
             )
-        return [max(float(terms.get(power, 0)), 0.0) if power is not None else 0.0 for power in known]
+        row = [0.0] * len(MONOMIALS)
+        for powers, value in terms.items():
+            row[MONOMIALS.index(_POWERS[powers])] = max(float(value), 0.0)
+        return row
 
     def rows(self, expressions: Iterable[sympy.Expr]) -> list[list[float]]:
         """`row` of every different expression."""
@@ -104,21 +111,32 @@ def held_row(graphs: TrainGraphs, sizes: Sizes, *, keeps_results: bool) -> list[
 
 def forward_rows(graphs: TrainGraphs, sizes: Sizes) -> list[list[float]]:
     """Live bytes during the forward."""
-    return sizes.rows(live_bytes(graphs.forward, _is_static))
+    return sizes.rows(live_bytes(graphs.forward, workspace, _is_static))
 
 
-def backward_rows(graphs: TrainGraphs, sizes: Sizes) -> list[list[float]]:
-    """Live bytes during the backward; the executor holds the boundary's K/V, the rest goes as it is used."""
+def backward_rows(graphs: TrainGraphs, sizes: Sizes) -> tuple[list[list[float]], list[list[float]]]:
+    """Live bytes during the backward; the executor holds the boundary's K/V, and autograd the gradients that come in.
 
-    def is_boundary(node: fx.Node) -> bool:
+    The rest goes as it is used.
+
+    Returns:
+        All of them, and those around attention.
+    """
+
+    def is_held(node: fx.Node) -> bool:
+        if node.name.startswith("tangents"):
+            return True
         return any(size.free_symbols == {sizes.boundary} for _, size in storages(node.meta.get("val")))
 
-    return sizes.rows(live_bytes(graphs.backward, _is_static, is_boundary))
+    bytes_by_call = live_bytes(graphs.backward, workspace, _is_static, is_held)
+    calls = [node.target for node in graphs.backward.graph.nodes if node.op == "call_function"]
+    around = [size for target, size in zip(calls, bytes_by_call[1:], strict=True) if target in _ATTENTIONS]
+    return sizes.rows(bytes_by_call), sizes.rows(around)
 
 
 def kv_rows(rewritten: Rewritten, sizes: Sizes) -> list[list[float]]:
     """Live bytes while only K/V are made."""
-    return sizes.rows(live_bytes(rewritten.gm, _is_static))
+    return sizes.rows(live_bytes(rewritten.gm, workspace, _is_static))
 
 
 def _is_static(node: fx.Node) -> bool:

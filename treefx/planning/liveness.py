@@ -37,12 +37,18 @@ def size_expression(value: Any) -> sympy.Expr:
 
 
 def live_bytes(
-    gm: fx.GraphModule, is_resident: Callable[[fx.Node], bool], is_held: Callable[[fx.Node], bool] = lambda node: True
+    gm: fx.GraphModule,
+    workspace: Callable[[fx.Node], sympy.Expr],
+    is_resident: Callable[[fx.Node], bool],
+    is_held: Callable[[fx.Node], bool] = lambda node: True,
 ) -> list[sympy.Expr]:
     """Bytes that are there while each operator runs, its results included.
 
+    The first of them is before any operator runs; the others are in the order of the graph's calls of functions.
+
     Args:
         gm: a graph whose nodes have fake values.
+        workspace: bytes that an operator holds while it runs, beside its results.
         is_resident: whether an input counts as there anyhow (parameters), so that it is left out.
         is_held: whether the caller holds an input throughout; others, such as saved tensors in a backward, go after
             their last use.
@@ -65,7 +71,7 @@ def live_bytes(
         made = {key: size for key, size in values[node].items() if key not in live and key not in resident}
         live |= made
         total += sympy.Add(*made.values())
-        result.append(total)
+        result.append(total + workspace(node))
         read = {key for source in (node, *node.all_input_nodes) for key in values[source]}
         gone = [key for key in read - pinned if key in live and last[key] <= place]
         total -= sympy.Add(*(live.pop(key) for key in gone))

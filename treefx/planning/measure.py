@@ -74,8 +74,8 @@ def probe_schedules(forest: Forest, lengths: Sequence[int]) -> list[Schedule]:
     """Pairs of parts along the longest row, one above the other; every pair of lengths that the row has room for.
 
     The upper part is recomputed, so that all kinds of steps run. They are parts of the forest itself, so they run the
-    code that its plan will run. Two more have a short part below a long one that only hands out its K/V: with many
-    more tokens above a part than in it, attention's workspaces are the peak.
+    code that its plan will run. Some more have a part below a long one that only hands out its K/V: with many more
+    tokens above a part than in it, or in parts longer than `lengths`, attention's workspaces are the peak.
 
     Raises:
         InputError: no row has two tokens.
@@ -87,7 +87,7 @@ def probe_schedules(forest: Forest, lengths: Sequence[int]) -> list[Schedule]:
     deepest = min(_LONGEST_BOUNDARY * max(lengths), len(path) - min(lengths))
     far = [(above, min(lengths)) for above in (deepest // 2, deepest) if above > max(lengths)]
     if len(path) > 3 * max(lengths):
-        far.append((len(path) - max(lengths), max(lengths)))
+        far += [(len(path) - below, below) for below in (max(lengths), min(2 * max(lengths), len(path) // 2))]
     both = _BELOW + _ABOVE
     return [_pair(path, *pair, both) for pair in pairs] + [_pair(path, *pair, _BELOW) for pair in far]
 

@@ -35,18 +35,23 @@ recomputation is counted                                                        
 with H rounded up to M / steps. Where rounding leaves nothing, the plan that keeps least is tried with exact figures
 (`recurrence.recompute_everything`); where that fails no plan of these blocks exists. Then parts are merged where there
 is room: inner siblings share a part, in groups of several sizes (`siblings.batch_siblings`), and so do leaves; chains
-and leaves join their parent (`merge.merge_parts`). How long blocks may be is
-searched over halvings of what fits uncut (`_candidates`), and the fastest plan under the simulation of the full cost
-model (`simulate.simulate`) is taken. Its peak is the promise: a plan above the limit is never returned.
+and leaves join their parent (`merge.merge_parts`). How long blocks may be is searched over halvings of what fits uncut
+(`_candidates`), and the fastest plan under the simulation of the full cost model (`simulate.simulate`) is taken. Its
+peak is the promise: a plan above the limit is never returned. Masks that attention on the CPU takes for forks are
+counted in the plan that was chosen (`simulate.measure_masks`); where they break the limit, it is sought again with as
+much in reserve, and where that leaves nothing no part gets a fork (`_without_forks`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
 
 from treefx.errors import InputError, MemoryLimitError
 from treefx.forest import Forest
 from treefx.planning.blocks import SHORTEST_BLOCK, Blocks, Counts
-from treefx.planning.cost import CostModel
+from treefx.planning.cost import CostModel, Size
 from treefx.planning.draft import Draft, to_schedule, total_seconds
 from treefx.planning.exact import MOST_BLOCKS, solve_exactly
 from treefx.planning.infeasible import explain_infeasible, smallest_requirement
@@ -55,7 +60,7 @@ from treefx.planning.merge import merge_parts
 from treefx.planning.plan import Plan
 from treefx.planning.recurrence import Needs, choose_modes, recompute_everything
 from treefx.planning.siblings import batch_siblings
-from treefx.planning.simulate import measure_parts, simulate
+from treefx.planning.simulate import measure_masks, measure_parts, simulate
 
 __all__ = ["HasCost", "plan"]
 
@@ -93,6 +98,45 @@ def plan(forest: Forest, profile: HasCost | CostModel, memory_limit_bytes: float
     cost = _cost_of(profile).for_forest(forest)
     limit = check_limit(memory_limit_bytes, forest.device, cost)
     counts = Counts(forest)
+    found = _with_masks(_fastest(counts, cost, limit))
+    reserve = 0
+    while found.peak_bytes > limit:
+        reserve = max(found.peak_bytes - limit, 2 * reserve)
+        try:
+            found = _fastest(counts, replace(cost, resident_bytes=cost.resident_bytes + reserve), limit)
+        except MemoryLimitError:
+            return _without_forks(counts, cost, limit)
+        found = _with_masks(replace(found, cost=cost))
+    return found
+
+
+def _with_masks(found: Plan) -> Plan:
+    """The plan with masks of tiles in its moments, which depend on where forks lie."""
+    sizes: Sequence[Size] = found.sizes
+    if found.cost.mask_element_bytes:
+        sizes = measure_masks(found.forest, found.parts, sizes)
+    return replace(found, sizes=tuple(sizes), moments=tuple(simulate(found.schedule, sizes, found.cost)))
+
+
+def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan:
+    """The plan that holds least, every block a part of its own: there is nothing to mask in a chain."""
+    blocks = Blocks.of(counts, smallest_requirement(counts, cost).longest)
+    needs = Needs.of(blocks, cost)
+    alone = replace(needs, whole=np.where(blocks.subtree_stop > blocks.stop, np.inf, needs.whole))
+    drafts = recompute_everything(blocks, alone, limit - cost.resident_bytes)
+    assert drafts is not None, "what it needs is the smallest requirement, which was met"
+    return _measured(counts, drafts, cost, limit)
+
+
+def _measured(counts: Counts, drafts: list[Draft], cost: CostModel, limit: int) -> Plan:
+    """The plan of some parts, simulated."""
+    schedule = to_schedule(drafts)
+    sizes = measure_parts(counts, schedule.parts)
+    return Plan(counts.forest, schedule, tuple(sizes), tuple(simulate(schedule, sizes, cost)), cost, limit)
+
+
+def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
+    """The best plan without masks."""
     budget = limit - cost.resident_bytes
     best: Plan | None = None
     slower = 0
@@ -132,10 +176,7 @@ def _plans(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Plan]:
     """Plans of these blocks, measured and simulated; none above the limit."""
     for alternatives in _solutions(blocks, cost, limit - cost.resident_bytes):
         for drafts in alternatives:
-            schedule = to_schedule(drafts)
-            sizes = measure_parts(blocks.counts, schedule.parts)
-            moments = simulate(schedule, sizes, cost)
-            found = Plan(blocks.counts.forest, schedule, tuple(sizes), tuple(moments), cost, limit)
+            found = _measured(blocks.counts, drafts, cost, limit)
             if found.peak_bytes <= limit:
                 yield found
                 break

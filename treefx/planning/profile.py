@@ -28,7 +28,7 @@ from treefx.forest import Forest
 from treefx.inspector import inspect
 from treefx.kernels.common import accumulation_dtype
 from treefx.passes.pipeline import Rewritten
-from treefx.planning.cost import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds
+from treefx.planning.cost import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds, coefficients
 from treefx.planning.execute import LogProbs, logits_logprobs
 from treefx.planning.graph_cost import (
     Flops,
@@ -50,14 +50,15 @@ __all__ = ["Profile", "profile"]
 _FOREST_BYTES = {"token": 116, "raw_token": 16}
 """What describes the forest: 48 bytes per token, its edges 52, which part has it 16; two numbers per raw token."""
 
-_MASK_BYTES = [147456.0] + [0.0] * (len(MONOMIALS) - 2) + [768.0]
-"""Masks of tiles on the CPU, which parts with forks need and the measured ones, being chains, do not: 528 KiB, or less
-in a short part."""
+_SLACK = coefficients(constant=16384.0)
+"""Small tensors of the executor, and what collects between two steps."""
 _NEAR = 0.03
 """How far a measured peak may be above the graphs' to be the same operator's."""
 
 N, P, A = sympy.symbols("N P A", integer=True, nonnegative=True)
 """Tokens, boundary tokens and visible pairs, in the expressions of a profile."""
+BLOCK = sympy.Function("block", nonnegative=True)
+"""`cost.flash_block`, in the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,11 +193,12 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
     held = held_row(graphs, sizes, keeps_results=keeps_logits)
     logits = sizes.row(_logits_bytes(graphs)) if keeps_logits else [0.0] * len(MONOMIALS)
     chunks = [_chunk_bytes(graphs, backward=x) if keeps_logits else 0.0 for x in (False, True)]
-    chunk, chunk_again = ([0.0] * (len(MONOMIALS) - 1) + [figure] for figure in chunks)
+    chunk, chunk_again = (coefficients(logits_rows=figure) for figure in chunks)
     forward = [*forward_rows(graphs, sizes), _sum(held, chunk)]
     # While gradients of the boundary are added up, one K or V at a time is copied and converted.
-    adding = [0.0, 0.0, (kv + kv_grad) / max(len(caches), 1)]
-    backward = [*backward_rows(graphs, sizes), _sum(held, logits, chunk_again)]
+    adding = coefficients(boundary=(kv + kv_grad) / max(len(caches), 1))
+    backward, attention = backward_rows(graphs, sizes)
+    backward.append(_sum(held, logits, chunk_again))
     backward[-2] = _sum(backward[-2], adding)
     bare = CostModel(
         resident_bytes=_resident_bytes(model),
@@ -204,6 +206,7 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
         kv_bytes_per_token=kv,
         kv_grad_bytes_per_token=kv_grad,
         kv_tangent_bytes_per_token=kv if kv_grad != kv else 0,
+        mask_element_bytes=_mask_bytes(caches),
         forest_bytes_per_token=_FOREST_BYTES["token"],
         forest_bytes_per_raw_token=_FOREST_BYTES["raw_token"],
         forward=Bytes(forward),
@@ -213,10 +216,9 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
         backward_seconds=_fit_seconds(samples, "backward"),
         kv_seconds=_fit_seconds(samples, "kv"),
     )
-    cost = _add_unseen(bare, samples)
-    device = next(model.parameters()).device
-    if device.type == "cpu":
-        cost = _raise(_raise(cost, "forward", _MASK_BYTES), "backward", _MASK_BYTES)
+    cost = _add_unseen(bare, samples, Bytes(attention))
+    for run in ("forward", "backward"):
+        cost = _raise(cost, run, _SLACK)
     flops = {"forward": graphs.forward, "backward": graphs.backward}
     counted = {name: count_flops(gm, sizes) for name, gm in flops.items()}
     return Profile(
@@ -224,8 +226,14 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
         flops=counted | {"kv": count_flops(kv_only.gm, kv_sizes)},
         samples=tuple(samples),
         inner=inspect(compiled).stats["inner"],
-        device=str(device),
+        device=str(next(model.parameters()).device),
     )
+
+
+def _mask_bytes(caches: Sequence[torch.Tensor]) -> int:
+    """Bytes per element of attention's masks: on the CPU, where it runs tile by tile."""
+    tiled = [cache for cache in caches if cache.device.type == "cpu" and cache.dtype != torch.float64]
+    return accumulation_dtype(tiled[0]).itemsize if tiled else 0
 
 
 def _find_graphs(compiled: Any, model: nn.Module) -> tuple[TrainGraphs, Rewritten]:
@@ -299,7 +307,7 @@ def _fit_unseen(samples: Sequence[Sample], missing: Sequence[float]) -> list[flo
     return result
 
 
-def _add_unseen(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
+def _add_unseen(cost: CostModel, samples: Sequence[Sample], attention: Bytes) -> CostModel:
     """Add to the graphs' bytes what they do not show: first to what stays and so to the peaks, then to these alone."""
     runs = {kind: [sample for sample in samples if sample.kind == kind] for kind in ("forward", "backward", "kv")}
     left = [item.left_bytes - item.predicted_left(cost) for item in runs["forward"]]
@@ -309,14 +317,14 @@ def _add_unseen(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
     for kind in ("forward", "kv"):
         missing = [item.bytes - item.predicted_bytes(cost) for item in runs[kind]]
         cost = _raise(cost, kind, _fit_unseen(runs[kind], missing))
-    return _add_unseen_backward(cost, runs["backward"])
+    return _add_unseen_backward(cost, runs["backward"], attention)
 
 
-def _add_unseen_backward(cost: CostModel, samples: Sequence[Sample]) -> CostModel:
+def _add_unseen_backward(cost: CostModel, samples: Sequence[Sample], attention: Bytes) -> CostModel:
     """The same for the backward, in which one of two operators is the largest.
 
-    At the loss all saved tensors are there, and little else that graphs do not show. Workspaces of attention grow with
-    the boundary while saved tensors go: what samples measured far above the graphs has a row of its own.
+    At the loss all saved tensors are there, and little else that graphs do not show. Around attention inductor may
+    delay products of matrices and keep what they read: what is measured far above the graphs is laid to the rows there.
     """
     missing = [item.bytes - item.predicted_bytes(cost) for item in samples]
     pairs = list(zip(samples, missing, strict=True))
@@ -326,9 +334,9 @@ def _add_unseen_backward(cost: CostModel, samples: Sequence[Sample]) -> CostMode
     far = [item for item in samples if item.bytes > item.predicted_bytes(cost)]
     if not far:
         return cost
-    added = [item.bytes - cost.kv_tangent_bytes_per_token * item.size.outgoing for item in far]
-    measured = _raise(cost, "saved", _fit_unseen(far, added)).saved
-    return replace(cost, backward=Bytes([*cost.backward.rows, *measured.rows]))
+    inner = replace(cost, backward=attention)
+    raised = _raise(inner, "backward", _fit_unseen(far, [item.bytes - item.predicted_bytes(inner) for item in far]))
+    return replace(cost, backward=Bytes([*cost.backward.rows, *raised.backward.rows]))
 
 
 def _raise(cost: CostModel, name: str, unseen: Sequence[float]) -> CostModel:
@@ -338,7 +346,12 @@ def _raise(cost: CostModel, name: str, unseen: Sequence[float]) -> CostModel:
 
 def _expression(figures: Bytes) -> sympy.Expr:
     """The largest of the polynomials, E left out: no graph has it."""
-    monomials = (1, N, P, 0, N * N, N * P, sympy.Min(N, LOGITS_ROWS))
-    sums = [sum(round(a) * x for a, x in zip(row, monomials, strict=True)) for row in figures.rows]
+    monomials = (1, N, P, 0, N * N, N * P, sympy.Min(N, LOGITS_ROWS), BLOCK(N, P))
+    sums = [sum(_rounded(a) * x for a, x in zip(row, monomials, strict=True)) for row in figures.rows]
     # Which of so many is the largest for all N and P is not worth the seconds that it takes to ask.
     return sympy.Max(*sums, evaluate=False) if len(sums) > 1 else sums[0]
+
+
+def _rounded(figure: float) -> float:
+    """Whole bytes, but for a pair of a block, of which there are many."""
+    return round(figure) if figure > 100 else round(figure, 1)

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treefx.forest import Forest
+from treefx.kernels.tiles import mask_elements
 from treefx.planning.blocks import Counts, IntArray
 from treefx.planning.cost import CostModel, Size
 from treefx.planning.part import Part, Schedule, Step, boundary, outgoing, spans
 
-__all__ = ["Moment", "measure_parts", "simulate"]
+__all__ = ["Moment", "measure_masks", "measure_parts", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,14 @@ class Moment:
 def measure_parts(counts: Counts, parts: Sequence[Part]) -> list[Size]:
     """The exact size of every part."""
     return [_measure(counts, parts, part) for part in parts]
+
+
+def measure_masks(forest: Forest, parts: Sequence[Part], sizes: Sequence[Size]) -> list[Size]:
+    """The sizes with the elements of masks in them."""
+    ends = forest.subtree_end.cpu().numpy()
+    tokens = (part.tokens.numpy() for part in parts)
+    elements = (mask_elements(np.searchsorted(own, ends[own])) for own in tokens)
+    return [size._replace(mask=mask) for size, mask in zip(sizes, elements, strict=True)]
 
 
 def _measure(counts: Counts, parts: Sequence[Part], part: Part) -> Size:
@@ -87,19 +97,20 @@ def _play(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> Iterato
         saved = cost.saved(*shape)
         kv, store = cost.kv_bytes_per_token * size.outgoing, cost.store_bytes_per_token * size.outgoing
         keeps = part.keep == "keep"
+        mask = cost.mask_element_bytes * size.mask
         # A forward hands out K/V: the store, or a second copy of what is in it.
         handed = store if keeps else kv
         if step.kind == "forward":
-            peak, change = cost.forward(*shape) + handed, saved + handed
+            peak, change = cost.forward(*shape) + handed + mask, saved + handed
         elif step.kind == "kv":
-            peak, change = cost.kv(*shape) + store, store
+            peak, change = cost.kv(*shape) + store + mask, store
         elif step.kind == "offload":
             peak, change = 0.0, -store
         elif step.kind == "fetch":
             peak, change = store, store
         else:
             tangents = cost.kv_tangent_bytes_per_token * size.outgoing
-            peak, change = cost.backward(*shape) - saved + tangents, -saved - store - (0.0 if keeps else kv)
+            peak, change = cost.backward(*shape) - saved + tangents + mask, -saved - store - (0.0 if keeps else kv)
         held = before + change
         yield Moment(step, before, before + max(peak, 0.0), held, _seconds(schedule, sizes, cost, step, kv, store))
 

@@ -1,0 +1,78 @@
+"""What attention holds on the CPU while it runs, beside its inputs and results: blocks of scores, one per thread.
+
+ATen's flash attention takes them from the same allocator as tensors, and their size jumps with the number of queries
+(:func:`treefx.planning.cost.flash_block`), so that short parts do not tell what long ones need. It is measured once
+per dtype and width of heads, on one block.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import sympy
+import torch
+from torch import fx
+
+from treefx.kernels.boundary_cpu import plain_factor
+from treefx.kernels.common import accumulation_dtype
+from treefx.kernels.score import Score, linear_in_dot
+from treefx.kernels.tile_calls import flash, flash_backward
+from treefx.planning.cost import flash_block
+from treefx.planning.liveness import size_expression
+from treefx.planning.memory import track_peak
+
+__all__ = ["FLASH_BLOCK", "bytes_per_pair", "workspace"]
+
+FLASH_BLOCK = sympy.Symbol("flash_block", nonnegative=True)
+"""`cost.flash_block` of a part, beside the symbols of its graph."""
+
+_FORWARD = torch.ops.treefx.tree_attention.default
+_BACKWARD = torch.ops.treefx.tree_attention_backward.default
+_QUERIES, _KEYS = 768, 512
+_TILE_ROWS = 256
+
+
+def workspace(node: fx.Node) -> sympy.Expr:
+    """Bytes of an operator's own memory, `FLASH_BLOCK` among its symbols; 0 for all but attention on the CPU."""
+    if node.target not in (_FORWARD, _BACKWARD):
+        return sympy.Integer(0)
+    backward = node.target is _BACKWARD
+    q, k, v = (source.meta["val"] for source in node.args[backward : backward + 3])  # type: ignore[union-attr]
+    score = Score.from_json(next(item for item in node.args if isinstance(item, str)))
+    boundary = [source.meta["val"] for source in node.args[-4:-2]]  # type: ignore[union-attr]
+    if q.device.type != "cpu" or q.dtype == torch.float64 or linear_in_dot(score.value) is None:
+        return sympy.Integer(0)
+    per_pair = bytes_per_pair(q.dtype, int(q.shape[-1]))[backward]
+    made = _wide_bytes([q, k, v, *boundary] if backward else [q])
+    # A rectangle's share is there beside the sums; in 16 bits the sums are float32, and the results come on top.
+    share = _wide_bytes([q, *boundary] if backward else [q]) + (made if q.dtype != accumulation_dtype(q) else 0)
+    if plain_factor(q, v, score) is not None:
+        return share + per_pair * FLASH_BLOCK
+    # Short tiles with their masks, and all keys in one tensor.
+    mask = _TILE_ROWS * _KEYS * accumulation_dtype(q).itemsize
+    return share + _wide_bytes([k, v, *boundary]) + mask + per_pair * flash_block(_TILE_ROWS, _KEYS)
+
+
+def _wide_bytes(tensors: Sequence[torch.Tensor]) -> sympy.Expr:
+    """Bytes of the tensors in the dtype that sums are formed in."""
+    sizes = [sympy.Mul(*map(size_expression, x.shape), accumulation_dtype(x).itemsize) for x in tensors]
+    return sympy.Add(*sizes)
+
+
+def bytes_per_pair(dtype: torch.dtype, width: int) -> tuple[float, float]:
+    """Bytes of all threads' blocks per pair of one, forward and backward, for heads of this width."""
+    return _measure(dtype, width, torch.get_num_threads())
+
+
+@cache
+def _measure(dtype: torch.dtype, width: int, threads: int) -> tuple[float, float]:
+    del threads  # as many as there are
+    q = torch.zeros(1, 1, _QUERIES, width, dtype=dtype)
+    k = q[:, :, :_KEYS]
+    with track_peak() as forward:
+        out, lse = flash(q, k, k, 0.0, False)
+    with track_peak() as backward:
+        gradients = flash_backward(out, q, k, k, out, lse, 0.0, False)
+    blocks = flash_block(_QUERIES, _KEYS)
+    results = [sum(x.nbytes for x in made) for made in ((out, lse), gradients)]
+    first, second = ((peak.bytes - made) / blocks for peak, made in zip((forward, backward), results, strict=True))
+    return first, second
