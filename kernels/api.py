@@ -61,7 +61,9 @@ def tree_attention(
         InputError: an argument has the wrong type, dtype, device, rank, shape or value.
         UnsupportedError: ``impl`` cannot run these inputs.
     """
-    _check_tensors(q, k, v, subtree_end, depth, alibi_slopes, sinks)
+    bare = depth is None and alibi_slopes is None and sinks is None
+    if not bare or not _fit_together(q, k, v, subtree_end):
+        _check_tensors(q, k, v, subtree_end, depth, alibi_slopes, sinks)
     _check_options(scale, window, softcap, impl)
     needs_depth = window is not None or alibi_slopes is not None
     buffers: list[Tensor] = []
@@ -78,6 +80,23 @@ def tree_attention(
         depth=0 if needs_depth else None,
     )
     return attend(q, k, v, subtree_end.to(torch.int32), score, buffers, sinks, impl)
+
+
+def _fit_together(q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor) -> bool:
+    """Whether `_check_tensors` would pass, in the common case: it takes as long as a small forest's attention."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v, subtree_end)):
+        return False
+    shape, device, dtype = q.shape, q.device, q.dtype
+    return (
+        k.shape == shape == v.shape
+        and k.dtype == dtype == v.dtype
+        and k.device == device == v.device == subtree_end.device
+        and len(shape) == 4
+        and shape[1] > 0 < shape[3]
+        and subtree_end.shape == shape[2:3]
+        and subtree_end.dtype == torch.int32
+        and dtype.is_floating_point
+    )
 
 
 def _check_tensors(
