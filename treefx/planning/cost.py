@@ -14,7 +14,17 @@ import numpy.typing as npt
 from treefx.errors import InputError
 from treefx.forest import Forest
 
-__all__ = ["LOGITS_ROWS", "MONOMIALS", "Bytes", "CostModel", "Seconds", "Size", "coefficients", "flash_block"]
+__all__ = [
+    "LOGITS_ROWS",
+    "MONOMIALS",
+    "Bytes",
+    "CostModel",
+    "Seconds",
+    "Size",
+    "coefficients",
+    "flash_block",
+    "sum_rows",
+]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -32,6 +42,11 @@ def coefficients(**known: float) -> list[float]:
     for name, value in known.items():
         row[places[name]] = value
     return row
+
+
+def sum_rows(*rows: Sequence[float]) -> list[float]:
+    """Rows of coefficients added up; short ones end in zeros."""
+    return [sum(row[place] for row in rows if place < len(row)) for place in range(len(MONOMIALS))]
 
 
 def flash_block(tokens: int, boundary: int) -> int:

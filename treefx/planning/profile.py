@@ -12,12 +12,11 @@ seconds           `part + token N + pair A` for each of the three runs, fitted t
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from treefx.forest import Forest
 from treefx.inspector import inspect
 from treefx.kernels.common import accumulation_dtype
 from treefx.passes.pipeline import Rewritten
-from treefx.planning.cost import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds, coefficients
+from treefx.planning.cost import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds, coefficients, sum_rows
 from treefx.planning.execute import LogProbs, logits_logprobs
 from treefx.planning.graph_cost import (
     Flops,
@@ -43,17 +42,13 @@ from treefx.planning.graph_cost import (
 from treefx.planning.liveness import storage_bytes
 from treefx.planning.measure import Sample, gradients_put_aside, measure_steps, probe_schedules
 from treefx.planning.nonnegative import fit_nonnegative
+from treefx.planning.unseen import add_unseen
 from treefx.report import find
 
 __all__ = ["Profile", "profile"]
 
 _FOREST_BYTES = {"token": 116, "raw_token": 16}
 """What describes the forest: 48 bytes per token, its edges 52, which part has it 16; two numbers per raw token."""
-
-_SLACK = coefficients(constant=16384.0)
-"""Small tensors of the executor, and what collects between two steps."""
-_NEAR = 0.03
-"""How far a measured peak may be above the graphs' to be the same operator's."""
 
 N, P, A = sympy.symbols("N P A", integer=True, nonnegative=True)
 """Tokens, boundary tokens and visible pairs, in the expressions of a profile."""
@@ -194,12 +189,12 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
     logits = sizes.row(_logits_bytes(graphs)) if keeps_logits else [0.0] * len(MONOMIALS)
     chunks = [_chunk_bytes(graphs, backward=x) if keeps_logits else 0.0 for x in (False, True)]
     chunk, chunk_again = (coefficients(logits_rows=figure) for figure in chunks)
-    forward = [*forward_rows(graphs, sizes), _sum(held, chunk)]
+    forward = [*forward_rows(graphs, sizes), sum_rows(held, chunk)]
     # While gradients of the boundary are added up, one K or V at a time is copied and converted.
     adding = coefficients(boundary=(kv + kv_grad) / max(len(caches), 1))
     backward, attention = backward_rows(graphs, sizes)
-    backward.append(_sum(held, logits, chunk_again))
-    backward[-2] = _sum(backward[-2], adding)
+    backward.append(sum_rows(held, logits, chunk_again))
+    backward[-2] = sum_rows(backward[-2], adding)
     bare = CostModel(
         resident_bytes=_resident_bytes(model),
         saved=Bytes([held]),
@@ -216,9 +211,7 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
         backward_seconds=_fit_seconds(samples, "backward"),
         kv_seconds=_fit_seconds(samples, "kv"),
     )
-    cost = _add_unseen(bare, samples, Bytes(attention))
-    for run in ("forward", "backward"):
-        cost = _raise(cost, run, _SLACK)
+    cost = add_unseen(bare, samples, Bytes(attention))
     flops = {"forward": graphs.forward, "backward": graphs.backward}
     counted = {name: count_flops(gm, sizes) for name, gm in flops.items()}
     return Profile(
@@ -281,67 +274,11 @@ def _chunk_bytes(graphs: TrainGraphs, *, backward: bool = False) -> float:
     return max(rows)
 
 
-def _sum(*rows: Sequence[float]) -> list[float]:
-    """Rows of coefficients added up; short ones end in zeros."""
-    return [sum(row[place] for row in rows if place < len(row)) for place in range(len(MONOMIALS))]
-
-
 def _fit_seconds(samples: Sequence[Sample], kind: str) -> Seconds:
     """`part + token N + pair A` for one kind of step."""
     chosen = [sample for sample in samples if sample.kind == kind]
     features = [(1, sample.size.tokens, sample.size.pairs) for sample in chosen]
     return Seconds(*fit_nonnegative(features, [sample.seconds for sample in chosen]).tolist())
-
-
-def _fit_unseen(samples: Sequence[Sample], missing: Sequence[float]) -> list[float]:
-    """`constant + a N + b P` bytes that samples measured above their prediction, raised until none is above it."""
-    tokens = {sample.size.tokens for sample in samples}
-    # Without parts of several lengths, N and the constant could be told apart by chance alone.
-    features = np.array(
-        [(1, sample.size.tokens * (len(tokens) > 1), sample.size.boundary) for sample in samples], dtype=np.float64
-    )
-    positive = np.maximum(missing, 0.0)
-    fitted = fit_nonnegative(features, positive)
-    fitted[0] += max((positive - features @ fitted).max(), 0.0)
-    result: list[float] = np.ceil(fitted).tolist()
-    return result
-
-
-def _add_unseen(cost: CostModel, samples: Sequence[Sample], attention: Bytes) -> CostModel:
-    """Add to the graphs' bytes what they do not show: first to what stays and so to the peaks, then to these alone."""
-    runs = {kind: [sample for sample in samples if sample.kind == kind] for kind in ("forward", "backward", "kv")}
-    left = [item.left_bytes - item.predicted_left(cost) for item in runs["forward"]]
-    staying = _fit_unseen(runs["forward"], left)
-    for kind in ("saved", "forward", "backward"):
-        cost = _raise(cost, kind, staying)
-    for kind in ("forward", "kv"):
-        missing = [item.bytes - item.predicted_bytes(cost) for item in runs[kind]]
-        cost = _raise(cost, kind, _fit_unseen(runs[kind], missing))
-    return _add_unseen_backward(cost, runs["backward"], attention)
-
-
-def _add_unseen_backward(cost: CostModel, samples: Sequence[Sample], attention: Bytes) -> CostModel:
-    """The same for the backward, in which one of two operators is the largest.
-
-    At the loss all saved tensors are there, and little else that graphs do not show. Around attention inductor may
-    delay products of matrices and keep what they read: what is measured far above the graphs is laid to the rows there.
-    """
-    missing = [item.bytes - item.predicted_bytes(cost) for item in samples]
-    pairs = list(zip(samples, missing, strict=True))
-    near = [(item, more) for item, more in pairs if more <= _NEAR * item.bytes]
-    if near:
-        cost = _raise(cost, "backward", _fit_unseen(*zip(*near, strict=True)))
-    far = [item for item in samples if item.bytes > item.predicted_bytes(cost)]
-    if not far:
-        return cost
-    inner = replace(cost, backward=attention)
-    raised = _raise(inner, "backward", _fit_unseen(far, [item.bytes - item.predicted_bytes(inner) for item in far]))
-    return replace(cost, backward=Bytes([*cost.backward.rows, *raised.backward.rows]))
-
-
-def _raise(cost: CostModel, name: str, unseen: Sequence[float]) -> CostModel:
-    raised: dict[str, Any] = {name: Bytes([_sum(row, unseen) for row in getattr(cost, name).rows])}
-    return replace(cost, **raised)
 
 
 def _expression(figures: Bytes) -> sympy.Expr:

@@ -27,6 +27,8 @@ FLASH_BLOCK = sympy.Symbol("flash_block", nonnegative=True)
 
 _FORWARD = torch.ops.treefx.tree_attention.default
 _BACKWARD = torch.ops.treefx.tree_attention_backward.default
+_BEFORE_BOUNDARY = (8, 12)
+"""Arguments before the boundary, of the forward and of the backward operator."""
 _QUERIES, _KEYS = 768, 512
 _TILE_ROWS = 256
 
@@ -38,7 +40,7 @@ def workspace(node: fx.Node) -> sympy.Expr:
     backward = node.target is _BACKWARD
     q, k, v = (source.meta["val"] for source in node.args[backward : backward + 3])  # type: ignore[union-attr]
     score = Score.from_json(next(item for item in node.args if isinstance(item, str)))
-    boundary = [source.meta["val"] for source in node.args[-4:-2]]  # type: ignore[union-attr]
+    boundary = [source.meta["val"] for source in node.args[_BEFORE_BOUNDARY[backward] :][:2]]  # type: ignore[union-attr]
     if q.device.type != "cpu" or q.dtype == torch.float64 or linear_in_dot(score.value) is None:
         return sympy.Integer(0)
     per_pair = bytes_per_pair(q.dtype, int(q.shape[-1]))[backward]
