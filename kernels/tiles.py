@@ -87,7 +87,7 @@ def mask_elements(subtree_end: IntArray) -> int:
     """Return the elements of all masks among :func:`plain_tiles` of a forest, or of those that are there at a time."""
     if (subtree_end == len(subtree_end)).all():  # a chain
         return 0
-    columns, groups = _split(Structure.from_ends(subtree_end))
+    _, groups = _split(Structure.from_ends(subtree_end))
     masked = [(group.stop - group.start, keys) for group in groups for _, keys in [_split_keys(group)]]
     elements = [rows * count_tokens(keys) for rows, keys in masked if keys is not None]
     return min(sum(elements), _KEPT_ELEMENTS + max(elements, default=0))

@@ -297,6 +297,22 @@ def test_masks_of_forks_count(share: float) -> None:
         assert planner._with_masks(replace(bare, cost=masked.cost)).peak_bytes > masked.memory_limit_bytes
 
 
+def test_every_limit_is_kept_or_refused_where_masks_count() -> None:
+    """From the least that parts need without masks to the whole forest with them."""
+    forest = Forest.from_sequences([[1, 2, 3, *range(4, 20)], [1, 2, 3, *range(30, 40)], [1, 2, *range(50, 60)]])
+    cost = replace(linear_cost(copy=0.3, store=0.5, part_seconds=1.0), mask_element_bytes=0.1)
+    planned = 0
+    for limit in range(least_limit(forest, cost), forest.num_tokens**2 // 10 + forest.num_tokens + 2):
+        try:
+            found = plan(forest, cost, limit)
+        except MemoryLimitError as error:
+            assert "raise the limit" in str(error)
+        else:
+            check_plan(found, limit)
+            planned += 1
+    assert planned > 100 and len(found.parts) == 1
+
+
 @pytest.mark.parametrize("limit", [0, -5, "all", None, True, float("nan")])
 def test_limits_that_are_none_are_refused(limit: object) -> None:
     with pytest.raises(InputError, match="memory_limit_bytes must be"):

@@ -105,7 +105,10 @@ def plan(forest: Forest, profile: HasCost | CostModel, memory_limit_bytes: float
         try:
             found = _fastest(counts, replace(cost, resident_bytes=cost.resident_bytes + reserve), limit)
         except MemoryLimitError:
-            return _without_forks(counts, cost, limit)
+            chains = _without_forks(counts, cost, limit)
+            if chains is None:
+                raise
+            return chains
         found = _with_masks(replace(found, cost=cost))
     return found
 
@@ -118,14 +121,13 @@ def _with_masks(found: Plan) -> Plan:
     return replace(found, sizes=tuple(sizes), moments=tuple(simulate(found.schedule, sizes, found.cost)))
 
 
-def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan:
-    """The plan that holds least, every block a part of its own: there is nothing to mask in a chain."""
+def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
+    """The plan that holds least, every block a part of its own, if it fits: there is nothing to mask in a chain."""
     blocks = Blocks.of(counts, smallest_requirement(counts, cost).longest)
     needs = Needs.of(blocks, cost)
     alone = replace(needs, whole=np.where(blocks.subtree_stop > blocks.stop, np.inf, needs.whole))
     drafts = recompute_everything(blocks, alone, limit - cost.resident_bytes)
-    assert drafts is not None, "what it needs is the smallest requirement, which was met"
-    return _measured(counts, drafts, cost, limit)
+    return None if drafts is None else _measured(counts, drafts, cost, limit)
 
 
 def _measured(counts: Counts, drafts: list[Draft], cost: CostModel, limit: int) -> Plan:
