@@ -127,7 +127,8 @@ def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
     needs = Needs.of(blocks, cost)
     alone = replace(needs, whole=np.where(blocks.subtree_stop > blocks.stop, np.inf, needs.whole))
     drafts = recompute_everything(blocks, alone, limit - cost.resident_bytes)
-    return None if drafts is None else _measured(counts, drafts, cost, limit)
+    found = None if drafts is None else _measured(counts, drafts, cost, limit)
+    return found if found is not None and found.peak_bytes <= limit else None
 
 
 def _measured(counts: Counts, drafts: list[Draft], cost: CostModel, limit: int) -> Plan:

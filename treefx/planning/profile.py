@@ -211,7 +211,7 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
         backward_seconds=_fit_seconds(samples, "backward"),
         kv_seconds=_fit_seconds(samples, "kv"),
     )
-    cost = add_unseen(bare, samples, Bytes(attention))
+    cost = add_unseen(bare, samples, Bytes(attention or backward))
     flops = {"forward": graphs.forward, "backward": graphs.backward}
     counted = {name: count_flops(gm, sizes) for name, gm in flops.items()}
     return Profile(

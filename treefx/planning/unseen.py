@@ -27,7 +27,7 @@ def add_unseen(cost: CostModel, samples: Sequence[Sample], attention: Bytes) -> 
     Args:
         cost: as the graphs say.
         samples: measured steps; none of them is above its prediction afterwards.
-        attention: the rows of the backward around attention.
+        attention: the rows of the backward around attention; all rows where there is none.
     """
     runs = {kind: [sample for sample in samples if sample.kind == kind] for kind in ("forward", "backward", "kv")}
     left = [item.left_bytes - item.predicted_left(cost) for item in runs["forward"]]
