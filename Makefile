@@ -16,12 +16,11 @@ export TOKENIZERS_PARALLELISM := false
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_rollouts.py $(ARGS)
 
-# One thread per worker: the tests are many small computations. A file stays with one worker, whose tests share what was
-# compiled for them.
+# One thread per worker: the tests are many small computations.
 test: export OMP_NUM_THREADS := 1
 test: export TORCHINDUCTOR_COMPILE_THREADS := 1
 test: $(VENV)/.test
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
