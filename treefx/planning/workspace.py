@@ -49,9 +49,11 @@ def workspace(node: fx.Node) -> sympy.Expr:
     share = _wide_bytes([q, *boundary] if backward else [q]) + (made if q.dtype != accumulation_dtype(q) else 0)
     if plain_factor(q, v, score) is not None:
         return share + per_pair * FLASH_BLOCK
-    # Short tiles with their masks, and all keys in one tensor.
-    mask = _TILE_ROWS * _KEYS * accumulation_dtype(q).itemsize
-    return share + _wide_bytes([k, v, *boundary]) + mask + per_pair * flash_block(_TILE_ROWS, _KEYS)
+    # All keys in one tensor; of a tile at most as many again and their gradients, the condition and the mask.
+    keys = _wide_bytes([k, v, *boundary])
+    longest = sympy.Add(*(size_expression(x.shape[2]) for x in (q, *boundary[:1])))
+    mask = 2 * _TILE_ROWS * accumulation_dtype(q).itemsize * longest
+    return share + (3 if backward else 2) * keys + mask + per_pair * flash_block(_TILE_ROWS, _KEYS)
 
 
 def _wide_bytes(tensors: Sequence[torch.Tensor]) -> sympy.Expr:
