@@ -8,9 +8,14 @@ __all__ = ["OutputUse"]
 
 
 class OutputUse:
-    """Which packed outputs of a graph its callers have read, and which they have differentiated."""
+    """Which packed outputs of a graph its callers have read, and which they have differentiated.
 
-    def __init__(self) -> None:
+    Args:
+        lazy: Whether that is to be learned; all of them, from the first call on, where it is not.
+    """
+
+    def __init__(self, *, lazy: bool = True) -> None:
+        self._lazy = lazy
         self.read: set[int] = set()
         self.differentiated: set[int] = set()
         self.settled = False
@@ -18,7 +23,7 @@ class OutputUse:
 
     def settle(self, analysis: Analysis) -> None:
         """Without a loss of its own, or where a second run would have other effects, all outputs are in use."""
-        if not self.settled and (not analysis.returns_loss or analysis.has_side_effects):
+        if not self.settled and (not self._lazy or not analysis.returns_loss or analysis.has_side_effects):
             self.read |= set(analysis.packed_outputs)
             self.differentiated |= set(analysis.packed_outputs)
         self.settled = True
