@@ -104,7 +104,7 @@ def rewrite_on_tree(gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[s
     Args:
         gm: Dynamo's graph; bodies of checkpoints are inlined and keep their tags.
         inputs: Run-time inputs; where Dynamo left the number of tokens symbolic, it is among them.
-        roles: "parameter", "buffer" or "input" per placeholder.
+        roles: "parameter", "buffer", "input" or "variable" per placeholder.
 
     Raises:
         UnsupportedError: No attention, or another attention than causal, or an operator without a token-wise law.

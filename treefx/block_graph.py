@@ -27,7 +27,7 @@ class BlockGraph:
 
     Args:
         gm: Dynamo's graph, never changed.
-        roles: "parameter", "buffer" or "input" per placeholder.
+        roles: "parameter", "buffer", "input" or "variable" per placeholder.
         config: The options; ``inner`` and ``mode`` are those that matter here.
     """
 

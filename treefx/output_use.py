@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch.utils import checkpoint
+
 from treefx.passes.pipeline import Analysis
 
 __all__ = ["OutputUse"]
@@ -22,8 +25,11 @@ class OutputUse:
         """Whether a call has run."""
 
     def settle(self, analysis: Analysis) -> None:
-        """Without a loss of its own, or where a second run would have other effects, all outputs are in use."""
-        if not self.settled and (not self._lazy or not analysis.returns_loss or analysis.has_side_effects):
+        """All outputs are in use without a loss of its own, where a second run would have other effects, and where
+        a checkpoint will compare one with the first: what is read in between must not change what it saves.
+        """
+        effects = not self._lazy or not analysis.returns_loss or analysis.has_side_effects
+        if (not self.settled and effects) or _in_checkpoint():
             self.read |= set(analysis.packed_outputs)
             self.differentiated |= set(analysis.packed_outputs)
         self.settled = True
@@ -31,3 +37,9 @@ class OutputUse:
     def detached(self, analysis: Analysis) -> frozenset[int]:
         """The outputs that leave lazily."""
         return frozenset(analysis.packed_outputs) - self.differentiated
+
+
+def _in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint(use_reentrant=False)`` runs the model, for the first time or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__

@@ -46,7 +46,7 @@ class CompiledGraph:
 
     Args:
         gm: Dynamo's graph, never changed.
-        roles: "parameter", "buffer" or "input" per placeholder.
+        roles: "parameter", "buffer", "input" or "variable" (one that requires grad) per placeholder.
         config: The options.
     """
 
@@ -119,7 +119,7 @@ class CompiledGraph:
         tensors = self._tensors(args)
         values = input_values(tensors, self._tensor_roles(args))
         filled = zip(self._filled(args), self.roles, strict=True)
-        inputs = [x for x, role in filled if role == "input" or not isinstance(x, Tensor)]
+        inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
         key = (values, *[(tuple(x.shape), x.stride()) if isinstance(x, Tensor) else x for x in inputs])
         shape = self._shapes.find(key, tensors)
         if shape is None:
