@@ -47,9 +47,10 @@ def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
 def _pad(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     """Not ``constant_pad_nd`` itself: its meta function fixes the symbolic number of tokens."""
-    source, widths, *given = node.args
+    source, *given = node.args
+    widths: Any = given.pop(0)
     x: Tensor = packer.packed(source)
-    for offset, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):  # type: ignore[index]
+    for offset, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         d = x.dim() - 1 - offset
         x = x.narrow(d, max(0, -before), x.shape[d] + min(0, before) + min(0, after)) if min(before, after) < 0 else x
         ends = [

@@ -138,4 +138,5 @@ def _aligned(node: fx.Node) -> list[tuple[fx.Node, Dims]]:
     if law is matmul_laws.bmm:
         return [(item, (fact.dims[0], (), ())) for item in operands]
     first = node.args[0]
-    return [(first, fact.dims)] if law in (laws.gather, laws.scatter, matmul_laws.addmm) and isinstance(first, fx.Node) else []
+    reads_first = law in (laws.gather, laws.scatter, matmul_laws.addmm)
+    return [(first, fact.dims)] if reads_first and isinstance(first, fx.Node) else []
