@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from treefx.kernels.score import Expr
-from treefx.passes import expert_laws, laws, matmul_laws  # noqa: F401  (registers laws)
+from treefx.passes import expert_laws, feature_laws, laws, matmul_laws  # noqa: F401  (registers laws)
 from treefx.passes.attention_facts import Attention
 from treefx.passes.causal_domain import CausalDomain
 from treefx.passes.causal_laws import find_causal_law

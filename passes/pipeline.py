@@ -134,6 +134,8 @@ class Analysis:
     """Values, one number per row, that do so too."""
     own_positions: list[fx.Node] | None = None
     """Values [B, T] that do so where rows start in different columns; None where tokens are known by their column."""
+    known: InputValues = field(default_factory=InputValues)
+    """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
     constants: Constants | None = None
     attentions: list[Attention] = field(default_factory=list)
     recurrences: int = 0
@@ -257,7 +259,7 @@ def analyse(
         known: What the values of the inputs prove, in this and all later calls of the analysis.
         passes: From ``build_passes``.
     """
-    analysis = Analysis(gm, roles, None, [], [])
+    analysis = Analysis(gm, roles, None, [], [], known=known)
     analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
     if analysis.tokens is not None:
         live = live_nodes(analysis.gm)
@@ -275,7 +277,19 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
             traced.graph.erase_node(node)
     traced.recompile()
     work.inputs = [x for x in work.inputs if isinstance(x, Tensor)]
+    _add_parts_of_masks(traced, work, mode)
     return traced
+
+
+def _add_parts_of_masks(gm: fx.GraphModule, work: _Work, mode: FakeTensorMode) -> None:
+    """What is known of the caller's masks is said in values [B, T]: inputs behind the caller's."""
+    count = len(work.inputs)
+    work.inputs = work.known.with_parts(work.inputs)
+    work.analysis.roles = [*work.analysis.roles, *["input"] * (len(work.inputs) - count)]
+    for i, part in enumerate(work.inputs[count:]):
+        with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+            gm.graph.placeholder(f"part_of_mask_{i}").meta["val"] = mode.from_tensor(part, static_shapes=True)
+    gm.recompile()
 
 
 def _label_tokens(gm: fx.GraphModule, work: _Work, *, contract: bool, pick_losses: bool) -> fx.GraphModule:

@@ -117,7 +117,7 @@ class CompiledGraph:
         if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
             return ""
         tensors = self._tensors(args)
-        values = input_values(tensors, self._tensor_roles(args))
+        values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None)
         filled = zip(self._filled(args), self.roles, strict=True)
         inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
         key = (values, *[(tuple(x.shape), x.stride()) if isinstance(x, Tensor) else x for x in inputs])
@@ -195,7 +195,7 @@ class CompiledGraph:
     def _run_rows(self, shape: Shape, args: Sequence[Any]) -> Any:
         """The transparent level: build the trie of the rows, then run packed if that pays."""
         self._outputs.settle(shape.analysis)
-        tensors = self._tensors(args)
+        tensors = shape.analysis.known.with_parts(self._tensors(args))
         seen, keep = self._keep(shape, tensors)
         hidden = None if seen is None or keep is None else keep & ~seen
         if hidden is not None and not shape.padding.is_defined(tensors, hidden):
