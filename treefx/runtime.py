@@ -338,7 +338,7 @@ class CompiledGraph:
             if not absent and (complete or self.config.padding == "drop"):
                 return self._on_rows(shape, position, value, batch)  # type: ignore[no-any-return]
             given.check(f"reading an output {list(rows)}")
-            with self._reporting(report):
+            with given.as_called(), self._reporting(report):
                 result: Tensor = self._run_rows(shape, args)[position]
             return result.rows if isinstance(result, LazyRows) else result
 
@@ -347,7 +347,7 @@ class CompiledGraph:
             self._outputs.differentiated.add(position)
             given.check(f"differentiating an output {list(rows)}")
             leaves = [x.detach().requires_grad_() if _needs_grad(x) else x for x in args]
-            with torch.enable_grad(), self._reporting(report):
+            with torch.enable_grad(), given.as_called(), self._reporting(report):
                 result = self._run_rows(shape, leaves)[position]
             inputs = [x for x in leaves if _needs_grad(x)]
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
