@@ -11,20 +11,25 @@ __all__ = ["OutputUse"]
 
 
 class OutputUse:
-    """Which packed outputs of a graph its callers have read, and which they have differentiated."""
+    """Which packed outputs of a graph its callers have read, and which they have differentiated.
 
-    def __init__(self) -> None:
+    Args:
+        lazy: Whether that is to be learned; all of them, from the first call on, where it is not.
+    """
+
+    def __init__(self, *, lazy: bool = True) -> None:
+        self._lazy = lazy
         self.read: set[int] = set()
         self.differentiated: set[int] = set()
         self.settled = False
         """Whether a call has run."""
 
     def settle(self, analysis: Analysis) -> None:
-        """All outputs are in use without a loss of its own, where a second run would have other effects, and where
-        a checkpoint will compare one with the first: what is read in between must not change what it saves.
+        """All outputs are in use if that is not learned, without a loss of its own, where a second run would have other
+        effects, and where a checkpoint compares one with the first: reading in between must not change what it saves.
         """
-        effects = not self.settled and (not analysis.returns_loss or analysis.has_side_effects)
-        if effects or _in_checkpoint():
+        always = not self._lazy or not analysis.returns_loss or analysis.has_side_effects
+        if always and not self.settled or _in_checkpoint():
             self.read |= set(analysis.packed_outputs)
             self.differentiated |= set(analysis.packed_outputs)
         self.settled = True
