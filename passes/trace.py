@@ -9,10 +9,11 @@ calls of their combine function, and ``flex_attention`` products and a softmax.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -31,6 +32,7 @@ from treefx.passes.inline_scan import associative_scan
 __all__ = ["trace_forward", "trace_function"]
 
 _ATTENTION = {F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention}
+_ATTENTION_NAME = "scaled_dot_product_attention"
 _HIGHER_ORDER = torch.ops.higher_order
 _BATCHING = {
     predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting, predispatch._add_batch_dim,
@@ -51,10 +53,7 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
         A graph with the same placeholders in the same order; each node has ``meta["val"]`` and the stack of the
         user's line.
     """
-    interpreter = _ForwardTracer(gm)
-    # Some functions of torch.nn.functional call attention themselves (multi_head_attention_forward).
-    with mock.patch.object(F, "scaled_dot_product_attention", _call_attention):
-        return trace_function(interpreter.run, inputs, mode, functional=True)
+    return trace_function(_ForwardTracer(gm).run, inputs, mode, functional=True)
 
 
 def trace_function(
@@ -110,6 +109,8 @@ class _ForwardTracer(fx.Interpreter):
             return flex_attention(*args, **kwargs)
         if target in _BATCHING:
             return self._batch(target, args)
+        if getattr(target, "__globals__", None) is vars(F) and _ATTENTION_NAME in target.__code__.co_names:
+            return _with_attention_whole(target)(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
     def _batch(self, target: Any, args: tuple[Any, ...]) -> Any:
@@ -135,6 +136,18 @@ class _ForwardTracer(fx.Interpreter):
 
 def _detach(x: Tensor) -> Tensor:
     return x.detach() if x.is_floating_point() or x.is_complex() else x
+
+
+@functools.cache
+def _with_attention_whole(function: FunctionType) -> FunctionType:
+    """A function of ``torch.nn.functional`` (multi-head attention) that calls ours where it calls attention itself.
+
+    A copy: the original is what other threads run meanwhile.
+    """
+    names = {**function.__globals__, _ATTENTION_NAME: _call_attention}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _call_attention(

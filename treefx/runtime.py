@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._guards import CompileContext
 
 from treefx.batch import Batch, build_batch, forest_batch
+from treefx.compiling import compiling
 from treefx.config import Config
 from treefx.context import current_forest, current_tree
 from treefx.errors import ForestError, TreefxError, UnsupportedError
@@ -30,7 +31,7 @@ from treefx.passes.vocab_tail import logits_of_losses
 from treefx.planning.boundary import Cut, PartRow
 from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
-from treefx.shapes import Executable, KnownShapes, Refusal, Shape, compiling, proof_of, share_shape
+from treefx.shapes import Executable, KnownShapes, Refusal, Shape, proof_of, share_shape
 
 __all__ = ["CompiledGraph"]
 
