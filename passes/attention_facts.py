@@ -17,6 +17,7 @@ from treefx.kernels.score import Expr
 from treefx.passes.constants import Constants, constants_of
 from treefx.passes.dims import NoLaw, extent
 from treefx.passes.facts import Axis, Dims, Factor, Kind, fact_of, shape_of
+from treefx.passes.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.lift_mask import Digit, Index, lift, offset_of_keys, step
 from treefx.passes.score_algebra import (
     MASKING,
@@ -35,6 +36,14 @@ __all__ = ["Attention", "lift_products", "lift_sdpa"]
 
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
+
+_OTHER_SINKS = "takes logits beside the keys for other than one attention sink per head"
+_WORDS = {
+    aten.sub.Tensor: "subtracts attention probabilities from others before the values (multiply each by the values)",
+    aten.add.Tensor: "adds attention probabilities to others before the values (multiply each by the values)",
+    aten.sigmoid.default: "attention weights that no softmax makes (sigmoid attention)",
+}
+"""What is done to attention probabilities instead of a softmax, in words."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +108,8 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     node = probabilities
     while (moved := step(node, index)) is not None or (moved := _uncast(node, index)) is not None:
         node, index = moved
-    if node.target not in _SOFTMAX:
-        raise NoLaw(f"attention probabilities pass through {node.target}")
-    source, dim = node.args[:2]
-    assert isinstance(source, fx.Node) and isinstance(dim, int)
-    if offset_of_keys(index[dim]) is None:
-        raise NoLaw("a softmax over another axis than the keys")
-    source = _unshifted(source, dim)
-    score = lift(source, index)
     columns = extent(dims[1][-1:])
-    sinks = _sinks(source, index, dim, columns)
+    score, sinks = _normalised(node, index, columns)
     products = {(item[1], item[2]) for item in walk(score) if item[0] == "dot"}
     if len(products) != 1:
         raise NoLaw("a score with several products of queries and keys")
@@ -119,6 +120,21 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     heads = math.prod(size for expr, size in batch if expr != ("b",))
     safe = node.target is aten._safe_softmax.default
     return _prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
+
+
+def _normalised(node: fx.Node, index: Index, columns: int) -> tuple[Expr, Expr | None]:
+    """The score whose softmax a node is, and the logit of its sink, if it has one."""
+    if is_quotient(node):
+        score, sinks = lift_quotient(node, index)
+        return score, None if sinks is None else _checked_sink(sinks)
+    if node.target not in _SOFTMAX:
+        raise NoLaw(_WORDS.get(node.target, f"attention probabilities pass through {node.target}"))
+    source, dim = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    if offset_of_keys(index[dim]) is None:
+        raise NoLaw("a softmax over another axis than the keys")
+    source = _unshifted(source, dim)
+    return lift(source, index), _sinks(source, index, dim, columns)
 
 
 def _unshifted(node: fx.Node, dim: int) -> fx.Node:
@@ -146,8 +162,14 @@ def _sinks(source: fx.Node, index: Index, dim: int, columns: int) -> Expr | None
     dim %= len(index)
     place = ((const(0 if offset_of_keys(index[dim]) else columns), size),)
     logit = lift(source, index[:dim] + (place,) + index[dim + 1 :])
-    if size != columns + 1 or any(item[0] in ("b", "cq", "ck", "dot") for item in walk(logit)):
-        raise NoLaw("takes logits beside the keys for other than one attention sink per head")
+    if size != columns + 1:
+        raise NoLaw(_OTHER_SINKS)
+    return _checked_sink(logit)
+
+
+def _checked_sink(logit: Expr) -> Expr:
+    if any(item[0] in ("b", "cq", "ck", "dot") for item in walk(logit)):
+        raise NoLaw(_OTHER_SINKS)
     return logit
 
 

@@ -181,9 +181,9 @@ def check_statistic(call: Call) -> None:
     Raises:
         NoLaw: The operator makes something else of it.
     """
-    unary = len(call.operands) == 1
+    own = all(fact_of(node).kind in (Kind.SCORE, Kind.INVARIANT) for node in call.operands)
     movement = (view, permute, unsqueeze, squeeze, expand, reduction)
-    if not unary or find_law(call.node.target) not in (*movement, pointwise):
+    if not own or find_law(call.node.target) not in (*movement, pointwise):
         raise NoLaw("reads a statistic of attention scores")
 
 

@@ -95,6 +95,11 @@ def _same(node: fx.Node, source: fx.Node, index: Index) -> Index:
     return index
 
 
+def _move_detach(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
+    """Only what has no gradient is the same without its gradient."""
+    return None if fact_of(source).learned else index
+
+
 def _move_cast(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
     old, new = source.meta["val"].dtype, node.meta["val"].dtype
     return (
@@ -187,7 +192,7 @@ _MOVES: dict[Any, Callable[[fx.Node, fx.Node, Index], Index | None]] = {
     aten.t.default: _move_permute, aten.unsqueeze.default: _move_unsqueeze, aten.squeeze.dim: _move_squeeze,
     aten.squeeze.dims: _move_squeeze, aten.squeeze.default: _move_squeeze, aten.slice.Tensor: _move_slice,
     aten.select.int: _move_select, aten._to_copy.default: _move_cast, aten.clone.default: _same,
-    aten.alias.default: _same, aten.detach.default: _same, aten.lift_fresh_copy.default: _same,
+    aten.alias.default: _same, aten.detach.default: _move_detach, aten.lift_fresh_copy.default: _same,
 }  # fmt: skip
 
 
@@ -452,6 +457,8 @@ def _load(node: fx.Node, index: Index) -> Expr:
         return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
     if fact.kind is Kind.ROW and not fact.learned:
         return _load_of_row(node, index)
+    if fact.kind is Kind.SCORE:
+        raise NoLaw(f"a score passes through {node.target}")
     if fact.kind not in (Kind.PREFIX, Kind.PACKED) or fact.dims is None:
         raise NoLaw(_of_rows(node))
     token: Expr | None = None
