@@ -21,7 +21,7 @@ from treefx.passes.facts import Axis, Kind, fact_of, shape_of
 from treefx.passes.score_algebra import const, fold, walk
 from treefx.passes.uniformity import is_uniform
 
-__all__ = ["Digit", "Index", "combined", "lift", "offset_of_keys", "step"]
+__all__ = ["Digit", "Index", "combined", "element_operands", "lift", "offset_of_keys", "step"]
 
 aten = torch.ops.aten
 Digit = tuple[Expr, int]
@@ -364,6 +364,14 @@ _POINTWISE: dict[Any, str] = {
 }  # fmt: skip
 
 
+def element_operands(node: fx.Node) -> list[Any]:
+    """What an element of a node is made of, where that is one element of each of its operands; else nothing."""
+    known = node.op == "call_function" and (
+        node.target in _MOVES or node.target in _ELEMENTS or node.target in _POINTWISE
+    )
+    return [*node.args, *node.kwargs.values()] if known else []
+
+
 def _product(node: fx.Node, index: Index) -> Expr:
     """q.k, or beta * input + alpha * q.k; heads may be part of the query axis, in front of the tokens."""
     groups = tuple(digit for digit in index[1] if digit[0] != ("cq",))
@@ -425,6 +433,9 @@ def _load(node: fx.Node, index: Index) -> Expr:
         raise NoLaw(f"the mask is built by {node.args[0]}")
     fact = fact_of(node)
     if fact.kind is Kind.INVARIANT:
+        fill = constants_of(node).number(node)
+        if fill is not None:
+            return const(fill)
         return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
     if fact.kind is Kind.ROW and not fact.learned:
         return _load_of_row(node, index)
