@@ -6,6 +6,7 @@ must come out masked, whatever subgraph made it so.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,11 @@ from treefx.passes.constants import Constants, constants_of
 from treefx.passes.dims import NoLaw, extent
 from treefx.passes.facts import Axis, Dims, Factor, Kind, fact_of, shape_of
 from treefx.passes.hand_softmax import is_quotient, lift_quotient
+from treefx.passes.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
 from treefx.passes.lift_mask import Digit, Index, lift, offset_of_keys, step
 from treefx.passes.score_algebra import (
     MASKING,
     Tables,
-    bounds,
     canonical_window,
     conjuncts,
     const,
@@ -32,7 +33,7 @@ from treefx.passes.score_algebra import (
     walk,
 )
 
-__all__ = ["Attention", "lift_products", "lift_sdpa"]
+__all__ = ["Attention", "lift_products", "lift_sdpa", "reads_key_alone"]
 
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
@@ -51,7 +52,7 @@ class Attention:
     """One attention of the model, ready to be written as ``treefx::tree_attention``.
 
     ``score`` and ``conditions`` speak in columns (see ``score_algebra``) and hold nothing of causality any more.
-    ``padding`` are the conditions that read the key's token alone: keys that fail one are never seen by anybody.
+    ``padding`` are the conditions that read the key's token alone: no query of this attention sees keys that fail one.
     """
 
     query: fx.Node
@@ -60,10 +61,13 @@ class Attention:
     score: Expr
     conditions: tuple[Expr, ...]
     padding: tuple[Expr, ...]
+    heads: int
     zero_if_blind: bool
     """Whether the model's own attention gives zero to a query that sees no key, as tree attention does."""
     sinks: Expr | None = None
     """The logit, per head, of an entry behind the keys that takes weight and has no value."""
+    doubt: tuple[Expr, Expr] | None = None
+    """A masked and a visible score whose distance only the numbers of a call can prove (``treefx.passes.hidden``)."""
 
 
 def lift_sdpa(node: fx.Node) -> Attention:
@@ -216,23 +220,29 @@ def _prove(
     """
     constants = constants_of(node)
     tables = Tables(lambda expr: constants.table(expr, columns, heads), constants.consecutive)
-    if columns > 1 and bounds(score, "future", tables)[1] > MASKING:
+    future = [residue(score, "future", tables)] if columns > 1 else []
+    if any(interval(item, zero)[1] > MASKING for item in future):
         raise NoLaw(_not_causal(score, constants))
-    value, found = split_mask(simplify(score, tables))
-    conditions = [_window_of_table(canonical_window(item, tables), tables) for one in found for item in conjuncts(one)]
+    value, found = split_mask(simplify(score, tables), tables)
+    masked = future + [residue(item, "past", tables) for _, item in found]
+    visible = residue(value, "past", tables) if sinks is None else ("either", residue(value, "past", tables), sinks)
+    doubted = [item for item in masked if not is_hidden(item, visible, unknown)]
+    split = [item for one, _ in found for item in conjuncts(one)]
+    conditions = [_window_of_table(canonical_window(item, tables), tables) for item in split]
     conditions = [item for item in conditions if decide(item, "past", tables) is not True]
-    padding = [item for item in conditions if _reads_key_alone(item)]
+    droppable = not any(map(reads_keys, doubted))
+    padding = [item for item in conditions if droppable and reads_key_alone(item)]
     rest = [item for item in conditions if item not in padding]
     if any(item == ("b",) for expr in [value, *conditions] for item in walk(expr)):
         raise NoLaw("attention that differs from row to row by more than its inputs")
     loads = [item[1] for item in walk(sinks) if item[0] == "load"] if sinks is not None else []
     if any(fact_of(source).kind is not Kind.INVARIANT for source in loads):
         raise NoLaw("an attention sink that differs from token to token")
-    constants_used = [float(item[1]) for item in walk(score) if item[0] == "const"]
-    soft = any(-math.inf < number <= MASKING for number in constants_used)
-    zero_if_blind = sinks is not None or (safe and not soft)
+    hard = all(bool(torch.isneginf(interval(item, unknown)[1])) for item in masked)
+    zero_if_blind = sinks is not None or (safe and hard)
     return Attention(
-        *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), zero_if_blind, sinks
+        *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), heads, zero_if_blind, sinks,
+        (functools.reduce(lambda x, y: ("max", x, y), doubted), visible) if doubted else None,
     )  # fmt: skip
 
 
@@ -243,7 +253,8 @@ def _not_causal(score: Expr, constants: Constants) -> str:
     return f"attention that is not proved causal{inputs}"
 
 
-def _reads_key_alone(condition: Expr) -> bool:
+def reads_key_alone(condition: Expr) -> bool:
+    """Whether a condition is one on the key's token, a function of the inputs."""
     symbols = {item[0] for item in walk(condition)}
     return "ck" in symbols and not symbols & {"cq", "b", "head", "dot"} and _reads_rows(condition)
 

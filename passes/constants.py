@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from treefx.kernels.score import Expr, evaluate
 from treefx.passes.facts import Kind, ancestors, fact_of
 from treefx.passes.given_masks import GivenMask, parts_of_mask, prove_mask
-from treefx.passes.score_algebra import walk
+from treefx.passes.score_algebra import MASKING, walk
 
 __all__ = ["Constants", "InputValues", "constants_of", "input_values"]
 
@@ -96,6 +96,19 @@ class Constants:
         with torch.no_grad():
             result = self._run(node)
         return result if isinstance(result, Tensor) else None
+
+    def number(self, node: fx.Node) -> Any:
+        """The number that a tensor of one element is, if it is a constant of the graph, or a buffer that masks."""
+        value = getattr(self._gm, str(node.target)) if node.op == "get_attr" else self._values.get(node)
+        own = node.op == "get_attr" or (node.op == "placeholder" and node not in self._per_call)
+        if not own or fact_of(node).learned or not isinstance(value, Tensor) or value.numel() != 1:
+            return None
+        number = value.item()
+        if node.op == "placeholder":  # other numbers may change from step to step
+            if number > MASKING or value.dtype is torch.bool:
+                return None
+            self.read.add(self._positions[node])
+        return number
 
     def _run(self, node: fx.Node) -> Any:
         if node.op == "placeholder":

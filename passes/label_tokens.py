@@ -7,7 +7,7 @@ sizes are never guessed. Analysis only: facts are written on the nodes, ``pack_t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,12 +124,12 @@ def _has_tensors(node: fx.Node) -> bool:
 class Identity:
     """Values that tell tokens apart: two positions are one token iff these agree on their prefixes.
 
-    They are inputs [B, T], and numbers of rows [B] made from inputs alone.
+    They are inputs [B, T], and numbers of rows [B], inputs or made from inputs alone.
     """
 
     always: frozenset[fx.Node]
-    with_padding: frozenset[fx.Node]
-    """The same where padding runs too, and what hides it from others must agree as well."""
+    of_keys: Mapping[Expr, frozenset[fx.Node]]
+    """What a condition on keys reads, which must agree as well wherever the condition stays in the graph."""
 
 
 def label_tokens(
@@ -147,7 +147,7 @@ def label_tokens(
     labeller = _Labeller(gm, roles, tokens, contract=contract, pick_losses=pick_losses)
     labeller.run()
     always = frozenset(labeller.identity)
-    return Identity(always, always | labeller.hides)
+    return Identity(always, labeller.of_keys)
 
 
 class _Labeller:
@@ -160,7 +160,7 @@ class _Labeller:
         self.before_attention = {*cores, *ancestors(*cores)}
         self.identity: set[fx.Node] = {tokens.ids}
         """Inputs that tell tokens apart, as far as the attention needs them."""
-        self.hides: frozenset[fx.Node] = frozenset()
+        self.of_keys: dict[Expr, frozenset[fx.Node]] = {}
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         domain = CausalDomain(tokens.rows, tokens.columns, self.sources, find_causal_law)
         self.contractor = Contractor(domain, self._admit) if contract else None
@@ -263,7 +263,7 @@ class _Labeller:
                 self.identity |= self.sources[node]
         if isinstance(fact.law, Attention):
             self.identity |= self._loaded([fact.law.score, *fact.law.conditions])
-            self.hides |= self._loaded(fact.law.padding)
+            self.of_keys |= {condition: self._loaded([condition]) for condition in fact.law.padding}
 
     def _loaded(self, expressions: Iterable[Expr]) -> frozenset[fx.Node]:
         """The inputs that lifted expressions read, and the numbers of rows; learned values are told apart already."""

@@ -22,7 +22,7 @@ from treefx.passes.given_masks import GivenMask
 from treefx.passes.score_algebra import const, fold, walk
 from treefx.passes.uniformity import is_uniform
 
-__all__ = ["Digit", "Index", "combined", "lift", "offset_of_keys", "step"]
+__all__ = ["Digit", "Index", "combined", "element_operands", "lift", "offset_of_keys", "step"]
 
 aten = torch.ops.aten
 Digit = tuple[Expr, int]
@@ -370,6 +370,14 @@ _POINTWISE: dict[Any, str] = {
 }  # fmt: skip
 
 
+def element_operands(node: fx.Node) -> list[Any]:
+    """What an element of a node is made of, where that is one element of each of its operands; else nothing."""
+    known = node.op == "call_function" and (
+        node.target in _MOVES or node.target in _ELEMENTS or node.target in _POINTWISE
+    )
+    return [*node.args, *node.kwargs.values()] if known else []
+
+
 def _product(node: fx.Node, index: Index) -> Expr:
     """q.k, or beta * input + alpha * q.k; heads may be part of the query axis, in front of the tokens."""
     groups = tuple(digit for digit in index[1] if digit[0] != ("cq",))
@@ -454,6 +462,9 @@ def _load(node: fx.Node, index: Index) -> Expr:
     if known is not None and [[digit[0] for digit in dim] for dim in index[-2:]] == [[("cq",)], [("ck",)]]:
         return _given_mask(*known, index)
     if fact.kind is Kind.INVARIANT:
+        fill = constants_of(node).number(node)
+        if fill is not None:
+            return const(fill)
         return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
     if fact.kind is Kind.ROW and not fact.learned:
         return _load_of_row(node, index)

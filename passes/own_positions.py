@@ -54,7 +54,7 @@ def find_own_positions(
             if node.op == "call_function" and fact_of(node).kind is Kind.PACKED:
                 search.check_packed(node)
         for attention in attentions:
-            for expr in (attention.score, *attention.conditions):
+            for expr in (attention.score, *attention.conditions, *attention.padding):
                 search.check_expression(expr)
     except _ByColumn:
         return None
