@@ -51,6 +51,7 @@ from treefx.passes.layout import (
 )
 from treefx.passes.liveness import live_nodes
 from treefx.passes.loss_laws import Pick
+from treefx.passes.purity import changed_inputs
 from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
 from treefx.passes.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
@@ -100,6 +101,7 @@ class Packer:
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
         self._forms: dict[tuple[str, Any], Any] = {}
+        self._changed = changed_inputs(gm)
         self._metadata: Metadata | None = None
 
     @property
@@ -375,7 +377,8 @@ class Packer:
         node, *indices = expr[1:]
         fact = fact_of(node)
         if fact.kind is Kind.INVARIANT:
-            number = _number(buffers, self.full(node))
+            value = self.full(node)  # what the graph writes to later must not be saved for the backward
+            number = _number(buffers, value.clone() if node in self._changed else value)
             return ("load", number, *[self._kernel_form(item, buffers) for item in indices])
         if fact.kind is Kind.ROW:
             return ("load", _number(buffers, self._of_rows(node)), ("q",))
