@@ -53,6 +53,7 @@ from treefx.passes.layout import (
 )
 from treefx.passes.liveness import live_nodes
 from treefx.passes.loss_laws import Pick
+from treefx.passes.purity import changed_inputs
 from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
 from treefx.passes.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
@@ -104,6 +105,7 @@ class Packer:
         self.hidden: list[Tensor] = []
         """Whether masks hide what they are to hide, for the attentions where only the numbers of the call tell."""
         self._forms: dict[tuple[str, Any], Any] = {}
+        self._changed = changed_inputs(gm)
         self._metadata: Metadata | None = None
 
     @property
@@ -395,7 +397,8 @@ class Packer:
         node, *indices = expr[1:]
         fact = fact_of(node)
         if fact.kind is Kind.INVARIANT:
-            number = _number(buffers, self.full(node))
+            value = self.full(node)  # what the graph writes to later must not be saved for the backward
+            number = _number(buffers, value.clone() if node in self._changed else value)
             return ("load", number, *[self._kernel_form(item, buffers) for item in indices])
         if fact.kind is Kind.ROW:
             return ("load", _number(buffers, self._of_rows(node)), ("q",))

@@ -20,6 +20,7 @@ from treefx.passes.contract import mixes
 from treefx.passes.facts import Axis, Dims, Kind, ancestors, fact_of
 from treefx.passes.loss_laws import Pick
 from treefx.passes.pipeline import Analysis
+from treefx.passes.purity import impurity
 from treefx.passes.reindex import token_index
 from treefx.passes.score_algebra import walk
 
@@ -87,7 +88,9 @@ class Padding:
 
     def _can_tell(self, node: fx.Node, law: Pick) -> bool:
         target = node.args[1]
-        return law.ignore_index is not None and isinstance(target, fx.Node) and not fact_of(target).learned
+        if law.ignore_index is None or not isinstance(target, fx.Node):
+            return False
+        return not fact_of(target).learned and impurity(target) is None
 
     def own_positions(self, args: Sequence[Any]) -> list[Tensor] | None:
         """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then."""
@@ -187,7 +190,7 @@ class _Grid:
         self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
 
     def value(self, node: Any) -> Any:
-        """The full value of a node that no parameter takes part in."""
+        """The full value of a node that no parameter takes part in, the same as in the graph (``purity``)."""
         if not isinstance(node, fx.Node):
             return node
         if node not in self._values:

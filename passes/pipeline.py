@@ -49,6 +49,7 @@ from treefx.passes.liveness import live_nodes
 from treefx.passes.loss_laws import Pick
 from treefx.passes.own_positions import find_own_positions
 from treefx.passes.pack_tokens import Output, Packer, is_packed_output
+from treefx.passes.purity import has_effects
 from treefx.passes.reindex import Reindexed
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.token_count import TokenCount, add_count_input
@@ -149,6 +150,8 @@ class Analysis:
     recurrences: int = 0
     """Linear recurrences that run along the tree."""
     expansions: list[Expansion] = field(default_factory=list)
+    obstacles: list[Expansion] = field(default_factory=list)
+    """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -178,11 +181,19 @@ class Analysis:
         return any(isinstance(node, fx.Node) and isinstance(fact_of(node).law, Reindexed) for node in self._outputs)
 
     @property
+    def changed_parameter(self) -> str | None:
+        """Which operator changes a parameter, and where; None if none does."""
+        roles = dict(zip(self.gm.graph.find_nodes(op="placeholder"), self.roles, strict=True))
+        for copy in self.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            target, source = copy.args[:2]
+            if roles.get(target) == "parameter" and isinstance(source, fx.Node):
+                return f"{source.target} {fact_of(source).obstacle or 'changes it in place'}"
+        return None
+
+    @property
     def has_side_effects(self) -> bool:
         """Whether a second run of the graph differs: it draws random numbers or changes a buffer."""
-        targets = [node.target for node in self.gm.graph.nodes if node.op == "call_function"]
-        seeded = any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)
-        return seeded or torch.ops.aten.copy_.default in targets
+        return has_effects(self.gm)
 
     @property
     def _outputs(self) -> Sequence[Any]:
@@ -279,6 +290,7 @@ def analyse(
     if analysis.tokens is not None:
         live = live_nodes(analysis.gm)
         analysis.expansions = _expansions(analysis.gm, live)
+        analysis.obstacles = _obstacles(analysis.gm, live)
         analysis.own_positions = find_own_positions(analysis.gm, analysis.tokens, analysis.attentions, live)
         analysis.recurrences = sum(node.op == "call_function" and _is_scan(node) for node in live)
     return analysis
@@ -358,6 +370,18 @@ def _returned_scores(gm: fx.GraphModule) -> list[fx.Node]:
     outputs: Any = next(iter(gm.graph.find_nodes(op="output"))).args[0]
     nodes = dict.fromkeys(item for item in outputs if isinstance(item, fx.Node))
     return [node for node in nodes if fact_of(node).kind is Kind.SCORE]
+
+
+def _obstacles(gm: fx.GraphModule, live: set[fx.Node]) -> list[Expansion]:
+    """What stands in the way where nothing could be packed."""
+    calls = [node for node in gm.graph.nodes if node in live and node.op == "call_function"]
+    found = [(node, fact_of(node)) for node in calls]
+    items = [
+        Expansion(fact.blame or str(node.target), fact.obstacle, user_line(node))
+        for node, fact in found
+        if fact.obstacle is not None
+    ]
+    return list(dict.fromkeys(items))
 
 
 def _is_learned_row(node: fx.Node) -> bool:

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from treefx.passes import opaque_ops
+from treefx.passes.custom_functions import call_custom_function
 from treefx.passes.inline_flex import flex_attention
 from treefx.passes.inline_scan import associative_scan
+from treefx.passes.unseen_changes import check_changes
 
 __all__ = ["trace_forward", "trace_function"]
 
@@ -83,6 +85,10 @@ class _ForwardTracer(fx.Interpreter):
         self.batch_levels: list[int] = []
         """The levels that vmap has here, by nesting; functionalisation is one below."""
 
+    def run_node(self, n: fx.Node) -> Any:
+        check_changes(n, self.grad_enabled)
+        return super().run_node(n)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch._C._set_grad_enabled:
             self.grad_enabled = bool(args[0])
@@ -97,12 +103,17 @@ class _ForwardTracer(fx.Interpreter):
         return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(target, "__name__", None) == "register_hook":
+            raise NotImplementedError(
+                "a gradient hook on a value inside of the graph (x.register_hook) may change gradients in any way; "
+                "write it as an autograd.Function with a linear backward"
+            )
         if target in _ATTENTION:
             return _call_attention(*args, **kwargs)
         if target is _HIGHER_ORDER.tag_activation_checkpoint:
             return self._inline_checkpoint(args)
         if target is _HIGHER_ORDER.autograd_function_apply:
-            return _call_custom_function(*args)
+            return call_custom_function(_trace_body, *args, **kwargs)
         if target is _HIGHER_ORDER.associative_scan:
             return associative_scan(*args)
         if target is _HIGHER_ORDER.flex_attention:
@@ -174,6 +185,5 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if eligible else x
 
 
-def _call_custom_function(forward: Any, backward: Any, *inputs: Any) -> Any:
-    key = opaque_ops.register_function(forward, backward)
-    return tuple(opaque_ops.custom_function(list(inputs), key))
+def _trace_body(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    return trace_function(function, inputs, mode, functional=True)

@@ -26,7 +26,7 @@ from treefx.ordinary import Ordinary
 from treefx.output_use import OutputUse
 from treefx.passes.constants import InputValues, input_values
 from treefx.passes.layout import expand_rows, rows_in_order
-from treefx.passes.pipeline import UNHIDDEN, Analysis, Rewritten, Variant, analyse, build_passes, is_packed
+from treefx.passes.pipeline import UNHIDDEN, Analysis, Expansion, Rewritten, Variant, analyse, build_passes, is_packed
 from treefx.passes.vocab_tail import logits_of_losses
 from treefx.planning.boundary import Cut, PartRow
 from treefx.proof import Proof
@@ -173,7 +173,7 @@ class CompiledGraph:
         return shape
 
     def _refusal(self, analysis: Analysis) -> str | None:
-        unsupported = "; ".join(f"{item.op} {item.reason} ({item.line})" for item in analysis.expansions)
+        unsupported = _listed(analysis.expansions)
         if analysis.expansions and self.config.on_unsupported == "error":
             raise UnsupportedError(
                 f"every operator should have a token-wise law (on_unsupported='error'), but {unsupported}; "
@@ -181,8 +181,10 @@ class CompiledGraph:
             )
         if analysis.expansions and self.config.on_unsupported == "fallback":
             return f"without a token-wise law: {unsupported}"
+        if analysis.changed_parameter is not None:
+            return f"the model changes a parameter in its forward: {analysis.changed_parameter}"
         if not is_packed(analysis):
-            return f"no attention could be rewritten: {unsupported or 'none found'}"
+            return f"no attention could be rewritten: {unsupported or _listed(analysis.obstacles) or 'none found'}"
         return None
 
     # The three ways to run -------------------------------------------------------------------------------------------
@@ -367,6 +369,11 @@ class CompiledGraph:
         dims = shape.analysis.packed_outputs[position]
         rows = [math.prod(factor.size for factor in dim) for dim in dims]
         return lazy_rows(Deferred(rows, value, compute, differentiate, [x for x in args if _needs_grad(x)]))
+
+
+def _listed(items: Sequence[Expansion]) -> str:
+    lines = ["" if item.line is None else f" ({item.line})" for item in items]
+    return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
 
 
 def _positions_of_numbers(gm: fx.GraphModule) -> frozenset[int]:
