@@ -25,7 +25,17 @@ from treefx.passes.runner import Pass
 from treefx.process_state import process_state
 from treefx.proof import Proof
 
-__all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "compiling", "forget_shapes", "proof_of", "share_shape"]
+__all__ = [
+    "Executable",
+    "KnownShapes",
+    "Refusal",
+    "Shape",
+    "compiling",
+    "forget_shapes",
+    "layout_of",
+    "proof_of",
+    "share_shape",
+]
 
 compiling = threading.RLock()
 """Held while graphs are traced and compiled: tracing changes state of the whole process."""
@@ -127,6 +137,11 @@ class KnownShapes:
         found = find()
         self._known[key] = [*known, found]
         return found
+
+
+def layout_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes, and strides as far as compiled code goes by them."""
+    return tuple(x.shape), tuple(stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
 
 def proof_of(analysis: Analysis, args: Sequence[Tensor]) -> Proof:
