@@ -31,7 +31,7 @@ from treefx.passes.vocab_tail import logits_of_losses
 from treefx.planning.boundary import Cut, PartRow
 from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
-from treefx.shapes import Executable, KnownShapes, Refusal, Shape, proof_of, share_shape
+from treefx.shapes import Executable, KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
 
 __all__ = ["CompiledGraph"]
 
@@ -121,7 +121,7 @@ class CompiledGraph:
         values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None)
         filled = zip(self._filled(args), self.roles, strict=True)
         inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
-        key = (values, *[(tuple(x.shape), x.stride()) if isinstance(x, Tensor) else x for x in inputs])
+        key = (values, *[layout_of(x) if isinstance(x, Tensor) else x for x in inputs])
         shape = self._shapes.find(key, tensors)
         if shape is None:
             with compiling, lasting():
