@@ -75,7 +75,7 @@ class LazyRows(Tensor):
         make = torch.Tensor._make_wrapper_subclass
         result = make(cls, deferred.shape, dtype=deferred.dtype, device=deferred.device)
         torch._C._set_throw_on_mutable_data_ptr(result)  # C++ that asks for the address gets an error, not zero
-        return result  # type: ignore[no-any-return]
+        return result
 
     def __init__(self, deferred: Deferred) -> None:
         self.deferred = deferred
@@ -91,8 +91,8 @@ class LazyRows(Tensor):
             return LazyRows(args[0].deferred)
         if func.overloadpacket in _RESHAPING and isinstance(args[0], LazyRows):
             raise UnsupportedError(
-                f"an output that is computed when it is read keeps its shape and memory, got {func}; call it on a copy: "
-                "output.clone(), or compile with options={'lazy_outputs': False}"
+                f"an output that is computed when it is read keeps its shape and memory, got {func}; call it on a "
+                "copy: output.clone(), or compile with options={'lazy_outputs': False}"
             )
         plain = tree_map_only(LazyRows, lambda lazy: lazy.rows, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
@@ -139,28 +139,28 @@ class LazyRows(Tensor):
 
     def is_shared(self) -> bool:
         """Whether other processes can see the value."""
-        return self.rows.is_shared()
+        return bool(self.rows.is_shared())  # type: ignore[no-untyped-call]
 
     def share_memory_(self) -> LazyRows:
         """Let other processes see the value."""
-        self.rows.share_memory_()
+        self.rows.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self._exported().__dlpack__(**options)  # type: ignore[no-untyped-call]
+        return self._exported().__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
         return self.rows.__dlpack_device__()
 
     @property
     def __cuda_array_interface__(self) -> Any:
-        return self._exported().__cuda_array_interface__  # type: ignore[no-untyped-call]
+        return self._exported().__cuda_array_interface__
 
     def _exported(self) -> Tensor:
         """The value, which refuses to leave PyTorch where this tensor would."""
         return self.rows.detach().requires_grad_() if self.requires_grad else self.rows
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """The value out of sight of autograd; another one may be put in its place."""
         return self.detach()
@@ -168,8 +168,8 @@ class LazyRows(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:
-            wanted = f"{list(self.shape)} of {self.dtype}"
-            raise UnsupportedError(f"the data of this output must stay {wanted}, got {list(value.shape)} of {value.dtype}")
+            wanted, got = (f"{list(x.shape)} of {x.dtype}" for x in (self, value))
+            raise UnsupportedError(f"the data of this output must stay {wanted}, got {got}")
         self.deferred = Deferred.of(value.detach())
 
 
