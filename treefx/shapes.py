@@ -27,6 +27,7 @@ from treefx.proof import Proof
 
 __all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "forget_shapes", "layout_of", "proof_of", "share_shape"]
 
+
 class Executable:
     """A compiled variant, good for the numbers of tokens that its conditions admit.
 
