@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from treefx.kernels.common import owned
+
 __all__ = ["attention", "custom_function", "is_pointwise_body", "is_pointwise_function", "register_function"]
 
 
@@ -34,8 +36,11 @@ def attention(
 
     Shapes: query [..., H, T, D], key [..., Hkv, S, D], value [..., Hkv, S, Dv], result [..., H, T, Dv].
     """
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    # torch's kernels choose a layout by the inputs', the fake implementation cannot follow all of them
+    return owned(
+        F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     )
 
 
@@ -133,7 +138,12 @@ def custom_function_backward(grads: Sequence[Tensor], inputs: Sequence[Tensor], 
     function = _FUNCTIONS[key]
     _, saved = _run(function.forward, *inputs)
     results = _run(function.backward, *grads, *saved)
-    return [torch.zeros_like(x) if grad is None else grad.clone() for grad, x in zip(results, inputs, strict=True)]
+    return [_gradient_of(x, grad) for grad, x in zip(results, inputs, strict=True)]
+
+
+def _gradient_of(x: Tensor, grad: Tensor | None) -> Tensor:
+    """A gradient that the user returned, in the shape and dtype of the input, as autograd takes it, and its layout."""
+    return torch.zeros_like(x) if grad is None else torch.empty_like(x).copy_(grad.sum_to_size(x.shape))
 
 
 @custom_function_backward.register_fake
