@@ -39,7 +39,7 @@ aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
 
 _OTHER_SINKS = "takes logits beside the keys for other than one attention sink per head"
-_WORDS = {
+_WORDS: dict[Any, str] = {
     aten.sub.Tensor: "subtracts attention probabilities from others before the values (multiply each by the values)",
     aten.add.Tensor: "adds attention probabilities to others before the values (multiply each by the values)",
     aten.sigmoid.default: "attention weights that no softmax makes (sigmoid attention)",
