@@ -403,13 +403,14 @@ def _capacity(forest: Forest) -> int:
 
 
 def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
-    """An input of the native level as a function of the column: positions or a mask of ones; token ids become zeros."""
+    """An input of the native level as a function of the column: positions, a mask of ones, or token ids, which are none
+    and become a number that proves nothing of them."""
     if torch.equal(value[0].cpu().long(), forest.depth.cpu().long()):
         return torch.arange(columns, device=value.device, dtype=value.dtype)[None]
     if bool((value == 1).all()):
         return value.new_ones(1, columns)
     if torch.equal(value[0].cpu().long(), forest.tokens.cpu().long()):
-        return value.new_zeros(1, columns)
+        return value.new_full((1, columns), -1)
     raise ForestError(
         "under treefx.use(forest) the [1, N] inputs must be the forest's tokens (input_ids), its depth (position_ids) "
         "or all ones (attention_mask), got other values; pass **forest.model_inputs() of the forest in use"
