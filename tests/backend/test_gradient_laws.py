@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from tests.backend.support import assert_packed, compare, compile_with
+from tests.backend.support import assert_packed, compare
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import loss_of, stats_of
@@ -166,7 +166,7 @@ class Several(Function):
 def test_functions_pack_every_shape(dynamic: bool | None) -> None:
     """From the second shape on, sizes are among the inputs and saved values of Dynamo's bodies."""
     model = model_with(lambda x: sum(Several.apply(x, x.sin(), 0.3, True)))
-    compiled = compile_with(model, dynamic=dynamic) if dynamic else compile_with(model)
+    compiled = torch.compile(model, backend="treefx", dynamic=dynamic, options={"inner": "eager", "min_sharing": 1.0})
     for rows, length in ((4, 12), (3, 14), (5, 10)):
         batch = shared_batch(rows=rows, length=length, shared=6, vocab=VOCAB, padding=None)
         model.zero_grad()
@@ -185,9 +185,11 @@ def test_functions_pack_every_shape(dynamic: bool | None) -> None:
 def test_clipping_the_gradient_of_a_weight_stays_packed() -> None:
     """Its gradient is one sum over all tokens whoever makes it, so that its backward may be anything."""
 
+    clipped = with_backward(NOT_LINEAR["clipped"])
+
     class Clipped(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, with_backward(NOT_LINEAR["clipped"])(self.weight), self.bias)
+            return F.linear(x, clipped(self.weight), self.bias)
 
     batch = batch_with_forks()
     assert_packed(compare(model_with(Clipped(32, 32)), batch), distinct_tokens(batch), layers=1)
@@ -259,9 +261,7 @@ def clamp_of_detached(x: Tensor) -> Tensor:
     ("function", "word"),
     [(clip_hook, "register_hook"), (unseen_clamp, "torch.no_grad"), (clamp_of_detached, "detach()")],
 )
-def test_gradients_that_a_graph_cannot_say_are_refused_by_name(
-    function: Callable[[Tensor], Tensor], word: str
-) -> None:
+def test_gradients_that_a_graph_cannot_say_are_refused_by_name(function: Callable[[Tensor], Tensor], word: str) -> None:
     assert word in compare(model_with(function), batch_with_forks()).stats["fallback"]
 
 
