@@ -70,7 +70,7 @@ def _pass_requires_grad() -> None:
             return self
         return original(self, tx, *args, **kwargs)
 
-    OutputGraph._check_requires_grad_intermediate_outputs = check_outputs  # type: ignore[method-assign]
+    OutputGraph._check_requires_grad_intermediate_outputs = check_outputs  # type: ignore[assignment, method-assign]
     TensorVariable.method_requires_grad_ = requires_grad_  # type: ignore[method-assign]
 
 
