@@ -23,6 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -283,6 +284,9 @@ class Packer:
             )
             heads = max(key.shape[1], value.shape[1])
             key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
+        # Some models form scores in float32 and weigh values in their own type: the operator has one.
+        wide = reduce(torch.promote_types, (key.dtype, value.dtype), query.dtype)
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
         buffers: list[Tensor] = []
         conditions = [item for item in (*attention.conditions, *attention.padding) if item not in self.redundant]
         visible = [self._kernel_form(item, buffers) for item in conditions]
