@@ -16,6 +16,7 @@ from torch._guards import CompileContext
 from treefx.batch import Batch, build_batch, forest_batch
 from treefx.config import Config
 from treefx.context import current_forest, current_tree
+from treefx.cut import Cut, PartRow
 from treefx.errors import ForestError, TreefxError, UnsupportedError
 from treefx.forest import Forest
 from treefx.lazy import Deferred, LazyRows, lazy_rows
@@ -25,7 +26,6 @@ from treefx.passes.constants import InputValues, input_values
 from treefx.passes.layout import expand_rows, rows_in_order
 from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, build_passes, is_packed
 from treefx.passes.vocab_tail import logits_of_losses
-from treefx.planning.boundary import Cut, PartRow
 from treefx.report import GraphReport, Reports
 from treefx.shapes import Executable, Shape, compiling, share_shape
 

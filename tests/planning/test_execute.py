@@ -20,9 +20,9 @@ from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, compile_with, 
 from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut
 from tests.spellings import GROUPED, SPELLINGS
 from treefx import report
-from treefx.planning import boundary
+from treefx.cut import Cut, EdgeSubset
 from treefx.planning.backward import backward
-from treefx.planning.boundary import EdgeSubset, Store
+from treefx.planning.boundary import Store
 from treefx.planning.plan import Plan
 
 Loss = Callable[[Tensor, EdgeSubset], Tensor]
@@ -396,9 +396,9 @@ def test_wrong_boundary(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> N
     """ALiBi: every key's depth counts, not only whether it is seen."""
     (model, compiled), forest = tiny("alibi"), treefx.Forest.from_sequences(SHARED)
     expected = separate_rows(model, SHARED, [[1.0] * len(row) for row in SHARED])
-    call = boundary.Cut.call
+    call = Cut.call
 
-    def spoiled(cut: boundary.Cut, *args: Any) -> Any:
+    def spoiled(cut: Cut, *args: Any) -> Any:
         lo, hi, columns, leaves = cut.vectors
         packed = torch.arange(len(columns))  # places among the boundary instead of depths
         full = torch.full_like(hi, 1 << 20)
@@ -410,6 +410,6 @@ def test_wrong_boundary(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> N
         }.get(str(wrong), cut.vectors)
         return call(cut, *args)
 
-    monkeypatch.setattr(boundary.Cut, "call", spoiled)
+    monkeypatch.setattr(Cut, "call", spoiled)
     got = run(compiled, model, cut_at(forest, {3, 5, 8, 10}))
     assert_right_only_without(wrong, got, expected)
