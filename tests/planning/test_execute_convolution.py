@@ -15,7 +15,7 @@ from tests.mixers import CausalConvolution
 from tests.models import TinyLM, double
 from tests.oracle import FLOAT64, assert_close, compile_with, separate_rows, stats_of
 from tests.planning.cuts import cut_at, every_node, random_cuts
-from tests.planning.test_execute import SHARED, TRAIN_AND_KV, assert_right_only_without, plans_of, run, weighted_forest
+from tests.planning.parts import SHARED, TRAIN_AND_KV, assert_right_only_without, plans_of, run, weighted_forest
 from tests.spellings import SPELLINGS
 from treefx.cut import Cut
 from treefx.passes.boundary_windows import find_windows
