@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from treefx.edges import Edges
 from treefx.forest import Forest
+from treefx.kernels.lasting import lasting_property
 from treefx.passes.boundary_kv import CutGraph, Run, StandIn
 
 __all__ = ["Cut", "EdgeSubset", "PartRow", "select_edges"]
@@ -72,7 +72,7 @@ class EdgeSubset(Forest):
     uncut: Forest
     edge_index: Tensor
 
-    @cached_property
+    @lasting_property
     def edges(self) -> Edges:
         """The edges that count, ordered by target."""
         return select_edges(self.uncut.edges, self.edge_index)
