@@ -46,13 +46,13 @@ from treefx.passes.layout import (
     expand_rows,
     gather_tokens,
     packed_shape,
-    rows_in_order,
     tokens_first,
 )
 from treefx.passes.liveness import live_nodes
 from treefx.passes.loss_laws import Pick
 from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
+from treefx.passes.rows import rows_in_order
 from treefx.passes.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
 from treefx.passes.vocab_tail import find_tail, surprise
 

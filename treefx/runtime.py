@@ -25,8 +25,9 @@ from treefx.lazy import Deferred, LazyRows, lazy_rows
 from treefx.ordinary import Ordinary
 from treefx.output_use import OutputUse
 from treefx.passes.constants import InputValues, input_values
-from treefx.passes.layout import expand_rows, rows_in_order
+from treefx.passes.layout import expand_rows
 from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, build_passes, is_packed
+from treefx.passes.rows import rows_in_order
 from treefx.passes.vocab_tail import logits_of_losses
 from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
