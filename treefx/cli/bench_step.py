@@ -73,13 +73,8 @@ def run(
     for case in cases:
         # Every case compiles anew: kernels for sizes that an earlier case made symbolic would be slower.
         torch._dynamo.reset()
-        config = make_config(
-            model,
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            layers=layers,
-            max_positions=case.prefix + case.suffix,
-        )
+        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "layers": layers}
+        config = make_config(model, **sizes, max_positions=case.prefix + case.suffix)
         # Both runs copy the model: three sets of weights are alive, no more.
         causal_lm = make_model(config)
         runs = [TrainingRun(causal_lm, name) for name in (baseline, backend)]
