@@ -49,7 +49,6 @@ from treefx.passes.layout import (
     expand_rows,
     gather_tokens,
     packed_shape,
-    rows_in_order,
     tokens_first,
 )
 from treefx.passes.liveness import live_nodes
@@ -57,6 +56,7 @@ from treefx.passes.loss_laws import Pick
 from treefx.passes.purity import changed_inputs
 from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
+from treefx.passes.rows import rows_in_order
 from treefx.passes.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
 from treefx.passes.vocab_tail import find_tail, surprise
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 
 from treefx.passes.opaque_ops import bodies_of
 
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 _KEY = "treefx_impurity"
 _DETERMINISTIC = {"aten", "prims", "treefx", "transformers"}
 """Whose operators say so where they draw; those of other libraries need not. The one of transformers is a product."""
-_TRITON = {torch.ops.higher_order.triton_kernel_wrapper_functional}
+_TRITON = {triton_kernel_wrapper_functional}
 """Kernels draw from a seed that is an operand."""
 _UNWRITTEN = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided,

@@ -17,6 +17,7 @@ from treefx.batch import Batch, build_batch, forest_batch
 from treefx.compiling import compiling
 from treefx.config import Config
 from treefx.context import current_forest, current_tree
+from treefx.cut import Cut, PartRow
 from treefx.errors import ForestError, TreefxError, UnsupportedError
 from treefx.forest import Forest
 from treefx.given import Given, name_of_input
@@ -25,10 +26,10 @@ from treefx.lazy import Deferred, LazyRows, lazy_rows
 from treefx.ordinary import Ordinary
 from treefx.output_use import OutputUse
 from treefx.passes.constants import InputValues, input_values
-from treefx.passes.layout import expand_rows, rows_in_order
+from treefx.passes.layout import expand_rows
 from treefx.passes.pipeline import UNHIDDEN, Analysis, Expansion, Rewritten, Variant, analyse, build_passes, is_packed
+from treefx.passes.rows import rows_in_order
 from treefx.passes.vocab_tail import logits_of_losses
-from treefx.planning.boundary import Cut, PartRow
 from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
 from treefx.shapes import Executable, KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
