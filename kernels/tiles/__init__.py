@@ -1,0 +1,5 @@
+"""Which tiles of a tree's mask exist: groups of queries, the keys that all of them see, and those that need a mask.
+
+In: ``subtree_end``, ``depth`` and a score. Out: rectangles for the CPU (``rectangles``) and lists of blocks for kernels
+(``tree_blocks``), kept as long as the forest lives. Nothing here multiplies a query by a key.
+"""

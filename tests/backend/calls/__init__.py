@@ -1,0 +1,1 @@
+"""What a call may be: its inputs, and how they are refused."""

@@ -1,0 +1,1 @@
+"""A compiled model over time: calls, modes, processes."""

@@ -1,0 +1,1 @@
+"""What a model may be: spellings of attention, mixers, experts, architectures."""

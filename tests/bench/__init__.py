@@ -1,0 +1,1 @@
+"""Measurements measure what they say."""

@@ -1,0 +1,1 @@
+"""What treefx tells about a model."""

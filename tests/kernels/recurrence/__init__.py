@@ -1,0 +1,1 @@
+"""Recurrences and convolutions along a tree."""

@@ -1,0 +1,1 @@
+"""Losses and the restoration of their gradients, against separate rows."""

@@ -1,1 +1,0 @@
-"""Tests of the forest, its losses and the run time."""

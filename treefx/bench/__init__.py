@@ -1,0 +1,9 @@
+"""Measurements, each with its comparison in the same run, and exactness before any time.
+
+In: a setting from the command line. Out: figures as tables and JSON. ``job`` is the work that is measured, ``zoo``
+every architecture, ``attention`` the kernels alone.
+
+Order of imports, each only of what stands before an arrow::
+
+    job -> zoo -> step, forest, large, memory, parts, plan, sampler, unshared -> mixers, policies, attention
+"""

@@ -1,0 +1,9 @@
+"""One call of a compiled graph, from its inputs to its outputs.
+
+In: the inputs of a call and what the passes found out. Out: its outputs, and a record of the call (``report``).
+
+Order of imports, each only of what stands before an arrow::
+
+    kept -> report, dynamo, compiling, output_use, padding, batch, cut, lazy -> shapes -> ordinary -> compiled_graph
+    -> blocks
+"""
