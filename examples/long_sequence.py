@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import treefx
-from treefx.planning.memory import Peak, install_allocator, track_peak
+from treefx.planning.cost.memory import Peak, install_allocator, track_peak
 
 MIB = 2**20
 

@@ -1,6 +1,13 @@
-"""Tree attention: one operator, a dense reference, a CPU implementation, and the place of the Triton one.
+"""Tree attention: one operator, a dense reference, and an implementation for each device.
 
-Dependencies point one way: this package knows no FX graph and no trainer.
+The contract is ``api`` (checked arguments) and ``ops`` (the operators that graphs hold); the truth is ``reference``;
+``score`` is the language of scores. Rooms: ``tiles`` says which tiles of the mask exist, ``cpu`` and ``gpu`` compute
+them, ``recurrence`` runs linear recurrences and convolutions along a tree. This package knows no FX graph and no
+trainer.
+
+Order of imports, each only of what stands before an arrow::
+
+    dumps, lasting, score, common -> expression_text, reference -> tiles -> cpu, gpu, recurrence -> ops -> api
 """
 
 from typing import TYPE_CHECKING, Any

@@ -9,8 +9,8 @@ from torch import Tensor
 from treefx.errors import InputError
 from treefx.kernels.common import accumulation_dtype
 from treefx.kernels.ops import IMPLEMENTATIONS, attend
+from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.kernels.score import make_score
-from treefx.kernels.tree_conv import find_depths
 
 __all__ = ["tree_attention"]
 

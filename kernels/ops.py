@@ -24,10 +24,15 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels import boundary_cpu, cpu, cuda, flex, one_call, reference
+from treefx.kernels import reference
 from treefx.kernels.common import Boundary, Inputs, empty_heads_inside, empty_outputs, heads_inside, owned
+from treefx.kernels.cpu import attention as cpu
+from treefx.kernels.cpu import boundary as boundary_cpu
+from treefx.kernels.cpu import one_call
+from treefx.kernels.gpu import dispatch as cuda
+from treefx.kernels.gpu import flex
+from treefx.kernels.gpu.triton_tree import support as triton_support
 from treefx.kernels.score import Score
-from treefx.kernels.triton_tree import support as triton_support
 
 __all__ = ["IMPLEMENTATIONS", "attend", "choose_implementation"]
 
@@ -116,7 +121,7 @@ def choose_implementation(impl: str, inputs: Inputs) -> Any:
         reason = triton_support.refusal(q)
         if reason is not None:
             raise UnsupportedError(f"impl='triton' {reason}")
-        from treefx.kernels.triton_tree import attention  # only here: it brings in templates and sympy
+        from treefx.kernels.gpu.triton_tree import attention  # only here: it brings in templates and sympy
 
         return attention
     raise InputError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")

@@ -30,32 +30,24 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
-from treefx.passes.attention_facts import Attention
-from treefx.passes.boundary_kv import CutGraph, Run, add_boundary
-from treefx.passes.compile_inner import Compiled, Inner, Observer, compile_inner
-from treefx.passes.constants import Constants, InputValues
-from treefx.passes.contract import leaks, mixes
-from treefx.passes.facts import Dims, Kind, fact_of
-from treefx.passes.label_tokens import (
-    MEETS_ROWS,
-    Role,
-    Tokens,
-    attentions,
-    find_tokens,
-    label_tokens,
-    user_line,
-)
-from treefx.passes.liveness import live_nodes
-from treefx.passes.loss_laws import Pick
-from treefx.passes.own_positions import find_own_positions
-from treefx.passes.pack_tokens import Output, Packer, is_packed_output
-from treefx.passes.purity import has_effects
-from treefx.passes.reindex import Reindexed
+from treefx.passes.causal.contract import leaks, mixes
+from treefx.passes.causal.tree_mixers import TreeScan
+from treefx.passes.causal.tree_scans import find_tree_scans
+from treefx.passes.cuts.boundary_kv import CutGraph, Run, add_boundary
+from treefx.passes.labels.constants import Constants, InputValues
+from treefx.passes.labels.facts import Dims, Kind, fact_of
+from treefx.passes.labels.label_tokens import MEETS_ROWS, Role, Tokens, attentions, find_tokens, label_tokens, user_line
+from treefx.passes.labels.laws.losses import Pick
+from treefx.passes.labels.laws.reindex import Reindexed
+from treefx.passes.labels.liveness import live_nodes
+from treefx.passes.labels.purity import has_effects
+from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
+from treefx.passes.packing.own_positions import find_own_positions
+from treefx.passes.packing.pack_tokens import Output, Packer, is_packed_output
+from treefx.passes.packing.token_count import TokenCount, add_count_input
 from treefx.passes.runner import Pass, run_passes
-from treefx.passes.token_count import TokenCount, add_count_input
-from treefx.passes.trace import trace_forward, trace_function
-from treefx.passes.tree_mixers import TreeScan
-from treefx.passes.tree_scans import find_tree_scans
+from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.trace.trace import trace_forward, trace_function
 
 __all__ = [
     "NECESSARY",
@@ -91,7 +83,7 @@ UNHIDDEN = (
     "scores of this call are too large for the fill of a mask to hide keys; fill masks with -inf or "
     "torch.finfo(dtype).min"
 )
-"""Where a mask does not hide what it is to hide (``treefx.passes.hidden``), and the way out."""
+"""Where a mask does not hide what it is to hide (``treefx.passes.scores.hidden``), and the way out."""
 GIVES_SCORES = "gives attention scores to the caller"
 """The reason of outputs that are computed on rows though the attention itself runs packed."""
 _FOREST_TOKENS = 8192
@@ -215,7 +207,7 @@ class Rewritten:
     cut: CutGraph | None = None
     """What a graph of parts takes and returns beside the others."""
     asks: bool = False
-    """Whether the last result tells that all masks hide what they are to hide (``treefx.passes.hidden``)."""
+    """Whether the last result tells that all masks hide what they are to hide (``treefx.passes.scores.hidden``)."""
 
 
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:

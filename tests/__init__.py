@@ -1,1 +1,1 @@
-"""Tests of treefx; the oracle they share is `tests.oracle`."""
+"""Tests of treefx, in the folders of what they test; the oracle they share is `tests.oracle`."""

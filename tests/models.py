@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from treefx.cli.zoo_models import read_configurations
+from treefx.bench.zoo.models import read_configurations
 
 __all__ = ["PACKED_ZOO", "Output", "TinyLM", "config_of", "double", "zoo"]
 

@@ -1,22 +1,44 @@
-"""treefx: compute every shared prefix of a batch of rollouts once, exactly."""
+"""treefx: compute every shared prefix of a batch of rollouts once, exactly.
+
+The journey of one batch, by room:
+
+1. ``backend``: Dynamo hands over the graph of the model. ``treefx.passes`` traces it, labels every value, reads masks
+and
+   scores, proves what is causal, and writes the packed graph (``pipeline``). This happens once per shape.
+2. ``runtime``: a call comes in. ``compiled_graph`` asks what it is: padded rows, a forest given by the caller
+   (``forests.context``), a part of a plan, or a block of a sharded model (``runtime.blocks``).
+3. ``forests``: the trie of its rows, as ``subtree_end``, ``depth`` and ``token_of``.
+4. ``runtime.shapes``: the variant of the graph for this shape; its executable, compiled once, serves any number of
+tokens. 5. ``treefx.kernels``: attention over the tree, on this device.
+6. ``runtime.lazy``: the outputs, expanded to rows where somebody reads them.
+7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
+
+``planning`` runs a forest in parts that fit into memory; ``data`` makes batches; ``bench`` measures; ``cli`` is the
+command. What a user imports lies open: ``backend``, ``config``, ``errors``, ``losses``, ``logprobs``.
+
+Order of imports, each only of what stands before an arrow::
+
+    errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> runtime -> backend -> inspection ->
+    planning -> data -> __init__ -> output -> bench -> cli -> __main__
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from treefx import losses
-from treefx.context import current_forest, use
 from treefx.errors import ConfigError, ForestError, InputError, MemoryLimitError, TreefxError, UnsupportedError
-from treefx.forest import Forest
+from treefx.forests.context import current_forest, use
+from treefx.forests.forest import Forest
 from treefx.logprobs import edge_logprobs
 
 if TYPE_CHECKING:
     from treefx import kernels
     from treefx.config import Config
-    from treefx.distributed import distribute
-    from treefx.inspector import inspect
-    from treefx.planning.backward import backward
-    from treefx.planning.planner import plan
-    from treefx.planning.profile import profile
+    from treefx.inspection.inspector import inspect
+    from treefx.planning.execution.backward import backward
+    from treefx.planning.execution.profile import profile
+    from treefx.planning.search.planner import plan
+    from treefx.runtime.blocks.distributed import distribute
 
 __all__ = [
     "Config",
@@ -41,11 +63,11 @@ __all__ = [
 
 _LAZY = {
     "Config": "treefx.config",
-    "backward": "treefx.planning.backward",
-    "distribute": "treefx.distributed",
-    "inspect": "treefx.inspector",
-    "plan": "treefx.planning.planner",
-    "profile": "treefx.planning.profile",
+    "backward": "treefx.planning.execution.backward",
+    "distribute": "treefx.runtime.blocks.distributed",
+    "inspect": "treefx.inspection.inspector",
+    "plan": "treefx.planning.search.planner",
+    "profile": "treefx.planning.execution.profile",
 }
 
 

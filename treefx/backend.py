@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.block_graph import BlockGraph
 from treefx.config import Config
-from treefx.dynamo import keep_graphs_whole
-from treefx.passes.on_tree import is_on_tree
-from treefx.report import register
-from treefx.runtime import CompiledGraph
-from treefx.shapes import forget_shapes
+from treefx.runtime.blocks.block_graph import BlockGraph
+from treefx.runtime.blocks.on_tree import is_on_tree
+from treefx.runtime.compiled_graph import CompiledGraph
+from treefx.runtime.dynamo import keep_graphs_whole
+from treefx.runtime.report import register
+from treefx.runtime.shapes import forget_shapes
 
 __all__ = ["treefx"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from treefx.errors import ConfigError
-from treefx.passes.compile_inner import Inner
+from treefx.passes.packing.compile_inner import Inner
 from treefx.passes.pipeline import NECESSARY, OPTIONAL
 
 __all__ = ["Config"]
@@ -19,7 +19,7 @@ class Config:
 
     What serves debugging is set from outside: with the environment variable ``TREEFX_DUMP_DIR``, a folder, the graph
     before and after every pass, their differences and the sources of generated kernels are written there; the variables
-    of the kernels stand in ``treefx.kernels.triton_tree``.
+    of the kernels stand in ``treefx.kernels.gpu.triton_tree``.
 
     Raises:
         ConfigError: A value is not one of those its field takes.

@@ -1,7 +1,7 @@
 """Log-probabilities of a forest's edges, from logits or from hidden states and the LM head.
 
 Both forms compute in float32 (float64 for float64 input) and never hold a float32 copy of [N, V]: the first
-goes over rows of the logits in chunks, the second over the vocabulary (`treefx.passes.vocab_tail`).
+goes over rows of the logits in chunks, the second over the vocabulary (`treefx.passes.packing.vocab_tail`).
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from treefx.errors import ForestError, InputError
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["edge_logprobs"]
 
@@ -157,7 +157,7 @@ def _hidden_logprobs(
 ) -> torch.Tensor:
     """Gather the source rows, apply ambient autocast, and run the operator that losses in graphs end in too."""
     # The passes load torch.fx and more: only this form needs them.
-    from treefx.passes.vocab_tail import surprise
+    from treefx.passes.packing.vocab_tail import surprise
 
     edges = forest.edges
     sources, slot = torch.unique(edges.source, return_inverse=True)

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from treefx.errors import ForestError, InputError
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["Reduction", "policy", "sft"]
 

@@ -7,11 +7,11 @@ from typing import Any
 __all__ = ["find_view"]
 
 _VIEWS = {
-    "draw_forest": "treefx.draw",
-    "validate_forest": "treefx.validate",
-    "explain_plan": "treefx.planning.explain",
-    "explain_profile": "treefx.planning.explain_profile",
-    "draw_plan": "treefx.planning.draw",
+    "draw_forest": "treefx.forests.draw",
+    "validate_forest": "treefx.forests.validate",
+    "explain_plan": "treefx.planning.views.explain",
+    "explain_profile": "treefx.planning.views.explain_profile",
+    "draw_plan": "treefx.planning.views.draw",
 }
 
 

@@ -1,14 +1,14 @@
 """Tree attention on the CPU: ATen's flash kernels over the rectangles of the tree, never an N x N mask.
 
-The queries fall into groups (see :mod:`treefx.kernels.structure`). A group attends to the keys all its rows
+The queries fall into groups (see :mod:`treefx.kernels.tiles.structure`). A group attends to the keys all its rows
 see, without a mask, and to its own block with what ends inside it, causally or under a small mask; the two
 are merged by log-sum-exp, ``lse = logaddexp(lse_1, lse_2)``, ``out = sum_i out_i exp(lse_i - lse)``. The
 backward runs each rectangle's ATen backward with the *merged* out and lse, which makes the sum of the
 rectangles the exact gradient.
 
-A condition or a bias is :mod:`treefx.kernels.scored_tiles`, gradients of such a bias are
-:mod:`treefx.kernels.bias_gradients`. A logit that is not linear in q.k (softcap), or a gradient for a bias of another
-form, takes :mod:`treefx.kernels.eager_tiles`.
+A condition or a bias is :mod:`treefx.kernels.cpu.scored_tiles`, gradients of such a bias are
+:mod:`treefx.kernels.cpu.bias_gradients`. A logit that is not linear in q.k (softcap), or a gradient for a bias of
+another form, takes :mod:`treefx.kernels.cpu.eager_tiles`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,14 +16,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from treefx.kernels import eager_tiles, reference
-from treefx.kernels.bias_gradients import BiasGradients, bias_is_summable
+from treefx.kernels import reference
 from treefx.kernels.common import Inputs, accumulation_dtype, sink_gradient
+from treefx.kernels.cpu import eager_tiles
+from treefx.kernels.cpu.bias_gradients import BiasGradients, bias_is_summable
+from treefx.kernels.cpu.scored_tiles import plan_scored_tiles
+from treefx.kernels.cpu.tile_calls import attend_tile, differentiate_tile
 from treefx.kernels.score import Expr, Linear, Score, linear_in_dot
-from treefx.kernels.scored_tiles import plan_scored_tiles
-from treefx.kernels.structure import find_structure
-from treefx.kernels.tile_calls import attend_tile, differentiate_tile
-from treefx.kernels.tiles import Tile, add_keys, plain_tiles, take_keys
+from treefx.kernels.tiles.rectangles import Tile, add_keys, plain_tiles, take_keys
+from treefx.kernels.tiles.structure import find_structure
 
 __all__ = ["backward", "forward"]
 

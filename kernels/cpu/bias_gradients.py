@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled
+from treefx.kernels.cpu.scored_tiles import is_separable
 from treefx.kernels.score import Expr
-from treefx.kernels.scored_tiles import is_separable
-from treefx.kernels.structure import Ranges, find_structure
-from treefx.kernels.tile_keys import evaluate_tile, to_tensor
+from treefx.kernels.tiles.structure import Ranges, find_structure
+from treefx.kernels.tiles.tile_keys import evaluate_tile, to_tensor
 
 __all__ = ["BiasGradients", "bias_is_summable"]
 

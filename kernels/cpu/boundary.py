@@ -2,8 +2,8 @@
 
 Runs of boundary keys that the same own queries [lo, hi) see are rectangles without a mask, which ATen's flash kernel
 takes whole; a part with one topmost token has exactly one. They are merged with the own keys by log-sum-exp and
-differentiated with the merged out and lse, like the rectangles of :mod:`treefx.kernels.cpu`, which runs any score but a
-plain multiple of q.k without a condition, on all keys in one tensor.
+differentiated with the merged out and lse, like the rectangles of :mod:`treefx.kernels.cpu.attention`, which runs any
+score but a plain multiple of q.k without a condition, on all keys in one tensor.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treefx.kernels import cpu
 from treefx.kernels.common import Inputs, accumulation_dtype, sink_gradient
+from treefx.kernels.cpu import attention as cpu
+from treefx.kernels.cpu.tile_calls import flash, flash_backward
 from treefx.kernels.score import Score, linear_in_dot
-from treefx.kernels.structure import Above
-from treefx.kernels.tile_calls import flash, flash_backward
+from treefx.kernels.tiles.structure import Above
 
 __all__ = ["backward", "forward", "plain_factor"]
 

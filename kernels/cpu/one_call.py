@@ -1,8 +1,8 @@
 """Small forests and single chains on the CPU: one call of ``scaled_dot_product_attention``, differentiated by torch.
 
 A call of a Python operator takes longer than the attention of some hundred tokens. Where one tile of
-:mod:`treefx.kernels.tiles` holds the whole forest, that tile is what the operator would run; its mask is kept with the
-forest.
+:mod:`treefx.kernels.tiles.rectangles` holds the whole forest, that tile is what the operator would run; its mask is
+kept with the forest.
 """
 
 from functools import lru_cache
@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from treefx.kernels.common import Inputs, accumulation_dtype
 from treefx.kernels.score import Score, linear_in_dot
-from treefx.kernels.structure import find_structure
-from treefx.kernels.tiles import SMALL_TILE, Tile, plain_tiles
+from treefx.kernels.tiles.rectangles import SMALL_TILE, Tile, plain_tiles
+from treefx.kernels.tiles.structure import find_structure
 
 __all__ = ["attend"]
 

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from treefx.kernels import tiles
 from treefx.kernels.common import Inputs, accumulation_dtype
 from treefx.kernels.score import Expr, evaluate
-from treefx.kernels.structure import Group, Structure, ranges_of
-from treefx.kernels.tile_keys import TileKeys, evaluate_tile, find_tile_keys
-from treefx.kernels.tiles import Tile, rows_per_tile
+from treefx.kernels.tiles import rectangles as tiles
+from treefx.kernels.tiles.rectangles import Tile, rows_per_tile
+from treefx.kernels.tiles.structure import Group, Structure, ranges_of
+from treefx.kernels.tiles.tile_keys import TileKeys, evaluate_tile, find_tile_keys
 
 __all__ = ["ScoredTiles", "is_separable", "plan_scored_tiles"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from treefx.kernels.tiles import SMALL_TILE, Tile
+from treefx.kernels.tiles.rectangles import SMALL_TILE, Tile
 
 __all__ = ["attend_tile", "differentiate_tile", "flash", "flash_backward"]
 

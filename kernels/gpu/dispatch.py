@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels import flex, reference
+from treefx.kernels import reference
 from treefx.kernels.common import Inputs, relative_error
+from treefx.kernels.gpu import flex
+from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.score import Score
-from treefx.kernels.triton_tree import support
 
 __all__ = ["backward", "forward"]
 
@@ -63,7 +64,7 @@ def _chosen(inputs: Inputs, score: Score) -> ModuleType:
             )
     if _problems[key] is not None:
         return flex
-    from treefx.kernels.triton_tree import attention  # only here: it brings in templates and sympy
+    from treefx.kernels.gpu.triton_tree import attention  # only here: it brings in templates and sympy
 
     return attention
 
@@ -105,7 +106,7 @@ def _usable(tensor: Tensor) -> Tensor:
 
 
 def _errors(inputs: Inputs, score: Score) -> dict[str, float]:
-    from treefx.kernels.triton_tree import attention
+    from treefx.kernels.gpu.triton_tree import attention
 
     unmarked = [False] * len(inputs.buffers)
     wanted, lse = reference.forward(inputs, score)

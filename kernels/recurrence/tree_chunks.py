@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from treefx.kernels.tree_blocks import remembered
+from treefx.kernels.tiles.tree_blocks import remembered
 
 __all__ = ["ChunkPlan", "Chunks", "Segment", "find_chunk_plan", "plan_chunks"]
 

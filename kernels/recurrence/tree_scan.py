@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError
-from treefx.kernels.scan_chunk import Chunk, Gradients, split
-from treefx.kernels.tree_chunks import ChunkPlan, Chunks, find_chunk_plan
+from treefx.kernels.recurrence.scan_chunk import Chunk, Gradients, split
+from treefx.kernels.recurrence.tree_chunks import ChunkPlan, Chunks, find_chunk_plan
 
 __all__ = ["CHUNK", "tree_delta_rule", "tree_scan", "tree_ssd"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype
 from treefx.kernels.lasting import lasting
-from treefx.kernels.structure import Column, Group, IntArray, Ranges, Structure, count_tokens, joined
-from treefx.kernels.tile_keys import to_tensor, tree_condition
+from treefx.kernels.tiles.structure import Column, Group, IntArray, Ranges, Structure, count_tokens, joined
+from treefx.kernels.tiles.tile_keys import to_tensor, tree_condition
 
 __all__ = [
     "MIN_ROWS",

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype
 from treefx.kernels.score import Expr, evaluate
-from treefx.kernels.structure import Group, Ranges, indices_of, joined
-from treefx.kernels.tile_bounds import Extrema, decide_tiles
+from treefx.kernels.tiles.structure import Group, Ranges, indices_of, joined
+from treefx.kernels.tiles.tile_bounds import Extrema, decide_tiles
 
 __all__ = ["TileKeys", "evaluate_tile", "find_tile_keys", "to_tensor", "tree_condition"]
 

@@ -8,7 +8,7 @@ pairs are another, inside the first:
 * full iff ``max(low) <= q0`` and ``min(high) > q1``.
 
 So the lists need no matrix of blocks: time and memory are linear in the tokens plus the listed tiles. A condition of
-the score is decided per tile by :mod:`treefx.kernels.tile_bounds`.
+the score is decided per tile by :mod:`treefx.kernels.tiles.tile_bounds`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.kernels.key_programs import KeyPrograms, cut_lists
 from treefx.kernels.lasting import lasting
 from treefx.kernels.score import Expr
-from treefx.kernels.tile_bounds import Extrema, decide_tiles
+from treefx.kernels.tiles.key_programs import KeyPrograms, cut_lists
+from treefx.kernels.tiles.tile_bounds import Extrema, decide_tiles
 
 __all__ = ["Keys", "TileLists", "TreeBlocks", "build_blocks", "find_blocks", "find_node_length", "remembered"]
 

@@ -1,9 +1,9 @@
 """Exact dependence on columns: up to which token of its own row each element of a value reads.
 
-The laws of ``treefx.passes.laws`` cover operators that treat positions alike. Convolutions, scans, shifts and
-recurrences do not, and are still causal. That is decided here element by element, without sampling. A value is
+The laws of ``treefx.passes.labels.laws.base`` cover operators that treat positions alike. Convolutions, scans, shifts
+and recurrences do not, and are still causal. That is decided here element by element, without sampling. A value is
 described as a function of *one* row, the same function for every row: the row index is one digit of one dimension, and
-every law (``treefx.passes.causal_laws``) must leave it alone. What remains are three tables over the other dimensions,
+every law (``treefx.passes.causal.laws``) must leave it alone. What remains are three tables over the other dimensions,
 each of size one along dimensions that do not vary:
 
 ==========  ==========================================================================================
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.causal_state import RowDigit, State, States, Unknown
-from treefx.passes.constants import constants_of
-from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Factor, Kind, fact_of, plain_dims, shape_of
-from treefx.passes.uniformity import is_uniform
+from treefx.passes.causal.state import RowDigit, State, States, Unknown
+from treefx.passes.labels.constants import constants_of
+from treefx.passes.labels.facts import ALONG_ROWS, Axis, Dims, Factor, Kind, fact_of, plain_dims, shape_of
+from treefx.passes.labels.uniformity import is_uniform
 
 __all__ = [
     "CausalDomain",

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from treefx.passes import causal_movement, causal_reductions  # noqa: F401  (register laws)
-from treefx.passes.causal_elements import pointwise
-from treefx.passes.causal_step import LAWS, CausalLaw
-from treefx.passes.gradient_laws import is_pointwise
+from treefx.passes.causal import movement as causal_movement  # noqa: F401  (register laws)
+from treefx.passes.causal import reductions as causal_reductions  # noqa: F401  (register laws)
+from treefx.passes.causal.elements import pointwise
+from treefx.passes.causal.step import LAWS, CausalLaw
+from treefx.passes.labels.laws.gradients import is_pointwise
 
 __all__ = ["find_causal_law"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.causal_domain import Step, one_row
-from treefx.passes.causal_state import LARGEST_TABLE, RowDigit, State, Unknown
-from treefx.passes.causal_step import along, law, same_rows, shifted, with_dim
-from treefx.passes.facts import shape_of
+from treefx.passes.causal.domain import Step, one_row
+from treefx.passes.causal.state import LARGEST_TABLE, RowDigit, State, Unknown
+from treefx.passes.causal.step import along, law, same_rows, shifted, with_dim
+from treefx.passes.labels.facts import shape_of
 
 __all__: list[str] = []
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from treefx.passes.causal_domain import row_digit
-from treefx.passes.constants import constants_of
-from treefx.passes.contract import Contracted
-from treefx.passes.facts import Axis, Kind, fact_of, token_axes
+from treefx.passes.causal.contract import Contracted
+from treefx.passes.causal.domain import row_digit
+from treefx.passes.labels.constants import constants_of
+from treefx.passes.labels.facts import Axis, Kind, fact_of, token_axes
 
 __all__ = ["ZERO_STAYS_ZERO", "Region", "find_mixed", "find_region"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.facts import Axis, Dims, Factor, fact_of
-from treefx.passes.rows import rows_first, rows_in_order
-from treefx.passes.scan_region import Region
-from treefx.passes.tree_mixers import Operand, TreeScan, Vanishing, scan
+from treefx.passes.causal.scan_region import Region
+from treefx.passes.causal.tree_mixers import Operand, TreeScan, Vanishing, scan
+from treefx.passes.labels.facts import Axis, Dims, Factor, fact_of
+from treefx.passes.labels.rows import rows_first, rows_in_order
 
 __all__ = ["match"]
 

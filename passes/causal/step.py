@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from treefx.passes.causal_domain import Step, one_row
-from treefx.passes.causal_state import RowDigit, State, States, Unknown
+from treefx.passes.causal.domain import Step, one_row
+from treefx.passes.causal.state import RowDigit, State, States, Unknown
 
 __all__ = ["LAWS", "CausalLaw", "along", "law", "of_rank", "same_rows", "shifted", "with_dim"]
 

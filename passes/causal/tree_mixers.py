@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.kernels.tree_conv import tree_conv1d
-from treefx.kernels.tree_scan import tree_scan
-from treefx.passes.facts import Axis, Kind, ReadsOthers, fact_of, shape_of
+from treefx.kernels.recurrence.tree_conv import tree_conv1d
+from treefx.kernels.recurrence.tree_scan import tree_scan
+from treefx.passes.labels.facts import Axis, Kind, ReadsOthers, fact_of, shape_of
 
 __all__ = ["Operand", "TreeConvolution", "TreeScan", "Vanishing", "convolve", "find_tree_convolution", "scan"]
 
@@ -63,7 +63,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class TreeScan(ReadsOthers):
-    """A linear recurrence of packed tokens (``treefx.kernels.tree_scan``), per token [heads, features]::
+    """A linear recurrence of packed tokens (``treefx.kernels.recurrence.tree_scan``), per token [heads, features]::
 
         factor * tree_scan(q, k, v, g, w) + skip_factor * weight * skip
 

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.contract import Contracted
-from treefx.passes.facts import Kind, fact_of, set_fact
-from treefx.passes.liveness import live_nodes
-from treefx.passes.scan_region import ZERO_STAYS_ZERO, Region, find_mixed, find_region
-from treefx.passes.scan_roles import match
-from treefx.passes.tree_mixers import TreeScan, Vanishing
+from treefx.passes.causal.contract import Contracted
+from treefx.passes.causal.scan_region import ZERO_STAYS_ZERO, Region, find_mixed, find_region
+from treefx.passes.causal.scan_roles import match
+from treefx.passes.causal.tree_mixers import TreeScan, Vanishing
+from treefx.passes.labels.facts import Kind, fact_of, set_fact
+from treefx.passes.labels.liveness import live_nodes
 
 __all__ = ["find_tree_scans"]
 

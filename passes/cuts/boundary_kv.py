@@ -16,7 +16,7 @@ After::
     return [..., k[:, :, outgoing], v[:, :, outgoing]]                                          # [1, Q, heads, width]
 
 Attentions that share a key share its input and output, whose gradient is then the sum. What convolutions along the
-tree read of ancestors comes and goes in the same way (:mod:`treefx.passes.boundary_windows`).
+tree read of ancestors comes and goes in the same way (:mod:`treefx.passes.cuts.boundary_windows`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from treefx.errors import UnsupportedError
 from treefx.kernels import ops as _tree_operator  # noqa: F401  (registers it)
 from treefx.kernels.score import Score
-from treefx.passes import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
-from treefx.passes.boundary_windows import Window, extend_windows, find_windows
-from treefx.passes.score_algebra import walk
-from treefx.passes.token_count import TokenCount, add_count_input
+from treefx.passes.cuts.boundary_windows import Window, extend_windows, find_windows
+from treefx.passes.packing.token_count import TokenCount, add_count_input
+from treefx.passes.scores.score_algebra import walk
+from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
 
 __all__ = ["CutGraph", "Run", "StandIn", "add_boundary"]
 

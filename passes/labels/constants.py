@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, evaluate
-from treefx.passes.facts import Kind, ancestors, fact_of
-from treefx.passes.given_masks import GivenMask, parts_of_mask, prove_mask
-from treefx.passes.purity import changed_inputs, impurity
-from treefx.passes.score_algebra import MASKING, walk
+from treefx.passes.labels.facts import Kind, ancestors, fact_of
+from treefx.passes.labels.given_masks import GivenMask, parts_of_mask, prove_mask
+from treefx.passes.labels.purity import changed_inputs, impurity
+from treefx.passes.scores.score_algebra import MASKING, walk
 
 __all__ = ["Constants", "InputValues", "constants_of", "input_values"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from treefx.passes.facts import Axis, Dims, Factor, token_axes
+from treefx.passes.labels.facts import Axis, Dims, Factor, token_axes
 
 __all__ = [
     "NoLaw",

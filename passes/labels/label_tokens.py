@@ -1,7 +1,8 @@
 """Label every value of the traced graph: how it depends on rows, and which of its dimensions run over tokens.
 
-Abstract interpretation in one sweep. Labels flow from the ``[B, T]`` inputs through the laws of ``treefx.passes.laws``;
-sizes are never guessed. Analysis only: facts are written on the nodes, ``pack_tokens`` reads them and rewrites.
+Abstract interpretation in one sweep. Labels flow from the ``[B, T]`` inputs through the laws of
+``treefx.passes.labels.laws.base``; sizes are never guessed. Analysis only: facts are written on the nodes,
+``pack_tokens`` reads them and rewrites.
 """
 
 from __future__ import annotations
@@ -16,28 +17,21 @@ import torch
 from torch import fx
 
 from treefx.kernels.score import Expr
-from treefx.passes import expert_laws, feature_laws, laws, matmul_laws  # noqa: F401  (registers laws)
-from treefx.passes.attention_facts import Attention
-from treefx.passes.causal_domain import CausalDomain
-from treefx.passes.causal_laws import find_causal_law
-from treefx.passes.contract import Contractor
-from treefx.passes.dims import NoLaw
-from treefx.passes.facts import (
-    Axis,
-    Fact,
-    Factor,
-    Kind,
-    ancestors,
-    fact_of,
-    set_fact,
-    shape_of,
-    token_axes,
-)
-from treefx.passes.laws import Call, find_law
-from treefx.passes.loss_laws import find_sink
-from treefx.passes.purity import draws, impurity
-from treefx.passes.reindex import Reindexed, find_reindexed
-from treefx.passes.score_algebra import walk
+from treefx.passes.causal.contract import Contractor
+from treefx.passes.causal.domain import CausalDomain
+from treefx.passes.causal.laws import find_causal_law
+from treefx.passes.labels.dims import NoLaw
+from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, ancestors, fact_of, set_fact, shape_of, token_axes
+from treefx.passes.labels.laws import base as laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import experts as expert_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import features as feature_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import matmul as matmul_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws.base import Call, find_law
+from treefx.passes.labels.laws.losses import find_sink
+from treefx.passes.labels.laws.reindex import Reindexed, find_reindexed
+from treefx.passes.labels.purity import draws, impurity
+from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores.score_algebra import walk
 
 __all__ = [
     "DTYPE_ONLY",

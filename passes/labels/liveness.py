@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from treefx.passes.facts import ReadsOthers, fact_of
-from treefx.passes.label_tokens import SHAPE_ONLY
+from treefx.passes.labels.facts import ReadsOthers, fact_of
+from treefx.passes.labels.label_tokens import SHAPE_ONLY
 
 __all__ = ["live_nodes"]
 

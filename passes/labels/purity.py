@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 
-from treefx.passes.opaque_ops import bodies_of
+from treefx.passes.trace.opaque_ops import bodies_of
 
 __all__ = ["changed_inputs", "draws", "has_effects", "impurity"]
 

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from treefx.passes.facts import Axis, Dims, Factor
+from treefx.passes.labels.facts import Axis, Dims, Factor
 
 __all__ = ["factors_of", "position_of", "rows_first", "rows_in_order"]
 

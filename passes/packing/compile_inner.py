@@ -18,9 +18,9 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from treefx.passes.fingerprint import recompute_tags, source_fingerprint
-from treefx.passes.kept_graphs import keeping_graphs
-from treefx.passes.kernel_sources import write_kernel_sources
+from treefx.passes.packing.kept_graphs import keeping_graphs
+from treefx.passes.packing.kernel_sources import write_kernel_sources
+from treefx.passes.trace.fingerprint import recompute_tags, source_fingerprint
 
 __all__ = ["Compiled", "Inner", "compile_inner"]
 

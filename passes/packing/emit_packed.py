@@ -11,12 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes import expert_laws, feature_laws, laws, matmul_laws
-from treefx.passes.facts import Dims, Fact, fact_of
-from treefx.passes.layout import at_columns
+from treefx.passes.labels.facts import Dims, Fact, fact_of
+from treefx.passes.labels.laws import (
+    base as laws,
+)
+from treefx.passes.labels.laws import (
+    experts as expert_laws,
+)
+from treefx.passes.labels.laws import (
+    features as feature_laws,
+)
+from treefx.passes.labels.laws import (
+    matmul as matmul_laws,
+)
+from treefx.passes.packing.layout import at_columns
 
 if TYPE_CHECKING:
-    from treefx.passes.pack_tokens import Packer
+    from treefx.passes.packing.pack_tokens import Packer
 
 __all__ = ["find_emitter"]
 

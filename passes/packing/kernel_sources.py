@@ -10,7 +10,7 @@ from torch import fx
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.dumps import dump, dumps_wanted
-from treefx.passes.label_tokens import user_line
+from treefx.passes.labels.label_tokens import user_line
 
 __all__ = ["kernel_source_of", "write_kernel_sources"]
 
@@ -21,9 +21,9 @@ def kernel_source_of(node: fx.Node) -> str:
     Args:
         node: A call of ``treefx::tree_attention``, with ``meta["val"]`` on its operands.
     """
-    from treefx.kernels.triton_tree.codegen import Request, kernel_source
-    from treefx.kernels.triton_tree.configs import chunk_widths
-    from treefx.kernels.triton_tree.expressions import kinds_of
+    from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_source
+    from treefx.kernels.gpu.triton_tree.configs import chunk_widths
+    from treefx.kernels.gpu.triton_tree.expressions import kinds_of
 
     query, _, value, _, buffers, _, score = node.args[:7]
     assert isinstance(buffers, list | tuple) and isinstance(score, str)

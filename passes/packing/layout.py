@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from treefx.passes.facts import Axis, Dims, Factor
-from treefx.passes.restore_gradients import expand
-from treefx.passes.rows import factors_of, position_of, rows_in_order
+from treefx.passes.labels.facts import Axis, Dims, Factor
+from treefx.passes.labels.rows import factors_of, position_of, rows_in_order
+from treefx.passes.packing.restore_gradients import expand
 
 __all__ = [
     "Metadata",

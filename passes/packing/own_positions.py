@@ -18,13 +18,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr
-from treefx.passes import feature_laws, laws, matmul_laws
-from treefx.passes.attention_facts import Attention
-from treefx.passes.contract import mixes
-from treefx.passes.facts import ALONG_ROWS, Dims, Kind, fact_of, shape_of
-from treefx.passes.label_tokens import Tokens
-from treefx.passes.layout import reads_columns
-from treefx.passes.purity import impurity
+from treefx.passes.causal.contract import mixes
+from treefx.passes.labels.facts import ALONG_ROWS, Dims, Kind, fact_of, shape_of
+from treefx.passes.labels.label_tokens import Tokens
+from treefx.passes.labels.laws import base as laws
+from treefx.passes.labels.laws import features as feature_laws
+from treefx.passes.labels.laws import matmul as matmul_laws
+from treefx.passes.labels.purity import impurity
+from treefx.passes.packing.layout import reads_columns
+from treefx.passes.scores.attention_facts import Attention
 
 __all__ = ["find_own_positions"]
 

@@ -33,32 +33,25 @@ from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.ops import attend
+from treefx.kernels.recurrence.tree_conv import find_depths, find_parents
 from treefx.kernels.score import Expr, Score, evaluate
-from treefx.kernels.tree_conv import find_depths, find_parents
-from treefx.passes import laws
-from treefx.passes.attention_facts import Attention
-from treefx.passes.contract import Contracted
-from treefx.passes.dims import has_tokens
-from treefx.passes.emit_packed import find_emitter
-from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, token_axes
-from treefx.passes.hidden import Range, bounded, is_hidden, unknown
-from treefx.passes.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
-from treefx.passes.layout import (
-    Metadata,
-    at_columns,
-    expand_rows,
-    gather_tokens,
-    packed_shape,
-    tokens_first,
-)
-from treefx.passes.liveness import live_nodes
-from treefx.passes.loss_laws import Pick
-from treefx.passes.purity import changed_inputs
-from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
-from treefx.passes.restore_gradients import expand, pick
-from treefx.passes.rows import rows_in_order
-from treefx.passes.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
-from treefx.passes.vocab_tail import find_tail, surprise
+from treefx.passes.causal.contract import Contracted
+from treefx.passes.causal.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
+from treefx.passes.labels.dims import has_tokens
+from treefx.passes.labels.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, token_axes
+from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
+from treefx.passes.labels.laws import base as laws
+from treefx.passes.labels.laws.losses import Pick
+from treefx.passes.labels.laws.reindex import Reindexed, reindexed_entries, token_index
+from treefx.passes.labels.liveness import live_nodes
+from treefx.passes.labels.purity import changed_inputs
+from treefx.passes.labels.rows import rows_in_order
+from treefx.passes.packing.emit_packed import find_emitter
+from treefx.passes.packing.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
+from treefx.passes.packing.restore_gradients import expand, pick
+from treefx.passes.packing.vocab_tail import find_tail, surprise
+from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores.hidden import Range, bounded, is_hidden, unknown
 
 __all__ = ["Output", "Packer", "is_packed_output"]
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.facts import Kind, ancestors, fact_of, shape_of
-from treefx.passes.reindex import Reindexed
+from treefx.passes.labels.facts import Kind, ancestors, fact_of, shape_of
+from treefx.passes.labels.laws.reindex import Reindexed
 
 __all__ = ["LossLogits", "Tail", "find_tail", "logits_of_losses", "surprise"]
 

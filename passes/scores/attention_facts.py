@@ -15,13 +15,13 @@ import torch
 from torch import fx
 
 from treefx.kernels.score import Expr
-from treefx.passes.constants import Constants, constants_of
-from treefx.passes.dims import NoLaw, extent
-from treefx.passes.facts import Axis, Dims, Factor, Kind, ReadsOthers, fact_of, shape_of
-from treefx.passes.hand_softmax import is_quotient, lift_quotient
-from treefx.passes.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
-from treefx.passes.lift_mask import Digit, Index, lift, offset_of_keys, step
-from treefx.passes.score_algebra import (
+from treefx.passes.labels.constants import Constants, constants_of
+from treefx.passes.labels.dims import NoLaw, extent
+from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, ReadsOthers, fact_of, shape_of
+from treefx.passes.scores.hand_softmax import is_quotient, lift_quotient
+from treefx.passes.scores.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
+from treefx.passes.scores.lift_mask import Digit, Index, lift, offset_of_keys, step
+from treefx.passes.scores.score_algebra import (
     MASKING,
     Tables,
     canonical_window,
@@ -67,7 +67,8 @@ class Attention(ReadsOthers):
     sinks: Expr | None = None
     """The logit, per head, of an entry behind the keys that takes weight and has no value."""
     doubt: tuple[Expr, Expr] | None = None
-    """A masked and a visible score whose distance only the numbers of a call can prove (``treefx.passes.hidden``)."""
+    """A masked and a visible score whose distance only the numbers of a call can prove
+    (``treefx.passes.scores.hidden``)."""
 
     def reads(self) -> list[fx.Node]:
         """Query, key, value and what the score reads: not the masks it was made from."""

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr
-from treefx.passes.constants import constants_of
-from treefx.passes.facts import Kind, fact_of
-from treefx.passes.lift_mask import element_operands
-from treefx.passes.score_algebra import MASKING, Relation, Tables, decide, select, walk
+from treefx.passes.labels.constants import constants_of
+from treefx.passes.labels.facts import Kind, fact_of
+from treefx.passes.scores.lift_mask import element_operands
+from treefx.passes.scores.score_algebra import MASKING, Relation, Tables, decide, select, walk
 
 __all__ = ["LARGEST", "Range", "bounded", "interval", "is_hidden", "reads_keys", "residue", "unknown", "zero"]
 

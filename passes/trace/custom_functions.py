@@ -17,7 +17,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from treefx.passes import opaque_ops
+from treefx.passes.trace import opaque_ops
 
 __all__ = ["call_custom_function"]
 

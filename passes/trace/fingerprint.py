@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
-from treefx import kernels
+from treefx import errors, kernels
 
 __all__ = ["fingerprint", "recompute_tags", "source_fingerprint", "tensor_key"]
 
@@ -71,10 +71,9 @@ def recompute_tags(gm: fx.GraphModule) -> list[tuple[int, int]]:
 
 @functools.cache
 def source_fingerprint() -> str:
-    """Changes with any source of the passes and kernels: they decide what becomes of a graph after it was looked up."""
+    """Changes with any source of treefx: they decide what becomes of a graph after it was looked up."""
     digest = hashlib.sha256(torch.__version__.encode())
-    for package in (__file__, kernels.__file__):
-        folder = Path(package).parent
+    for folder in (Path(errors.__file__).parent, Path(__file__).parents[1], Path(kernels.__file__).parent):
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())

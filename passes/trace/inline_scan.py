@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.opaque_ops import is_pointwise_body
+from treefx.passes.trace.opaque_ops import is_pointwise_body
 
 __all__ = ["associative_scan"]
 

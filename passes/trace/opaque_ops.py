@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from treefx.kernels.common import owned
-from treefx.passes.fingerprint import fingerprint
+from treefx.passes.trace.fingerprint import fingerprint
 
 __all__ = [
     "Function",

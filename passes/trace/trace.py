@@ -1,7 +1,7 @@
 """Trace Dynamo's graph to functional ATen, forward only.
 
 Works on a copy: changing Dynamo's own graph crashes Dynamo. Attention and the user's own ``autograd.Function`` stay
-whole (``treefx.passes.opaque_ops``); bodies of activation checkpoints are inlined and tagged for the partitioner;
+whole (``treefx.passes.trace.opaque_ops``); bodies of activation checkpoints are inlined and tagged for the partitioner;
 regions without gradient become ``detach``; casts of autocast become explicit; associative scans become slices and
 calls of their combine function, and ``flex_attention`` products and a softmax.
 """
@@ -25,11 +25,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from treefx.passes import opaque_ops
-from treefx.passes.custom_functions import call_custom_function
-from treefx.passes.inline_flex import flex_attention
-from treefx.passes.inline_scan import associative_scan
-from treefx.passes.unseen_changes import check_changes
+from treefx.passes.trace import opaque_ops
+from treefx.passes.trace.custom_functions import call_custom_function
+from treefx.passes.trace.inline_flex import flex_attention
+from treefx.passes.trace.inline_scan import associative_scan
+from treefx.passes.trace.unseen_changes import check_changes
 
 __all__ = ["trace_forward", "trace_function"]
 

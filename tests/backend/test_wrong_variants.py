@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-import treefx.batch
+import treefx.runtime.batch
+from tests.backend.calls.test_native import native_loss
 from tests.backend.support import compare, compile_with, llama
-from tests.backend.test_native import native_loss
 from tests.batches import shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, Outcome, outcome, relative_errors, separate_rows
@@ -110,12 +110,12 @@ def shifted_columns(row: Any, column: Any, end: Any) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("wrong", [no_tree, no_ancestors, shorter_subtrees, shifted_columns])
 def test_wrong_trie_of_a_padded_batch(wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = treefx.batch._tensors
+    tensors = treefx.runtime.batch._tensors
 
-    def spoiled(row: Any, column: Any, end: Any, *rest: Any) -> treefx.batch.Batch:
+    def spoiled(row: Any, column: Any, end: Any, *rest: Any) -> treefx.runtime.batch.Batch:
         return tensors(*wrong(row, column, end), *rest)
 
-    monkeypatch.setattr(treefx.batch, "_tensors", spoiled)
-    monkeypatch.setattr(treefx.batch, "_recent", deque())
+    monkeypatch.setattr(treefx.runtime.batch, "_tensors", spoiled)
+    monkeypatch.setattr(treefx.runtime.batch, "_recent", deque())
     with pytest.raises(AssertionError, match="differ by more than"):
         compare(llama(), shared_batch(rows=4, length=14, shared=6), tolerance=1e-3)

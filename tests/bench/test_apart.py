@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any
 
-from treefx.cli.apart import Failure, Note, each_apart
+from treefx.bench.job.processes import Failure, Note, each_apart
 
 SEEN: list[str] = []
 

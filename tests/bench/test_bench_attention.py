@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from treefx.cli import bench_attention, bench_attention_apart, bench_attention_cuda
-from treefx.cli.apart import Note
-from treefx.cli.attention_rivals import Scores, dense, rows_alone
-from treefx.cli.attention_trees import Tree
-from treefx.cli.bench_attention import CASES, Case, make_summary, run
-from treefx.cli.bench_attention_apart import Task
-from treefx.cli.bench_attention_cuda import Setting
-from treefx.cli.bench_step import WrongResultError
+from treefx.bench.attention import apart as bench_attention_apart
+from treefx.bench.attention import cpu as bench_attention
+from treefx.bench.attention import cuda as bench_attention_cuda
+from treefx.bench.attention.apart import Task
+from treefx.bench.attention.cpu import CASES, Case, make_summary, run
+from treefx.bench.attention.cuda import Setting
+from treefx.bench.attention.rivals import Scores, dense, rows_alone
+from treefx.bench.attention.trees import Tree
+from treefx.bench.job.processes import Note
+from treefx.bench.step import WrongResultError
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import tree_attention
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import treefx
-from treefx.cli import bench_large
+from treefx.bench import large as bench_large
 from treefx.errors import TreefxError
 
 MIB = 2**20

@@ -7,9 +7,10 @@ import pytest
 from torch import nn
 from typer.testing import CliRunner
 
-from treefx.cli import app, bench_unshared
-from treefx.cli.zoo import choose
-from treefx.cli.zoo_models import ZooModel
+from treefx.bench import unshared as bench_unshared
+from treefx.bench.zoo.models import ZooModel
+from treefx.bench.zoo.run import choose
+from treefx.cli import app
 
 
 def missing() -> nn.Module:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from treefx.cli import zoo
+from treefx.bench.zoo import run as zoo
+from treefx.bench.zoo.exact import in_float64
+from treefx.bench.zoo.models import VOCABULARY, WithLoss, ZooModel
 from treefx.cli.app import app
-from treefx.cli.zoo_exact import in_float64
-from treefx.cli.zoo_models import VOCABULARY, WithLoss, ZooModel
 from treefx.errors import UnsupportedError
 
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from treefx.cli import app, bench_step
+from treefx.bench import step as bench_step
+from treefx.bench.job.models import make_config, make_model
+from treefx.bench.job.report import TrainingReport
+from treefx.bench.job.rollouts import make_tokenizer, prepare_batches
+from treefx.bench.job.synthetic import shared_prefix_batch
+from treefx.bench.job.training import TrainingRun, compare_training, gradient_error, reference_gradients
+from treefx.cli import app
 from treefx.cli.doctor import self_check
-from treefx.cli.job import make_tokenizer, prepare_batches
-from treefx.cli.models import make_config, make_model
-from treefx.cli.report import TrainingReport
-from treefx.cli.synthetic import shared_prefix_batch
-from treefx.cli.training import TrainingRun, compare_training, gradient_error, reference_gradients
 from treefx.data import Conversation, scripted_conversations
 from treefx.errors import InputError
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 COMMANDS = (
     ["demo"],

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import Rows, SlowTrie, row_batches
 from treefx.errors import InputError
-from treefx.trie import Trie, build_trie, combine_keys
+from treefx.forests.trie import Trie, build_trie, combine_keys
 
 many = settings(max_examples=200)
 

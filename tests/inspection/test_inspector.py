@@ -16,11 +16,11 @@ from tests.mixers import MIXERS
 from tests.models import TinyLM, zoo
 from tests.oracle import compile_with, loss_of, refused
 from tests.spellings import SPELLINGS
-from treefx.graph_diff import OperatorChange, diff_operators
-from treefx.inspector import STAGES, Inspection
+from treefx.inspection.graph_diff import OperatorChange, diff_operators
+from treefx.inspection.inspector import STAGES, Inspection
+from treefx.inspection.score_text import format_expression
 from treefx.kernels.score import Expr
-from treefx.report import Reports
-from treefx.score_text import format_expression
+from treefx.runtime.report import Reports
 
 VOCAB = 61
 

@@ -142,7 +142,7 @@ def test_flex_forward_matches_reference() -> None:
 
 
 def test_flex_block_lists_hold_exactly_the_visible_blocks() -> None:
-    from treefx.kernels import flex
+    from treefx.kernels.gpu import flex
 
     ends = torch.cat([comb(301), torch.full((400,), 701, dtype=torch.int32)])
     index = torch.arange(701)

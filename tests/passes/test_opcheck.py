@@ -9,8 +9,9 @@ from torch import Tensor, fx, nn
 from torch.library import opcheck
 
 import treefx  # defines the operators
-from treefx.passes import on_tree, opaque_ops
-from treefx.passes.vocab_tail import surprise
+from treefx.passes.packing.vocab_tail import surprise
+from treefx.passes.trace import opaque_ops
+from treefx.runtime.blocks import on_tree
 
 _ops: Any = torch.ops.treefx
 

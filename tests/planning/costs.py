@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from treefx.planning.blocks import Blocks
-from treefx.planning.cost import Bytes, CostModel, Seconds
+from treefx.planning.cost.model import Bytes, CostModel, Seconds
+from treefx.planning.search.blocks import Blocks
 
 
 def linear_cost(

@@ -5,10 +5,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import treefx
-from treefx.planning.cost import Size
-from treefx.planning.draft import Draft, to_schedule
-from treefx.planning.part import Keep
-from treefx.planning.plan import Plan
+from treefx.planning.cost.model import Size
+from treefx.planning.search.draft import Draft, to_schedule
+from treefx.planning.search.part import Keep
+from treefx.planning.search.plan import Plan
 
 __all__ = ["cut_at", "every_node", "inside_nodes", "random_cuts", "uncut"]
 

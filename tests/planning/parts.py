@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.test_native import Rows, TakesCacheFlag, random_weights, rollouts
+from tests.backend.calls.test_native import Rows, TakesCacheFlag, random_weights, rollouts
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, Outcome, assert_close, compile_with
 from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut
 from tests.spellings import GROUPED, SPELLINGS
-from treefx.cut import EdgeSubset
-from treefx.planning.backward import backward
-from treefx.planning.plan import Plan
+from treefx.planning.execution.backward import backward
+from treefx.planning.search.plan import Plan
+from treefx.runtime.cut import EdgeSubset
 
 SHARED = [[11, 12, 13, 14, 15, 21, 22, 23], [11, 12, 13, 14, 15, 31, 32], [11, 12, 13, 14, 15, 41, 42, 43]]
 """Three branches on one cut, and a cut above it that all of them read as well."""

@@ -24,7 +24,7 @@ from treefx.data import (
     scripted_conversations,
 )
 from treefx.errors import InputError
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 
 def _distinct(rows: Rows) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.test_native import Rows, TakesCacheFlag, branches, random_weights, rollouts
+from tests.backend.calls.test_native import Rows, TakesCacheFlag, branches, random_weights, rollouts
 from tests.mixers import CumulativeSum
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, compile_with, outcome, separate_rows, stats_of
@@ -27,10 +27,10 @@ from tests.planning.parts import (
 )
 from tests.planning.parts import reproducible as reproducible
 from tests.spellings import SPELLINGS
-from treefx import report
-from treefx.cut import EdgeSubset
-from treefx.planning import boundary
-from treefx.planning.backward import backward
+from treefx.planning.execution import boundary
+from treefx.planning.execution.backward import backward
+from treefx.runtime import report
+from treefx.runtime.cut import EdgeSubset
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("mistral", 1)])

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import treefx
-from tests.backend.test_native import Rows, TakesCacheFlag, branches, random_weights
+from tests.backend.calls.test_native import Rows, TakesCacheFlag, branches, random_weights
 from tests.mixers import CausalConvolution
 from tests.models import TinyLM, double
 from tests.oracle import FLOAT64, assert_close, compile_with, separate_rows, stats_of
 from tests.planning.cuts import cut_at, every_node, random_cuts
 from tests.planning.parts import SHARED, TRAIN_AND_KV, assert_right_only_without, plans_of, run, weighted_forest
 from tests.spellings import SPELLINGS
-from treefx.cut import Cut
-from treefx.passes.boundary_windows import find_windows
-from treefx.planning import boundary
+from treefx.passes.cuts.boundary_windows import find_windows
+from treefx.planning.execution import boundary
+from treefx.runtime.cut import Cut
 
 Compiled = tuple[nn.Module, Any]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import treefx
-from treefx.planning.memory import Source, install_allocator, track_peak
+from treefx.planning.cost.memory import Source, install_allocator, track_peak
 
 SOURCES: tuple[Source, ...] = ("allocator", "profiler")
 MEGABYTE = 1 << 20

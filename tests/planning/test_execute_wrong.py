@@ -10,8 +10,8 @@ from tests.oracle import separate_rows
 from tests.planning.cuts import cut_at
 from tests.planning.parts import SHARED, assert_right_only_without, run, tiny
 from tests.planning.parts import reproducible as reproducible
-from treefx.cut import Cut
-from treefx.planning.boundary import Store
+from treefx.planning.execution.boundary import Store
+from treefx.runtime.cut import Cut
 
 
 def no_relay(store: Store, crossings: Any, taken: Any) -> None:

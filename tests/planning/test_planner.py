@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from tests.planning.costs import all_plans, evaluate, linear_cost
 from tests.strategies import Rows, row_batches
-from treefx.cli.bench_plan import agent_rollouts, group_rollouts
+from treefx.bench.plan import agent_rollouts, group_rollouts
 from treefx.errors import InputError, MemoryLimitError
-from treefx.forest import Forest
-from treefx.planning import planner
-from treefx.planning.blocks import Blocks, Counts
-from treefx.planning.cost import Bytes, CostModel, Size
-from treefx.planning.draft import in_order, part_seconds, to_schedule
-from treefx.planning.exact import solve_exactly
-from treefx.planning.infeasible import smallest_requirement
-from treefx.planning.part import boundary, edge_ids, outgoing
-from treefx.planning.plan import Plan
-from treefx.planning.planner import plan
-from treefx.planning.recurrence import Needs, choose_modes, recompute_everything
-from treefx.planning.siblings import batch_siblings
-from treefx.planning.simulate import measure_parts, simulate
+from treefx.forests.forest import Forest
+from treefx.planning.cost.model import Bytes, CostModel, Size
+from treefx.planning.search import planner
+from treefx.planning.search.blocks import Blocks, Counts
+from treefx.planning.search.draft import in_order, part_seconds, to_schedule
+from treefx.planning.search.exact import solve_exactly
+from treefx.planning.search.infeasible import smallest_requirement
+from treefx.planning.search.part import boundary, edge_ids, outgoing
+from treefx.planning.search.plan import Plan
+from treefx.planning.search.planner import plan
+from treefx.planning.search.recurrence import Needs, choose_modes, recompute_everything
+from treefx.planning.search.siblings import batch_siblings
+from treefx.planning.search.simulate import measure_parts, simulate
 
 TOKEN = linear_cost(store=0.02, part_seconds=100.0)
 """A byte per token: limits are numbers of tokens."""

@@ -11,17 +11,18 @@ import torch
 from torch import fx
 
 import treefx
-from treefx.cli import bench_parts, bench_policies
-from treefx.cli.bench_parts import Runner, run_under_limits
-from treefx.cli.bench_policies import run_policies
+from treefx.bench import parts as bench_parts
+from treefx.bench import policies as bench_policies
+from treefx.bench.parts import Runner, run_under_limits
+from treefx.bench.policies import run_policies
 from treefx.errors import InputError
-from treefx.kernels.tile_calls import flash, flash_backward
-from treefx.planning.cost import Size, flash_block
-from treefx.planning.liveness import live_bytes
-from treefx.planning.memory import track_peak
-from treefx.planning.policies import compare_policies
-from treefx.planning.profile import BLOCK, N, P, Profile, profile
-from treefx.planning.workspace import bytes_per_pair
+from treefx.kernels.cpu.tile_calls import flash, flash_backward
+from treefx.planning.cost.liveness import live_bytes
+from treefx.planning.cost.memory import track_peak
+from treefx.planning.cost.model import Size, flash_block
+from treefx.planning.cost.workspace import bytes_per_pair
+from treefx.planning.execution.profile import BLOCK, N, P, Profile, profile
+from treefx.planning.search.policies import compare_policies
 
 transformers = pytest.importorskip("transformers")
 

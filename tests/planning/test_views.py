@@ -13,11 +13,11 @@ from tests.strategies import Rows, row_batches
 from treefx.cli.app import app
 from treefx.cli.plan import parse_bytes
 from treefx.errors import InputError
-from treefx.forest import Forest
-from treefx.planning.analytic import Dimensions, estimate_cost
-from treefx.planning.nonnegative import fit_nonnegative
-from treefx.planning.planner import plan
-from treefx.planning.policies import compare_policies, plan_policy
+from treefx.forests.forest import Forest
+from treefx.planning.cost.analytic import Dimensions, estimate_cost
+from treefx.planning.execution.nonnegative import fit_nonnegative
+from treefx.planning.search.planner import plan
+from treefx.planning.search.policies import compare_policies, plan_policy
 
 ROWS = [[*range(20), *range(100 * row, 100 * row + 30)] for row in range(1, 5)]
 

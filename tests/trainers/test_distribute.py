@@ -13,7 +13,7 @@ import treefx
 from tests.batches import Batch, shared_batch
 from tests.models import double, zoo
 from tests.oracle import FLOAT64, assert_close, outcome, refused
-from treefx.passes.on_tree import on_tree
+from treefx.runtime.blocks.on_tree import on_tree
 
 
 def compiled(model: Any, **options: Any) -> Any:

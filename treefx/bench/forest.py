@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["run"]
 

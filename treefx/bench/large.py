@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 import treefx
-from treefx.cli.models import make_config, make_model, require_transformers
+from treefx.bench.job.models import make_config, make_model, require_transformers
 from treefx.errors import TreefxError
-from treefx.forest import Forest
-from treefx.planning.memory import install_allocator, track_peak
+from treefx.forests.forest import Forest
+from treefx.planning.cost.memory import install_allocator, track_peak
 
 __all__ = ["agent_tree", "run"]
 

@@ -1,7 +1,7 @@
 """``treefx bench memory``: the most bytes that one training step holds on the CPU, each figure in its own process.
 
 A step is forward and backward after a first one that compiled; its peak is counted above what was held when it began
-(weights), so gradients are in it. ``python -m treefx.cli.bench_memory CASE`` measures one case, given as JSON.
+(weights), so gradients are in it. ``python -m treefx.bench.memory CASE`` measures one case, given as JSON.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.progress import track
 
-from treefx.cli.output import notes
 from treefx.errors import TreefxError
+from treefx.output import notes
 
 __all__ = ["CASES", "MeasurementError", "MemoryCase", "measure", "run"]
 
@@ -80,7 +80,7 @@ def run(*, json_output: bool = False, inner: str = "inductor", cases: Sequence[M
 
 
 def _measure_apart(case: MemoryCase, inner: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "treefx.cli.bench_memory", json.dumps({**asdict(case), "inner": inner})]
+    command = [sys.executable, "-m", "treefx.bench.memory", json.dumps({**asdict(case), "inner": inner})]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise MeasurementError(f"measuring {case.name!r} in its own process failed:\n{done.stderr[-2000:]}")
@@ -91,7 +91,7 @@ def _measure_apart(case: MemoryCase, inner: str) -> dict[str, Any]:
 def measure(case: MemoryCase, inner: str) -> dict[str, Any]:
     """Measure one case in this process."""
     # Counting starts with the first tensor: the model must not exist yet.
-    from treefx.planning.memory import install_allocator, track_peak
+    from treefx.planning.cost.memory import install_allocator, track_peak
 
     install_allocator()
     model, step, batch = _prepare(case, inner)
@@ -119,8 +119,8 @@ def _prepare(case: MemoryCase, inner: str) -> tuple[Any, Any, Any]:
     """The model, the model as it is called, and its batch."""
     import torch
 
-    from treefx.cli.models import make_config, make_model
-    from treefx.cli.synthetic import shared_prefix_batch
+    from treefx.bench.job.models import make_config, make_model
+    from treefx.bench.job.synthetic import shared_prefix_batch
 
     config = make_config(
         "llama", vocab_size=case.vocab_size, hidden_size=case.hidden_size, layers=case.layers,

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from treefx.cli.bench_step import WrongResultError
-from treefx.cli.models import make_model, require_transformers
-from treefx.cli.synthetic import shared_prefix_batch
-from treefx.cli.training import TrainingRun
-from treefx.forest import Forest
-from treefx.inspector import inspect
-from treefx.kernels.tree_conv import tree_conv1d
-from treefx.kernels.tree_scan import tree_delta_rule, tree_ssd
+from treefx.bench.job.models import make_model, require_transformers
+from treefx.bench.job.synthetic import shared_prefix_batch
+from treefx.bench.job.training import TrainingRun
+from treefx.bench.step import WrongResultError
+from treefx.forests.forest import Forest
+from treefx.inspection.inspector import inspect
+from treefx.kernels.recurrence.tree_conv import tree_conv1d
+from treefx.kernels.recurrence.tree_scan import tree_delta_rule, tree_ssd
 
 __all__ = ["CASES", "MODELS", "Case", "run", "run_models"]
 

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 import treefx
-from treefx.cli.models import make_config, make_model
-from treefx.forest import Forest
-from treefx.planning.blocks import Counts
-from treefx.planning.infeasible import smallest_requirement
-from treefx.planning.memory import install_allocator, track_peak
-from treefx.planning.plan import Plan
-from treefx.planning.profile import Profile
+from treefx.bench.job.models import make_config, make_model
+from treefx.forests.forest import Forest
+from treefx.planning.cost.memory import install_allocator, track_peak
+from treefx.planning.execution.profile import Profile
+from treefx.planning.search.blocks import Counts
+from treefx.planning.search.infeasible import smallest_requirement
+from treefx.planning.search.plan import Plan
 
 __all__ = ["LIMITS", "Measured", "Runner", "Trial", "measure_peaks", "random_forest", "run_under_limits"]
 

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import track
 
 from treefx.data import TreeBatchSampler, distinct_tokens, first_fit_batches
-from treefx.forest import Forest
-from treefx.planning.cost import Bytes, CostModel, Seconds
-from treefx.planning.planner import plan
-from treefx.planning.policies import compare_policies
+from treefx.forests.forest import Forest
+from treefx.planning.cost.model import Bytes, CostModel, Seconds
+from treefx.planning.search.planner import plan
+from treefx.planning.search.policies import compare_policies
 
 __all__ = ["agent_rollouts", "group_rollouts", "run", "token_cost"]
 

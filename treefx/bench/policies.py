@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 import treefx
-from treefx.cli.bench_parts import Runner
+from treefx.bench.parts import Runner
 from treefx.errors import TreefxError
-from treefx.forest import Forest
-from treefx.planning.graph_cost import Flops
-from treefx.planning.plan import Plan
-from treefx.planning.policies import Outcome, compare_policies, plan_policy
+from treefx.forests.forest import Forest
+from treefx.planning.cost.graph_cost import Flops
+from treefx.planning.search.plan import Plan
+from treefx.planning.search.policies import Outcome, compare_policies, plan_policy
 
 __all__ = ["count_flops", "large_forest", "measure_policies", "run_policies"]
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from treefx.cli.job import make_tokenizer
-from treefx.cli.output import notes
+from treefx.bench.job.rollouts import make_tokenizer
 from treefx.data import (
     Conversation,
     TreeBatchSampler,
@@ -19,6 +18,7 @@ from treefx.data import (
     scripted_conversations,
 )
 from treefx.errors import InputError
+from treefx.output import notes
 
 __all__ = ["measure", "run"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from treefx.cli.models import make_config, make_model
-from treefx.cli.synthetic import shared_prefix_batch
-from treefx.cli.training import TrainingRun, gradient_error
+from treefx.bench.job.models import make_config, make_model
+from treefx.bench.job.synthetic import shared_prefix_batch
+from treefx.bench.job.training import TrainingRun, gradient_error
 from treefx.data import Batch
 from treefx.errors import TreefxError
 

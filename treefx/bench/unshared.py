@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from treefx.cli.synthetic import shared_prefix_batch
-from treefx.cli.zoo import choose
-from treefx.cli.zoo_models import VOCABULARY
+from treefx.bench.job.synthetic import shared_prefix_batch
+from treefx.bench.zoo.models import VOCABULARY
+from treefx.bench.zoo.run import choose
 from treefx.data import Batch
 
 __all__ = ["geometric_mean", "run"]

@@ -1,4 +1,4 @@
-"""Command line."""
+"""Command line: thin commands, which parse, call and print."""
 
 from treefx.cli.app import app, main
 

@@ -7,8 +7,8 @@ from treefx.cli.data import data
 from treefx.cli.demo import demo
 from treefx.cli.doctor import doctor
 from treefx.cli.inspect_model import inspect
-from treefx.cli.output import refusals_end_the_command
 from treefx.cli.plan import plan
+from treefx.output import refusals_end_the_command
 
 __all__ = ["app", "main"]
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from treefx.cli import bench_step
-from treefx.cli.output import console, make_table, notes, print_json
+from treefx.bench import step as bench_step
+from treefx.output import console, make_table, notes, print_json
 
 __all__ = ["bench"]
 
@@ -24,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the records as JSON.")
 @bench.command()
 def forest(json: Json = False) -> None:
     """Time the building of forests from lists of rows and from padded batches."""
-    from treefx.cli import bench_forest
+    from treefx.bench import forest as bench_forest
 
     _show("Building forests", bench_forest.run(json=json), json)
 
@@ -47,7 +47,7 @@ def attention(
     in a fresh process, without warp specialisation.
     """
     # Registers the operators of the kernels: only this benchmark needs them without a model.
-    from treefx.cli import bench_attention
+    from treefx.bench.attention import cpu as bench_attention
 
     records: list[dict[str, Any]] = []
     if bench_attention.choose_device(device) == "cpu":
@@ -59,8 +59,8 @@ def attention(
         else:
             console.print(bench_attention.make_summary(records))
         return
-    from treefx.cli import bench_attention_apart as apart
-    from treefx.cli import bench_attention_cuda as on_cuda
+    from treefx.bench.attention import apart
+    from treefx.bench.attention import cuda as on_cuda
 
     total = len(on_cuda.SETTINGS)
     for record in track(apart.run(minutes=minutes), total=total, disable=json, console=notes, transient=True):
@@ -98,7 +98,7 @@ def kernel(
     One row per kernel: registers, bytes spilled, shared memory, matrix instructions, warp specialisation. The command
     fails if a row is out of bounds. The whole table takes some minutes.
     """
-    from treefx.cli import bench_kernel
+    from treefx.bench.attention import kernel as bench_kernel
 
     records = bench_kernel.run_with_progress(arch, path, quick=quick, full=full, json=json, jobs=jobs)
     if json:
@@ -121,7 +121,7 @@ def mixers(
     layer, compiled with treefx and, by the same compiler, as they are. Forward and backward in float32; gradients
     are compared first.
     """
-    from treefx.cli import bench_mixers
+    from treefx.bench import mixers as bench_mixers
 
     with notes.status("timing layers") as status:
         records = bench_mixers.run(repeats=repeats)
@@ -132,7 +132,7 @@ def mixers(
 @bench.command()
 def plan(json: Json = False) -> None:
     """Time the planner, and count the tokens that plans, batch samplers and other systems' policies compute."""
-    from treefx.cli import bench_plan
+    from treefx.bench import plan as bench_plan
 
     _show("Planning", bench_plan.run(json=json), json)
 
@@ -153,7 +153,7 @@ def sampler(
     The minimum is the forest of all rows: no batching computes less. First-fit takes the rows as they arrive, each
     into the first batch that has room. A ratio is tokens computed over the minimum.
     """
-    from treefx.cli import bench_sampler
+    from treefx.bench import sampler as bench_sampler
 
     records = bench_sampler.run(
         paths or (), max_tokens=max_tokens, tokenizer=tokenizer, vocab_size=vocab_size, json=json
@@ -172,7 +172,8 @@ def parts(
     Random forests run under 1/2, 1/4 and 1/8 of what they take uncut. Then one large forest runs under an eighth, and
     by the policies of other systems; losses and gradients of all are compared. All of it takes some minutes.
     """
-    from treefx.cli import bench_parts, bench_policies
+    from treefx.bench import parts as bench_parts
+    from treefx.bench import policies as bench_policies
 
     peaks = bench_parts.measure_peaks(forests, inner, json=json)
     policies = bench_policies.measure_policies(inner)
@@ -195,7 +196,7 @@ def large(
 
     With the defaults the tree has 524,288 raw and 174,080 distinct tokens. Losses are compared before times are shown.
     """
-    from treefx.cli import bench_large
+    from treefx.bench import large as bench_large
     from treefx.cli.plan import parse_bytes
 
     limit = None if memory is None else parse_bytes(memory)
@@ -243,7 +244,7 @@ def unshared(
     The ratio should be near 1: such a batch runs ordinarily. A model takes about half a minute to compile twice, all
     of the zoo an hour.
     """
-    from treefx.cli import bench_unshared
+    from treefx.bench import unshared as bench_unshared
 
     with notes.status("compiling") as status:
         records = bench_unshared.run(names or (), rows=rows, repeats=repeats, inner=inner, on_start=status.update)
@@ -269,7 +270,7 @@ def memory(
     Four sharing ratios, gradient checkpointing on and off, logits read and unused, and 8,192 tokens with a vocabulary
     of 151,936. The last needs about 1 GB of memory; all of it takes some minutes.
     """
-    from treefx.cli import bench_memory
+    from treefx.bench import memory as bench_memory
 
     _show("Memory of a training step", bench_memory.run(json_output=json, inner=inner), json)
 

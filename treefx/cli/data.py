@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from treefx.cli.job import make_tokenizer
-from treefx.cli.output import console, make_table, print_json, print_line
+from treefx.bench.job.rollouts import make_tokenizer
 from treefx.data import (
     SharingStatistics,
     group_by_task,
@@ -15,7 +14,8 @@ from treefx.data import (
     scripted_conversations,
     sharing_statistics,
 )
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
+from treefx.output import console, make_table, print_json, print_line
 
 __all__ = ["data"]
 

@@ -6,10 +6,10 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import treefx
-from treefx.cli.job import make_tokenizer, prepare_batches, train_and_compare
-from treefx.cli.models import make_config, make_model, require_transformers
-from treefx.cli.output import console, notes, print_json, print_line
+from treefx.bench.job.models import make_config, make_model, require_transformers
+from treefx.bench.job.rollouts import make_tokenizer, prepare_batches, train_and_compare
 from treefx.data import scripted_conversations
+from treefx.output import console, notes, print_json, print_line
 
 __all__ = ["demo"]
 

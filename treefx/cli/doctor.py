@@ -13,10 +13,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch.nn import functional
 
-from treefx.cli.output import console, make_table, notes, print_json, print_line
-from treefx.cli.zoo import choose, run_zoo
-from treefx.cli.zoo_record import ZooRecord
-from treefx.cli.zoo_table import show_zoo
+from treefx.bench.zoo.record import ZooRecord
+from treefx.bench.zoo.run import choose, run_zoo
+from treefx.bench.zoo.table import show_zoo
+from treefx.output import console, make_table, notes, print_json, print_line
 
 __all__ = ["doctor", "self_check"]
 

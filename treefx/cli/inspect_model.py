@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 import treefx
-from treefx.cli.models import make_config, make_model
-from treefx.cli.output import print_json, print_line
-from treefx.cli.synthetic import shared_prefix_batch
-from treefx.cli.training import TrainingRun, gradient_error, reference_gradients
+from treefx.bench.job.models import make_config, make_model
+from treefx.bench.job.synthetic import shared_prefix_batch
+from treefx.bench.job.training import TrainingRun, gradient_error, reference_gradients
+from treefx.output import print_json, print_line
 
 __all__ = ["inspect"]
 

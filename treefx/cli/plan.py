@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from treefx.cli.job import make_tokenizer
-from treefx.cli.models import make_config, require_transformers
-from treefx.cli.output import notes, print_json, print_line
+from treefx.bench.job.models import make_config, require_transformers
+from treefx.bench.job.rollouts import make_tokenizer
 from treefx.data import load, make_samples, scripted_conversations
 from treefx.errors import InputError
-from treefx.forest import Forest
-from treefx.planning.analytic import Dimensions, estimate_cost
-from treefx.planning.planner import plan as make_plan
-from treefx.planning.policies import compare_policies
-from treefx.planning.profile import Profile
+from treefx.forests.forest import Forest
+from treefx.output import notes, print_json, print_line
+from treefx.planning.cost.analytic import Dimensions, estimate_cost
+from treefx.planning.execution.profile import Profile
+from treefx.planning.search.planner import plan as make_plan
+from treefx.planning.search.policies import compare_policies
 
 __all__ = ["parse_bytes", "plan"]
 

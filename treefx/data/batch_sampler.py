@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Sampler
 
 from treefx.errors import InputError
-from treefx.forest import Forest
-from treefx.planning.cost import CostModel, Size
+from treefx.forests.forest import Forest
+from treefx.planning.cost.model import CostModel, Size
 
 __all__ = ["TreeBatchSampler", "distinct_tokens", "first_fit_batches"]
 

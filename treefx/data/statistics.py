@@ -15,7 +15,7 @@ from treefx.data.samples import Sample, make_samples
 from treefx.data.tokenization import Tokenizer
 from treefx.data.trajectories import Conversation
 from treefx.errors import InputError
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["SharingStatistics", "group_by_task", "sharing_statistics"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from treefx.errors import ForestError
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["RunningTree", "current_forest", "current_tree", "set_tree", "use"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["draw_forest", "place_lanes"]
 

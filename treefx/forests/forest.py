@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from treefx.edges import Edges
-from treefx.forest_input import RowBatch, read_padded, read_sequences
+from treefx.forests.edges import Edges
+from treefx.forests.input import RowBatch, read_padded, read_sequences
+from treefx.forests.trie import build_trie
 from treefx.kernels.lasting import lasting, lasting_property
-from treefx.trie import build_trie
 from treefx.views import find_view
 
 if TYPE_CHECKING:

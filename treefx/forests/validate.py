@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from treefx.errors import ForestError
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["validate_forest"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from treefx.graph_diff import OperatorChange, operator_name
-from treefx.inspection_page import PAGE
-from treefx.passes.label_tokens import user_line
-from treefx.source_lines import module_of, type_of
+from treefx.inspection.graph_diff import OperatorChange, operator_name
+from treefx.inspection.page import PAGE
+from treefx.inspection.source_lines import module_of, type_of
+from treefx.passes.labels.label_tokens import user_line
 
 __all__ = ["render_page"]
 

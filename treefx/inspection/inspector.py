@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from treefx.compiled_modules import is_compiled, modules_of
 from treefx.config import Config
 from treefx.errors import InputError
-from treefx.graph_diff import OperatorChange, diff_operators
-from treefx.inner_graphs import trace_inner_graphs
-from treefx.inspection_html import render_page
-from treefx.inspection_text import mark_restorations, summarise
+from treefx.inspection.compiled_modules import is_compiled, modules_of
+from treefx.inspection.graph_diff import OperatorChange, diff_operators
+from treefx.inspection.html import render_page
+from treefx.inspection.inner_graphs import trace_inner_graphs
+from treefx.inspection.score_text import describe_attentions
+from treefx.inspection.text import mark_restorations, summarise
+from treefx.passes.packing.restore_gradients import restorations
 from treefx.passes.pipeline import Rewritten
-from treefx.passes.restore_gradients import restorations
-from treefx.report import GraphReport, Run, find
-from treefx.score_text import describe_attentions
+from treefx.runtime.report import GraphReport, Run, find
 
 __all__ = ["STAGES", "Inspection", "inspect"]
 

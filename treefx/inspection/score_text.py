@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from treefx.inspection.source_lines import module_of
 from treefx.kernels.expression_text import format_condition, format_expression
 from treefx.kernels.score import Score
-from treefx.passes.kernel_sources import kernel_source_of
-from treefx.passes.label_tokens import user_line
-from treefx.source_lines import module_of
+from treefx.passes.labels.label_tokens import user_line
+from treefx.passes.packing.kernel_sources import kernel_source_of
 
 __all__ = ["attention_nodes", "describe_attentions", "format_expression"]
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
+from treefx.forests.trie import build_trie, combine_keys
 from treefx.kernels.lasting import lasting
-from treefx.trie import build_trie, combine_keys
 
 __all__ = ["Batch", "build_batch", "forest_batch"]
 

@@ -13,26 +13,26 @@ import torch
 from torch import Tensor, fx
 from torch._guards import CompileContext
 
-from treefx.batch import Batch, build_batch, forest_batch
-from treefx.compiling import compiling
 from treefx.config import Config
-from treefx.context import current_forest, current_tree
-from treefx.cut import Cut, PartRow
 from treefx.errors import ForestError, TreefxError, UnsupportedError
-from treefx.forest import Forest
-from treefx.given import Given, name_of_input
+from treefx.forests.context import current_forest, current_tree
+from treefx.forests.forest import Forest
 from treefx.kernels.lasting import lasting
-from treefx.lazy import Deferred, LazyRows, lazy_rows
-from treefx.ordinary import Ordinary
-from treefx.output_use import OutputUse
-from treefx.passes.constants import InputValues, input_values
-from treefx.passes.layout import expand_rows
+from treefx.passes.labels.constants import InputValues, input_values
+from treefx.passes.labels.rows import rows_in_order
+from treefx.passes.packing.layout import expand_rows
+from treefx.passes.packing.vocab_tail import logits_of_losses
 from treefx.passes.pipeline import UNHIDDEN, Analysis, Expansion, Rewritten, Variant, analyse, build_passes, is_packed
-from treefx.passes.rows import rows_in_order
-from treefx.passes.vocab_tail import logits_of_losses
-from treefx.proof import Proof
-from treefx.report import GraphReport, Reports
-from treefx.shapes import Executable, KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
+from treefx.runtime.batch import Batch, build_batch, forest_batch
+from treefx.runtime.compiling import compiling
+from treefx.runtime.cut import Cut, PartRow
+from treefx.runtime.kept.given import Given, name_of_input
+from treefx.runtime.kept.proof import Proof
+from treefx.runtime.lazy import Deferred, LazyRows, lazy_rows
+from treefx.runtime.ordinary import Ordinary
+from treefx.runtime.output_use import OutputUse
+from treefx.runtime.report import GraphReport, Reports
+from treefx.runtime.shapes import Executable, KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
 
 __all__ = ["CompiledGraph"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from treefx.edges import Edges
-from treefx.forest import Forest
+from treefx.forests.edges import Edges
+from treefx.forests.forest import Forest
 from treefx.kernels.lasting import lasting_property
-from treefx.passes.boundary_kv import CutGraph, Run, StandIn
+from treefx.passes.cuts.boundary_kv import CutGraph, Run, StandIn
 
 __all__ = ["Cut", "EdgeSubset", "PartRow", "select_edges"]
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, evaluate
-from treefx.passes.attention_facts import reads_key_alone
-from treefx.passes.contract import mixes
-from treefx.passes.facts import Axis, Dims, Kind, ancestors, fact_of
-from treefx.passes.loss_laws import Pick
+from treefx.passes.causal.contract import mixes
+from treefx.passes.labels.facts import Axis, Dims, Kind, ancestors, fact_of
+from treefx.passes.labels.laws.losses import Pick
+from treefx.passes.labels.laws.reindex import token_index
+from treefx.passes.labels.purity import impurity
 from treefx.passes.pipeline import Analysis
-from treefx.passes.purity import impurity
-from treefx.passes.reindex import token_index
-from treefx.passes.score_algebra import walk
+from treefx.passes.scores.attention_facts import reads_key_alone
+from treefx.passes.scores.score_algebra import walk
 
 __all__ = ["Padding"]
 

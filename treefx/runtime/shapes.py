@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from treefx.compiling import compiling
 from treefx.kernels.lasting import lasting
-from treefx.output_use import OutputUse
-from treefx.passes.fingerprint import fingerprint, tensor_key
-from treefx.passes.padding import Padding
 from treefx.passes.pipeline import Analysis, Rewritten, Variant, compile_variant, rewrite
 from treefx.passes.runner import Pass
-from treefx.process_state import process_state
-from treefx.proof import Proof
+from treefx.passes.trace.fingerprint import fingerprint, tensor_key
+from treefx.runtime.compiling import compiling
+from treefx.runtime.kept.process_state import process_state
+from treefx.runtime.kept.proof import Proof
+from treefx.runtime.output_use import OutputUse
+from treefx.runtime.padding import Padding
 
 __all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "forget_shapes", "layout_of", "proof_of", "share_shape"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.triton_tree.launch import Launch
+from treefx.kernels.gpu.triton_tree.launch import Launch
 
 __all__ = ["CompileReport", "compile_launch"]
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, empty_heads_inside, empty_outputs
+from treefx.kernels.gpu.triton_tree.arguments import dense_features
+from treefx.kernels.gpu.triton_tree.buffer_gradients import buffer_gradients
+from treefx.kernels.gpu.triton_tree.configs import Config, Problem, usable_shared_memory
+from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource
+from treefx.kernels.gpu.triton_tree.paths import checked, on_path
+from treefx.kernels.gpu.triton_tree.support import interpreted
+from treefx.kernels.gpu.triton_tree.tuning import best_config, tuned
 from treefx.kernels.score import Score
-from treefx.kernels.tree_blocks import find_node_length
-from treefx.kernels.triton_tree.arguments import dense_features
-from treefx.kernels.triton_tree.buffer_gradients import buffer_gradients
-from treefx.kernels.triton_tree.configs import Config, Problem, usable_shared_memory
-from treefx.kernels.triton_tree.launch import Attention, KeySource
-from treefx.kernels.triton_tree.paths import checked, on_path
-from treefx.kernels.triton_tree.support import interpreted
-from treefx.kernels.triton_tree.tuning import best_config, tuned
+from treefx.kernels.tiles.tree_blocks import find_node_length
 
 __all__ = ["backward", "backward_from", "forward", "forward_from"]
 

@@ -20,8 +20,8 @@ import jinja2
 
 from treefx.kernels.dumps import dump
 from treefx.kernels.expression_text import format_condition, format_expression
+from treefx.kernels.gpu.triton_tree.expressions import BufferKind, score_code
 from treefx.kernels.score import Score
-from treefx.kernels.triton_tree.expressions import BufferKind, score_code
 
 __all__ = ["Request", "cache_folder", "kernel_module", "kernel_source"]
 
@@ -122,7 +122,7 @@ def _header(request: Request) -> str:
         "import triton",
         "import triton.language as tl",
         "",
-        "from treefx.kernels.triton_tree.device import (",
+        "from treefx.kernels.gpu.triton_tree.device import (",
         *(f"    {name}," for name in _device_names()),
         ")",
         "",

@@ -17,9 +17,9 @@ import sympy
 import torch
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.gpu.triton_tree.mathematics import Mathematics
+from treefx.kernels.gpu.triton_tree.sympy_text import to_text
 from treefx.kernels.score import Expr, Score, evaluate
-from treefx.kernels.triton_tree.mathematics import Mathematics
-from treefx.kernels.triton_tree.sympy_text import to_text
 
 __all__ = ["BufferKind", "HoistedValue", "ScoreCode", "kinds_of", "score_code"]
 

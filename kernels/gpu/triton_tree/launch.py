@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.key_programs import KeyPrograms
+from treefx.kernels.gpu.triton_tree.arguments import ALIGNED, padded, scratch, strides
+from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module
+from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config, pack_of
+from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
 from treefx.kernels.score import Expr, Score, evaluate
-from treefx.kernels.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
-from treefx.kernels.triton_tree.arguments import ALIGNED, padded, scratch, strides
-from treefx.kernels.triton_tree.codegen import Request, kernel_module
-from treefx.kernels.triton_tree.configs import Config, Problem, chunk_widths, default_config, pack_of
-from treefx.kernels.triton_tree.expressions import ScoreCode, kinds_of, score_code
+from treefx.kernels.tiles.key_programs import KeyPrograms
+from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
 
 __all__ = ["Attention", "KeySource", "Launch"]
 
@@ -225,7 +225,7 @@ class Attention:
             parts: ``[slots, batches and heads, keys of a block, features]``.
             grad: where the sums go ``[B, Hkv, K, features]``.
         """
-        from treefx.kernels.triton_tree.parts import sum_parts  # only here: it imports Triton
+        from treefx.kernels.gpu.triton_tree.parts import sum_parts  # only here: it imports Triton
 
         rows, width = min(_SUMMED_ROWS, config.block_n), grad.shape[-1]
         batch, head, token, _ = grad.stride()

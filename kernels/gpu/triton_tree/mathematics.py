@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import sympy
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.gpu.triton_tree.sympy_text import Sigmoid
 from treefx.kernels.score import Expr
-from treefx.kernels.triton_tree.sympy_text import Sigmoid
 
 __all__ = ["Mathematics", "Parts"]
 

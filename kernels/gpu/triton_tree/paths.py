@@ -14,9 +14,9 @@ from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels.common import relative_error
-from treefx.kernels.triton_tree.configs import default_config
-from treefx.kernels.triton_tree.launch import Attention
-from treefx.kernels.triton_tree.support import interpreted
+from treefx.kernels.gpu.triton_tree.configs import default_config
+from treefx.kernels.gpu.triton_tree.launch import Attention
+from treefx.kernels.gpu.triton_tree.support import interpreted
 
 __all__ = ["PATHS", "checked", "forced_path", "on_path", "refused_widths", "warp_refusal"]
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from treefx.kernels.triton_tree.codegen import cache_folder
-from treefx.kernels.triton_tree.configs import Config, Problem, candidates
-from treefx.kernels.triton_tree.launch import Attention, Launch
+from treefx.kernels.gpu.triton_tree.codegen import cache_folder
+from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
+from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 
 __all__ = ["best_config", "tuned", "tuning_wanted"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.passes import dims as algebra
-from treefx.passes.dims import NoLaw
-from treefx.passes.facts import (
+from treefx.passes.labels import dims as algebra
+from treefx.passes.labels.dims import NoLaw
+from treefx.passes.labels.facts import (
     ALONG_ROWS,
     Axis,
     Dims,
@@ -29,8 +29,8 @@ from treefx.passes.facts import (
     shape_of,
     token_axes,
 )
-from treefx.passes.gradient_laws import counts_tokens, custom_function_reason, is_pointwise
-from treefx.passes.uniformity import is_uniform
+from treefx.passes.labels.laws.gradients import counts_tokens, custom_function_reason, is_pointwise
+from treefx.passes.labels.uniformity import is_uniform
 
 __all__ = ["Call", "Law", "find_law", "law"]
 

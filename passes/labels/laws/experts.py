@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.passes import dims as algebra
-from treefx.passes.dims import NoLaw
-from treefx.passes.facts import Axis, Fact, Factor, Kind, fact_of, plain_dims, shape_of
-from treefx.passes.laws import Call, law, pointwise, selection
+from treefx.passes.labels import dims as algebra
+from treefx.passes.labels.dims import NoLaw
+from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, fact_of, plain_dims, shape_of
+from treefx.passes.labels.laws.base import Call, law, pointwise, selection
 
 __all__ = ["SlotRole", "Slots", "of_statistic", "statistic"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.passes import dims as algebra
-from treefx.passes.dims import NoLaw
-from treefx.passes.facts import Dims, Fact, Kind, shape_of
-from treefx.passes.laws import Call, law, pointwise
+from treefx.passes.labels import dims as algebra
+from treefx.passes.labels.dims import NoLaw
+from treefx.passes.labels.facts import Dims, Fact, Kind, shape_of
+from treefx.passes.labels.laws.base import Call, law, pointwise
 
 __all__ = ["complex_", "group_norm"]
 

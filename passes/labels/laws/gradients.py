@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from treefx.passes.opaque_ops import bodies_of, gradients_of
-from treefx.passes.purity import draws
+from treefx.passes.labels.purity import draws
+from treefx.passes.trace.opaque_ops import bodies_of, gradients_of
 
 __all__ = ["counts_tokens", "custom_function_reason", "is_pointwise"]
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.passes import dims as algebra
-from treefx.passes.dims import NoLaw
-from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, shape_of
-from treefx.passes.laws import Call
-from treefx.passes.reindex import Reindexed
+from treefx.passes.labels import dims as algebra
+from treefx.passes.labels.dims import NoLaw
+from treefx.passes.labels.facts import Axis, Dims, Fact, Factor, Kind, fact_of, shape_of
+from treefx.passes.labels.laws.base import Call
+from treefx.passes.labels.laws.reindex import Reindexed
 
 __all__ = ["Pick", "find_sink"]
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.passes import dims as algebra
-from treefx.passes.attention_facts import lift_products, lift_sdpa
-from treefx.passes.dims import NoLaw
-from treefx.passes.facts import Axis, Dims, Fact, Factor, Kind, fact_of, token_axes
-from treefx.passes.laws import Call, aligned, law
-from treefx.passes.uniformity import is_uniform
+from treefx.passes.labels import dims as algebra
+from treefx.passes.labels.dims import NoLaw
+from treefx.passes.labels.facts import Axis, Dims, Fact, Factor, Kind, fact_of, token_axes
+from treefx.passes.labels.laws.base import Call, aligned, law
+from treefx.passes.labels.uniformity import is_uniform
+from treefx.passes.scores.attention_facts import lift_products, lift_sdpa
 
 aten = torch.ops.aten
 

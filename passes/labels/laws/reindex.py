@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.dims import has_tokens
-from treefx.passes.facts import Axis, Fact, Kind, fact_of, shape_of
-from treefx.passes.laws import Call
+from treefx.passes.labels.dims import has_tokens
+from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of, shape_of
+from treefx.passes.labels.laws.base import Call
 
 __all__ = ["Reindexed", "find_reindexed", "reindexed_entries", "token_index"]
 

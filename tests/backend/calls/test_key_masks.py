@@ -13,9 +13,9 @@ from tests.backend.support import compare, compile_with
 from tests.batches import IGNORED, PAD, shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, Step
-from treefx.passes import pack_tokens
-from treefx.passes.padding import Padding
+from treefx.passes.packing import pack_tokens
 from treefx.passes.pipeline import Analysis
+from treefx.runtime.padding import Padding
 
 VOCAB, WIDTH, HEADS = 32, 16, 2
 SPECIAL = 7

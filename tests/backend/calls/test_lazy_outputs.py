@@ -15,7 +15,7 @@ from torch.utils import dlpack
 from tests.backend.support import compile_with, llama
 from tests.batches import shared_batch
 from tests.oracle import refused
-from treefx.lazy import Deferred, LazyRows, lazy_rows
+from treefx.runtime.lazy import Deferred, LazyRows, lazy_rows
 
 VALUE = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4) + 1
 

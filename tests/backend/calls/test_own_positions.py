@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.backend.calls.test_inputs import left_padded
 from tests.backend.support import assert_packed, compare, llama
-from tests.backend.test_inputs import left_padded
 from tests.batches import IGNORED, PAD, Batch, distinct_tokens
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome
 from tests.spellings import CHUNK, PADDED, Spelling, causal
-from treefx.passes.layout import Metadata
-from treefx.passes.pack_tokens import Packer
+from treefx.passes.packing.layout import Metadata
+from treefx.passes.packing.pack_tokens import Packer
 
 
 def with_places(batch: Batch) -> Batch:

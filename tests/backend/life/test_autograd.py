@@ -14,7 +14,7 @@ from tests.batches import shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, stats_of
 from tests.spellings import PADDED
-from treefx.passes import kept_graphs
+from treefx.passes.packing import kept_graphs
 
 BATCH = shared_batch(rows=4, length=14, shared=6, vocab=61)
 COMPILED = ["aot_eager"]

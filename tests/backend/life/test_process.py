@@ -21,9 +21,9 @@ from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import TinyLM, zoo
 from tests.oracle import FLOAT64, assert_close, compare, compile_with, eager_step, loss_of, outcome, refused, stats_of
 from tests.spellings import SPELLINGS
-from treefx.passes.compile_inner import Inner, _CacheKey
-from treefx.passes.fingerprint import fingerprint
+from treefx.passes.packing.compile_inner import Inner, _CacheKey
 from treefx.passes.pipeline import build_passes
+from treefx.passes.trace.fingerprint import fingerprint
 
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61, padding=None)
 
@@ -251,7 +251,7 @@ def test_cache_key_sees_what_the_code_does_not_show(monkeypatch: pytest.MonkeyPa
     assert key(traced()) == key(traced())
     assert key(traced(tag=True)) != key(traced())
     before = key(traced())
-    monkeypatch.setattr("treefx.passes.compile_inner.source_fingerprint", lambda: "another version")
+    monkeypatch.setattr("treefx.passes.packing.compile_inner.source_fingerprint", lambda: "another version")
     assert key(traced()) != before
 
 

@@ -18,7 +18,7 @@ from tests.batches import IGNORED, Batch, shared_batch
 from tests.models import Output, TinyLM
 from tests.oracle import FLOAT64, assert_close, compile_with, loss_of, outcome, refused, stats_of
 from tests.spellings import SPELLINGS
-from treefx import proof
+from treefx.runtime.kept import proof
 
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61)
 

@@ -15,7 +15,7 @@ from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import loss_of, stats_of
 from tests.spellings import SPELLINGS
-from treefx.passes.gradient_laws import is_pointwise
+from treefx.passes.labels.laws.gradients import is_pointwise
 
 VOCAB = 61
 
@@ -111,7 +111,7 @@ def test_function_with_another_backward_runs_on_rows(name: str) -> None:
 
 def test_linearity_is_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken for linear, a clipped gradient is another one."""
-    monkeypatch.setattr("treefx.passes.gradient_laws._is_linear", lambda backward, gradients: True)
+    monkeypatch.setattr("treefx.passes.labels.laws.gradients._is_linear", lambda backward, gradients: True)
     with pytest.raises(AssertionError):
         compare(model_with(with_backward(lambda g, x: g.clamp(-2e-3, 1e-3))), batch_with_forks())
 

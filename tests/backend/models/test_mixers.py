@@ -14,8 +14,19 @@ from tests.mixers import MIXERS
 from tests.models import TinyLM, double, zoo
 from tests.oracle import stats_of
 from tests.spellings import PADDED, SPELLINGS
-from treefx.passes import causal_elements, causal_movement, causal_reductions, causal_state
-from treefx.passes.inline_scan import associative_scan
+from treefx.passes.causal import (
+    elements as causal_elements,
+)
+from treefx.passes.causal import (
+    movement as causal_movement,
+)
+from treefx.passes.causal import (
+    reductions as causal_reductions,
+)
+from treefx.passes.causal import (
+    state as causal_state,
+)
+from treefx.passes.trace.inline_scan import associative_scan
 
 SHORT = shared_batch(rows=3, length=10, shared=4)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.backend.support import compile_with
 from tests.batches import IGNORED, distinct_tokens, shared_batch
 from tests.oracle import stats_of
-from treefx.passes.purity import changed_inputs, has_effects, impurity
+from treefx.passes.labels.purity import changed_inputs, has_effects, impurity
 
 VOCAB, WIDTH = 61, 16
 BATCH = shared_batch(rows=4, length=12, shared=6, vocab=VOCAB)

@@ -11,7 +11,7 @@ from tests.batches import Side, distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT32, FLOAT64, eager_step, stats_of
 from tests.spellings import EXPANDED, GROUPED, PADDED, SPELLINGS, Spelling
-from treefx.passes import attention_facts
+from treefx.passes.scores import attention_facts
 
 VOCAB = 61
 BOTH = [pytest.param(torch.float64, id="float64"), pytest.param(torch.float32, id="float32")]

@@ -14,9 +14,9 @@ from tests.models import TinyLM, double
 from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
 from tests.recurrences import DEFECTS, ChunkedScan
 from tests.spellings import SPELLINGS
-from treefx.kernels import tree_scan as kernel
-from treefx.kernels.tree_chunks import ChunkPlan, plan_chunks
-from treefx.passes import tree_mixers
+from treefx.kernels.recurrence import tree_scan as kernel
+from treefx.kernels.recurrence.tree_chunks import ChunkPlan, plan_chunks
+from treefx.passes.causal import tree_mixers
 
 ROWS, LENGTH, CHUNK = 3, 10, 4
 """The length is no multiple of the chunk, neither the model's nor the tree's."""

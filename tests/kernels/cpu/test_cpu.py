@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from treefx.kernels import tiles, tree_attention
+from treefx.kernels import tree_attention
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score, make_score
+from treefx.kernels.tiles import rectangles as tiles
 
 EndsOf = Callable[[list[int]], Tensor]
 FEATURES = ("window", "softcap", "alibi_slopes", "sinks")

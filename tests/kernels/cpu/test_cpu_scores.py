@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from treefx.kernels import eager_tiles, tile_calls, tiles, tree_attention
-from treefx.kernels.bias_gradients import bias_is_summable
+from treefx.kernels import tree_attention
 from treefx.kernels.common import Inputs
+from treefx.kernels.cpu import eager_tiles, tile_calls
+from treefx.kernels.cpu.bias_gradients import bias_is_summable
+from treefx.kernels.cpu.scored_tiles import is_separable, plan_scored_tiles
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Expr, Score, make_score
-from treefx.kernels.scored_tiles import is_separable, plan_scored_tiles
-from treefx.kernels.structure import count_tokens, find_structure
+from treefx.kernels.tiles import rectangles as tiles
+from treefx.kernels.tiles.structure import count_tokens, find_structure
 
 EndsOf = Callable[[list[int]], Tensor]
 DOT: Expr = ("mul", ("dot",), ("const", 0.5))

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.kernels.test_cpu import FORESTS, chain_forest
-from treefx.kernels import one_call, tiles, tree_attention
+from tests.kernels.cpu.test_cpu import FORESTS, chain_forest
+from treefx.kernels import tree_attention
+from treefx.kernels.cpu import one_call
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score, make_score
+from treefx.kernels.tiles import rectangles as tiles
 
 EndsOf = Callable[[list[int]], Tensor]
 CHAIN = chain_forest((-1, 300))

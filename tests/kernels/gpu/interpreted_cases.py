@@ -9,8 +9,8 @@ import treefx
 from tests.strategies import Rows
 from treefx.kernels import reference
 from treefx.kernels.common import Boundary, Inputs
+from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.score import Expr, Score, make_score
-from treefx.kernels.triton_tree import attention
 
 DEPTH_Q, DEPTH_K = ("load", 0, ("q",)), ("load", 0, ("k",))
 BIAS = ("load", 1, ("head",), ("q",), ("k",))

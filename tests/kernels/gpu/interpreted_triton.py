@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.interface_cases import CASES, differs_from_float64
-from tests.kernels.interface_cases import Case as InterfaceCase
-from tests.kernels.interpreted_cases import (
+from tests.kernels.gpu.interpreted_cases import (
     BRANCH_AT_57,
     DEPTH_Q,
     SCALED,
@@ -29,16 +27,20 @@ from tests.kernels.interpreted_cases import (
     expected,
     forest,
 )
+from tests.kernels.interface_cases import CASES, differs_from_float64
+from tests.kernels.interface_cases import Case as InterfaceCase
 from tests.strategies import Rows, row_batches
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels import cuda, key_programs, reference, tree_blocks
+from treefx.kernels import reference
 from treefx.kernels.common import Inputs
+from treefx.kernels.gpu import dispatch as cuda
+from treefx.kernels.gpu.triton_tree import attention, paths
+from treefx.kernels.gpu.triton_tree.configs import Config
+from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score
-from treefx.kernels.tree_blocks import Keys
-from treefx.kernels.triton_tree import attention, paths
-from treefx.kernels.triton_tree.configs import Config
-from treefx.kernels.triton_tree.launch import Attention, KeySource, Launch
+from treefx.kernels.tiles import key_programs, tree_blocks
+from treefx.kernels.tiles.tree_blocks import Keys
 
 
 @settings(max_examples=40)

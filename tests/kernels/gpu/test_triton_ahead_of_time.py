@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from treefx.cli import bench_kernel
+from treefx.bench.attention import kernel as bench_kernel
+from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
-from treefx.cli.bench_kernel import Case, problems, run
-from treefx.kernels.triton_tree.ahead_of_time import CompileReport, _specialised
+from treefx.kernels.gpu.triton_tree.ahead_of_time import CompileReport, _specialised
 
 pytest.importorskip("triton")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from treefx.cli.attention_sample import Sample
-from treefx.cli.attention_trees import Tree, repeated_nodes, thought_nodes
+from treefx.bench.attention.sample import Sample
+from treefx.bench.attention.trees import Tree, repeated_nodes, thought_nodes
 from treefx.kernels import reference, tree_attention
 from treefx.kernels.common import Inputs, relative_error
 from treefx.kernels.score import make_score

@@ -18,10 +18,11 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from treefx.kernels import cuda, tree_attention  # noqa: E402
-from treefx.kernels.triton_tree import paths, support, tuning  # noqa: E402
-from treefx.kernels.triton_tree.codegen import kernel_module  # noqa: E402
-from treefx.kernels.triton_tree.parts import sum_parts  # noqa: E402
+from treefx.kernels import tree_attention  # noqa: E402
+from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
+from treefx.kernels.gpu.triton_tree import paths, support, tuning  # noqa: E402
+from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
+from treefx.kernels.gpu.triton_tree.parts import sum_parts  # noqa: E402
 
 
 class Driver:

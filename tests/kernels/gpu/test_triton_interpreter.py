@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
     result = subprocess.run(
-        [*command, "tests/kernels/interpreted_triton.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*command, "tests/kernels/gpu/interpreted_triton.py"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout and "skipped" not in result.stdout

@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("triton")
 
 from treefx.kernels.common import Inputs
+from treefx.kernels.gpu.triton_tree import tuning
+from treefx.kernels.gpu.triton_tree.configs import Config, candidates
+from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
+from treefx.kernels.gpu.triton_tree.tuning import best_config, tuned
 from treefx.kernels.score import make_score
-from treefx.kernels.tree_blocks import find_node_length
-from treefx.kernels.triton_tree import tuning
-from treefx.kernels.triton_tree.configs import Config, candidates
-from treefx.kernels.triton_tree.launch import Attention, Launch
-from treefx.kernels.triton_tree.tuning import best_config, tuned
+from treefx.kernels.tiles.tree_blocks import find_node_length
 
 
 @pytest.fixture(autouse=True)

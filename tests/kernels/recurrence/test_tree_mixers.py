@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from tests.strategies import row_batches
 from treefx import Forest, TreefxError
-from treefx.kernels import tree_scan as tree_scan_module
-from treefx.kernels.tree_chunks import plan_chunks
-from treefx.kernels.tree_conv import find_parents, tree_conv1d
-from treefx.kernels.tree_scan import tree_delta_rule, tree_scan, tree_ssd
+from treefx.kernels.recurrence import tree_scan as tree_scan_module
+from treefx.kernels.recurrence.tree_chunks import plan_chunks
+from treefx.kernels.recurrence.tree_conv import find_parents, tree_conv1d
+from treefx.kernels.recurrence.tree_scan import tree_delta_rule, tree_scan, tree_ssd
 
 HEADS, KEY, VALUE, CHANNELS = 2, 3, 2, 4
 Inputs = list[Tensor]

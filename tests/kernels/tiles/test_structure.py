@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from treefx.kernels.structure import Group, Structure, indices_of, joined, ranges_of
+from treefx.kernels.tiles.structure import Group, Structure, indices_of, joined, ranges_of
 
 IntArray = npt.NDArray[np.int64]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from treefx.kernels import tiles
 from treefx.kernels.common import Inputs
-from treefx.kernels.structure import Structure
-from treefx.kernels.tiles import mask_elements, plain_tiles
+from treefx.kernels.tiles import rectangles as tiles
+from treefx.kernels.tiles.rectangles import mask_elements, plain_tiles
+from treefx.kernels.tiles.structure import Structure
 
 
 def _ends(seed: int, tokens: int, leave: float) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 import treefx
 from tests.strategies import Rows, row_batches
-from treefx.kernels.key_programs import KeyPrograms, cut_lists
 from treefx.kernels.score import Expr, evaluate
-from treefx.kernels.tree_blocks import Keys, TileLists, TreeBlocks, build_blocks, find_blocks
+from treefx.kernels.tiles.key_programs import KeyPrograms, cut_lists
+from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, build_blocks, find_blocks
 
 DEPTH_Q, DEPTH_K = ("load", 0, ("q",)), ("load", 0, ("k",))
 WINDOW: Expr = ("lt", ("sub", DEPTH_Q, DEPTH_K), ("const", 3))

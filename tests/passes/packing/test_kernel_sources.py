@@ -11,7 +11,7 @@ import treefx
 from tests.batches import shared_batch
 from tests.models import zoo
 from treefx.kernels.score import Score, make_score
-from treefx.passes.kernel_sources import kernel_source_of
+from treefx.passes.packing.kernel_sources import kernel_source_of
 
 
 def test_inspection_and_dumps_hold_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.batches import distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import compare, compile_with, stats_of
 from tests.spellings import SPELLINGS
-from treefx.passes.vocab_tail import surprise
+from treefx.passes.packing.vocab_tail import surprise
 
 
 @pytest.mark.parametrize("softcap", [None, 0.7])

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from treefx.cli import bench_attention_cuda
-from treefx.cli.apart import Failure, Note, each_apart
-from treefx.cli.bench_attention_cuda import SETTINGS, Setting
+from treefx.bench.attention import cuda as bench_attention_cuda
+from treefx.bench.attention.cuda import SETTINGS, Setting
+from treefx.bench.job.processes import Failure, Note, each_apart
 from treefx.errors import UnsupportedError
 
 __all__ = ["Task", "run"]
@@ -43,7 +43,7 @@ def run(
     work: Callable[[Task, Note], tuple[dict[str, Any], bool]] | None = None,
     method: str = "spawn",
 ) -> Iterator[dict[str, Any]]:
-    """Measure as :func:`treefx.cli.bench_attention_cuda.run` does, and go on after a crash or a hang.
+    """Measure as :func:`treefx.bench.attention.cuda.run` does, and go on after a crash or a hang.
 
     After the first of them the same setting is measured again with the plain kernels alone, and so are all others.
 

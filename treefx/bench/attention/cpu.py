@@ -14,18 +14,18 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from treefx.cli.attention_rivals import Scores, dense, rows_alone
-from treefx.cli.attention_sample import Attend, Sample
-from treefx.cli.attention_trees import Tree, agent_nodes, repeated_nodes, thought_nodes
-from treefx.cli.bench_step import WrongResultError
-from treefx.cli.output import make_table
+from treefx.bench.attention.rivals import Scores, dense, rows_alone
+from treefx.bench.attention.sample import Attend, Sample
+from treefx.bench.attention.trees import Tree, agent_nodes, repeated_nodes, thought_nodes
+from treefx.bench.step import WrongResultError
 from treefx.errors import InputError
 from treefx.kernels import tree_attention
 from treefx.kernels.common import Inputs
+from treefx.kernels.cpu.tile_calls import attend_tile, differentiate_tile
 from treefx.kernels.score import make_score
-from treefx.kernels.structure import find_structure
-from treefx.kernels.tile_calls import attend_tile, differentiate_tile
-from treefx.kernels.tiles import plain_tiles, take_keys
+from treefx.kernels.tiles.rectangles import plain_tiles, take_keys
+from treefx.kernels.tiles.structure import find_structure
+from treefx.output import make_table
 
 __all__ = ["CASES", "Case", "choose_device", "make_summary", "run"]
 

@@ -21,13 +21,14 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from treefx.cli.apart import Note
-from treefx.cli.attention_sample import Attend, Sample, causal, rounded
-from treefx.cli.attention_trees import Tree, agent_nodes, repeated_nodes, thought_nodes
-from treefx.cli.output import make_table
+from treefx.bench.attention.sample import Attend, Sample, causal, rounded
+from treefx.bench.attention.trees import Tree, agent_nodes, repeated_nodes, thought_nodes
+from treefx.bench.job.processes import Note
 from treefx.errors import UnsupportedError
-from treefx.kernels import flex, tree_attention
+from treefx.kernels import tree_attention
 from treefx.kernels.common import Inputs
+from treefx.kernels.gpu import flex
+from treefx.output import make_table
 
 __all__ = ["SETTINGS", "Setting", "make_summary", "run"]
 

@@ -21,15 +21,15 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from treefx.cli.output import make_table
 from treefx.errors import InputError
 from treefx.kernels.common import Inputs
+from treefx.kernels.gpu.triton_tree.ahead_of_time import CompileReport, compile_launch
+from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, usable_shared_memory
+from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
+from treefx.kernels.gpu.triton_tree.paths import PATHS, refused_widths
 from treefx.kernels.score import Expr, Score, make_score
-from treefx.kernels.tree_blocks import Keys
-from treefx.kernels.triton_tree.ahead_of_time import CompileReport, compile_launch
-from treefx.kernels.triton_tree.configs import SHARED_MEMORY, usable_shared_memory
-from treefx.kernels.triton_tree.launch import Attention, KeySource, Launch
-from treefx.kernels.triton_tree.paths import PATHS, refused_widths
+from treefx.kernels.tiles.tree_blocks import Keys
+from treefx.output import make_table
 
 __all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "problems", "run", "run_with_progress"]
 

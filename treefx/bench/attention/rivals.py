@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from treefx.cli.attention_sample import Attend
+from treefx.bench.attention.sample import Attend
 
 __all__ = ["Scores", "dense", "rows_alone"]
 

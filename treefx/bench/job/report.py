@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from treefx.cli.output import make_table
-from treefx.cli.training import StepRecord
+from treefx.bench.job.training import StepRecord
+from treefx.output import make_table
 
 __all__ = ["TrainingReport"]
 

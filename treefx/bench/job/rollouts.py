@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from treefx.cli.report import TrainingReport
-from treefx.cli.training import TrainingRun, compare_training, gradient_error, reference_gradients
+from treefx.bench.job.report import TrainingReport
+from treefx.bench.job.training import TrainingRun, compare_training, gradient_error, reference_gradients
 from treefx.data import (
     Batch,
     ByteTokenizer,

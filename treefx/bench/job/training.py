@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from treefx.data import Batch
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["StepRecord", "TrainingRun", "compare_training", "gradient_error", "reference_gradients"]
 

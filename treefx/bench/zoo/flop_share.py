@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from treefx.passes import expert_laws
-from treefx.passes.attention_facts import Attention
-from treefx.passes.facts import Axis, Fact, Kind, fact_of, shape_of
-from treefx.passes.liveness import live_nodes
-from treefx.passes.tree_mixers import TreeScan
+from treefx.passes.causal.tree_mixers import TreeScan
+from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of, shape_of
+from treefx.passes.labels.laws import experts as expert_laws
+from treefx.passes.labels.liveness import live_nodes
+from treefx.passes.scores.attention_facts import Attention
 
 __all__ = ["FlopShare", "flop_share"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from treefx.cli.models import require_transformers
+from treefx.bench.job.models import require_transformers
 
 __all__ = ["VOCABULARY", "ZooModel", "read_configurations", "zoo_models"]
 
@@ -38,7 +38,7 @@ class ZooModel:
 
 def read_configurations() -> dict[str, Any]:
     """The file ``zoo.json``: ``common`` fields and per model of transformers its ``overrides`` and ``drop``."""
-    text = importlib.resources.files("treefx.cli").joinpath("zoo.json").read_text(encoding="utf-8")
+    text = importlib.resources.files("treefx.bench.zoo").joinpath("zoo.json").read_text(encoding="utf-8")
     result: dict[str, Any] = json.loads(text)
     return result
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treefx.cli.zoo import ZooBatch, ZooRow, zoo_batches
+from treefx.bench.zoo.run import ZooBatch, ZooRow, zoo_batches
 from treefx.errors import InputError
 
 __all__ = ["ZooRecord", "conditions"]

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from treefx.cli.apart import Failure, Note, each_apart
-from treefx.cli.zoo_exact import in_float64
-from treefx.cli.zoo_models import VOCABULARY, ZooModel, zoo_models
+from treefx.bench.job.processes import Failure, Note, each_apart
+from treefx.bench.zoo.exact import in_float64
+from treefx.bench.zoo.flop_share import FlopShare, flop_share
+from treefx.bench.zoo.models import VOCABULARY, ZooModel, zoo_models
 from treefx.data import Batch
 from treefx.errors import InputError, TreefxError
-from treefx.passes.flop_share import FlopShare, flop_share
-from treefx.report import find
+from treefx.runtime.report import find
 
 __all__ = ["VERDICTS", "ZooBatch", "ZooRow", "check_model", "choose", "run_zoo", "shared_rows", "zoo_batches"]
 

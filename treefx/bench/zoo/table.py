@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from treefx.cli.output import console, make_table, print_json, print_line
-from treefx.cli.zoo import VERDICTS, ZooRow
+from treefx.bench.zoo.run import VERDICTS, ZooRow
+from treefx.output import console, make_table, print_json, print_line
 
 __all__ = ["show_zoo"]
 

@@ -8,7 +8,7 @@ intermediates of the gated MLP; the logits and their gradient at the top. An est
 
 from dataclasses import dataclass
 
-from treefx.planning.cost import Bytes, CostModel, Seconds
+from treefx.planning.cost.model import Bytes, CostModel, Seconds
 
 __all__ = ["Dimensions", "estimate_cost"]
 

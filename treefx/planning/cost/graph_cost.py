@@ -10,9 +10,9 @@ from torch import fx
 
 from treefx.errors import UnsupportedError
 from treefx.passes.pipeline import Rewritten
-from treefx.planning.cost import MONOMIALS
-from treefx.planning.liveness import live_bytes, size_expression, storages
-from treefx.planning.workspace import FLASH_BLOCK, workspace
+from treefx.planning.cost.liveness import live_bytes, size_expression, storages
+from treefx.planning.cost.model import MONOMIALS
+from treefx.planning.cost.workspace import FLASH_BLOCK, workspace
 
 __all__ = ["Flops", "Sizes", "TrainGraphs", "backward_rows", "count_flops", "forward_rows", "held_row", "kv_rows"]
 

@@ -5,7 +5,7 @@ import os
 import torch
 
 from treefx.errors import InputError
-from treefx.planning.cost import CostModel
+from treefx.planning.cost.model import CostModel
 
 __all__ = ["available_bytes", "check_limit"]
 

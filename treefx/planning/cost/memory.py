@@ -35,7 +35,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.triton_tree.codegen import cache_folder
+from treefx.kernels.gpu.triton_tree.codegen import cache_folder
 
 __all__ = ["Peak", "Source", "install_allocator", "quick_collections", "track_peak"]
 

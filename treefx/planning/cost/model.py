@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treefx.errors import InputError
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = [
     "LOGITS_ROWS",

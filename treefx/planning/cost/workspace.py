@@ -1,8 +1,8 @@
 """What attention holds on the CPU while it runs, beside its inputs and results: blocks of scores, one per thread.
 
 ATen's flash attention takes them from the same allocator as tensors, and their size jumps with the number of queries
-(:func:`treefx.planning.cost.flash_block`), so that short parts do not tell what long ones need. It is measured once
-per dtype and width of heads, on one block.
+(:func:`treefx.planning.cost.model.flash_block`), so that short parts do not tell what long ones need. It is measured
+once per dtype and width of heads, on one block.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ import sympy
 import torch
 from torch import fx
 
-from treefx.kernels.boundary_cpu import plain_factor
 from treefx.kernels.common import accumulation_dtype
+from treefx.kernels.cpu.boundary import plain_factor
+from treefx.kernels.cpu.tile_calls import flash, flash_backward
 from treefx.kernels.score import Score, linear_in_dot
-from treefx.kernels.tile_calls import flash, flash_backward
-from treefx.planning.cost import flash_block
-from treefx.planning.liveness import size_expression
-from treefx.planning.memory import track_peak
+from treefx.planning.cost.liveness import size_expression
+from treefx.planning.cost.memory import track_peak
+from treefx.planning.cost.model import flash_block
 
 __all__ = ["FLASH_BLOCK", "bytes_per_pair", "workspace"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.compiled_modules import modules_of
 from treefx.errors import InputError
-from treefx.planning.boundary import all_edges
-from treefx.planning.execute import Executor, LogProbs, Loss, Model, logits_logprobs
-from treefx.planning.part import Step
-from treefx.planning.plan import Plan
+from treefx.inspection.compiled_modules import modules_of
+from treefx.planning.execution.boundary import all_edges
+from treefx.planning.execution.execute import Executor, LogProbs, Loss, Model, logits_logprobs
+from treefx.planning.search.part import Step
+from treefx.planning.search.plan import Plan
 
 __all__ = ["backward"]
 

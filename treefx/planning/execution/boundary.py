@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.cut import Cut, EdgeSubset, PartRow, select_edges
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 from treefx.kernels.common import accumulation_dtype
-from treefx.passes.boundary_kv import Run
-from treefx.planning.part import Part, boundary, edge_ids, outgoing
+from treefx.passes.cuts.boundary_kv import Run
+from treefx.planning.search.part import Part, boundary, edge_ids, outgoing
+from treefx.runtime.cut import Cut, EdgeSubset, PartRow, select_edges
 
 __all__ = ["Crossing", "Store", "all_edges", "edges_of", "make_row"]
 

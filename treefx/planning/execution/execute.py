@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.context import use
-from treefx.cut import Cut, EdgeSubset, PartRow
 from treefx.errors import InputError, UnsupportedError
-from treefx.forest import Forest
-from treefx.kernels.structure import forget_structures
+from treefx.forests.context import use
+from treefx.forests.forest import Forest
+from treefx.kernels.tiles.structure import forget_structures
 from treefx.logprobs import edge_logprobs
-from treefx.planning.boundary import Crossing, Store, edges_of, make_row
-from treefx.planning.part import Part, Schedule, Step
+from treefx.planning.execution.boundary import Crossing, Store, edges_of, make_row
+from treefx.planning.search.part import Part, Schedule, Step
+from treefx.runtime.cut import Cut, EdgeSubset, PartRow
 
 __all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs"]
 

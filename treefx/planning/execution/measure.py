@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from treefx.errors import InputError
-from treefx.forest import Forest
-from treefx.planning.cost import CostModel, Size
-from treefx.planning.execute import Executor, LogProbs, Model
-from treefx.planning.memory import quick_collections, track_peak
-from treefx.planning.part import Part, Schedule, Step, StepKind, boundary, edge_ids, outgoing
+from treefx.forests.forest import Forest
+from treefx.planning.cost.memory import quick_collections, track_peak
+from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.execution.execute import Executor, LogProbs, Model
+from treefx.planning.search.part import Part, Schedule, Step, StepKind, boundary, edge_ids, outgoing
 
 __all__ = ["Sample", "gradients_put_aside", "measure_steps", "probe_schedules"]
 

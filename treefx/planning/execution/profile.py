@@ -21,15 +21,13 @@ import sympy
 import torch
 from torch import nn
 
-from treefx.compiled_modules import modules_of
 from treefx.errors import InputError, UnsupportedError
-from treefx.forest import Forest
-from treefx.inspector import inspect
+from treefx.forests.forest import Forest
+from treefx.inspection.compiled_modules import modules_of
+from treefx.inspection.inspector import inspect
 from treefx.kernels.common import accumulation_dtype
 from treefx.passes.pipeline import Rewritten
-from treefx.planning.cost import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds, coefficients, sum_rows
-from treefx.planning.execute import LogProbs, logits_logprobs
-from treefx.planning.graph_cost import (
+from treefx.planning.cost.graph_cost import (
     Flops,
     Sizes,
     TrainGraphs,
@@ -39,11 +37,13 @@ from treefx.planning.graph_cost import (
     held_row,
     kv_rows,
 )
-from treefx.planning.liveness import storage_bytes
-from treefx.planning.measure import Sample, gradients_put_aside, measure_steps, probe_schedules
-from treefx.planning.nonnegative import fit_nonnegative
-from treefx.planning.unseen import add_unseen
-from treefx.report import find
+from treefx.planning.cost.liveness import storage_bytes
+from treefx.planning.cost.model import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds, coefficients, sum_rows
+from treefx.planning.execution.execute import LogProbs, logits_logprobs
+from treefx.planning.execution.measure import Sample, gradients_put_aside, measure_steps, probe_schedules
+from treefx.planning.execution.nonnegative import fit_nonnegative
+from treefx.planning.execution.unseen import add_unseen
+from treefx.runtime.report import find
 from treefx.views import find_view
 
 __all__ = ["Profile", "profile"]

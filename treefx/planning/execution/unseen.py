@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from treefx.planning.cost import Bytes, CostModel, coefficients, sum_rows
-from treefx.planning.measure import Sample
-from treefx.planning.nonnegative import fit_nonnegative
+from treefx.planning.cost.model import Bytes, CostModel, coefficients, sum_rows
+from treefx.planning.execution.measure import Sample
+from treefx.planning.execution.nonnegative import fit_nonnegative
 
 __all__ = ["add_unseen"]
 

@@ -6,8 +6,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from treefx.forest import Forest
-from treefx.planning.cost import Size
+from treefx.forests.forest import Forest
+from treefx.planning.cost.model import Size
 
 __all__ = ["SHORTEST_BLOCK", "Blocks", "Counts", "IntArray"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from treefx.planning.cost import CostModel, Size
-from treefx.planning.part import Keep, Part, Schedule, Step
+from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.search.part import Keep, Part, Schedule, Step
 
 __all__ = ["Draft", "demand_of", "held_bytes", "in_order", "part_seconds", "peak_bytes", "to_schedule", "total_seconds"]
 

@@ -8,10 +8,10 @@ there are at most `MOST_BLOCKS` blocks.
 from collections.abc import Iterator
 from functools import cache
 
-from treefx.planning.blocks import Blocks
-from treefx.planning.cost import CostModel, Size
-from treefx.planning.draft import Draft, held_bytes, part_seconds, peak_bytes
-from treefx.planning.part import Keep
+from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.search.blocks import Blocks
+from treefx.planning.search.draft import Draft, held_bytes, part_seconds, peak_bytes
+from treefx.planning.search.part import Keep
 
 __all__ = ["MOST_BLOCKS", "solve_exactly"]
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treefx.planning.blocks import SHORTEST_BLOCK, Blocks, Counts
-from treefx.planning.cost import CostModel
-from treefx.planning.part import Keep
-from treefx.planning.recurrence import Needs
+from treefx.planning.cost.model import CostModel
+from treefx.planning.search.blocks import SHORTEST_BLOCK, Blocks, Counts
+from treefx.planning.search.part import Keep
+from treefx.planning.search.recurrence import Needs
 
 __all__ = ["Requirement", "explain_infeasible", "smallest_requirement"]
 

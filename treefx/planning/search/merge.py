@@ -1,11 +1,11 @@
 """Fewer and larger parts, never at the price of recomputation: siblings together, chains and leaves into their parent.
 
 Every step keeps `held above + demand <= budget` at the part it changes, so that nothing above or below has to be
-looked at again (see `treefx.planning.draft.demand_of`).
+looked at again (see `treefx.planning.search.draft.demand_of`).
 """
 
-from treefx.planning.cost import CostModel, Size
-from treefx.planning.draft import Draft, demand_of, held_bytes, in_order, peak_bytes
+from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.search.draft import Draft, demand_of, held_bytes, in_order, peak_bytes
 
 __all__ = ["joined_size", "merge_parts"]
 

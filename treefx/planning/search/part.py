@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treefx.forest import Forest
+from treefx.forests.forest import Forest
 
 __all__ = ["Keep", "Part", "Schedule", "Step", "StepKind", "boundary", "edge_ids", "outgoing", "spans"]
 

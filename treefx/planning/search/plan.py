@@ -6,10 +6,10 @@ from functools import cached_property
 from os import PathLike
 from typing import Any
 
-from treefx.forest import Forest
-from treefx.planning.cost import CostModel, Size
-from treefx.planning.part import Part, Schedule, Step, spans
-from treefx.planning.simulate import Moment
+from treefx.forests.forest import Forest
+from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.search.part import Part, Schedule, Step, spans
+from treefx.planning.search.simulate import Moment
 from treefx.views import find_view
 
 __all__ = ["Plan"]

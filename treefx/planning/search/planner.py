@@ -49,18 +49,18 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 
 from treefx.errors import InputError, MemoryLimitError
-from treefx.forest import Forest
-from treefx.planning.blocks import SHORTEST_BLOCK, Blocks, Counts
-from treefx.planning.cost import CostModel, Size
-from treefx.planning.draft import Draft, to_schedule, total_seconds
-from treefx.planning.exact import MOST_BLOCKS, solve_exactly
-from treefx.planning.infeasible import explain_infeasible, smallest_requirement
-from treefx.planning.limit import check_limit
-from treefx.planning.merge import merge_parts
-from treefx.planning.plan import Plan
-from treefx.planning.recurrence import Needs, choose_modes, recompute_everything
-from treefx.planning.siblings import batch_siblings
-from treefx.planning.simulate import measure_masks, measure_parts, simulate
+from treefx.forests.forest import Forest
+from treefx.planning.cost.limit import check_limit
+from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.search.blocks import SHORTEST_BLOCK, Blocks, Counts
+from treefx.planning.search.draft import Draft, to_schedule, total_seconds
+from treefx.planning.search.exact import MOST_BLOCKS, solve_exactly
+from treefx.planning.search.infeasible import explain_infeasible, smallest_requirement
+from treefx.planning.search.merge import merge_parts
+from treefx.planning.search.plan import Plan
+from treefx.planning.search.recurrence import Needs, choose_modes, recompute_everything
+from treefx.planning.search.siblings import batch_siblings
+from treefx.planning.search.simulate import measure_masks, measure_parts, simulate
 
 __all__ = ["HasCost", "plan"]
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from treefx.errors import InputError
-from treefx.forest import Forest
-from treefx.planning.blocks import Blocks, Counts
-from treefx.planning.cost import Size
-from treefx.planning.draft import Draft, to_schedule
-from treefx.planning.plan import Plan
-from treefx.planning.simulate import measure_parts, simulate
+from treefx.forests.forest import Forest
+from treefx.planning.cost.model import Size
+from treefx.planning.search.blocks import Blocks, Counts
+from treefx.planning.search.draft import Draft, to_schedule
+from treefx.planning.search.plan import Plan
+from treefx.planning.search.simulate import measure_parts, simulate
 
 __all__ = ["Outcome", "compare_policies", "plan_policy"]
 

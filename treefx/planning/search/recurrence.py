@@ -1,6 +1,6 @@
 """Where to cut a large forest: the fewest seconds of recomputation that fit, by dynamic programming over blocks.
 
-See `treefx.planning.planner` for the mathematics.
+See `treefx.planning.search.planner` for the mathematics.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from treefx.planning.blocks import Blocks
-from treefx.planning.cost import CostModel
-from treefx.planning.draft import Draft
-from treefx.planning.part import Keep
+from treefx.planning.cost.model import CostModel
+from treefx.planning.search.blocks import Blocks
+from treefx.planning.search.draft import Draft
+from treefx.planning.search.part import Keep
 
 __all__ = ["Needs", "choose_modes", "recompute_everything"]
 

@@ -2,14 +2,15 @@
 
 Where many small trees hang on one part, and each is too large to be run whole with what is above, their upper pieces
 are parts of the same shape. Together they are one call, and what hangs below them can be put together across them
-(`treefx.planning.merge`), but less of it at a time. Which number pays is left to the predicted time of the plans.
+(`treefx.planning.search.merge`), but less of it at a time. Which number pays is left to the predicted time of the
+plans.
 """
 
 from collections.abc import Sequence
 
-from treefx.planning.cost import CostModel, Size
-from treefx.planning.draft import Draft, demand_of, held_bytes, in_order
-from treefx.planning.merge import joined_size
+from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.search.draft import Draft, demand_of, held_bytes, in_order
+from treefx.planning.search.merge import joined_size
 
 __all__ = ["batch_siblings"]
 

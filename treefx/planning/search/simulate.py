@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treefx.forest import Forest
-from treefx.kernels.tiles import mask_elements
-from treefx.planning.blocks import Counts, IntArray
-from treefx.planning.cost import CostModel, Size
-from treefx.planning.part import Part, Schedule, Step, boundary, outgoing, spans
+from treefx.forests.forest import Forest
+from treefx.kernels.tiles.rectangles import mask_elements
+from treefx.planning.cost.model import CostModel, Size
+from treefx.planning.search.blocks import Counts, IntArray
+from treefx.planning.search.part import Part, Schedule, Step, boundary, outgoing, spans
 
 __all__ = ["Moment", "measure_masks", "measure_parts", "simulate"]
 

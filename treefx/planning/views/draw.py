@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from treefx.draw import place_lanes
-from treefx.planning.plan import Plan
-from treefx.planning.tables import format_bytes
+from treefx.forests.draw import place_lanes
+from treefx.planning.search.plan import Plan
+from treefx.planning.views.tables import format_bytes
 
 __all__ = ["draw_plan"]
 

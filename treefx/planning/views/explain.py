@@ -2,10 +2,10 @@
 
 from rich.table import Table
 
-from treefx.planning.plan import Plan
-from treefx.planning.policies import compare_policies
-from treefx.planning.simulate import Moment
-from treefx.planning.tables import format_bytes, format_seconds, make_figures, render_tables
+from treefx.planning.search.plan import Plan
+from treefx.planning.search.policies import compare_policies
+from treefx.planning.search.simulate import Moment
+from treefx.planning.views.tables import format_bytes, format_seconds, make_figures, render_tables
 
 __all__ = ["explain_plan"]
 

@@ -2,8 +2,8 @@
 
 from rich.table import Table
 
-from treefx.planning.profile import Profile
-from treefx.planning.tables import format_bytes, format_seconds, make_figures, make_texts, render_tables
+from treefx.planning.execution.profile import Profile
+from treefx.planning.views.tables import format_bytes, format_seconds, make_figures, make_texts, render_tables
 
 __all__ = ["explain_profile"]
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, fx
 from torch._guards import CompileContext
 
-from treefx.compiling import compiling
 from treefx.config import Config
-from treefx.context import current_tree
+from treefx.forests.context import current_tree
 from treefx.kernels.lasting import lasting
-from treefx.passes.compile_inner import Compiled, compile_inner
-from treefx.passes.on_tree import OnTree, rewrite_on_tree
+from treefx.passes.packing.compile_inner import Compiled, compile_inner
 from treefx.passes.pipeline import Rewritten
-from treefx.proof import Proof
-from treefx.report import GraphReport, Reports
+from treefx.runtime.blocks.on_tree import OnTree, rewrite_on_tree
+from treefx.runtime.compiling import compiling
+from treefx.runtime.kept.proof import Proof
+from treefx.runtime.report import GraphReport, Reports
 
 __all__ = ["BlockGraph"]
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from treefx.batch import build_batch
-from treefx.context import RunningTree, set_tree
 from treefx.errors import ConfigError, UnsupportedError
-from treefx.passes.on_tree import on_tree
-from treefx.passes.restore_gradients import expand
+from treefx.forests.context import RunningTree, set_tree
+from treefx.passes.packing.restore_gradients import expand
+from treefx.runtime.batch import build_batch
+from treefx.runtime.blocks.on_tree import on_tree
 
 __all__ = ["distribute"]
 

@@ -32,13 +32,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Score
-from treefx.passes.constants import Constants, InputValues
-from treefx.passes.facts import Kind, fact_of
-from treefx.passes.label_tokens import attentions, find_tokens, label_tokens, user_line
+from treefx.passes.labels.constants import Constants, InputValues
+from treefx.passes.labels.facts import Kind, fact_of
+from treefx.passes.labels.label_tokens import attentions, find_tokens, label_tokens, user_line
+from treefx.passes.packing.token_count import TokenCount
 from treefx.passes.pipeline import fake_inputs
-from treefx.passes.score_algebra import walk
-from treefx.passes.token_count import TokenCount
-from treefx.passes.trace import trace_forward
+from treefx.passes.scores.score_algebra import walk
+from treefx.passes.trace.trace import trace_forward
 
 __all__ = ["OnTree", "is_on_tree", "on_tree", "rewrite_on_tree"]
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.lasting import lasting
-from treefx.proof import COMPARED_BYTES, version_of
+from treefx.runtime.kept.proof import COMPARED_BYTES, version_of
 
 __all__ = ["Given", "name_of_input"]
 

@@ -2,8 +2,8 @@
 
 A buffer of up to 16 MiB is compared by content at every call, whatever wrote it, and whichever model it belongs to. Of
 a larger one, address and version are compared. So this is what cannot be seen, here and wherever versions are asked
-(``treefx.given``): that a *large* tensor was written in a way that counts no version, which is through ``.data``, a
-NumPy array or a DLPack capsule that shares its memory, a kernel that takes raw pointers, or anything under
+(``treefx.runtime.kept.given``): that a *large* tensor was written in a way that counts no version, which is through
+``.data``, a NumPy array or a DLPack capsule that shares its memory, a kernel that takes raw pointers, or anything under
 ``torch.inference_mode`` if the tensor was made under it. ``torch.compiler.reset()`` forgets every proof.
 """
 
