@@ -27,7 +27,7 @@ from torch import Tensor
 
 from treefx.errors import InputError
 
-__all__ = ["BINARY", "UNARY", "Expr", "Linear", "Score", "evaluate", "linear_in_dot", "make_score"]
+__all__ = ["BINARY", "UNARY", "Expr", "Linear", "Score", "evaluate", "linear_in_dot", "make_score", "walk"]
 
 Expr = tuple[Any, ...]
 Linear = tuple[float, Expr | None]
@@ -207,6 +207,16 @@ class _Evaluator:
         value = self.visit(expr)
         # Indices taken from tokens are in range; computed ones may run out of it where the pair is invisible.
         return value if expr[0] in _LEAVES else value.to(torch.int64).clamp(-size, size - 1)
+
+
+def walk(expr: Expr) -> list[Expr]:
+    """All subexpressions, the expression itself first."""
+    found = [expr]
+    if expr[0] != "dot":
+        for item in expr[1:]:
+            if isinstance(item, tuple):
+                found += walk(item)
+    return found
 
 
 def linear_in_dot(expr: Expr) -> Linear | None:

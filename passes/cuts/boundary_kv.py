@@ -33,10 +33,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from treefx.errors import UnsupportedError
 from treefx.kernels import ops as _tree_operator  # noqa: F401  (registers it)
-from treefx.kernels.score import Score
+from treefx.kernels.score import Score, walk
 from treefx.passes.cuts.boundary_windows import Window, extend_windows, find_windows
 from treefx.passes.packing.token_count import TokenCount, add_count_input
-from treefx.passes.scores.score_algebra import walk
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
 
 __all__ = ["CutGraph", "Run", "StandIn", "add_boundary"]

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.kernels.score import Expr, evaluate
+from treefx.kernels.score import Expr, evaluate, walk
 from treefx.passes.labels.facts import Kind, ancestors, fact_of
 from treefx.passes.labels.given_masks import GivenMask, parts_of_mask, prove_mask
 from treefx.passes.labels.purity import changed_inputs, impurity
-from treefx.passes.scores.score_algebra import MASKING, walk
 
-__all__ = ["Constants", "InputValues", "constants_of", "input_values"]
+__all__ = ["MASKING", "Constants", "InputValues", "constants_of", "input_values"]
 
 _KEY = "treefx_constants"
 _LARGEST_TABLE = 1 << 28
+MASKING = -1e4
+"""Numbers at or below this are the fill of a mask (the weakest that models use); ``hidden`` proves what they hide."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.kernels.score import Expr
+from treefx.kernels.score import Expr, walk
 from treefx.passes.causal.contract import Contractor
 from treefx.passes.causal.domain import CausalDomain
 from treefx.passes.causal.laws import find_causal_law
@@ -31,7 +31,6 @@ from treefx.passes.labels.laws.losses import find_sink
 from treefx.passes.labels.laws.reindex import Reindexed, find_reindexed
 from treefx.passes.labels.purity import draws, impurity
 from treefx.passes.scores.attention_facts import Attention
-from treefx.passes.scores.score_algebra import walk
 
 __all__ = [
     "DTYPE_ONLY",

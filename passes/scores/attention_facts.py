@@ -14,24 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.kernels.score import Expr
-from treefx.passes.labels.constants import Constants, constants_of
+from treefx.kernels.score import Expr, walk
+from treefx.passes.labels.constants import MASKING, Constants, constants_of
 from treefx.passes.labels.dims import NoLaw, extent
 from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, ReadsOthers, fact_of, shape_of
 from treefx.passes.scores.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.scores.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
 from treefx.passes.scores.lift_mask import Digit, Index, lift, offset_of_keys, step
-from treefx.passes.scores.score_algebra import (
-    MASKING,
-    Tables,
-    canonical_window,
-    conjuncts,
-    const,
-    decide,
-    simplify,
-    split_mask,
-    walk,
-)
+from treefx.passes.scores.score_algebra import Tables, canonical_window, conjuncts, const, decide, simplify, split_mask
 
 __all__ = ["Attention", "lift_products", "lift_sdpa", "reads_key_alone"]
 

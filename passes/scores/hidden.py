@@ -19,11 +19,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from treefx.kernels.score import Expr
-from treefx.passes.labels.constants import constants_of
+from treefx.kernels.score import Expr, walk
+from treefx.passes.labels.constants import MASKING, constants_of
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.scores.lift_mask import element_operands
-from treefx.passes.scores.score_algebra import MASKING, Relation, Tables, decide, select, walk
+from treefx.passes.scores.score_algebra import Relation, Tables, decide, select
 
 __all__ = ["LARGEST", "Range", "bounded", "interval", "is_hidden", "reads_keys", "residue", "unknown", "zero"]
 

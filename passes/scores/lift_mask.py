@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.kernels.score import Expr
+from treefx.kernels.score import Expr, walk
 from treefx.passes.labels.constants import constants_of
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Kind, fact_of, shape_of
 from treefx.passes.labels.given_masks import GivenMask
 from treefx.passes.labels.uniformity import is_uniform
-from treefx.passes.scores.score_algebra import const, fold, walk
+from treefx.passes.scores.score_algebra import const, fold
 
 __all__ = ["Digit", "Index", "combined", "element_operands", "lift", "offset_of_keys", "step"]
 

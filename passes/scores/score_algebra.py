@@ -20,22 +20,9 @@ from typing import Any
 import torch
 
 from treefx.kernels.score import Expr
+from treefx.passes.labels.constants import MASKING
 
-__all__ = [
-    "MASKING",
-    "Relation",
-    "Tables",
-    "conjuncts",
-    "decide",
-    "fold",
-    "select",
-    "simplify",
-    "split_mask",
-    "walk",
-]
-
-MASKING = -1e4
-"""Numbers at or below this are the fill of a mask (the weakest that models use); ``hidden`` proves what they hide."""
+__all__ = ["Relation", "Tables", "conjuncts", "decide", "fold", "select", "simplify", "split_mask"]
 
 Relation = str  # "future" | "past"
 
@@ -65,16 +52,6 @@ _NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "e
 def const(value: Any) -> Expr:
     """A constant."""
     return ("const", value)
-
-
-def walk(expr: Expr) -> list[Expr]:
-    """All subexpressions, the expression itself first."""
-    found = [expr]
-    if expr[0] != "dot":
-        for item in expr[1:]:
-            if isinstance(item, tuple):
-                found += walk(item)
-    return found
 
 
 def affine(expr: Expr, consecutive: frozenset[Any] = frozenset()) -> dict[str, float] | None:

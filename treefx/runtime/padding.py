@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.kernels.score import Expr, evaluate
+from treefx.kernels.score import Expr, evaluate, walk
 from treefx.passes.causal.contract import mixes
 from treefx.passes.labels.facts import Axis, Dims, Kind, ancestors, fact_of
 from treefx.passes.labels.laws.losses import Pick
@@ -22,7 +22,6 @@ from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.pipeline import Analysis
 from treefx.passes.scores.attention_facts import reads_key_alone
-from treefx.passes.scores.score_algebra import walk
 
 __all__ = ["Padding"]
 

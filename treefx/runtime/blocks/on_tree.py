@@ -31,13 +31,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.score import Score
+from treefx.kernels.score import Score, walk
 from treefx.passes.labels.constants import Constants, InputValues
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.label_tokens import attentions, find_tokens, label_tokens, user_line
 from treefx.passes.packing.token_count import TokenCount
 from treefx.passes.pipeline import fake_inputs
-from treefx.passes.scores.score_algebra import walk
 from treefx.passes.trace.trace import trace_forward
 
 __all__ = ["OnTree", "is_on_tree", "on_tree", "rewrite_on_tree"]
