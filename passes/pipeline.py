@@ -30,13 +30,21 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
-from treefx.passes.causal.contract import leaks, mixes
+from treefx.passes.causal.contract import contracting, leaks, mixes
 from treefx.passes.causal.tree_mixers import TreeScan
 from treefx.passes.causal.tree_scans import find_tree_scans
 from treefx.passes.cuts.boundary_kv import CutGraph, Run, add_boundary
 from treefx.passes.labels.constants import Constants, InputValues
 from treefx.passes.labels.facts import Dims, Kind, fact_of
-from treefx.passes.labels.label_tokens import MEETS_ROWS, Role, Tokens, attentions, find_tokens, label_tokens, user_line
+from treefx.passes.labels.label_tokens import (
+    MEETS_ROWS,
+    MakeImprove,
+    Role,
+    Tokens,
+    find_tokens,
+    label_tokens,
+    user_line,
+)
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
@@ -46,7 +54,8 @@ from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import Output, Packer, is_packed_output
 from treefx.passes.packing.token_count import TokenCount, add_count_input
 from treefx.passes.runner import Pass, run_passes
-from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
+from treefx.passes.scores.attention_facts import Attention, attentions
 from treefx.passes.trace.trace import trace_forward, trace_function
 
 __all__ = [
@@ -246,7 +255,9 @@ def build_passes(inner: Inner, disabled: Collection[str] = ()) -> tuple[Pass, ..
         disabled: Those of ``OPTIONAL`` to be left out.
     """
     label = functools.partial(
-        _label_tokens, contract="contract" not in disabled, pick_losses="loss_laws" not in disabled
+        _label_tokens,
+        improve=None if "contract" in disabled else contracting,
+        pick_losses="loss_laws" not in disabled,
     )
     return (
         Pass("trace", _trace, "analyse"),
@@ -311,13 +322,13 @@ def _add_parts_of_masks(gm: fx.GraphModule, work: _Work, mode: FakeTensorMode) -
     gm.recompile()
 
 
-def _label_tokens(gm: fx.GraphModule, work: _Work, *, contract: bool, pick_losses: bool) -> fx.GraphModule:
+def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | None, pick_losses: bool) -> fx.GraphModule:
     found = work.analysis
     found.tokens = find_tokens(gm, found.roles)
     if found.tokens is None:
         return gm
     found.constants = Constants(gm, work.inputs, found.roles, work.known)
-    identity = label_tokens(gm, found.roles, found.tokens, contract=contract, pick_losses=pick_losses)
+    identity = label_tokens(gm, found.roles, found.tokens, improve=improve, pick_losses=pick_losses)
     placeholders = gm.graph.find_nodes(op="placeholder")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     found.identity = [i for i, node in enumerate(placeholders) if node in identity.always & {*found.tokens.inputs}]

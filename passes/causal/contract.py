@@ -23,11 +23,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from treefx.passes.causal.domain import CausalDomain, token_dims
+from treefx.passes.causal.laws import find_causal_law
 from treefx.passes.causal.state import State
 from treefx.passes.causal.tree_mixers import TreeConvolution, TreeScan, Vanishing, find_tree_convolution
 from treefx.passes.labels.facts import ALONG_ROWS, Dims, Fact, Kind, fact_of, set_fact
+from treefx.passes.labels.label_tokens import Improve, Tokens
 
-__all__ = ["Contracted", "Contractor", "leaks", "mixes"]
+__all__ = ["Contracted", "Contractor", "contracting", "leaks", "mixes"]
 
 _LARGEST_UNLEARNED = 4
 """Functions of the inputs alone with more entries per position are masks, which are lifted instead."""
@@ -85,6 +87,15 @@ class Contractor:
             return None
         dims = token_dims(state, self._domain.rows, self._domain.columns)
         return None if dims is None else (state, dims)
+
+
+def contracting(
+    tokens: Tokens,
+    sources: dict[fx.Node, frozenset[fx.Node]],
+    admits: Callable[[fx.Node, frozenset[fx.Node]], bool],
+) -> Improve:
+    """What ``label_tokens`` asks of each fact: to be contracted where the causal domain proves it."""
+    return Contractor(CausalDomain(tokens.rows, tokens.columns, sources, find_causal_law), admits).improve
 
 
 def mixes(gm: fx.GraphModule) -> bool:

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from treefx.kernels.score import Expr
+
 __all__ = [
     "ALONG_ROWS",
     "Axis",
     "Dims",
-    "Factor",
     "Fact",
+    "Factor",
     "Kind",
+    "Lifted",
     "ReadsOthers",
     "ancestors",
     "fact_of",
@@ -87,6 +90,18 @@ class ReadsOthers(abc.ABC):
     @abc.abstractmethod
     def reads(self) -> list[fx.Node]:
         """What it reads once the graph is rewritten."""
+
+
+class Lifted(ReadsOthers):
+    """A ``law`` that says in expressions how each query meets each key (``treefx.kernels.score``)."""
+
+    @abc.abstractmethod
+    def tells_apart(self) -> list[Expr]:
+        """The expressions whose inputs tell tokens apart."""
+
+    @abc.abstractmethod
+    def hides(self) -> tuple[Expr, ...]:
+        """Conditions on the key's token alone, which may be left out where all tokens meet them."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Abstract interpretation in one sweep. Labels flow from the ``[B, T]`` inputs thr
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,19 @@ import torch
 from torch import fx
 
 from treefx.kernels.score import Expr, walk
-from treefx.passes.causal.contract import Contractor
-from treefx.passes.causal.domain import CausalDomain
-from treefx.passes.causal.laws import find_causal_law
 from treefx.passes.labels.dims import NoLaw
-from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, ancestors, fact_of, set_fact, shape_of, token_axes
+from treefx.passes.labels.facts import (
+    Axis,
+    Fact,
+    Factor,
+    Kind,
+    Lifted,
+    ancestors,
+    fact_of,
+    set_fact,
+    shape_of,
+    token_axes,
+)
 from treefx.passes.labels.laws import base as laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import experts as expert_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import features as feature_laws  # noqa: F401  (registers laws)
@@ -30,15 +38,15 @@ from treefx.passes.labels.laws.base import Call, find_law
 from treefx.passes.labels.laws.losses import find_sink
 from treefx.passes.labels.laws.reindex import Reindexed, find_reindexed
 from treefx.passes.labels.purity import draws, impurity
-from treefx.passes.scores.attention_facts import Attention
 
 __all__ = [
     "DTYPE_ONLY",
     "MEETS_ROWS",
     "Identity",
+    "Improve",
+    "MakeImprove",
     "Role",
     "Tokens",
-    "attentions",
     "find_tokens",
     "label_tokens",
     "user_line",
@@ -132,8 +140,20 @@ class Identity:
     """What a condition on keys reads, which must agree as well wherever the condition stays in the graph."""
 
 
+Improve = Callable[[fx.Node, Fact], Fact]
+"""The fact of a node, or a better one."""
+Sources = dict[fx.Node, frozenset[fx.Node]]
+MakeImprove = Callable[[Tokens, Sources, Callable[[fx.Node, frozenset[fx.Node]], bool]], Improve]
+"""From the tokens, the inputs that each node is made of, and whether inputs may tell tokens apart for a node."""
+
+
 def label_tokens(
-    gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens, *, contract: bool = True, pick_losses: bool = True
+    gm: fx.GraphModule,
+    roles: Sequence[Role],
+    tokens: Tokens,
+    *,
+    improve: MakeImprove | None = None,
+    pick_losses: bool = True,
 ) -> Identity:
     """Write a ``Fact`` on every node of ``gm`` and return what identifies its tokens.
 
@@ -141,10 +161,10 @@ def label_tokens(
         gm: The traced graph.
         roles: What each placeholder is.
         tokens: Its token axes.
-        contract: Whether results of causal mixers become packed again.
+        improve: Makes what looks at each fact again, such as ``treefx.passes.causal.contract.contracting``.
         pick_losses: Whether losses pick from packed values.
     """
-    labeller = _Labeller(gm, roles, tokens, contract=contract, pick_losses=pick_losses)
+    labeller = _Labeller(gm, roles, tokens, improve, pick_losses=pick_losses)
     labeller.run()
     always = frozenset(labeller.identity)
     return Identity(always, labeller.of_keys)
@@ -152,7 +172,13 @@ def label_tokens(
 
 class _Labeller:
     def __init__(
-        self, gm: fx.GraphModule, roles: Sequence[Role], tokens: Tokens, *, contract: bool, pick_losses: bool
+        self,
+        gm: fx.GraphModule,
+        roles: Sequence[Role],
+        tokens: Tokens,
+        make_improve: MakeImprove | None,
+        *,
+        pick_losses: bool,
     ) -> None:
         self.gm, self.tokens, self.pick_losses = gm, tokens, pick_losses
         self.roles = dict(zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True))
@@ -161,9 +187,8 @@ class _Labeller:
         self.identity: set[fx.Node] = {tokens.ids}
         """Inputs that tell tokens apart, as far as the attention needs them."""
         self.of_keys: dict[Expr, frozenset[fx.Node]] = {}
-        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
-        domain = CausalDomain(tokens.rows, tokens.columns, self.sources, find_causal_law)
-        self.contractor = Contractor(domain, self._admit) if contract else None
+        self.sources: Sources = {}
+        self.improve = make_improve(tokens, self.sources, self._admit) if make_improve is not None else None
 
     def run(self) -> None:
         """Label all nodes in order."""
@@ -175,8 +200,8 @@ class _Labeller:
             elif node.op == "call_function":
                 self._remember_sources(node)
                 set_fact(node, self.function(node))
-                if self.contractor is not None:
-                    set_fact(node, self.contractor.improve(node, fact_of(node)))
+                if self.improve is not None:
+                    set_fact(node, self.improve(node, fact_of(node)))
 
     def placeholder(self, node: fx.Node) -> Fact:
         self.sources[node] = frozenset([node] if node in self.tokens.inputs else [])
@@ -261,9 +286,9 @@ class _Labeller:
         for node in call.operands:
             if fact_of(node).kind is Kind.PREFIX:
                 self.identity |= self.sources[node]
-        if isinstance(fact.law, Attention):
-            self.identity |= self._loaded([fact.law.score, *fact.law.conditions])
-            self.of_keys |= {condition: self._loaded([condition]) for condition in fact.law.padding}
+        if isinstance(fact.law, Lifted):
+            self.identity |= self._loaded(fact.law.tells_apart())
+            self.of_keys |= {condition: self._loaded([condition]) for condition in fact.law.hides()}
 
     def _loaded(self, expressions: Iterable[Expr]) -> frozenset[fx.Node]:
         """The inputs that lifted expressions read, and the numbers of rows; learned values are told apart already."""
@@ -314,12 +339,6 @@ class _Labeller:
             return False
         self.identity |= sources
         return True
-
-
-def attentions(gm: fx.GraphModule) -> list[Attention]:
-    """The attentions that were lifted, in order."""
-    laws = [fact_of(node).law for node in gm.graph.nodes if node.op == "call_function"]
-    return [item for item in laws if isinstance(item, Attention)]
 
 
 def user_line(node: fx.Node) -> str | None:

@@ -17,13 +17,13 @@ from torch import fx
 from treefx.kernels.score import Expr, walk
 from treefx.passes.labels.constants import MASKING, Constants, constants_of
 from treefx.passes.labels.dims import NoLaw, extent
-from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, ReadsOthers, fact_of, shape_of
+from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, Lifted, fact_of, shape_of
 from treefx.passes.scores.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.scores.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
 from treefx.passes.scores.lift_mask import Digit, Index, lift, offset_of_keys, step
 from treefx.passes.scores.score_algebra import Tables, canonical_window, conjuncts, const, decide, simplify, split_mask
 
-__all__ = ["Attention", "lift_products", "lift_sdpa", "reads_key_alone"]
+__all__ = ["Attention", "attentions", "lift_products", "lift_sdpa", "reads_key_alone"]
 
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
@@ -38,7 +38,7 @@ _WORDS: dict[Any, str] = {
 
 
 @dataclass(frozen=True)
-class Attention(ReadsOthers):
+class Attention(Lifted):
     """One attention of the model, ready to be written as ``treefx::tree_attention``.
 
     ``score`` and ``conditions`` speak in columns (see ``score_algebra``) and hold nothing of causality any more.
@@ -65,6 +65,20 @@ class Attention(ReadsOthers):
         expressions = [self.score, *self.conditions, *self.padding, *([self.sinks] if self.sinks is not None else [])]
         loads = [item[1] for expression in expressions for item in walk(expression) if item[0] == "load"]
         return [self.query, self.key, self.value, *loads]
+
+    def tells_apart(self) -> list[Expr]:
+        """The score and what it asks of pairs."""
+        return [self.score, *self.conditions]
+
+    def hides(self) -> tuple[Expr, ...]:
+        """The conditions of padding."""
+        return self.padding
+
+
+def attentions(gm: fx.GraphModule) -> list[Attention]:
+    """The attentions that were lifted, in order."""
+    laws = [fact_of(node).law for node in gm.graph.nodes if node.op == "call_function"]
+    return [item for item in laws if isinstance(item, Attention)]
 
 
 def lift_sdpa(node: fx.Node) -> Attention:

@@ -87,11 +87,11 @@ class Call:
 
 
 Law = Callable[[Call], Fact]
-_LAWS: dict[Any, Law] = {}
+_LAWS: dict[tuple[Any, Kind | None], Law] = {}
 
 
-def law(*targets: Any) -> Callable[[Law], Law]:
-    """Register a law for operators; a packet stands for all its overloads."""
+def law(*targets: Any, of: Kind | None = None) -> Callable[[Law], Law]:
+    """Register a law for operators, of a kind of operands where one is given; a packet stands for all its overloads."""
 
     def register(function: Law) -> Law:
         for target in targets:
@@ -100,17 +100,17 @@ def law(*targets: Any) -> Callable[[Law], Law]:
                 if isinstance(target, torch._ops.OpOverloadPacket)
                 else [target]
             )
-            _LAWS.update(dict.fromkeys(overloads, function))
+            _LAWS.update(dict.fromkeys([(overload, of) for overload in overloads], function))
         return function
 
     return register
 
 
-def find_law(target: Any) -> Law | None:
+def find_law(target: Any, of: Kind | None = None) -> Law | None:
     """The law of an operator, or None. Every operator that PyTorch tags as pointwise has one."""
-    if target in _LAWS:
-        return _LAWS[target]
-    return pointwise if is_pointwise(target) else None
+    if (target, of) in _LAWS:
+        return _LAWS[target, of]
+    return pointwise if of is None and is_pointwise(target) else None
 
 
 def aligned(call: Call, node: fx.Node, dims: Dims) -> None:

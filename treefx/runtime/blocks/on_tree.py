@@ -34,9 +34,11 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.score import Score, walk
 from treefx.passes.labels.constants import Constants, InputValues
 from treefx.passes.labels.facts import Kind, fact_of
-from treefx.passes.labels.label_tokens import attentions, find_tokens, label_tokens, user_line
+from treefx.passes.labels.label_tokens import find_tokens, label_tokens, user_line
 from treefx.passes.packing.token_count import TokenCount
 from treefx.passes.pipeline import fake_inputs
+from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
+from treefx.passes.scores.attention_facts import attentions
 from treefx.passes.trace.trace import trace_forward
 
 __all__ = ["OnTree", "is_on_tree", "on_tree", "rewrite_on_tree"]
@@ -229,7 +231,7 @@ def _prove(gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str]) -> t
     if found is None:
         raise UnsupportedError("a block under treefx.distribute must read hidden states [1, N, features], got none")
     constants = Constants(proof, values, kinds, InputValues(frozenset(), frozenset()))
-    label_tokens(proof, kinds, found, contract=False)
+    label_tokens(proof, kinds, found)
     _check(proof)
     return len(attentions(proof)), constants.read
 
