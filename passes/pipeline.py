@@ -51,7 +51,7 @@ from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import has_effects
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
 from treefx.passes.packing.own_positions import find_own_positions
-from treefx.passes.packing.pack_tokens import Output, Packer, is_packed_output
+from treefx.passes.packing.pack_tokens import Output, PackingInterpreter, is_packed_output
 from treefx.passes.packing.token_count import TokenCount, add_count_input
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
@@ -432,7 +432,7 @@ def _pack_tokens(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
         position = gm.graph.find_nodes(op="placeholder").index(tokens.ids)
         with mode:
             fakes[position] = torch.empty_like(metadata[1], dtype=fakes[position].dtype)[None]
-    packer = Packer(
+    packer = PackingInterpreter(
         gm, tokens, detached=variant.detached, redundant=variant.redundant, native=variant.native,
         absent=variant.absent, own_positions=variant.own_positions,
     )  # fmt: skip

@@ -61,10 +61,10 @@ def impurity(node: fx.Node) -> str | None:
     return found
 
 
-def changed_inputs(gm: fx.GraphModule) -> set[fx.Node]:
+def changed_inputs(gm: fx.GraphModule) -> frozenset[fx.Node]:
     """The placeholders that a functional graph writes to: buffers and inputs that differ from call to call."""
     copies = gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
-    return {node.args[0] for node in copies if isinstance(node.args[0], fx.Node)}
+    return frozenset(node.args[0] for node in copies if isinstance(node.args[0], fx.Node))
 
 
 def has_effects(gm: fx.GraphModule) -> bool:

@@ -1,44 +1,32 @@
 """How operators differ on packed tokens from the traced ones: sizes of views, constants beside tokens, expert slots.
 
-Called by ``pack_tokens.Packer``; an operator that is not here runs as it was traced.
+An operator for which no emitter is registered runs as it was traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from treefx.passes.labels.facts import Dims, Fact, fact_of
-from treefx.passes.labels.laws import (
-    base as laws,
-)
-from treefx.passes.labels.laws import (
-    experts as expert_laws,
-)
-from treefx.passes.labels.laws import (
-    features as feature_laws,
-)
-from treefx.passes.labels.laws import (
-    matmul as matmul_laws,
-)
+from treefx.passes.labels.laws import base as laws
+from treefx.passes.labels.laws import experts as expert_laws
+from treefx.passes.labels.laws import features as feature_laws
+from treefx.passes.labels.laws import matmul as matmul_laws
+from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import at_columns
 
-if TYPE_CHECKING:
-    from treefx.passes.packing.pack_tokens import Packer
-
-__all__ = ["find_emitter"]
-
 aten = torch.ops.aten
-Emitter = Callable[["Packer", fx.Node, Fact], Any]
 
 
+@emits(laws.pointwise)
 def _pointwise(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.call(node, align=fact.dims)
 
 
+@emits(laws.lerp)
 def _lerp(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     args = [packer.operand(item, fact.dims) for item in node.args]
     given = [x for x in args if isinstance(x, Tensor)]
@@ -46,16 +34,19 @@ def _lerp(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(*tensors, *[x for x in args if not isinstance(x, Tensor)])  # type: ignore[operator]
 
 
+@emits(laws.view)
 def _view(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     return packer.packed(node.args[0]).reshape(packer.shape(fact.dims))
 
 
+@emits(laws.expand)
 def _expand(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     return packer.packed(node.args[0]).expand(packer.shape(fact.dims))
 
 
+@emits(laws.slice_)
 def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -63,6 +54,7 @@ def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.packed(source) if whole else packer.call(node)
 
 
+@emits(laws.pad)
 def _pad(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     """Not ``constant_pad_nd`` itself: its meta function fixes the symbolic number of tokens."""
     source, *given = node.args
@@ -79,6 +71,7 @@ def _pad(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return x
 
 
+@emits(laws.cat)
 def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     pieces = laws.nonempty_pieces(node)
     assert fact.dims is not None
@@ -99,10 +92,12 @@ def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(values, *node.args[1:])  # type: ignore[operator]
 
 
+@emits(laws.view_as_complex)
 def _view_as_complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return torch.view_as_complex(packer.packed(node.args[0]).contiguous())
 
 
+@emits(feature_laws.complex_)
 def _complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     """Not ``complex`` itself, for the same reason."""
     assert fact.dims is not None
@@ -110,11 +105,13 @@ def _complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return torch.view_as_complex(torch.stack([real, imaginary], -1))
 
 
+@emits(laws.copy)
 def _copy(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     return packer.packed(node.args[1]).expand(packer.shape(fact.dims)).to(node.meta["val"].dtype)
 
 
+@emits(laws.overwrite)
 def _overwrite(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     target, piece, *where = node.args
     assert fact.dims is not None and isinstance(target, fx.Node) and isinstance(piece, fx.Node)
@@ -132,12 +129,14 @@ def _overwrite(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(*values, *where, **node.kwargs)  # type: ignore[operator]
 
 
+@emits(feature_laws.group_norm)
 def _group_norm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     source, weight, bias, _, *rest = node.args
     x = packer.packed(source).contiguous()
     return node.target(x, packer.full(weight), packer.full(bias), x.shape[0], *rest)  # type: ignore[operator]
 
 
+@emits(laws.scatter)
 def _scatter(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     source, dim, index, values = node.args
@@ -145,10 +144,12 @@ def _scatter(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(target, dim, packer.packed(index), packer.packed(values), **node.kwargs)  # type: ignore[operator]
 
 
+@emits(laws.gather, matmul_laws.addmm)
 def _first_operand_aligned(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.call(node, align=fact.dims, only=[0])
 
 
+@emits(matmul_laws.bmm)
 def _bmm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     batch = (fact.dims[0], (), ())
@@ -161,6 +162,7 @@ def _bmm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.kwargs.get("beta", 1) * bias + node.kwargs.get("alpha", 1) * product
 
 
+@emits(expert_laws.index_put)
 def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     """``empty.index_put([order], arange)``: the arange counts packed slots."""
     target, indices, values = node.args[:3]
@@ -168,29 +170,3 @@ def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     order = packer.packed(indices[0])
     count = torch.arange(order.shape[0], dtype=values.meta["val"].dtype, device=order.device)
     return aten.index_put.default(packer.packed(target), [order], count)
-
-
-_EMITTERS: dict[Any, Emitter] = {
-    laws.pointwise: _pointwise,
-    laws.lerp: _lerp,
-    laws.view: _view,
-    laws.expand: _expand,
-    laws.slice_: _slice,
-    laws.pad: _pad,
-    laws.cat: _cat,
-    laws.view_as_complex: _view_as_complex,
-    feature_laws.complex_: _complex,
-    laws.copy: _copy,
-    laws.overwrite: _overwrite,
-    laws.scatter: _scatter,
-    feature_laws.group_norm: _group_norm,
-    laws.gather: _first_operand_aligned,
-    matmul_laws.addmm: _first_operand_aligned,
-    matmul_laws.bmm: _bmm,
-    expert_laws.index_put: _inverse,
-}
-
-
-def find_emitter(target: Any) -> Emitter | None:
-    """What makes the packed form of an operator's result; None for the operator itself."""
-    return _EMITTERS.get(laws.find_law(target))

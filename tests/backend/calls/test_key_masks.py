@@ -13,7 +13,7 @@ from tests.backend.support import compare, compile_with
 from tests.batches import IGNORED, PAD, shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, Step
-from treefx.passes.packing import pack_tokens
+from treefx.passes.packing import emit_attention
 from treefx.passes.pipeline import Analysis
 from treefx.runtime.padding import Padding
 
@@ -332,7 +332,7 @@ def test_no_finite_score_reaches_the_lowest_number() -> None:
 
 
 def test_scores_that_reach_the_fill_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_tokens, "is_hidden", lambda *where: torch.ones((), dtype=torch.bool))
+    monkeypatch.setattr(emit_attention, "is_hidden", lambda *where: torch.ones((), dtype=torch.bool))
     with pytest.raises(AssertionError, match="differ by more than"):
         test_scores_as_large_as_the_fill(-1e4, 1e5, True)
 

@@ -14,8 +14,9 @@ from tests.batches import IGNORED, PAD, Batch, distinct_tokens
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome
 from tests.spellings import CHUNK, PADDED, Spelling, causal
+from treefx.passes.packing import emit_attention
+from treefx.passes.packing.emitters import Packer
 from treefx.passes.packing.layout import Metadata
-from treefx.passes.packing.pack_tokens import Packer
 
 
 def with_places(batch: Batch) -> Batch:
@@ -85,7 +86,7 @@ def test_window_by_the_column_of_one_row_is_wrong(monkeypatch: pytest.MonkeyPatc
         metadata: Metadata = packer.metadata
         return metadata.column
 
-    monkeypatch.setattr(Packer, "_places", column)
+    monkeypatch.setattr(emit_attention, "places", column)
     with pytest.raises(AssertionError, match="differ by more"):
         compare(double("mistral", sliding_window=3), scattered(2))
 

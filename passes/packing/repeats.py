@@ -1,0 +1,43 @@
+"""Packed values without the factor that they were repeated along (``repeat_kv``): nothing is repeated then."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from treefx.passes.labels.facts import Factor, fact_of
+from treefx.passes.labels.laws import base as laws
+from treefx.passes.packing.emitters import Packer
+
+__all__ = ["Collapser"]
+
+aten = torch.ops.aten
+
+
+class Collapser:
+    """Remakes the movement operators behind a repeated factor with that factor left at one, so nothing is repeated."""
+
+    def __init__(self, packer: Packer, factor: Factor) -> None:
+        self.packer, self.factor = packer, factor
+
+    def make(self, node: fx.Node) -> Tensor | None:
+        """The packed value without the repeated factor, or None where something else than movement made it."""
+        dims = fact_of(node).dims
+        assert dims is not None
+        if not any(f.repeated and f.size == self.factor.size for dim in dims for f in dim):
+            return self.packer.packed(node) if all(not f.repeated for dim in dims for f in dim) else None
+        source = node.args[0] if node.args else None
+        rule = laws.find_law(node.target)
+        if not isinstance(source, fx.Node) or len(node.all_input_nodes) != 1:
+            return None
+        inner = self.make(source)
+        if inner is None:
+            return None
+        shape = self.packer.shape(tuple(tuple(f for f in dim if not f.repeated) for dim in dims))
+        if rule in (laws.view, laws.expand):
+            return inner.reshape(shape)
+        moves = (laws.permute, laws.unsqueeze, laws.squeeze)
+        if rule in moves or node.target in (aten.clone.default, aten.alias.default, aten._to_copy.default):
+            result: Tensor = node.target(inner, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+            return result
+        return None
