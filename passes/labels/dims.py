@@ -18,12 +18,14 @@ __all__ = [
     "extent",
     "has_tokens",
     "insert",
+    "is_keys",
     "move",
     "plain",
     "regroup",
     "resize",
     "same_tokens",
     "unrepeated",
+    "with_keys",
 ]
 
 
@@ -166,3 +168,14 @@ def resize(dims: Dims, position: int, size: int) -> Dims:
         axes = "/".join(sorted(axis.name.lower() for axis in token_axes((dims[position],))))
         raise NoLaw(f"mixes positions along the {axes} axis")
     return dims[:position] + (plain(size),) + dims[position + 1 :]
+
+
+def is_keys(dim: tuple[Factor, ...]) -> bool:
+    """Whether a dimension runs over the keys of scores."""
+    return [factor.axis for factor in dim] == [Axis.KEY]
+
+
+def with_keys(dims: Dims, dim: int, size: int) -> Dims:
+    """Scores with another number of entries per query."""
+    dim %= len(dims)
+    return dims[:dim] + ((Factor(Axis.KEY, size),),) + dims[dim + 1 :]

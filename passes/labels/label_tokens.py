@@ -30,10 +30,14 @@ from treefx.passes.labels.facts import (
     shape_of,
     token_axes,
 )
-from treefx.passes.labels.laws import base as laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import experts as expert_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import features as feature_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import lookups as lookup_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import matmul as matmul_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import movement as movement_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import pointwise as pointwise_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import reductions as reduction_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import shape as shape_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws.base import Call, find_law
 from treefx.passes.labels.laws.losses import find_sink
 from treefx.passes.labels.laws.reindex import Reindexed, find_reindexed
@@ -266,7 +270,7 @@ class _Labeller:
         self._check_identity(call)
         fact = law(call)
         if fact.kind is Kind.SCORE and fact.dims is not None and Axis.KEY not in token_axes(fact.dims):
-            laws.check_statistic(call)
+            reduction_laws.check_statistic(call)
         if fact.kind is Kind.PACKED:
             self._identify(call, fact)
         return fact

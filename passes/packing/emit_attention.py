@@ -15,7 +15,7 @@ from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.kernels.score import Expr, Score, evaluate
 from treefx.passes.labels.dims import has_tokens
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
-from treefx.passes.labels.laws import base as laws
+from treefx.passes.labels.laws.base import LABELLED
 from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import tokens_first
 from treefx.passes.packing.repeats import Collapser
@@ -68,7 +68,7 @@ def _range(packer: Packer, query: Tensor, key: Tensor, expr: Expr) -> Range:
     if expr[0] != "load":
         return unknown(expr)
     node = expr[1]
-    value = packer.packed(node) if fact_of(node).kind in laws.LABELLED else packer.full(node)
+    value = packer.packed(node) if fact_of(node).kind in LABELLED else packer.full(node)
     return bounded(value.amin(), value.amax())
 
 

@@ -11,22 +11,26 @@ import torch
 from torch import Tensor, fx
 
 from treefx.passes.labels.facts import Dims, Fact, fact_of
-from treefx.passes.labels.laws import base as laws
 from treefx.passes.labels.laws import experts as expert_laws
 from treefx.passes.labels.laws import features as feature_laws
+from treefx.passes.labels.laws import lookups as lookup_laws
 from treefx.passes.labels.laws import matmul as matmul_laws
+from treefx.passes.labels.laws import movement as movement_laws
+from treefx.passes.labels.laws import pointwise as pointwise_laws
+from treefx.passes.labels.laws import shape as shape_laws
+from treefx.passes.labels.laws.base import LABELLED
 from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import at_columns
 
 aten = torch.ops.aten
 
 
-@emits(laws.pointwise)
+@emits(pointwise_laws.pointwise)
 def _pointwise(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.call(node, align=fact.dims)
 
 
-@emits(laws.lerp)
+@emits(pointwise_laws.lerp)
 def _lerp(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     args = [packer.operand(item, fact.dims) for item in node.args]
     given = [x for x in args if isinstance(x, Tensor)]
@@ -34,19 +38,19 @@ def _lerp(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(*tensors, *[x for x in args if not isinstance(x, Tensor)])  # type: ignore[operator]
 
 
-@emits(laws.view)
+@emits(shape_laws.view)
 def _view(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     return packer.packed(node.args[0]).reshape(packer.shape(fact.dims))
 
 
-@emits(laws.expand)
+@emits(shape_laws.expand)
 def _expand(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     return packer.packed(node.args[0]).expand(packer.shape(fact.dims))
 
 
-@emits(laws.slice_)
+@emits(movement_laws.slice_)
 def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -54,7 +58,7 @@ def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.packed(source) if whole else packer.call(node)
 
 
-@emits(laws.pad)
+@emits(movement_laws.pad)
 def _pad(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     """Not ``constant_pad_nd`` itself: its meta function fixes the symbolic number of tokens."""
     source, *given = node.args
@@ -71,9 +75,9 @@ def _pad(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return x
 
 
-@emits(laws.cat)
+@emits(movement_laws.cat)
 def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    pieces = laws.nonempty_pieces(node)
+    pieces = movement_laws.nonempty_pieces(node)
     assert fact.dims is not None
     if len(pieces) == 1 and node.target is aten.cat.default:
         return packer.packed(pieces[0])
@@ -83,7 +87,7 @@ def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     dims = fact.dims[:dim] + fact.dims[dim + 1 :]
     values = []
     for piece in pieces:
-        if fact_of(piece).kind in laws.LABELLED:
+        if fact_of(piece).kind in LABELLED:
             value = packer.packed(piece)
         else:
             value = at_columns(packer.full(piece), dims if stacks else fact.dims, packer.metadata)
@@ -92,7 +96,7 @@ def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(values, *node.args[1:])  # type: ignore[operator]
 
 
-@emits(laws.view_as_complex)
+@emits(shape_laws.view_as_complex)
 def _view_as_complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return torch.view_as_complex(packer.packed(node.args[0]).contiguous())
 
@@ -105,13 +109,13 @@ def _complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return torch.view_as_complex(torch.stack([real, imaginary], -1))
 
 
-@emits(laws.copy)
+@emits(shape_laws.copy)
 def _copy(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     return packer.packed(node.args[1]).expand(packer.shape(fact.dims)).to(node.meta["val"].dtype)
 
 
-@emits(laws.overwrite)
+@emits(movement_laws.overwrite)
 def _overwrite(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     target, piece, *where = node.args
     assert fact.dims is not None and isinstance(target, fx.Node) and isinstance(piece, fx.Node)
@@ -120,7 +124,7 @@ def _overwrite(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     selects = node.target is aten.select_scatter.default
 
     def whole(item: fx.Node, dims: Dims) -> Tensor:
-        labelled = fact_of(item).kind in laws.LABELLED
+        labelled = fact_of(item).kind in LABELLED
         value = packer.packed(item) if labelled else at_columns(packer.full(item), dims, packer.metadata)
         shape = packer.shape(rest)
         return value.expand(shape if dims is rest else [*shape[:dim], value.shape[dim], *shape[dim:]])
@@ -136,7 +140,7 @@ def _group_norm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(x, packer.full(weight), packer.full(bias), x.shape[0], *rest)  # type: ignore[operator]
 
 
-@emits(laws.scatter)
+@emits(lookup_laws.scatter)
 def _scatter(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     source, dim, index, values = node.args
@@ -144,7 +148,7 @@ def _scatter(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(target, dim, packer.packed(index), packer.packed(values), **node.kwargs)  # type: ignore[operator]
 
 
-@emits(laws.gather, matmul_laws.addmm)
+@emits(lookup_laws.gather, matmul_laws.addmm)
 def _first_operand_aligned(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.call(node, align=fact.dims, only=[0])
 

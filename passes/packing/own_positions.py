@@ -21,9 +21,12 @@ from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import mixes
 from treefx.passes.labels.facts import ALONG_ROWS, Dims, Kind, fact_of, shape_of
 from treefx.passes.labels.label_tokens import Tokens
-from treefx.passes.labels.laws import base as laws
 from treefx.passes.labels.laws import features as feature_laws
+from treefx.passes.labels.laws import lookups as lookup_laws
 from treefx.passes.labels.laws import matmul as matmul_laws
+from treefx.passes.labels.laws import movement as movement_laws
+from treefx.passes.labels.laws import pointwise as pointwise_laws
+from treefx.passes.labels.laws.base import find_law
 from treefx.passes.labels.purity import impurity
 from treefx.passes.packing.layout import reads_columns
 from treefx.passes.scores.attention_facts import Attention
@@ -134,14 +137,14 @@ def _tensors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 def _aligned(node: fx.Node) -> list[tuple[fx.Node, Dims]]:
     """The operands that stand next to token dimensions of the result, and these."""
     fact = fact_of(node)
-    law = laws.find_law(node.target)
+    law = find_law(node.target)
     if fact.dims is None:
         return []
     operands = list(_tensors(node.all_input_nodes))
-    if law in (laws.pointwise, feature_laws.complex_, laws.cat, laws.overwrite):
+    if law in (pointwise_laws.pointwise, feature_laws.complex_, movement_laws.cat, movement_laws.overwrite):
         return [(item, fact.dims) for item in operands]
     if law is matmul_laws.bmm:
         return [(item, (fact.dims[0], (), ())) for item in operands]
     first = node.args[0]
-    reads_first = law in (laws.gather, laws.scatter, matmul_laws.addmm)
+    reads_first = law in (lookup_laws.gather, lookup_laws.scatter, matmul_laws.addmm)
     return [(first, fact.dims)] if reads_first and isinstance(first, fx.Node) else []

@@ -33,7 +33,8 @@ from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import Contracted
 from treefx.passes.labels.facts import ALONG_ROWS, Axis, Dims, Fact, Kind, ancestors, fact_of, token_axes
 from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
-from treefx.passes.labels.laws import base as laws
+from treefx.passes.labels.laws import shape as shape_laws
+from treefx.passes.labels.laws.base import LABELLED, find_law
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
@@ -180,7 +181,7 @@ class PackingInterpreter:
             q, k, v, mask, dropout, is_causal, scale, enable_gqa = self._full_args(node)[0]
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
         args, kwargs = self._full_args(node)
-        if laws.find_law(node.target) is laws.view:
+        if find_law(node.target) is shape_laws.view:
             return args[0].reshape(args[1])  # an expanded value may lie in memory in another order
         if node.target is aten.copy.default:
             return args[1].expand(args[0].shape).to(args[0].dtype)  # which has a derivative
@@ -244,7 +245,7 @@ class PackingInterpreter:
 
     def operand(self, item: Any, align: Dims | None = None) -> Any:
         """An operand of a packed operator: packed, or an invariant one aligned to ``align``."""
-        if isinstance(item, fx.Node) and fact_of(item).kind in laws.LABELLED:
+        if isinstance(item, fx.Node) and fact_of(item).kind in LABELLED:
             return self.packed(item)
         value = self.full(item)
         return at_columns(value, align, self.metadata) if align is not None and isinstance(value, Tensor) else value

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, fx
 
 from treefx.passes.labels.facts import Factor, fact_of
-from treefx.passes.labels.laws import base as laws
+from treefx.passes.labels.laws import shape as shape_laws
+from treefx.passes.labels.laws.base import find_law
 from treefx.passes.packing.emitters import Packer
 
 __all__ = ["Collapser"]
@@ -27,16 +28,16 @@ class Collapser:
         if not any(f.repeated and f.size == self.factor.size for dim in dims for f in dim):
             return self.packer.packed(node) if all(not f.repeated for dim in dims for f in dim) else None
         source = node.args[0] if node.args else None
-        rule = laws.find_law(node.target)
+        rule = find_law(node.target)
         if not isinstance(source, fx.Node) or len(node.all_input_nodes) != 1:
             return None
         inner = self.make(source)
         if inner is None:
             return None
         shape = self.packer.shape(tuple(tuple(f for f in dim if not f.repeated) for dim in dims))
-        if rule in (laws.view, laws.expand):
+        if rule in (shape_laws.view, shape_laws.expand):
             return inner.reshape(shape)
-        moves = (laws.permute, laws.unsqueeze, laws.squeeze)
+        moves = (shape_laws.permute, shape_laws.unsqueeze, shape_laws.squeeze)
         if rule in moves or node.target in (aten.clone.default, aten.alias.default, aten._to_copy.default):
             result: Tensor = node.target(inner, *node.args[1:], **node.kwargs)  # type: ignore[operator]
             return result

@@ -17,7 +17,9 @@ from torch import fx
 from treefx.passes.labels import dims as algebra
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, fact_of, plain_dims, shape_of
-from treefx.passes.labels.laws.base import Call, law, pointwise, selection
+from treefx.passes.labels.laws.base import Call, law
+from treefx.passes.labels.laws.pointwise import pointwise
+from treefx.passes.labels.laws.reductions import selection
 
 __all__ = ["SlotRole", "Slots", "of_statistic", "statistic"]
 

@@ -13,7 +13,8 @@ from torch import fx
 from treefx.passes.labels import dims as algebra
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Dims, Fact, Kind, shape_of
-from treefx.passes.labels.laws.base import Call, law, pointwise
+from treefx.passes.labels.laws.base import Call, law
+from treefx.passes.labels.laws.pointwise import pointwise
 
 __all__ = ["complex_", "group_norm"]
 
