@@ -29,13 +29,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.score import Expr
+from treefx.passes.analysis import Analysis, Expansion, Rewritten, Variant
 from treefx.passes.causal.contract import contracting, leaks, mixes
 from treefx.passes.causal.tree_mixers import TreeScan
 from treefx.passes.causal.tree_scans import find_tree_scans
-from treefx.passes.cuts.boundary_kv import CutGraph, Run, add_boundary
+from treefx.passes.cuts.boundary_kv import add_boundary
 from treefx.passes.labels.constants import Constants, InputValues
-from treefx.passes.labels.facts import Dims, Kind, fact_of
+from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.label_tokens import (
     MEETS_ROWS,
     MakeImprove,
@@ -46,32 +46,17 @@ from treefx.passes.labels.label_tokens import (
     user_line,
 )
 from treefx.passes.labels.laws.losses import Pick
-from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
-from treefx.passes.labels.purity import has_effects
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
 from treefx.passes.packing.own_positions import find_own_positions
-from treefx.passes.packing.pack_tokens import Output, PackingInterpreter, is_packed_output
+from treefx.passes.packing.pack_tokens import PackingInterpreter
 from treefx.passes.packing.token_count import TokenCount, add_count_input
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
-from treefx.passes.scores.attention_facts import Attention, attentions
+from treefx.passes.scores.attention_facts import attentions
 from treefx.passes.trace.trace import trace_forward, trace_function
 
-__all__ = [
-    "NECESSARY",
-    "OPTIONAL",
-    "UNHIDDEN",
-    "Analysis",
-    "Expansion",
-    "Rewritten",
-    "Variant",
-    "analyse",
-    "build_passes",
-    "compile_variant",
-    "fake_inputs",
-    "rewrite",
-]
+__all__ = ["NECESSARY", "OPTIONAL", "UNHIDDEN", "analyse", "build_passes", "compile_variant", "fake_inputs", "rewrite"]
 
 OPTIONAL = {
     "contract": "causal mixers are expanded, and everything after them",
@@ -97,126 +82,6 @@ GIVES_SCORES = "gives attention scores to the caller"
 """The reason of outputs that are computed on rows though the attention itself runs packed."""
 _FOREST_TOKENS = 8192
 """The size that graphs of the native level are compiled for; a forest may be larger."""
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """An operator that reads expanded values: its name, why, and the user's line.
-
-    Where it is ``contracted``, all that comes of it is proved causal and read once per token again.
-    """
-
-    op: str
-    reason: str
-    line: str | None
-    contracted: bool = False
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How one analysis is rewritten. Calls that differ in these run differently compiled graphs."""
-
-    detached: frozenset[int] = frozenset()
-    """Output positions that leave without gradient, because nobody has asked for theirs yet."""
-    redundant: frozenset[Expr] = frozenset()
-    """Conditions of attentions that the inputs of the call make true for all tokens that run."""
-    native: bool = False
-    absent: frozenset[int] = frozenset()
-    """Output positions of logits that are not computed, because only losses read them so far."""
-    own_positions: bool = False
-    """Whether rows start in different columns and share tokens all the same."""
-    part: Run | None = None
-    """What a part of a forest runs for; None for a forest that is not cut."""
-
-
-@dataclass
-class Analysis:
-    """Passes 1 to 3 for one shape of inputs."""
-
-    gm: fx.GraphModule
-    roles: list[Role]
-    tokens: Tokens | None
-    identity: list[int]
-    """Positions of the inputs whose values tell tokens apart."""
-    identity_of_keys: dict[Expr, list[int]] = field(default_factory=dict)
-    """The same of those that a condition on keys reads, wherever it stays in the graph."""
-    identity_of_rows: list[fx.Node] = field(default_factory=list)
-    """Values, one number per row, that do so too."""
-    own_positions: list[fx.Node] | None = None
-    """Values [B, T] that do so where rows start in different columns; None where tokens are known by their column."""
-    known: InputValues = field(default_factory=InputValues)
-    """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
-    constants: Constants | None = None
-    attentions: list[Attention] = field(default_factory=list)
-    recurrences: int = 0
-    """Linear recurrences that run along the tree."""
-    expansions: list[Expansion] = field(default_factory=list)
-    obstacles: list[Expansion] = field(default_factory=list)
-    """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
-    picks: list[fx.Node] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def identity_without(self, redundant: frozenset[Expr]) -> list[int]:
-        """Positions of the inputs whose values tell tokens apart where some conditions on keys are left out."""
-        staying = [read for condition, read in self.identity_of_keys.items() if condition not in redundant]
-        return sorted({*self.identity, *(position for read in staying for position in read)})
-
-    @property
-    def packed_outputs(self) -> dict[int, Dims]:
-        """Positions and dimensions of the outputs that leave the graph packed."""
-        facts = {i: fact_of(item) for i, item in enumerate(self._outputs) if isinstance(item, fx.Node)}
-        return {i: fact.dims for i, fact in facts.items() if is_packed_output(fact) and fact.dims is not None}
-
-    @property
-    def returns_loss(self) -> bool:
-        """Whether a single number made with parameters is among the outputs."""
-        nodes = [item for item in self._outputs if isinstance(item, fx.Node)]
-        return any(
-            fact_of(node).learned and node.meta["val"].numel() == 1 and i not in self.packed_outputs
-            for i, node in enumerate(nodes)
-        )
-
-    @property
-    def returns_reindexed(self) -> bool:
-        """Whether shifted logits are among the outputs."""
-        return any(isinstance(node, fx.Node) and isinstance(fact_of(node).law, Reindexed) for node in self._outputs)
-
-    @property
-    def changed_parameter(self) -> str | None:
-        """Which operator changes a parameter, and where; None if none does."""
-        roles = dict(zip(self.gm.graph.find_nodes(op="placeholder"), self.roles, strict=True))
-        for copy in self.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-            target, source = copy.args[:2]
-            if roles.get(target) == "parameter" and isinstance(source, fx.Node):
-                return f"{source.target} {fact_of(source).obstacle or 'changes it in place'}"
-        return None
-
-    @property
-    def has_side_effects(self) -> bool:
-        """Whether a second run of the graph differs: it draws random numbers or changes a buffer."""
-        return has_effects(self.gm)
-
-    @property
-    def _outputs(self) -> Sequence[Any]:
-        outputs: Any = next(iter(self.gm.graph.find_nodes(op="output"))).args[0]
-        return outputs  # type: ignore[no-any-return]
-
-
-@dataclass
-class Rewritten:
-    """Passes 4 and 5 for one variant of the graph ``traced``."""
-
-    gm: fx.GraphModule
-    traced: fx.GraphModule
-    outputs: list[Output]
-    inputs: list[Any]
-    mode: FakeTensorMode
-    count: TokenCount
-    """The number of distinct tokens; an input after the metadata."""
-    cut: CutGraph | None = None
-    """What a graph of parts takes and returns beside the others."""
-    asks: bool = False
-    """Whether the last result tells that all masks hide what they are to hide (``treefx.passes.scores.hidden``)."""
 
 
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:

@@ -12,7 +12,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 
-from treefx.passes.pipeline import Rewritten
+from treefx.passes.analysis import Rewritten
 
 __all__ = ["trace_inner_graphs"]
 

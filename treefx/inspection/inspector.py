@@ -18,8 +18,8 @@ from treefx.inspection.html import render_page
 from treefx.inspection.inner_graphs import trace_inner_graphs
 from treefx.inspection.score_text import describe_attentions
 from treefx.inspection.text import mark_restorations, summarise
+from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import restorations
-from treefx.passes.pipeline import Rewritten
 from treefx.runtime.report import GraphReport, Run, find
 
 __all__ = ["STAGES", "Inspection", "inspect"]

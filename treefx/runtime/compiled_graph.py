@@ -18,11 +18,12 @@ from treefx.errors import ForestError, TreefxError, UnsupportedError
 from treefx.forests.context import current_forest, current_tree
 from treefx.forests.forest import Forest
 from treefx.kernels.lasting import lasting
+from treefx.passes.analysis import Analysis, Expansion, Rewritten, Variant
 from treefx.passes.labels.constants import InputValues, input_values
 from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.packing.layout import expand_rows
 from treefx.passes.packing.vocab_tail import logits_of_losses
-from treefx.passes.pipeline import UNHIDDEN, Analysis, Expansion, Rewritten, Variant, analyse, build_passes, is_packed
+from treefx.passes.pipeline import UNHIDDEN, analyse, build_passes, is_packed
 from treefx.runtime.batch import Batch, build_batch, forest_batch
 from treefx.runtime.compiling import compiling
 from treefx.runtime.cut import Cut, PartRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils import checkpoint
 
-from treefx.passes.pipeline import Analysis
+from treefx.passes.analysis import Analysis
 
 __all__ = ["OutputUse"]
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, evaluate, walk
+from treefx.passes.analysis import Analysis
 from treefx.passes.causal.contract import mixes
 from treefx.passes.labels.facts import Axis, Dims, Kind, ancestors, fact_of
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
-from treefx.passes.pipeline import Analysis
 from treefx.passes.scores.attention_facts import reads_key_alone
 
 __all__ = ["Padding"]

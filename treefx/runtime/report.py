@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from treefx.config import Config
-from treefx.passes.pipeline import Rewritten
+from treefx.passes.analysis import Rewritten
 
 __all__ = ["GraphReport", "Parameters", "ReportingGraph", "Reports", "Run", "find", "register"]
 

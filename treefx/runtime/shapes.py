@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from treefx.kernels.lasting import lasting
-from treefx.passes.pipeline import Analysis, Rewritten, Variant, compile_variant, rewrite
+from treefx.passes.analysis import Analysis, Rewritten, Variant
+from treefx.passes.pipeline import compile_variant, rewrite
 from treefx.passes.runner import Pass
 from treefx.passes.trace.fingerprint import fingerprint, tensor_key
 from treefx.runtime.compiling import compiling

@@ -13,8 +13,8 @@ from tests.backend.support import compare, compile_with
 from tests.batches import IGNORED, PAD, shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, Step
+from treefx.passes.analysis import Analysis
 from treefx.passes.packing import emit_attention
-from treefx.passes.pipeline import Analysis
 from treefx.runtime.padding import Padding
 
 VOCAB, WIDTH, HEADS = 32, 16, 2

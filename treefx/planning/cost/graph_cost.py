@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from treefx.errors import UnsupportedError
-from treefx.passes.pipeline import Rewritten
+from treefx.passes.analysis import Rewritten
 from treefx.planning.cost.liveness import live_bytes, size_expression, storages
 from treefx.planning.cost.model import MONOMIALS
 from treefx.planning.cost.workspace import FLASH_BLOCK, workspace

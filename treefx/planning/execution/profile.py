@@ -26,7 +26,7 @@ from treefx.forests.forest import Forest
 from treefx.inspection.compiled_modules import modules_of
 from treefx.inspection.inspector import inspect
 from treefx.kernels.common import accumulation_dtype
-from treefx.passes.pipeline import Rewritten
+from treefx.passes.analysis import Rewritten
 from treefx.planning.cost.graph_cost import (
     Flops,
     Sizes,

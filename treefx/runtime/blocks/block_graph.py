@@ -12,8 +12,8 @@ from torch._guards import CompileContext
 from treefx.config import Config
 from treefx.forests.context import current_tree
 from treefx.kernels.lasting import lasting
+from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.compile_inner import Compiled, compile_inner
-from treefx.passes.pipeline import Rewritten
 from treefx.runtime.blocks.on_tree import OnTree, rewrite_on_tree
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.proof import Proof

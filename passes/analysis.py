@@ -1,0 +1,147 @@
+"""What the passes find out and make: the analysis of one shape of inputs, its variants, and a rewritten graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from treefx.kernels.score import Expr
+from treefx.passes.cuts.boundary_kv import CutGraph, Run
+from treefx.passes.labels.constants import Constants, InputValues
+from treefx.passes.labels.facts import Dims, fact_of
+from treefx.passes.labels.label_tokens import (
+    Role,
+    Tokens,
+)
+from treefx.passes.labels.laws.reindex import Reindexed
+from treefx.passes.labels.purity import has_effects
+from treefx.passes.packing.pack_tokens import Output, is_packed_output
+from treefx.passes.packing.token_count import TokenCount
+from treefx.passes.scores.attention_facts import Attention
+
+__all__ = ["Analysis", "Expansion", "Rewritten", "Variant"]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """An operator that reads expanded values: its name, why, and the user's line.
+
+    Where it is ``contracted``, all that comes of it is proved causal and read once per token again.
+    """
+
+    op: str
+    reason: str
+    line: str | None
+    contracted: bool = False
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one analysis is rewritten. Calls that differ in these run differently compiled graphs."""
+
+    detached: frozenset[int] = frozenset()
+    """Output positions that leave without gradient, because nobody has asked for theirs yet."""
+    redundant: frozenset[Expr] = frozenset()
+    """Conditions of attentions that the inputs of the call make true for all tokens that run."""
+    native: bool = False
+    absent: frozenset[int] = frozenset()
+    """Output positions of logits that are not computed, because only losses read them so far."""
+    own_positions: bool = False
+    """Whether rows start in different columns and share tokens all the same."""
+    part: Run | None = None
+    """What a part of a forest runs for; None for a forest that is not cut."""
+
+
+@dataclass
+class Analysis:
+    """Passes 1 to 3 for one shape of inputs."""
+
+    gm: fx.GraphModule
+    roles: list[Role]
+    tokens: Tokens | None
+    identity: list[int]
+    """Positions of the inputs whose values tell tokens apart."""
+    identity_of_keys: dict[Expr, list[int]] = field(default_factory=dict)
+    """The same of those that a condition on keys reads, wherever it stays in the graph."""
+    identity_of_rows: list[fx.Node] = field(default_factory=list)
+    """Values, one number per row, that do so too."""
+    own_positions: list[fx.Node] | None = None
+    """Values [B, T] that do so where rows start in different columns; None where tokens are known by their column."""
+    known: InputValues = field(default_factory=InputValues)
+    """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
+    constants: Constants | None = None
+    attentions: list[Attention] = field(default_factory=list)
+    recurrences: int = 0
+    """Linear recurrences that run along the tree."""
+    expansions: list[Expansion] = field(default_factory=list)
+    obstacles: list[Expansion] = field(default_factory=list)
+    """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
+    picks: list[fx.Node] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def identity_without(self, redundant: frozenset[Expr]) -> list[int]:
+        """Positions of the inputs whose values tell tokens apart where some conditions on keys are left out."""
+        staying = [read for condition, read in self.identity_of_keys.items() if condition not in redundant]
+        return sorted({*self.identity, *(position for read in staying for position in read)})
+
+    @property
+    def packed_outputs(self) -> dict[int, Dims]:
+        """Positions and dimensions of the outputs that leave the graph packed."""
+        facts = {i: fact_of(item) for i, item in enumerate(self._outputs) if isinstance(item, fx.Node)}
+        return {i: fact.dims for i, fact in facts.items() if is_packed_output(fact) and fact.dims is not None}
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether a single number made with parameters is among the outputs."""
+        nodes = [item for item in self._outputs if isinstance(item, fx.Node)]
+        return any(
+            fact_of(node).learned and node.meta["val"].numel() == 1 and i not in self.packed_outputs
+            for i, node in enumerate(nodes)
+        )
+
+    @property
+    def returns_reindexed(self) -> bool:
+        """Whether shifted logits are among the outputs."""
+        return any(isinstance(node, fx.Node) and isinstance(fact_of(node).law, Reindexed) for node in self._outputs)
+
+    @property
+    def changed_parameter(self) -> str | None:
+        """Which operator changes a parameter, and where; None if none does."""
+        roles = dict(zip(self.gm.graph.find_nodes(op="placeholder"), self.roles, strict=True))
+        for copy in self.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            target, source = copy.args[:2]
+            if roles.get(target) == "parameter" and isinstance(source, fx.Node):
+                return f"{source.target} {fact_of(source).obstacle or 'changes it in place'}"
+        return None
+
+    @property
+    def has_side_effects(self) -> bool:
+        """Whether a second run of the graph differs: it draws random numbers or changes a buffer."""
+        return has_effects(self.gm)
+
+    @property
+    def _outputs(self) -> Sequence[Any]:
+        outputs: Any = next(iter(self.gm.graph.find_nodes(op="output"))).args[0]
+        return outputs  # type: ignore[no-any-return]
+
+
+@dataclass
+class Rewritten:
+    """Passes 4 and 5 for one variant of the graph ``traced``."""
+
+    gm: fx.GraphModule
+    traced: fx.GraphModule
+    outputs: list[Output]
+    inputs: list[Any]
+    mode: FakeTensorMode
+    count: TokenCount
+    """The number of distinct tokens; an input after the metadata."""
+    cut: CutGraph | None = None
+    """What a graph of parts takes and returns beside the others."""
+    asks: bool = False
+    """Whether the last result tells that all masks hide what they are to hide (``treefx.passes.scores.hidden``)."""
