@@ -18,9 +18,10 @@ from treefx.kernels.score import Expr, walk
 from treefx.passes.labels.constants import MASKING, Constants, constants_of
 from treefx.passes.labels.dims import NoLaw, extent
 from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, Lifted, fact_of, shape_of
+from treefx.passes.scores.digits import Digit, Index, offset_of_keys
 from treefx.passes.scores.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.scores.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
-from treefx.passes.scores.lift_mask import Digit, Index, lift, offset_of_keys, step
+from treefx.passes.scores.lift_mask import lift, step
 from treefx.passes.scores.score_algebra import Tables, canonical_window, conjuncts, const, decide, simplify, split_mask
 
 __all__ = ["Attention", "attentions", "lift_products", "lift_sdpa", "reads_key_alone"]

@@ -16,7 +16,8 @@ from torch import fx
 from treefx.kernels.score import Expr
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Kind, fact_of, shape_of
-from treefx.passes.scores.lift_mask import Index, lift, offset_of_keys
+from treefx.passes.scores.digits import Index, offset_of_keys
+from treefx.passes.scores.lift_mask import lift
 from treefx.passes.scores.score_algebra import const
 
 __all__ = ["is_quotient", "lift_quotient"]

@@ -7,38 +7,22 @@ at that index. An index is kept as *digits*, one per factor of a dimension, so t
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from treefx.kernels.score import Expr, walk
-from treefx.passes.labels.constants import constants_of
+from treefx.kernels.score import Expr
 from treefx.passes.labels.dims import NoLaw
-from treefx.passes.labels.facts import Axis, Kind, fact_of, shape_of
-from treefx.passes.labels.given_masks import GivenMask
-from treefx.passes.labels.uniformity import is_uniform
+from treefx.passes.labels.facts import Kind, fact_of, shape_of
+from treefx.passes.scores.digits import Digit, Index, align, combined, of_head, offset_of_keys, split_digit
+from treefx.passes.scores.loads import load, load_maybe
 from treefx.passes.scores.score_algebra import const, fold
 
-__all__ = ["Digit", "Index", "combined", "element_operands", "lift", "offset_of_keys", "step"]
+__all__ = ["element_operands", "lift", "step"]
 
 aten = torch.ops.aten
-Digit = tuple[Expr, int]
-"""An index expression and the extent it counts over."""
-Index = tuple[tuple[Digit, ...], ...]
-"""Per dimension its digits, most significant first; a dimension of size one has none."""
-
-
-def combined(digits: Sequence[Digit]) -> Expr:
-    """The position along a dimension that its digits spell."""
-    if not digits:
-        return const(0)
-    total: Expr = digits[0][0]
-    for expr, size in digits[1:]:
-        total = ("add", ("mul", total, const(size)), expr)
-    return total
 
 
 def lift(node: Any, index: Index) -> Expr:
@@ -54,7 +38,7 @@ def lift(node: Any, index: Index) -> Expr:
         return lift(*moved)
     if fact_of(node).kind is Kind.SCORE and node.target in (aten.bmm.default, aten.baddbmm.default):
         return _product(node, index)
-    if fact_of(node).kind is Kind.PACKED and (loaded := _load_maybe(node, index)) is not None:
+    if fact_of(node).kind is Kind.PACKED and (loaded := load_maybe(node, index)) is not None:
         return loaded
     rule = _ELEMENTS.get(node.target)
     if rule is not None:
@@ -62,7 +46,7 @@ def lift(node: Any, index: Index) -> Expr:
     name = _POINTWISE.get(node.target)
     if name is not None:
         return fold((name, *[_operand(item, node, index) for item in node.args]))
-    return _load(node, index)
+    return load(node, index)
 
 
 def _operand(item: Any, node: fx.Node, index: Index) -> Expr:
@@ -70,11 +54,7 @@ def _operand(item: Any, node: fx.Node, index: Index) -> Expr:
     if not isinstance(item, fx.Node):
         return const(item)
     shape = shape_of(item)
-    return lift(item, _align(shape, index))
-
-
-def _align(shape: Sequence[int], index: Index) -> Index:
-    return tuple(() if size == 1 else index[position - len(shape)] for position, size in enumerate(shape))
+    return lift(item, align(shape, index))
 
 
 # Movement: the same element under another index -----------------------------------------------------------------------
@@ -117,7 +97,7 @@ def _move_view(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
             digit = queue.pop(0)
             missing = size // product
             if digit[1] > missing and digit[1] % missing == 0 and digit[0][0] not in ("b", "cq", "ck"):
-                digit, rest = _split_digit(digit, digit[1] // missing)
+                digit, rest = split_digit(digit, digit[1] // missing)
                 queue.insert(0, rest)
             taken.append(digit)
             product *= digit[1]
@@ -127,14 +107,8 @@ def _move_view(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
     return tuple(result)
 
 
-def _split_digit(digit: Digit, lower: int) -> tuple[Digit, Digit]:
-    """A digit as two, the second of extent ``lower``."""
-    expr, size = digit
-    return (("floordiv", expr, const(lower)), size // lower), (("mod", expr, const(lower)), lower)
-
-
 def _move_expand(node: fx.Node, source: fx.Node, index: Index) -> Index:
-    return _align(shape_of(source), index)
+    return align(shape_of(source), index)
 
 
 def _move_permute(node: fx.Node, source: fx.Node, index: Index) -> Index:
@@ -278,7 +252,7 @@ def _reversed_difference(node: fx.Node, index: Index) -> Expr:
 def _logic(name: str) -> Callable[[fx.Node, Index], Expr]:
     def rule(node: fx.Node, index: Index) -> Expr:
         if node.meta["val"].dtype is not torch.bool:
-            return _load(node, index)
+            return load(node, index)
         return (name, *[_operand(item, node, index) for item in node.args])
 
     return rule
@@ -290,11 +264,11 @@ def _index(node: fx.Node, index: Index) -> Expr:
     assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
     chosen = [item for item in indices if isinstance(item, fx.Node)]
     if len(chosen) != len(indices) or any(item.meta["val"].dtype is torch.bool for item in chosen):
-        return _load(node, index)
+        return load(node, index)
     shape = shape_of(source)
     front = len(index) - (len(shape) - len(chosen))
     digits = tuple(
-        ((lift(item, _align(shape_of(item), index[:front])), size),) if size > 1 else ()
+        ((lift(item, align(shape_of(item), index[:front])), size),) if size > 1 else ()
         for item, size in zip(chosen, shape, strict=False)
     )
     return lift(source, digits + index[front:])
@@ -317,22 +291,14 @@ def _gather(node: fx.Node, index: Index) -> Expr:
     source, dim, chosen = node.args[:3]
     assert isinstance(source, fx.Node) and isinstance(dim, int) and isinstance(chosen, fx.Node)
     if fact_of(node).kind is not Kind.SCORE:
-        return _load(node, index)
+        return load(node, index)
     size = shape_of(source)[dim]
     digits = ((lift(chosen, index), size),) if size > 1 else ()
-    return _load(source, (*index[:-1], digits))
+    return load(source, (*index[:-1], digits))
 
 
 def _scalar(node: fx.Node, index: Index) -> Expr:
     return const(node.args[0])
-
-
-def offset_of_keys(digits: Sequence[Digit]) -> int | None:
-    """How far behind its key an index stands: 0 for the key itself; None if it is something else."""
-    expr = combined(digits)
-    if expr == ("ck",) or not digits:
-        return 0
-    return int(expr[2][1]) if expr[0] == "add" and expr[1] == ("ck",) and expr[2][0] == "const" else None
 
 
 def _joined_keys(node: fx.Node, index: Index) -> Expr:
@@ -340,7 +306,7 @@ def _joined_keys(node: fx.Node, index: Index) -> Expr:
     pieces: Any = node.args[0]
     dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(index)  # type: ignore[arg-type]
     if fact_of(node).kind is not Kind.SCORE or dim != len(index) - 1 or not index[dim]:
-        return _load(node, index)
+        return load(node, index)
     position, start = index[dim][0][0], 0
     for piece in pieces:
         size = shape_of(piece)[dim]
@@ -350,7 +316,7 @@ def _joined_keys(node: fx.Node, index: Index) -> Expr:
             digit = ((const(position[1] - start), size),) if size > 1 else ()
             return lift(piece, (*index[:dim], digit))
         start += size
-    return _load(node, index)
+    return load(node, index)
 
 
 _ELEMENTS: dict[Any, Callable[[fx.Node, Index], Expr]] = {
@@ -393,7 +359,7 @@ def element_operands(node: fx.Node) -> list[Any]:
 def _product(node: fx.Node, index: Index) -> Expr:
     """q.k, or beta * input + alpha * q.k; heads may be part of the query axis, in front of the tokens."""
     groups = tuple(digit for digit in index[1] if digit[0] != ("cq",))
-    in_order = index[1] in (groups, (*groups, *index[1][-1:])) and all(_of_head(digit) for digit in groups)
+    in_order = index[1] in (groups, (*groups, *index[1][-1:])) and all(of_head(digit) for digit in groups)
     if not in_order or [d[0] for d in index[2]] not in ([("ck",)], []):
         raise NoLaw("query and key axes change places between the scores and the probabilities")
     dot: Expr = ("dot", node, index[0] + groups)
@@ -405,106 +371,3 @@ def _product(node: fx.Node, index: Index) -> Expr:
         return product
     added = _operand(node.args[0], node, index)
     return ("add", added if beta == 1 else ("mul", added, const(beta)), product)
-
-
-def _of_head(digit: Digit) -> bool:
-    return not any(item[0] in ("b", "cq", "ck") for item in walk(digit[0]))
-
-
-def _invariant_position(node: fx.Node, dim: int, digits: Sequence[Digit]) -> Expr:
-    """The position along one dimension of an invariant value; rows are all alike there or it cannot be read."""
-    if not any(item == ("b",) for digit in digits for item in walk(digit[0])):
-        return combined(digits)
-    if not is_uniform(node, dim):
-        raise NoLaw("the mask differs from row to row by more than its inputs")
-    return const(0)
-
-
-# Leaves ---------------------------------------------------------------------------------------------------------------
-
-
-def _load_maybe(node: fx.Node, index: Index) -> Expr | None:
-    """A learned function of the query's or of the key's token, or None where it is none."""
-    tokens = {item for dim in index for digit in dim for item in walk(digit[0])} & {("cq",), ("ck",)}
-    if len(tokens) > 1:
-        return None
-    try:
-        return _load(node, index)
-    except NoLaw:
-        return None
-
-
-def _of_rows(node: fx.Node) -> str:
-    if not constants_of(node).changes(node):
-        return f"the mask depends on whole rows through {node.target}"
-    return (
-        f"reads a mask {list(shape_of(node))} given by the caller, which in this call is not causal up to hidden keys, "
-        "a window or documents; give attention_mask [B, T], or build the mask inside the model"
-    )
-
-
-def _load_of_row(node: fx.Node, index: Index) -> Expr:
-    """One number per row (or one for all) made from inputs alone, such as a count of padding.
-
-    It becomes part of the identity of the row's tokens.
-    """
-    size = shape_of(node).numel()
-    if [digit for dim in index for digit in dim] != ([(("b",), size)] if size > 1 else []):
-        raise NoLaw(_of_rows(node))
-    return ("load", node, ("cq",))
-
-
-def _given_mask(known: GivenMask, parts: Sequence[fx.Node], index: Index) -> Expr:
-    """A mask of the caller's, as its values in this and all calls of the analysis are known."""
-    rows = index[:1] if len(index) > 2 else ((),)
-    seen: Expr = ("and", ("le", ("ck",), ("cq",)), _load(parts[0], (*rows, index[-1])))
-    if known.window is not None:
-        seen = ("and", seen, ("lt", ("sub", ("cq",), ("ck",)), const(known.window)))
-    if known.has_starts:
-        seen = ("and", seen, ("ge", ("ck",), _load(parts[1], (*rows, index[-2]))))
-    return ("where", seen, const(known.shown), const(known.hidden))
-
-
-def _load(node: fx.Node, index: Index) -> Expr:
-    """Read a value of the graph at the index; a per-row value only at the query's or the key's own token."""
-    if node.target is operator.getitem:
-        raise NoLaw(f"the mask is built by {node.args[0]}")
-    fact = fact_of(node)
-    known = constants_of(node).masks.get(node)
-    if known is not None and [[digit[0] for digit in dim] for dim in index[-2:]] == [[("cq",)], [("ck",)]]:
-        return _given_mask(*known, index)
-    if fact.kind is Kind.INVARIANT:
-        fill = constants_of(node).number(node)
-        if fill is not None:
-            return const(fill)
-        return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
-    if fact.kind is Kind.ROW and not fact.learned:
-        return _load_of_row(node, index)
-    if fact.kind is Kind.SCORE:
-        raise NoLaw(f"a score passes through {node.target}")
-    if fact.kind not in (Kind.PREFIX, Kind.PACKED) or fact.dims is None:
-        raise NoLaw(_of_rows(node))
-    token: Expr | None = None
-    rest: list[Expr] = []
-    for dim, digits in zip(fact.dims, index, strict=True):
-        axes = [factor.axis for factor in dim if factor.axis is not Axis.PLAIN]
-        if not axes:
-            rest.append(combined(digits))
-        elif axes == [Axis.ROW] and [d[0] for d in digits] in ([("b",)], []):
-            continue
-        elif axes == [Axis.TOKEN] and [d[0] for d in digits] in ([("cq",)], [("ck",)], []):
-            token = digits[0][0] if digits else ("ck",)  # with one column, query and key are one token
-        elif axes == [Axis.ROW, Axis.TOKEN] and [d[0] for d in digits] in (
-            [("b",), ("cq",)],
-            [("b",), ("ck",)],
-        ):
-            token = digits[1][0]
-        else:
-            raise NoLaw("the mask reads a token other than its query or key")
-    if token is None:
-        raise NoLaw("the mask reads a per-row value at no token of its own")
-    loaded: Expr = ("load", node, token, *rest)
-    if node not in constants_of(node).binary:
-        return loaded
-    number: Any = float if node.meta["val"].is_floating_point() else int
-    return ("where", ("ne", loaded, const(0)), const(number(1)), const(number(0)))  # arithmetic with it folds

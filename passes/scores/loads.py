@@ -1,0 +1,122 @@
+"""Leaves of lifted expressions: values of the graph that are read at the query's or the key's own token."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from treefx.kernels.score import Expr, walk
+from treefx.passes.labels.constants import constants_of
+from treefx.passes.labels.dims import NoLaw
+from treefx.passes.labels.facts import Axis, Dims, Kind, fact_of, shape_of
+from treefx.passes.labels.given_masks import GivenMask
+from treefx.passes.labels.uniformity import is_uniform
+from treefx.passes.scores.digits import Digit, Index, combined
+from treefx.passes.scores.score_algebra import const
+
+__all__ = ["load", "load_maybe"]
+
+
+def _invariant_position(node: fx.Node, dim: int, digits: Sequence[Digit]) -> Expr:
+    """The position along one dimension of an invariant value; rows are all alike there or it cannot be read."""
+    if not any(item == ("b",) for digit in digits for item in walk(digit[0])):
+        return combined(digits)
+    if not is_uniform(node, dim):
+        raise NoLaw("the mask differs from row to row by more than its inputs")
+    return const(0)
+
+
+def load_maybe(node: fx.Node, index: Index) -> Expr | None:
+    """A learned function of the query's or of the key's token, or None where it is none."""
+    tokens = {item for dim in index for digit in dim for item in walk(digit[0])} & {("cq",), ("ck",)}
+    if len(tokens) > 1:
+        return None
+    try:
+        return load(node, index)
+    except NoLaw:
+        return None
+
+
+def _of_rows(node: fx.Node) -> str:
+    if not constants_of(node).changes(node):
+        return f"the mask depends on whole rows through {node.target}"
+    return (
+        f"reads a mask {list(shape_of(node))} given by the caller, which in this call is not causal up to hidden keys, "
+        "a window or documents; give attention_mask [B, T], or build the mask inside the model"
+    )
+
+
+def _load_of_row(node: fx.Node, index: Index) -> Expr:
+    """One number per row (or one for all) made from inputs alone, such as a count of padding.
+
+    It becomes part of the identity of the row's tokens.
+    """
+    size = shape_of(node).numel()
+    if [digit for dim in index for digit in dim] != ([(("b",), size)] if size > 1 else []):
+        raise NoLaw(_of_rows(node))
+    return ("load", node, ("cq",))
+
+
+def _given_mask(known: GivenMask, parts: Sequence[fx.Node], index: Index) -> Expr:
+    """A mask of the caller's, as its values in this and all calls of the analysis are known."""
+    rows = index[:1] if len(index) > 2 else ((),)
+    seen: Expr = ("and", ("le", ("ck",), ("cq",)), load(parts[0], (*rows, index[-1])))
+    if known.window is not None:
+        seen = ("and", seen, ("lt", ("sub", ("cq",), ("ck",)), const(known.window)))
+    if known.has_starts:
+        seen = ("and", seen, ("ge", ("ck",), load(parts[1], (*rows, index[-2]))))
+    return ("where", seen, const(known.shown), const(known.hidden))
+
+
+def load(node: fx.Node, index: Index) -> Expr:
+    """Read a value of the graph at the index; a per-row value only at the query's or the key's own token."""
+    if node.target is operator.getitem:
+        raise NoLaw(f"the mask is built by {node.args[0]}")
+    fact = fact_of(node)
+    known = constants_of(node).masks.get(node)
+    if known is not None and [[digit[0] for digit in dim] for dim in index[-2:]] == [[("cq",)], [("ck",)]]:
+        return _given_mask(*known, index)
+    if fact.kind is Kind.INVARIANT:
+        fill = constants_of(node).number(node)
+        if fill is not None:
+            return const(fill)
+        return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
+    if fact.kind is Kind.ROW and not fact.learned:
+        return _load_of_row(node, index)
+    if fact.kind is Kind.SCORE:
+        raise NoLaw(f"a score passes through {node.target}")
+    if fact.kind not in (Kind.PREFIX, Kind.PACKED) or fact.dims is None:
+        raise NoLaw(_of_rows(node))
+    token, rest = _at_token(fact.dims, index)
+    loaded: Expr = ("load", node, token, *rest)
+    if node not in constants_of(node).binary:
+        return loaded
+    number: Any = float if node.meta["val"].is_floating_point() else int
+    return ("where", ("ne", loaded, const(0)), const(number(1)), const(number(0)))  # arithmetic with it folds
+
+
+def _at_token(dims: Dims, index: Index) -> tuple[Expr, list[Expr]]:
+    """The column of the token that a value is read at, the query's or the key's, and its plain indices."""
+    token: Expr | None = None
+    rest: list[Expr] = []
+    for dim, digits in zip(dims, index, strict=True):
+        axes = [factor.axis for factor in dim if factor.axis is not Axis.PLAIN]
+        if not axes:
+            rest.append(combined(digits))
+        elif axes == [Axis.ROW] and [d[0] for d in digits] in ([("b",)], []):
+            continue
+        elif axes == [Axis.TOKEN] and [d[0] for d in digits] in ([("cq",)], [("ck",)], []):
+            token = digits[0][0] if digits else ("ck",)  # with one column, query and key are one token
+        elif axes == [Axis.ROW, Axis.TOKEN] and [d[0] for d in digits] in (
+            [("b",), ("cq",)],
+            [("b",), ("ck",)],
+        ):
+            token = digits[1][0]
+        else:
+            raise NoLaw("the mask reads a token other than its query or key")
+    if token is None:
+        raise NoLaw("the mask reads a per-row value at no token of its own")
+    return token, rest
