@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "PAD", "Batch", "distinct_tokens", "padded", "shared_batch"]
+__all__ = ["IGNORED", "PAD", "Batch", "batch_with_forks", "distinct_tokens", "left_padded", "padded", "shared_batch"]
 
 PAD = 0
 """Token id in padded cells; no row drawn here contains it."""
@@ -106,3 +106,17 @@ def distinct_tokens(batch: Batch, positions: Literal["column", "own"] = "column"
         key = start if positions == "column" else 0
         paths.update((key, tuple(real[: t + 1])) for t in range(len(real)))
     return len(paths)
+
+
+_STARTS = [0, 3, 1, 3, 0, 5]
+
+
+def left_padded(seed: int = 0) -> Batch:
+    """Rows that start in several columns, the same tokens right after the padding, T = 16."""
+    ids = shared_batch(rows=6, length=16, shared=8, padding=None, seed=seed).input_ids
+    return padded([row[: 16 - start] for row, start in zip(ids.tolist(), _STARTS)], "left", 16, seed)
+
+
+def batch_with_forks(padding: Side | None = None) -> Batch:
+    """Five rows of 15 tokens, 6 of them common to all."""
+    return shared_batch(rows=5, length=15, shared=6, vocab=61, padding=padding, seed=2)

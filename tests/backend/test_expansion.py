@@ -7,18 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.backend.support import compare, compile_with
-from tests.batches import Batch, Side, shared_batch
+from tests.batches import batch_with_forks, shared_batch
 from tests.mixers import ALONG_TREE, CAUSAL, MIXERS, Dropout
 from tests.models import TinyLM
 from tests.oracle import loss_of, refused, stats_of
 from tests.spellings import SPELLINGS
 
 VOCAB = 61
-
-
-def batch_with_forks(padding: Side | None = None) -> Batch:
-    """Five rows of 15 tokens, 6 of them common to all."""
-    return shared_batch(rows=5, length=15, shared=6, vocab=VOCAB, padding=padding, seed=2)
 
 
 def assert_named(stats: dict[str, Any], words: tuple[str, ...], source: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import treefx
 import treefx.runtime.batch
-from tests.backend.calls.test_native import native_loss
+from tests.backend.native import native_loss
 from tests.backend.support import compare, compile_with, llama
 from tests.batches import shared_batch
 from tests.models import double

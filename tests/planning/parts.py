@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.calls.test_native import Rows, TakesCacheFlag, random_weights, rollouts
+from tests.backend.native import Rows, TakesCacheFlag, random_weights, rollouts
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, Outcome, assert_close, compile_with
 from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut

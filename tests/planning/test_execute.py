@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.calls.test_native import Rows, TakesCacheFlag, branches, random_weights, rollouts
+from tests.backend.native import Rows, TakesCacheFlag, branches, random_weights, rollouts
 from tests.mixers import CumulativeSum
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, compile_with, outcome, separate_rows, stats_of

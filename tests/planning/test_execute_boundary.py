@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.cpu.test_cpu import random_parents
+from tests.kernels.forests import random_parents
 from treefx.errors import InputError
 from treefx.kernels import ops, reference
 from treefx.kernels.common import Boundary

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import treefx
-from tests.backend.calls.test_native import Rows, TakesCacheFlag, branches, random_weights
+from tests.backend.native import Rows, TakesCacheFlag, branches, random_weights
 from tests.mixers import CausalConvolution
 from tests.models import TinyLM, double
 from tests.oracle import FLOAT64, assert_close, compile_with, separate_rows, stats_of

@@ -24,6 +24,7 @@ _LIBRARIES = ("treefx", "torch", "triton", "numpy", "networkx", "sympy", "transf
 _TOLERANCE = 1e-10
 
 
+# Long: an option takes one line or three.
 def doctor(
     inner: Annotated[
         str, typer.Option(help="Inner compiler. [default: inductor; for the zoo aot_eager]", show_default=False)

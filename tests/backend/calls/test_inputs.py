@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.backend.support import assert_packed, compare, llama, logits_at_real_tokens
-from tests.batches import IGNORED, PAD, Batch, distinct_tokens, padded, shared_batch
+from tests.batches import IGNORED, PAD, Batch, distinct_tokens, left_padded, padded, shared_batch
 from tests.models import TinyLM, double
 from tests.spellings import PADDED, SPELLINGS
 
@@ -45,15 +45,6 @@ def test_rows_of_equal_length_without_mask(name: str) -> None:
     shortest = min(map(len, rows))
     batch = padded([row[:shortest] for row in rows]).without("attention_mask", "labels")
     assert_packed(compare(llama(), logits_at_real_tokens(batch)), distinct_tokens(batch))
-
-
-STARTS = [0, 3, 1, 3, 0, 5]
-
-
-def left_padded(seed: int = 0) -> Batch:
-    """Rows that start in several columns, the same tokens right after the padding, T = 16."""
-    ids = shared_batch(rows=6, length=16, shared=8, padding=None, seed=seed).input_ids
-    return padded([row[: 16 - start] for row, start in zip(ids.tolist(), STARTS)], "left", 16, seed)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2"])

@@ -1,6 +1,5 @@
 """Masks on keys: padding goes where all attentions hide it and nobody reads it; any other condition on keys stays."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,95 +8,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import treefx
+from tests.backend.masked import (
+    HEADS,
+    LM,
+    LOWEST,
+    SPECIAL,
+    Attend,
+    batch_of,
+    causal,
+    distinct,
+    model_of,
+    plain,
+    scores,
+    step_of,
+)
 from tests.backend.support import compare, compile_with
-from tests.batches import IGNORED, PAD, shared_batch
+from tests.batches import shared_batch
 from tests.models import double
-from tests.oracle import FLOAT64, Step
+from tests.oracle import FLOAT64
 from treefx.passes.analysis import Analysis
-from treefx.passes.packing import emit_attention
 from treefx.runtime.padding import Padding
 
-VOCAB, WIDTH, HEADS = 32, 16, 2
-SPECIAL = 7
-"""A token that nobody attends to."""
-LOWEST = torch.finfo(torch.float64).min
-
-Attend = Callable[..., Tensor]
-"""q, k, v [B, H, T, D], ids and mask [B, T], more inputs -> [B, H, T, D]."""
-
-
-class LM(nn.Module):
-    """An embedding, one attention per given function, and a head; returns the loss."""
-
-    def __init__(self, *attends: Attend) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
-        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in attends)
-        self.head, self.attends = nn.Linear(WIDTH, VOCAB), attends
-        self.register_buffer("lowest", torch.tensor(LOWEST, dtype=torch.float64))
-
-    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, *more: Tensor) -> Tensor:
-        x = self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
-        for project, attend in zip(self.qkv, self.attends):
-            q, k, v = project(x).view(*ids.shape, 3 * HEADS, -1).transpose(1, 2).chunk(3, 1)
-            x = x + attend(q, k, v, ids, mask, *more).transpose(1, 2).flatten(2)
-        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def model_of(*attends: Attend) -> nn.Module:
-    torch.manual_seed(0)
-    return LM(*attends).double()
-
-
-def batch_of(side: str, *, special: bool = True, predicted: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, mask and labels of four rows of 12 that share eight tokens, some padded by three; the fourth is special.
-
-    With ``predicted`` the first token of a row that is padded on the left is predicted, from padding.
-    """
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(8, VOCAB, (4, 12), generator=generator)
-    ids[:, :8] = ids[0, :8]
-    if special:
-        ids[:, 3] = SPECIAL
-    mask = torch.ones_like(ids)
-    if side == "right":
-        mask[1:3, 9:] = 0
-    elif side == "left":
-        ids[1:3] = ids[1:3].roll(3, 1)
-        mask[1:3, :3] = 0
-    elif side == "holes":
-        mask[1, 4], mask[2, 0] = 0, 0
-    ids = ids.masked_fill(mask == 0, PAD)
-    labels = ids.masked_fill(mask == 0, IGNORED)
-    if not predicted:
-        labels[mask.cumsum(1) == 1] = IGNORED
-    return ids, mask, labels
-
-
-def distinct(keys: Tensor, mask: Tensor) -> int:
-    """Number of prefixes of the rows under a mask."""
-    rows = [row[kept.bool()].tolist() for row, kept in zip(keys, mask)]
-    return len({tuple(row[: t + 1]) for row in rows for t in range(len(row))})
-
-
-def step_of(*inputs: Any) -> Step:
-    return lambda model: model(*inputs)
-
-
-def causal(q: Tensor) -> Tensor:
-    place = torch.arange(q.size(-2), device=q.device)
-    return place <= place[:, None]
-
-
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    return q @ k.mT * q.size(-1) ** -0.5
-
-
 # Two masks on keys ----------------------------------------------------------------------------------------------------
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def padding_alone(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
@@ -251,107 +183,6 @@ def test_zero_is_what_hard_masks_give_a_query_without_keys() -> None:
     ids, mask, labels = batch_of("right", special=False)
     ids[0, 0] = SPECIAL
     assert compare(model_of(two_booleans), step_of(ids, mask, labels)).stats["fallback"] is None
-
-
-def tensor_fill(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
-    seen = causal(q) & mask[:, None, None].bool()
-    low, zero = torch.tensor(LOWEST, dtype=q.dtype), torch.tensor(0.0, dtype=q.dtype)
-    return (scores(q, k) + torch.where(seen, zero, low)).softmax(-1) @ v
-
-
-def tensor_of_another_type(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
-    seen = causal(q) & mask[:, None, None].bool()
-    return scores(q, k).masked_fill(~seen, torch.tensor(-3e38)).softmax(-1) @ v
-
-
-def logarithm(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, (causal(q) & mask[:, None, None].bool()).to(q.dtype).log())
-
-
-def subtracted(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
-    seen = causal(q) & mask[:, None, None].bool()
-    return (scores(q, k) - torch.where(seen, 0.0, 1e30).to(q.dtype)).softmax(-1) @ v
-
-
-def buffer_fill(model: nn.Module) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
-        seen = causal(q) & mask[:, None, None].bool()
-        return torch.where(seen, scores(q, k), model.lowest).softmax(-1) @ v
-
-    return attend
-
-
-FILLS = [tensor_fill, tensor_of_another_type, logarithm, subtracted, None]
-
-
-@pytest.mark.parametrize("attend", FILLS, ids=lambda attend: attend.__name__ if attend else "buffer")
-def test_whatever_holds_the_fill(attend: Attend | None) -> None:
-    """It makes a condition: padding goes, and where it is read, the query that sees nothing is the model's own."""
-    model = model_of(plain)
-    model.attends = (buffer_fill(model) if attend is None else attend,)  # type: ignore[assignment]
-    ids, mask, labels = batch_of("left")
-    stats = compare(model, step_of(ids, mask, labels)).stats
-    assert stats["fallback"] is None and stats["raw_tokens"] == int(mask.sum())
-    stats = compare(model, step_of(*batch_of("left", predicted=True))).stats
-    assert attend is logarithm or "sees no key" in stats["fallback"]
-
-
-# Masks filled with numbers that scores may reach ----------------------------------------------------------------------
-
-
-def filled(fill: float, scale: float, additive: bool) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
-        seen = causal(q) & mask[:, None, None].bool()
-        score = scale * (q @ k.mT)
-        hidden = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, fill)
-        return ((score + hidden) if additive else score.masked_fill(~seen, fill)).softmax(-1) @ v
-
-    return attend
-
-
-@pytest.mark.parametrize("additive", [True, False], ids=["added", "filled"])
-@pytest.mark.parametrize("fill", [-1e4, -1e9, LOWEST, float("-inf")], ids=["-1e4", "-1e9", "lowest", "infinite"])
-def test_ordinary_scores_do_not_reach_a_fill(fill: float, additive: bool) -> None:
-    ids, mask, labels = batch_of("right")
-    stats = compare(model_of(filled(fill, 1.0, additive)), step_of(ids, mask, labels)).stats
-    assert stats["fallback"] is None and stats["tokens"] < int(mask.sum()) + 6
-    assert stats["raw_tokens"] == (48 if additive and fill in (-1e4, -1e9) else int(mask.sum()))
-
-
-@pytest.mark.parametrize("additive", [True, False], ids=["added", "filled"])
-@pytest.mark.parametrize(("fill", "scale"), [(-1e4, 1e5), (-1e9, 1e10)])
-def test_scores_as_large_as_the_fill(fill: float, scale: float, additive: bool) -> None:
-    """What a mask does not hide is seen: on rows."""
-    stats = compare(model_of(filled(fill, scale, additive)), step_of(*batch_of("right"))).stats
-    assert "fill masks with -inf" in stats["fallback"]
-
-
-def test_no_finite_score_reaches_the_lowest_number() -> None:
-    stats = compare(model_of(filled(LOWEST, 1e10, True)), step_of(*batch_of("right")), 1e-5).stats
-    assert stats["fallback"] is None
-
-
-def test_scores_that_reach_the_fill_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emit_attention, "is_hidden", lambda *where: torch.ones((), dtype=torch.bool))
-    with pytest.raises(AssertionError, match="differ by more than"):
-        test_scores_as_large_as_the_fill(-1e4, 1e5, True)
-
-
-def test_scores_between_fill_and_bound_run_compiled_too() -> None:
-    """The answer is one more result of the graph, whatever compiles it."""
-    attend = filled(-1e4, 1.0, False)
-    assert compare(model_of(attend), step_of(*batch_of("left")), inner="aot_eager").stats["fallback"] is None
-
-
-def key_bias(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
-    """A learned number per key, itself filled at padding: no condition that is seen as one."""
-    bias = v.mean(-1).masked_fill(mask[:, None] == 0, LOWEST)[:, :, None]
-    return (scores(q, k) + bias).masked_fill(~causal(q), LOWEST).softmax(-1) @ v
-
-
-@pytest.mark.parametrize("side", ["none", "right", "left"])
-def test_a_fill_inside_of_what_the_score_reads(side: str) -> None:
-    compare(model_of(key_bias), step_of(*batch_of(side, predicted=True)))
 
 
 # Scores that others read ----------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.backend.calls.test_inputs import left_padded
 from tests.backend.support import assert_packed, compare, llama
-from tests.batches import IGNORED, PAD, Batch, distinct_tokens
+from tests.batches import IGNORED, PAD, Batch, distinct_tokens, left_padded
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome
-from tests.spellings import CHUNK, PADDED, Spelling, causal
+from tests.softmax_spellings import causal
+from tests.spellings import CHUNK, PADDED, Spelling
 from treefx.passes.packing import emit_attention
 from treefx.passes.packing.emitters import Packer
 from treefx.passes.packing.layout import Metadata

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tests.backend.support import assert_packed, compare
-from tests.backend.test_expansion import batch_with_forks
-from tests.batches import distinct_tokens, shared_batch
+from tests.batches import batch_with_forks, distinct_tokens, shared_batch
 from tests.mixers import MIXERS
 from tests.models import TinyLM, double, zoo
 from tests.oracle import stats_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.kernels.cpu.test_cpu import FORESTS, chain_forest
+from tests.kernels.forests import FORESTS, chain_forest
 from treefx.kernels import tree_attention
 from treefx.kernels.cpu import one_call
 from treefx.kernels.ops import attend

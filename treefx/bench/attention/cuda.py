@@ -251,13 +251,7 @@ class _Case:
             record |= self.row_figures()
         except torch.OutOfMemoryError:
             record["rows"] = "not measured: the padded rows do not fit the device"
-        for other in ("flex", "rows"):
-            for way in ("forward", "backward"):
-                if f"{other}_{way}_ms" in record:
-                    record[f"{other}_over_tree_{way}"] = round(
-                        record[f"{other}_{way}_ms"] / record[f"tree_{way}_ms"], 2
-                    )
-        return record
+        return record | _ratios(record)
 
     def tree(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tree_attention(q, k, v, self.ends, impl=self.impl)
@@ -359,6 +353,16 @@ def _figures(method: str, times: tuple[float, float], flops: float) -> dict[str,
     for way, ms, work in zip(("forward", "backward"), times, (flops, 2.5 * flops), strict=True):
         found |= {f"{method}_{way}_ms": round(ms, 4), f"{method}_{way}_tflops": round(work / ms / 1e9, 1)}
     return found
+
+
+def _ratios(record: dict[str, Any]) -> dict[str, Any]:
+    """How many times as long as tree attention the others take, where they were measured."""
+    measured = [(other, way) for other in ("flex", "rows") for way in ("forward", "backward")]
+    return {
+        f"{other}_over_tree_{way}": round(record[f"{other}_{way}_ms"] / record[f"tree_{way}_ms"], 2)
+        for other, way in measured
+        if f"{other}_{way}_ms" in record
+    }
 
 
 def _ceiling_tflops(timer: Timer) -> float:

@@ -177,6 +177,7 @@ def profile(
     return _build(compiled, model, samples, keeps_logits=logprobs is logits_logprobs)
 
 
+# Long: one figure of the profile after another.
 def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logits: bool) -> Profile:
     graphs, kv_only = _find_graphs(compiled, model)
     sizes, kv_sizes = Sizes.of(graphs.rewritten), Sizes.of(kv_only)
