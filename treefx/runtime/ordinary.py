@@ -18,6 +18,7 @@ from treefx.passes.packing.compile_inner import Inner
 from treefx.passes.pipeline import fake_inputs
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
+from treefx.runtime.records import Records
 
 __all__ = ["Ordinary"]
 
@@ -31,12 +32,17 @@ class Ordinary:
     Args:
         gm: Dynamo's graph.
         inner: The inner compiler.
-        observe: Gets the seconds of each compilation.
+        records: Where to report.
     """
 
-    def __init__(self, gm: fx.GraphModule, inner: Inner, observe: Callable[[float], None]) -> None:
-        self._gm, self._inner, self._observe = gm, inner, observe
+    def __init__(self, gm: fx.GraphModule, inner: Inner, records: Records) -> None:
+        self._gm, self._inner, self._records = gm, inner, records
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def instead(self, args: Sequence[Any], *, fallback: str | None) -> Any:
+        """Run a call that does not run packed, for a reason or because that would not pay."""
+        self._records.report.fallback, self._records.report.ran = fallback, "ordinary"
+        return self(*args)
 
     def __call__(self, *args: Any) -> Any:
         symbolic = any(isinstance(x, int) for x in args)
@@ -49,7 +55,7 @@ class Ordinary:
         return self._compiled[key](*args)
 
     def _compile_symbolic(self) -> Callable[..., Any]:
-        self._observe(0.0)  # it compiles when it is called
+        self._records.count_ordinary(0.0)  # it compiles when it is called
         mode = self._inner.mode if self._inner.mode != "default" else None
         return torch.compile(self._gm, backend=self._inner.name, mode=mode, dynamic=True)
 
@@ -61,5 +67,5 @@ class Ordinary:
             compiled: Callable[..., Any] = lookup_backend(self._inner.name)(
                 self._gm, fake_inputs(args, mode), **settings
             )
-        self._observe(time.perf_counter() - started)
+        self._records.count_ordinary(time.perf_counter() - started)
         return compiled

@@ -1,0 +1,140 @@
+"""What is known of a graph, shape by shape: its analyses, and why some calls run ordinarily."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, fx
+
+from treefx.config import Config
+from treefx.errors import TreefxError, UnsupportedError
+from treefx.forests.context import current_forest
+from treefx.kernels.lasting import lasting
+from treefx.passes.analysis import Analysis, Expansion, Rewritten
+from treefx.passes.labels.constants import InputValues, input_values
+from treefx.passes.pipeline import analyse, is_packed
+from treefx.passes.runner import Pass
+from treefx.runtime.compiling import compiling
+from treefx.runtime.kept.proof import Proof
+from treefx.runtime.output_use import OutputUse
+from treefx.runtime.records import Records
+from treefx.runtime.shapes import KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
+
+__all__ = ["Analyses"]
+
+
+class Analyses:
+    """The analyses of one graph, made when a call of another shape comes.
+
+    Args:
+        gm: Dynamo's graph.
+        roles: What each placeholder is.
+        passes: The passes.
+        config: The options.
+        records: Where to report.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, roles: list[str], passes: Sequence[Pass], config: Config, records: Records
+    ) -> None:
+        self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
+        self._numbers = _positions_of_numbers(gm)
+        self._shapes = KnownShapes(config.max_shapes)
+        self._has_no_tokens = False
+        self.use = OutputUse(lazy=config.lazy_outputs)
+        """Which outputs callers use."""
+
+    @property
+    def rewrites(self) -> list[Rewritten]:
+        """The rewritten graphs, one per variant of a shape."""
+        return [item for shape in self._shapes.shapes for item in shape.rewrites]
+
+    def shape(self, args: Sequence[Any]) -> Shape | str:
+        """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none)."""
+        if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
+            return ""
+        tensors = self.tensors(args)
+        values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None)
+        filled = zip(self._filled(args), self._roles, strict=True)
+        inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
+        key = (values, *[layout_of(x) if isinstance(x, Tensor) else x for x in inputs])
+        shape = self._shapes.find(key, tensors)
+        if shape is None:
+            with compiling, lasting():
+                shape = self._shapes.find(key, tensors)
+                shape = self._shapes.add(key, lambda: self._analyse(args, values)) if shape is None else shape
+        if isinstance(shape, Refusal):
+            return shape.reason
+        self._records.report.has_tokens = True
+        self._records.report.attention_rewritten = len(shape.analysis.attentions)
+        self._records.report.recurrences_rewritten = shape.analysis.recurrences
+        self._records.report.expansions = [asdict(item) for item in shape.analysis.expansions]
+        return shape
+
+    def _filled(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs with the values of the numbers that Dynamo passes as tensors."""
+        return [x.item() if i in self._numbers else x for i, x in enumerate(args)]
+
+    def tensors(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs that are no numbers: positions in an analysis count these."""
+        return [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in self._numbers]
+
+    def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
+        return [role for x, role in zip(self._filled(args), self._roles, strict=True) if isinstance(x, Tensor)]
+
+    def _analyse(self, args: Sequence[Any], values: InputValues) -> Shape | Refusal:
+        tensors, roles = self.tensors(args), self._tensor_roles(args)
+        try:
+            analysis = analyse(self._gm, self._filled(args), roles, values, self._passes)
+        except TreefxError:
+            raise
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), "")
+            buffers = [i for i, role in enumerate(roles) if role == "buffer"]  # any may have been read
+            reason = f"the graph could not be traced: {type(error).__name__}: {first_line}"
+            return Refusal(reason, Proof(tensors, buffers))
+        self._records.report.shapes += 1
+        self._records.report.seconds.update(analysis.seconds)
+        if analysis.tokens is None:
+            self._has_no_tokens = True
+            return Refusal("")
+        self._records.report.has_tokens = True
+        self._records.report.expansions = [asdict(item) for item in analysis.expansions]
+        refusal = self._refusal(analysis)
+        if refusal is not None:
+            return Refusal(refusal, proof_of(analysis, tensors))
+        shape = share_shape(analysis, tensors, self.use, values, self._config)
+        if not self.use.settled:
+            self.use = shape.outputs
+        return shape
+
+    def _refusal(self, analysis: Analysis) -> str | None:
+        unsupported = _listed(analysis.expansions)
+        if analysis.expansions and self._config.on_unsupported == "error":
+            raise UnsupportedError(
+                f"every operator should have a token-wise law (on_unsupported='error'), but {unsupported}; "
+                "use on_unsupported='expand' to compute these on expanded rows"
+            )
+        if analysis.expansions and self._config.on_unsupported == "fallback":
+            return f"without a token-wise law: {unsupported}"
+        if analysis.changed_parameter is not None:
+            return f"the model changes a parameter in its forward: {analysis.changed_parameter}"
+        if not is_packed(analysis):
+            return f"no attention could be rewritten: {unsupported or _listed(analysis.obstacles) or 'none found'}"
+        return None
+
+
+def _listed(items: Sequence[Expansion]) -> str:
+    lines = ["" if item.line is None else f" ({item.line})" for item in items]
+    return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
+
+
+def _positions_of_numbers(gm: fx.GraphModule) -> frozenset[int]:
+    """The inputs that the graph only asks for their number: with dynamic=True, Dynamo passes the model's floats so."""
+
+    def is_number(node: fx.Node) -> bool:
+        return bool(node.users) and all((user.op, user.target) == ("call_method", "item") for user in node.users)
+
+    return frozenset(i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number(node))

@@ -1,0 +1,104 @@
+"""The native level: the graph's row is the packed row of a forest, or of a part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.errors import ForestError, UnsupportedError
+from treefx.forests.forest import Forest
+from treefx.passes.analysis import Variant
+from treefx.passes.labels.rows import rows_in_order
+from treefx.passes.pipeline import UNHIDDEN
+from treefx.runtime.batch import forest_batch
+from treefx.runtime.cut import PartRow
+from treefx.runtime.packed import PackedRun
+from treefx.runtime.records import Records
+from treefx.runtime.shapes import Shape
+
+__all__ = ["NativeRun", "wrong_row"]
+
+
+class NativeRun:
+    """Runs a graph whose inputs are those of a forest.
+
+    Args:
+        roles: What each placeholder is.
+        packed: What runs a variant.
+        records: Where to report.
+    """
+
+    def __init__(self, roles: list[str], packed: PackedRun, records: Records) -> None:
+        self._roles, self._packed, self._records = roles, packed, records
+
+    def by_column(self, args: Sequence[Any], forest: Forest) -> list[Any] | None:
+        """The inputs of a native call as functions of the column, or None for a graph without the packed row.
+
+        Where Dynamo left the length symbolic, they are as long as the deepest path rounded up, not as the forest: one
+        compilation then serves all forests of about that depth.
+        """
+        count = forest.num_tokens
+        packed = [
+            isinstance(x, Tensor) and x.shape == (1, count) and self._roles[i] == "input" for i, x in enumerate(args)
+        ]
+        if not any(packed):
+            return None
+        dynamic = any(isinstance(x, int) and x == count for x in args)
+        columns = _capacity(forest) if dynamic else count
+        result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
+        return [columns if isinstance(x, int) and not isinstance(x, bool) and x == count else x for x in result]
+
+    def run(self, shape: Shape, args: Sequence[Any], by_column: list[Any], forest: Forest) -> Any:
+        """The native level: the graph's row is the packed row of a forest."""
+        tokens = shape.analysis.tokens
+        assert tokens is not None
+        position = shape.analysis.gm.graph.find_nodes(op="placeholder").index(tokens.ids)
+        ids = args[position]
+        if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
+            raise wrong_row(forest, [ids.shape])
+        batch = forest_batch(forest, ids.device)
+        redundant = shape.padding.redundant(by_column, None, native=True)
+        self._records.report.raw_tokens, self._records.report.tokens = forest.raw_tokens, forest.num_tokens
+        by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
+        cut = forest.cut if isinstance(forest, PartRow) else None
+        variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
+        results = self._packed.run(shape, variant, by_column, batch, cut)
+        if results is None:
+            raise UnsupportedError(UNHIDDEN)
+        packed = shape.analysis.packed_outputs
+        return tuple(
+            rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value
+            for i, value in enumerate(results)
+        )
+
+
+def wrong_row(forest: Forest, shapes: Sequence[Sequence[int]]) -> ForestError:
+    """The error of inputs that are not the packed row of the forest in use."""
+    given = ", ".join(str(list(shape)) for shape in shapes)
+    return ForestError(
+        f"under treefx.use(forest) the model expects the forest's packed row, input_ids [1, {forest.num_tokens}] "
+        f"of its tokens, got inputs of shape {given} with others; call it with **forest.model_inputs()"
+    )
+
+
+def _capacity(forest: Forest) -> int:
+    """Columns to compile for: the longest path rounded up to a power of two."""
+    return max(16, 1 << forest.deepest.bit_length())
+
+
+def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
+    """An input of the native level as a function of the column: positions, a mask of ones, or token ids, which are none
+    and become a number that proves nothing of them."""
+    if torch.equal(value[0].cpu().long(), forest.depth.cpu().long()):
+        return torch.arange(columns, device=value.device, dtype=value.dtype)[None]
+    if bool((value == 1).all()):
+        return value.new_ones(1, columns)
+    if torch.equal(value[0].cpu().long(), forest.tokens.cpu().long()):
+        return value.new_full((1, columns), -1)
+    raise ForestError(
+        "under treefx.use(forest) the [1, N] inputs must be the forest's tokens (input_ids), its depth (position_ids) "
+        "or all ones (attention_mask), got other values; pass **forest.model_inputs() of the forest in use"
+    )

@@ -1,0 +1,104 @@
+"""Outputs of a call on rows: expanded, at once or when somebody reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from treefx.config import Config
+from treefx.passes.analysis import Variant
+from treefx.passes.packing.layout import expand_rows
+from treefx.runtime.analyses import Analyses
+from treefx.runtime.batch import Batch
+from treefx.runtime.kept.given import Given, name_of_input
+from treefx.runtime.lazy import Deferred, LazyRows, lazy_rows
+from treefx.runtime.records import Records
+from treefx.runtime.shapes import Shape
+
+__all__ = ["Outputs"]
+
+
+class Outputs:
+    """Hands back what a variant gave.
+
+    Args:
+        gm: Dynamo's graph.
+        roles: What each placeholder is.
+        analyses: Which outputs callers use.
+        config: The options.
+        records: Where to report.
+        again: Runs a call once more, with the outputs that are then known to be read.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        roles: list[str],
+        analyses: Analyses,
+        config: Config,
+        records: Records,
+        again: Callable[[Shape, Sequence[Any]], Any],
+    ) -> None:
+        self._roles, self._analyses, self._config, self._records, self._again = roles, analyses, config, records, again
+        self._names = [name_of_input(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+    def _on_rows(self, shape: Shape, position: int, value: Any, batch: Batch) -> Any:
+        """An output as the caller expects it."""
+        dims = shape.analysis.packed_outputs.get(position)
+        return value if dims is None else expand_rows(value, dims, batch.metadata[3])
+
+    def hand_back(
+        self,
+        shape: Shape,
+        args: Sequence[Any],
+        results: Sequence[Any],
+        batch: Batch,
+        variant: Variant,
+    ) -> tuple[Any, ...]:
+        """The outputs as the caller expects them."""
+        given = Given(args, self._roles, self._names) if variant.detached else None
+        return tuple(
+            self._lazily(shape, given, i, value, batch, absent=i in variant.absent)
+            if given is not None and i in variant.detached
+            else self._on_rows(shape, i, value, batch)
+            for i, value in enumerate(results)
+        )
+
+    def _lazily(
+        self, shape: Shape, given: Given, position: int, value: Tensor, batch: Batch, *, absent: bool
+    ) -> Tensor:
+        """An output that nobody has read so far: expanded, or computed anew, when somebody does."""
+        report = self._records.report  # the reader may be another thread, or another model may have run in between
+        args = given.args
+
+        def compute() -> Tensor:
+            self._analyses.use.read.add(position)
+            complete = not bool((batch.metadata[3] < 0).any())
+            if not absent and (complete or self._config.padding == "drop"):
+                return self._on_rows(shape, position, value, batch)  # type: ignore[no-any-return]
+            given.check(f"reading an output {list(rows)}")
+            with given.as_called(), self._records.reporting(report):
+                result: Tensor = self._again(shape, args)[position]
+            return result.rows if isinstance(result, LazyRows) else result
+
+        def differentiate(grad: Tensor) -> Sequence[Tensor | None]:
+            self._analyses.use.read.add(position)
+            self._analyses.use.differentiated.add(position)
+            given.check(f"differentiating an output {list(rows)}")
+            leaves = [x.detach().requires_grad_() if _needs_grad(x) else x for x in args]
+            with torch.enable_grad(), given.as_called(), self._records.reporting(report):
+                result = self._again(shape, leaves)[position]
+            inputs = [x for x in leaves if _needs_grad(x)]
+            return torch.autograd.grad(result, inputs, grad, allow_unused=True)
+
+        dims = shape.analysis.packed_outputs[position]
+        rows = [math.prod(factor.size for factor in dim) for dim in dims]
+        return lazy_rows(Deferred(rows, value, compute, differentiate, [x for x in args if _needs_grad(x)]))
+
+
+def _needs_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad

@@ -1,0 +1,52 @@
+"""One variant of a graph at work: compiled when it is first needed, run on a trie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.passes.analysis import Variant
+from treefx.passes.runner import Pass
+from treefx.runtime.batch import Batch
+from treefx.runtime.cut import Cut
+from treefx.runtime.records import Records
+from treefx.runtime.shapes import Shape
+
+__all__ = ["PackedRun"]
+
+
+class PackedRun:
+    """Runs variants of the shapes of one graph.
+
+    Args:
+        passes: What makes and compiles a variant.
+        records: Where to report.
+    """
+
+    def __init__(self, passes: Sequence[Pass], records: Records) -> None:
+        self._passes, self._records = passes, records
+
+    def run(
+        self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | None = None
+    ) -> Any:
+        """The results of a variant; None where its masks do not hide what they are to hide."""
+        sizes = [batch.size, *([] if cut is None else cut.sizes)]
+        given = [*tensors, *batch.metadata, batch.size]
+        # Not outside: whether gradients are on is a condition of what Dynamo compiles.
+        gradients = torch.is_grad_enabled() and (cut is None or cut.run == "train")
+        with torch.set_grad_enabled(gradients):
+            executable = shape.executable(variant, tensors, sizes, self._passes, self._records.count_compiled)
+            self._records.show(executable)
+            self._records.report.fallback, self._records.report.ran = None, "packed"
+            with torch._C._DisableAutocast():
+                graph = executable.rewritten.cut
+                results: Sequence[Any] = (
+                    executable.run(*given) if cut is None or graph is None else cut.call(executable.run, given, graph)
+                )
+        if not executable.rewritten.asks:
+            return results
+        *results, hidden = results
+        return results if bool(hidden) else None

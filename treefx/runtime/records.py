@@ -1,0 +1,68 @@
+"""Where the calls of one graph report, and what the inspector sees of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, fx
+from torch._guards import CompileContext
+
+from treefx.runtime.report import GraphReport, Reports
+from treefx.runtime.shapes import Executable
+
+__all__ = ["Records"]
+
+
+class Records:
+    """The reports of one graph, the one of this thread's call current, and the graphs that ran.
+
+    Args:
+        gm: Dynamo's graph.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        compile_id = CompileContext.current_compile_id()
+        self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
+        self._reports = Reports(None if compile_id is None else compile_id.frame_id, self._graphs)
+        self._current = threading.local()
+
+    def all(self) -> list[GraphReport]:
+        """One report per model that ran the graph."""
+        return self._reports.all()
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """A call of the model with these parameters."""
+        self._current.report = self._reports.of(parameters)
+        self.report.count_call()
+
+    @property
+    def report(self) -> GraphReport:
+        """The report of the model that this thread runs, or ran last."""
+        return getattr(self._current, "report", None) or self._reports.of(())
+
+    @contextmanager
+    def reporting(self, report: GraphReport) -> Iterator[None]:
+        """Let this thread report there, from now on or (a backward in between) for a while."""
+        before, self._current.report = self.report, report
+        try:
+            yield
+        finally:
+            self._current.report = before
+
+    def count_ordinary(self, seconds: float) -> None:
+        """The ordinary graph was compiled."""
+        self.report.compiles += 1
+        self.report.seconds["ordinary"] = self.report.seconds.get("ordinary", 0.0) + seconds
+
+    def count_compiled(self, executable: Executable) -> None:
+        """A variant was compiled."""
+        self.report.compiles += 1
+        self.report.seconds.update(executable.seconds)
+
+    def show(self, executable: Executable) -> None:
+        """Let the inspector see what runs."""
+        for stage in ("rewritten", "forward", "backward"):
+            self._graphs.pop(stage, None)
+        self._graphs.update(executable.graphs)

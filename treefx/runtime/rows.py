@@ -1,0 +1,103 @@
+"""The transparent level: rows as a trainer hands them over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from treefx.config import Config
+from treefx.errors import UnsupportedError
+from treefx.passes.analysis import Analysis, Variant
+from treefx.passes.packing.vocab_tail import logits_of_losses
+from treefx.passes.pipeline import UNHIDDEN
+from treefx.runtime.analyses import Analyses
+from treefx.runtime.batch import build_batch
+from treefx.runtime.ordinary import Ordinary
+from treefx.runtime.outputs import Outputs
+from treefx.runtime.packed import PackedRun
+from treefx.runtime.records import Records
+from treefx.runtime.shapes import Shape
+
+__all__ = ["RowsRun"]
+
+
+class RowsRun:
+    """Builds the trie of a call's rows and runs packed if that pays.
+
+    Args:
+        gm: Dynamo's graph.
+        roles: What each placeholder is.
+        analyses: The analyses of the graph.
+        packed: What runs a variant.
+        ordinary: What runs the graph as it is.
+        config: The options.
+        records: Where to report.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        roles: list[str],
+        analyses: Analyses,
+        packed: PackedRun,
+        ordinary: Ordinary,
+        config: Config,
+        records: Records,
+    ) -> None:
+        self._analyses, self._packed, self._ordinary = analyses, packed, ordinary
+        self._config, self._records = config, records
+        self._outputs = Outputs(gm, roles, analyses, config, records, self.run)
+
+    def run(self, shape: Shape, args: Sequence[Any]) -> Any:
+        """The transparent level: build the trie of the rows, then run packed if that pays."""
+        self._analyses.use.settle(shape.analysis)
+        tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
+        seen, keep = self._keep(shape, tensors)
+        if not shape.padding.is_defined(tensors, keep):
+            return self._ordinary.instead(
+                args, fallback="a position that sees no key is read by the loss or the caller"
+            )
+        redundant = shape.padding.redundant(tensors, keep)
+        identity = shape.analysis.identity_without(redundant)
+        keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
+        places = None if keep is None else shape.padding.own_positions(tensors)
+        batch = build_batch(keys, keep, places)
+        raw = keys[0].numel() if seen is None or keep is None else int((seen & keep).sum())
+        self._records.report.raw_tokens, self._records.report.tokens = raw, batch.tokens
+        if self._config.min_sharing > 1.0 and raw < self._config.min_sharing * batch.tokens:
+            self._records.report.tokens = raw
+            return self._ordinary.instead(args, fallback=None)
+        detached = self._analyses.use.detached(shape.analysis)
+        absent = self._absent(shape.analysis, batch.size, detached)
+        variant = Variant(
+            detached=detached, redundant=redundant, absent=absent, own_positions=batch.own_positions
+        )  # fmt: skip
+        results = self._packed.run(shape, variant, tensors, batch)
+        if results is None:
+            return self._run_unhidden(shape, args)
+        return self._outputs.hand_back(shape, args, results, batch, variant)
+
+    def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:
+        """Scores so large that a mask does not hide what is below it: only the model's own graph weighs that."""
+        if shape.analysis.has_side_effects:  # which the packed run has had
+            raise UnsupportedError(UNHIDDEN)
+        return self._ordinary.instead(args, fallback=UNHIDDEN)
+
+    def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
+        """The outputs of logits to do without: large ones that only losses have read so far."""
+        found = logits_of_losses(analysis.picks)
+        if found is None or tokens * found.width <= self._config.max_logits or not found.outputs:
+            return frozenset()
+        return found.outputs if found.outputs <= detached - self._analyses.use.read else frozenset()
+
+    def _keep(self, shape: Shape, args: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
+        """The positions that others see, and those that have to run; None where that is all of them."""
+        seen = shape.padding.seen(args)
+        if seen is None:
+            return None, None
+        if self._config.padding == "drop":
+            return seen, shape.padding.reached(seen)
+        return seen, torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(args, seen)
