@@ -14,12 +14,12 @@ from treefx.forests.forest import Forest
 from treefx.passes.analysis import Rewritten
 from treefx.passes.pipeline import build_passes
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.native import NativeRun, wrong_row
-from treefx.runtime.ordinary import Ordinary
-from treefx.runtime.packed import PackedRun
 from treefx.runtime.records import Records
 from treefx.runtime.report import GraphReport
-from treefx.runtime.rows import RowsRun
+from treefx.runtime.ways.native import NativeRun, wrong_row
+from treefx.runtime.ways.ordinary import Ordinary
+from treefx.runtime.ways.packed import PackedRun
+from treefx.runtime.ways.rows import RowsRun
 
 __all__ = ["CompiledGraph"]
 

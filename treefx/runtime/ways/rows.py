@@ -15,11 +15,11 @@ from treefx.passes.packing.vocab_tail import logits_of_losses
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import build_batch
-from treefx.runtime.ordinary import Ordinary
-from treefx.runtime.outputs import Outputs
-from treefx.runtime.packed import PackedRun
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
+from treefx.runtime.ways.ordinary import Ordinary
+from treefx.runtime.ways.outputs import Outputs
+from treefx.runtime.ways.packed import PackedRun
 
 __all__ = ["RowsRun"]
 
@@ -72,9 +72,7 @@ class RowsRun:
             return self._ordinary.instead(args, fallback=None)
         detached = self._analyses.use.detached(shape.analysis)
         absent = self._absent(shape.analysis, batch.size, detached)
-        variant = Variant(
-            detached=detached, redundant=redundant, absent=absent, own_positions=batch.own_positions
-        )  # fmt: skip
+        variant = Variant(detached, redundant, absent=absent, own_positions=batch.own_positions)
         results = self._packed.run(shape, variant, tensors, batch)
         if results is None:
             return self._run_unhidden(shape, args)

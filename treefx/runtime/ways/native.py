@@ -15,9 +15,9 @@ from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.batch import forest_batch
 from treefx.runtime.cut import PartRow
-from treefx.runtime.packed import PackedRun
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
+from treefx.runtime.ways.packed import PackedRun
 
 __all__ = ["NativeRun", "wrong_row"]
 
