@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels import cpu
-from treefx.kernels.common import Inputs, accumulation_dtype, empty_outputs, sink_gradient
+from treefx.kernels.common import Inputs, accumulation_dtype, sink_gradient
 from treefx.kernels.score import Score, linear_in_dot
 from treefx.kernels.structure import Above
 from treefx.kernels.tile_calls import flash, flash_backward
@@ -48,7 +48,7 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
         with_sink = torch.logaddexp(lse, inputs.sinks.to(lse.dtype)[None, :, None])
         out *= torch.exp(lse - with_sink)[..., None]
         lse = with_sink
-    return empty_outputs(inputs.q, inputs.v)[0].copy_(out), lse
+    return out.to(inputs.q.dtype), lse
 
 
 def backward(

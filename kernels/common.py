@@ -14,6 +14,8 @@ __all__ = [
     "autograd_enabled",
     "empty_heads_inside",
     "empty_outputs",
+    "heads_inside",
+    "owned",
     "relative_error",
     "sink_gradient",
 ]
@@ -154,6 +156,22 @@ def empty_heads_inside(tensor: Tensor, head_dim: int | torch.SymInt) -> Tensor:
 def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the empty output ``[B, H, N, Dv]`` and log-sum-exp ``[B, H, N]`` of an attention."""
     return empty_heads_inside(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q))
+
+
+def heads_inside(tensor: Tensor) -> Tensor:
+    """Return a ``[B, H, N, D]`` result laid out as by :func:`empty_heads_inside`: a copy only where it is not yet."""
+    swapped = tensor.transpose(1, 2)
+    whole = owned(swapped)
+    return tensor if whole is swapped else whole.transpose(1, 2)
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """Return a result dense in memory that holds nothing else: a copy only where it lies otherwise.
+
+    Two results of an operator must not share memory, and compiled code counts on its alignment.
+    """
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

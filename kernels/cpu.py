@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treefx.kernels import eager_tiles, reference
 from treefx.kernels.bias_gradients import BiasGradients, bias_is_summable
-from treefx.kernels.common import Inputs, accumulation_dtype, empty_outputs, sink_gradient
+from treefx.kernels.common import Inputs, accumulation_dtype, sink_gradient
 from treefx.kernels.score import Expr, Linear, Score, linear_in_dot
 from treefx.kernels.scored_tiles import plan_scored_tiles
 from treefx.kernels.structure import find_structure
@@ -62,7 +62,7 @@ def backward(
         rest = [sink_gradient(grad_out, out, lse, inputs.sinks), *rest]
     if inputs.boundary is not None:
         outside = inputs.outside
-        rest = [dk[:, :, :outside].clone(), dv[:, :, :outside].clone(), *rest]  # in memory of their own
+        rest = [dk[:, :, :outside], dv[:, :, :outside], *rest]
         dk, dv = dk[:, :, outside:], dv[:, :, outside:]
     if faint is not None:
         *exact, marked = reference.backward(grad_out, inputs, out, whole_lse, score, buffer_grads, faint)
@@ -107,15 +107,11 @@ def _forward_linear(inputs: Inputs, linear: Linear, visible: Expr | None) -> tup
     tiles, row_terms = _tiles(inputs, bias, visible)
     if _is_whole(tiles):
         out, lse = attend_tile(q, k, v, next(iter(tiles)), factor)
-        lse = lse.contiguous()
     else:
         out, lse = _attend_tiles(q, k, v, tiles, factor)
     if row_terms is not None:
         lse += row_terms
-    if out.dtype == inputs.q.dtype and out.shape[-1] == inputs.v.shape[-1]:
-        return out, lse
-    result, _ = empty_outputs(inputs.q, inputs.v)
-    return result.copy_(out[..., : inputs.v.shape[-1]]), lse
+    return out[..., : inputs.v.shape[-1]].to(inputs.q.dtype), lse
 
 
 def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], factor: float) -> tuple[Tensor, Tensor]:

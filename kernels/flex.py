@@ -26,8 +26,7 @@ _BLOCK = 128
 def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``."""
     with torch.no_grad():
-        out, lse = _attend(inputs.detached(), score)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+        return _attend(inputs.detached(), score)
 
 
 def backward(

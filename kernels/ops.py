@@ -2,7 +2,9 @@
 
 The query q sees the key k iff ``k <= q < subtree_end[k]`` (k is q or an ancestor of it) and the score's own
 condition holds. The backward is an operator of its own, so that checkpointing, functionalisation and
-partitioners treat both as plain calls. Neither mutates or aliases an input.
+partitioners treat both as plain calls. Neither mutates or aliases an input. Whatever an implementation returns, and
+however q, k and v lie, results of heads leave the operators as :func:`empty_heads_inside` lays them out and others
+dense, each in memory of its own, as the fake implementations say.
 
 Part of a forest may have run elsewhere: the keys and values of P tokens above the own ones then come as a boundary, of
 which key j is seen by the own queries i with ``lo[j] <= i < hi[j]``. There is one softmax over all of them. In a score
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import boundary_cpu, cpu, cuda, flex, one_call, reference
-from treefx.kernels.common import Boundary, Inputs, empty_heads_inside, empty_outputs
+from treefx.kernels.common import Boundary, Inputs, empty_heads_inside, empty_outputs, heads_inside, owned
 from treefx.kernels.score import Score
 from treefx.kernels.triton_tree import support as triton_support
 
@@ -86,7 +88,7 @@ def attend(
     if boundary is None and sinks is None and not buffers and not torch.compiler.is_compiling():
         whole = one_call.attend(q, k, v, subtree_end, score, impl)
         if whole is not None:
-            return whole
+            return heads_inside(whole)
     outside = () if boundary is None else (boundary.k, boundary.v, boundary.lo, boundary.hi)
     out, _ = _operator(q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl, *outside)
     result: Tensor = out
@@ -157,9 +159,8 @@ def _forward(
         out, lse = empty_outputs(q, v)
         return out.zero_(), lse.fill_(-torch.inf)
     with _own_dtypes(q.device.type):
-        parsed = Score.from_json(score)
-        result: tuple[Tensor, Tensor] = choose_implementation(impl, inputs).forward(inputs, parsed)
-    return result
+        out, lse = choose_implementation(impl, inputs).forward(inputs, Score.from_json(score))
+    return heads_inside(out), owned(lse)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -181,7 +182,10 @@ def _backward(
     buffer_grads: list[bool],
     *outside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: k and v of the boundary, sinks if given, the marked buffers."""
+    """Return the gradients of q, k, v, and a list: k and v of the boundary, sinks if given, the marked buffers.
+
+    Implementations return them in any layout.
+    """
     inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside)
     if q.numel() == 0 or v.numel() == 0:
         dq, dk, dv, *rest = [torch.zeros_like(leaf) for leaf in inputs.differentiable(buffer_grads)]
@@ -189,10 +193,8 @@ def _backward(
         with _own_dtypes(q.device.type):
             module = choose_implementation(impl, inputs)
             dq, dk, dv, rest = module.backward(grad_out, inputs, out, lse, Score.from_json(score), buffer_grads)
-    grads = [dq, dk, dv, *rest]
-    for number in range(_tensors_of_heads(inputs)):
-        grads[number] = grads[number].transpose(1, 2).contiguous().transpose(1, 2)
-    dq, dk, dv, *rest = grads
+    grads, heads = [dq, dk, dv, *rest], _tensors_of_heads(inputs)
+    dq, dk, dv, *rest = [*map(heads_inside, grads[:heads]), *map(owned, grads[heads:])]
     return dq, dk, dv, rest
 
 

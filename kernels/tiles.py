@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype
+from treefx.kernels.lasting import lasting
 from treefx.kernels.structure import Column, Group, IntArray, Ranges, Structure, count_tokens, joined
 from treefx.kernels.tile_keys import to_tensor, tree_condition
 
@@ -126,7 +127,8 @@ def _group_tiles(inputs: Inputs, group: Group) -> Iterator[Tile]:
     if masked is None:
         yield Tile(group.start, group.stop, group.block, causal=True)
         return
-    mask = _additive(tree_condition(inputs, group, to_tensor(masked)), inputs)
+    with lasting():  # autograd saves the mask where torch's own attention runs the tile
+        mask = _additive(tree_condition(inputs, group, to_tensor(masked)), inputs)
     yield Tile(group.start, group.stop, masked, mask=mask)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.key_programs import KeyPrograms, cut_lists
+from treefx.kernels.lasting import lasting
 from treefx.kernels.score import Expr
 from treefx.kernels.tile_bounds import Extrema, decide_tiles
 
@@ -246,9 +247,10 @@ def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: C
             if entry.settings == settings and _same(entry, given):
                 _recent.insert(0, _recent.pop(position))
                 return entry.value
-        value = build()
+        with lasting():
+            value, copies = build(), tuple(tensor.clone() for tensor in given)
         versions = tuple(_version(tensor) for tensor in given)
-        _recent.insert(0, _Entry(settings, given, versions, tuple(tensor.clone() for tensor in given), value))
+        _recent.insert(0, _Entry(settings, given, versions, copies, value))
         del _recent[_CACHED:]
     return value
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from treefx.kernels.score import Expr
-from treefx.passes.constants import constants_of
+from treefx.passes.constants import Constants, constants_of
 from treefx.passes.dims import NoLaw, extent
 from treefx.passes.facts import Axis, Dims, Factor, Kind, fact_of, shape_of
 from treefx.passes.lift_mask import Digit, Index, lift, offset_of_keys, step
@@ -195,7 +195,7 @@ def _prove(
     constants = constants_of(node)
     tables = Tables(lambda expr: constants.table(expr, columns, heads), constants.consecutive)
     if columns > 1 and bounds(score, "future", tables)[1] > MASKING:
-        raise NoLaw("attention that is not proved causal")
+        raise NoLaw(_not_causal(score, constants))
     value, found = split_mask(simplify(score, tables))
     conditions = [_window_of_table(canonical_window(item, tables), tables) for one in found for item in conjuncts(one)]
     conditions = [item for item in conditions if decide(item, "past", tables) is not True]
@@ -212,6 +212,13 @@ def _prove(
     return Attention(
         *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), zero_if_blind, sinks
     )  # fmt: skip
+
+
+def _not_causal(score: Expr, constants: Constants) -> str:
+    given = [item[1] for item in walk(score) if item[0] == "load" and constants.changes(item[1])]
+    tables = [node for node in given if fact_of(node).kind is Kind.INVARIANT]
+    inputs = f" (it reads {list(shape_of(tables[0]))} given by the caller)" if tables else ""
+    return f"attention that is not proved causal{inputs}"
 
 
 def _reads_key_alone(condition: Expr) -> bool:

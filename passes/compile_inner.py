@@ -19,6 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.passes.fingerprint import recompute_tags, source_fingerprint
+from treefx.passes.kept_graphs import keeping_graphs
 from treefx.passes.kernel_sources import write_kernel_sources
 
 __all__ = ["Compiled", "Inner", "compile_inner"]
@@ -64,14 +65,14 @@ def compile_inner(
             patches = {**inner.options, "post_grad_custom_pre_pass": _CacheKey(gm)}
             compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches)
             assert callable(compiled)
-            return compiled
+            return keeping_graphs(compiled)
         backend = aot_autograd(
             fw_compiler=_observed_boxed("forward", observe),
             bw_compiler=_observed_boxed("backward", observe),
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,
         )
-        return backend(gm, list(inputs))
+        return keeping_graphs(backend(gm, list(inputs)))
 
 
 class _CacheKey(CustomGraphPass):

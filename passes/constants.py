@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, evaluate
 from treefx.passes.facts import Kind, ancestors, fact_of
+from treefx.passes.given_masks import GivenMask, parts_of_mask, prove_mask
 from treefx.passes.score_algebra import walk
 
 __all__ = ["Constants", "InputValues", "constants_of", "input_values"]
@@ -31,14 +32,25 @@ class InputValues:
     """[B, T] or [1, T], counting up by one along each row, such as position ids."""
     binary: frozenset[int] = frozenset()
     """[B, T] or [1, T], zeros and ones alone, such as an attention mask."""
+    masks: tuple[GivenMask, ...] = ()
+    """[.., T, T], causal and at most hidden keys, a window or documents beside; their parts become inputs too."""
+
+    def with_parts(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs of a call, and behind them the parts of its masks."""
+        return [*args, *[part for mask in self.masks for part in parts_of_mask(mask, args[mask.position])]]
 
 
-def input_values(args: Sequence[Any], roles: Sequence[str]) -> InputValues:
-    """Look at the inputs of a call."""
-    tables = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and isinstance(x, Tensor) and x.dim() == 2]
+def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True) -> InputValues:
+    """Look at the inputs of a call, at masks [.., T, T] where wanted."""
+    given = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and isinstance(x, Tensor)]
+    tables = [(i, x) for i, x in given if x.dim() == 2]
+    widths = {x.shape[1] for _, x in tables}
+    square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
+    found = [prove_mask(i, x) for i, x in square]
     return InputValues(
         frozenset(i for i, x in tables if _counts_up(x)),
         frozenset(i for i, x in tables if x.dtype is not torch.bool and bool(((x == 0) | (x == 1)).all())),
+        tuple(mask for mask in found if mask is not None),
     )
 
 
@@ -68,7 +80,13 @@ class Constants:
         self._per_call = {node for node, role in zip(self._values, roles, strict=True) if role == "input"}
         self.consecutive = frozenset(node for node, i in self._positions.items() if i in known.consecutive)
         self.binary = frozenset(node for node, i in self._positions.items() if i in known.binary)
+        self.masks = _masks(list(self._positions), known)
+        """Masks that the caller gives, and the inputs that are their parts."""
         gm.meta[_KEY] = self
+
+    def changes(self, node: fx.Node) -> bool:
+        """Whether a value is an input of the caller's, which may differ from call to call."""
+        return node in self._per_call
 
     def value(self, node: fx.Node) -> Tensor | None:
         """The value of an invariant node, or None if it depends on rows or on a trained parameter."""
@@ -128,6 +146,11 @@ class Constants:
                 return None
             items.append(resolved)
         return (expr[0], *items)
+
+
+def _masks(placeholders: list[fx.Node], known: InputValues) -> dict[fx.Node, tuple[GivenMask, list[fx.Node]]]:
+    parts = iter(placeholders[len(placeholders) - sum(mask.count for mask in known.masks) :])
+    return {placeholders[mask.position]: (mask, [next(parts) for _ in range(mask.count)]) for mask in known.masks}
 
 
 def constants_of(node: fx.Node) -> Constants:

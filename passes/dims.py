@@ -23,6 +23,7 @@ __all__ = [
     "regroup",
     "resize",
     "same_tokens",
+    "unrepeated",
 ]
 
 
@@ -59,6 +60,11 @@ def coalesce(dim: Sequence[Factor]) -> tuple[Factor, ...]:
         else:
             result.append(Factor(factor.axis, factor.size))
     return tuple(result)
+
+
+def unrepeated(dim: Sequence[Factor]) -> tuple[Factor, ...]:
+    """The same factors of a value that may vary along every one of them."""
+    return tuple(Factor(factor.axis, factor.size) for factor in dim)
 
 
 def regroup(dims: Dims, shape: Sequence[int]) -> Dims:

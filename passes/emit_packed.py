@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes import expert_laws, laws, matmul_laws
+from treefx.passes import expert_laws, feature_laws, laws, matmul_laws
 from treefx.passes.facts import Dims, Fact, fact_of
 from treefx.passes.layout import at_columns
 
@@ -46,7 +46,19 @@ def _slice(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
 
 def _pad(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    return packer.packed(node.args[0])
+    """Not ``constant_pad_nd`` itself: its meta function fixes the symbolic number of tokens."""
+    source, *given = node.args
+    widths: Any = given.pop(0)
+    x: Tensor = packer.packed(source)
+    for offset, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
+        d = x.dim() - 1 - offset
+        x = x.narrow(d, max(0, -before), x.shape[d] + min(0, before) + min(0, after)) if min(before, after) < 0 else x
+        ends = [
+            x.new_full([*x.shape[:d], max(0, width), *x.shape[d + 1 :]], given[0] if given else 0)  # type: ignore[arg-type]
+            for width in (before, after)
+        ]
+        x = torch.cat([ends[0], x, ends[1]], d) if max(before, after) > 0 else x
+    return x
 
 
 def _cat(packer: Packer, node: fx.Node, fact: Fact) -> Any:
@@ -73,6 +85,13 @@ def _view_as_complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return torch.view_as_complex(packer.packed(node.args[0]).contiguous())
 
 
+def _complex(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    """Not ``complex`` itself, for the same reason."""
+    assert fact.dims is not None
+    real, imaginary = (packer.operand(item, fact.dims).expand(packer.shape(fact.dims)) for item in node.args)
+    return torch.view_as_complex(torch.stack([real, imaginary], -1))
+
+
 def _copy(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     return packer.packed(node.args[1]).expand(packer.shape(fact.dims)).to(node.meta["val"].dtype)
@@ -93,6 +112,19 @@ def _overwrite(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
     values = whole(target, fact.dims), whole(piece, rest if selects else fact.dims)
     return node.target(*values, *where, **node.kwargs)  # type: ignore[operator]
+
+
+def _group_norm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    source, weight, bias, _, *rest = node.args
+    x = packer.packed(source).contiguous()
+    return node.target(x, packer.full(weight), packer.full(bias), x.shape[0], *rest)  # type: ignore[operator]
+
+
+def _scatter(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    assert fact.dims is not None
+    source, dim, index, values = node.args
+    target = packer.operand(source, fact.dims).expand(packer.shape(fact.dims))
+    return node.target(target, dim, packer.packed(index), packer.packed(values), **node.kwargs)  # type: ignore[operator]
 
 
 def _first_operand_aligned(packer: Packer, node: fx.Node, fact: Fact) -> Any:
@@ -128,8 +160,11 @@ _EMITTERS: dict[Any, Emitter] = {
     laws.pad: _pad,
     laws.cat: _cat,
     laws.view_as_complex: _view_as_complex,
+    feature_laws.complex_: _complex,
     laws.copy: _copy,
     laws.overwrite: _overwrite,
+    laws.scatter: _scatter,
+    feature_laws.group_norm: _group_norm,
     laws.gather: _first_operand_aligned,
     matmul_laws.addmm: _first_operand_aligned,
     matmul_laws.bmm: _bmm,

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from treefx.kernels.score import Expr
-from treefx.passes import expert_laws, laws, matmul_laws  # noqa: F401  (registers laws)
+from treefx.passes import expert_laws, feature_laws, laws, matmul_laws  # noqa: F401  (registers laws)
 from treefx.passes.attention_facts import Attention
 from treefx.passes.causal_domain import CausalDomain
 from treefx.passes.causal_laws import find_causal_law
@@ -59,8 +59,10 @@ _TORCH = str(Path(torch.__file__).parent)
 """Lines below are PyTorch's own, such as that of ``F.pad``."""
 MEETS_ROWS = "meets a value computed per row"
 """The reason of operators that read expanded values only because another one does."""
+MEETS_VARIABLE = "meets an input that requires grad: its gradient is another one in every row"
+"""The reason of those that would give the gradients of all rows to one of them."""
 Role = str
-"""What a placeholder is: "parameter", "buffer" or "input"."""
+"""What a placeholder is: "parameter", "buffer", "input", or "variable": an input that requires grad."""
 
 
 @dataclass(frozen=True)
@@ -179,14 +181,15 @@ class _Labeller:
     def placeholder(self, node: fx.Node) -> Fact:
         self.sources[node] = frozenset([node] if node in self.tokens.inputs else [])
         role = self.roles[node]
-        if role != "input" or not _is_tensor(node):
-            return Fact(Kind.INVARIANT, learned=role == "parameter")
+        learned = role in ("parameter", "variable")
+        if role not in ("input", "variable") or not _is_tensor(node):
+            return Fact(Kind.INVARIANT, learned=learned)
         if node in self.tokens.inputs:
             rows, columns = self.tokens.rows, self.tokens.columns
             return Fact(Kind.PREFIX, ((Factor(Axis.ROW, rows),), (Factor(Axis.TOKEN, columns),)))
         shape = shape_of(node)
         same_for_all = not shape or (shape[0] == 1 and self.tokens.rows > 1)
-        return Fact(Kind.INVARIANT if same_for_all else Kind.ROW)
+        return Fact(Kind.INVARIANT if same_for_all else Kind.ROW, learned=learned)
 
     def _remember_sources(self, node: fx.Node) -> None:
         self.sources[node] = frozenset().union(*[self.sources.get(n, frozenset()) for n in node.all_input_nodes])
@@ -214,7 +217,7 @@ class _Labeller:
         if any(isinstance(fact.law, Reindexed) for fact in facts):
             return find_reindexed(call) or self._refuse_shifted(call, facts)
         if Kind.ROW in kinds and Kind.SCORE not in kinds and node.target is not torch.ops.treefx.attention.default:
-            return self.refuse(call, MEETS_ROWS)
+            return self.refuse(call, MEETS_VARIABLE if self._meets_variable(call) else MEETS_ROWS)
         try:
             return self.lawful(call)
         except NoLaw as reason:
@@ -268,6 +271,13 @@ class _Labeller:
         of_rows = frozenset(node for node in loads if fact_of(node).kind is Kind.ROW)
         others = [node for node in loads - of_rows if fact_of(node).kind is not Kind.PACKED]
         return of_rows.union(*[self.sources.get(node, frozenset()) for node in others])
+
+    def _meets_variable(self, call: Call) -> bool:
+        """Whether an operand computed per row is made of an input that requires grad, and of no packed value."""
+        rows = [node for node in call.operands if fact_of(node).kind is Kind.ROW]
+        sources = {*rows, *ancestors(*rows)}
+        packed = any(fact_of(node).kind is Kind.PACKED for node in sources)
+        return not packed and any(self.roles.get(node) == "variable" for node in sources)
 
     def refuse(self, call: Call, reason: str) -> Fact:
         """Compute per row; the reason is kept where packed values have to be expanded for it."""

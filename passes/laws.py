@@ -224,7 +224,7 @@ def repeat(call: Call) -> Fact:
     counts: Any = call.node.args[1]
     dims = ((),) * (len(counts) - len(call.dims(source))) + call.dims(source)
     pairs = zip(dims, counts, strict=True)
-    return call.result(tuple((*algebra.plain(count), *_forget_repeats(dim)) for dim, count in pairs))
+    return call.result(tuple((*algebra.plain(count), *algebra.unrepeated(dim)) for dim, count in pairs))
 
 
 @law(aten.copy)
@@ -322,10 +322,13 @@ def _with_keys(dims: Dims, dim: int, size: int) -> Dims:
 
 @law(aten.constant_pad_nd)
 def pad(call: Call) -> Fact:
-    """Padding by nothing changes nothing."""
-    if any(call.arg(1, "pad")):
-        raise NoLaw("has no token-wise law")
-    return call.result(call.dims(call.node_arg(0)))
+    """A plain dimension grows or shrinks at its ends; padding by nothing changes nothing."""
+    dims, widths = call.dims(call.node_arg(0)), call.arg(1, "pad")
+    for offset in range(len(widths) // 2):
+        if any(widths[2 * offset : 2 * offset + 2]):
+            d = len(dims) - 1 - offset
+            dims = algebra.resize(dims, d, shape_of(call.node)[d])
+    return call.result(dims)
 
 
 @law(aten.select)
@@ -428,17 +431,13 @@ def along_dimension(call: Call) -> Fact:
             reach = ALONG_ROWS
             continue
         algebra.resize(dims, d, 1)
-    return call.result(tuple(_forget_repeats(dim) if d in where else dim for d, dim in enumerate(dims)), reach)
+    return call.result(tuple(algebra.unrepeated(dim) if d in where else dim for d, dim in enumerate(dims)), reach)
 
 
 def _is_causal_sum(call: Call, dim: tuple[Factor, ...]) -> bool:
     """A running sum over a row's own tokens reads the past alone: it stays prefix-determined where computed in full."""
     whole = [factor.axis for factor in dim] == [Axis.TOKEN]
     return whole and call.result(()).kind is Kind.PREFIX
-
-
-def _forget_repeats(dim: tuple[Factor, ...]) -> tuple[Factor, ...]:
-    return tuple(Factor(factor.axis, factor.size) for factor in dim)
 
 
 @law(aten.topk, aten.sort)
@@ -483,8 +482,11 @@ def _lookup(call: Call, table: Any, index: Any) -> Fact:
 
 @law(aten.index_select)
 def index_select(call: Call) -> Fact:
-    """A row of an invariant table per token, along the first dimension."""
+    """A row of an invariant table per token, along the first dimension; or invariant indices of a plain one."""
     table, dim, index = call.node.args[:3]
+    if call.labelled(table) and not call.labelled(index):
+        assert isinstance(table, fx.Node) and isinstance(dim, int)
+        return call.result(algebra.resize(call.dims(table), dim, shape_of(call.node)[dim]))
     if dim != 0:
         raise NoLaw("selects along another dimension than the first")
     return _lookup(call, table, index)
@@ -506,21 +508,25 @@ def gather(call: Call) -> Fact:
             raise NoLaw("gathers at indices without token axes")
     else:
         aligned(call, source, dims)
-    return call.result(tuple(_forget_repeats(d) for d in dims))
+    return call.result(tuple(algebra.unrepeated(d) for d in dims))
 
 
 @law(aten.scatter, aten.scatter_add)
 def scatter(call: Call) -> Fact:
-    """x[n, index[n, i]] = y[n, i] along a plain dimension."""
-    source, dim, index = call.node.args[:3]
+    """x[n, index[n, i]] = y[n, i] along a plain dimension; an invariant x is read at the token's column."""
+    source, dim, index, *values = call.node.args[:4]
     assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
-    if not (call.labelled(source) and call.labelled(index)):
+    if not all(call.labelled(item) for item in (index, *values) if isinstance(item, fx.Node)):
         raise NoLaw("scatters between values with and without token axes")
-    dim %= len(call.dims(source))
-    _same_elsewhere(call.dims(source), call.dims(index), dim)
-    algebra.resize(call.dims(source), dim, 1)
-    algebra.resize(call.dims(index), dim, 1)
-    return call.result(tuple(_forget_repeats(d) for d in call.dims(source)))
+    dims = algebra.resize(call.dims(index), dim, shape_of(source)[dim])
+    if call.labelled(source):
+        _same_elsewhere(call.dims(source), call.dims(index), dim % len(dims))
+        dims = algebra.resize(call.dims(source), dim, shape_of(source)[dim])
+    elif shape_of(source) == tuple(map(algebra.extent, dims)):
+        aligned(call, source, dims)
+    else:
+        raise NoLaw("scatters into more than the tokens it reads")
+    return call.result(tuple(algebra.unrepeated(d) for d in dims))
 
 
 def _same_elsewhere(left: Dims, right: Dims, dim: int) -> None:

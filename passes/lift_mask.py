@@ -18,6 +18,7 @@ from treefx.kernels.score import Expr
 from treefx.passes.constants import constants_of
 from treefx.passes.dims import NoLaw
 from treefx.passes.facts import Axis, Kind, fact_of, shape_of
+from treefx.passes.given_masks import GivenMask
 from treefx.passes.score_algebra import const, fold, walk
 from treefx.passes.uniformity import is_uniform
 
@@ -408,6 +409,15 @@ def _load_maybe(node: fx.Node, index: Index) -> Expr | None:
         return None
 
 
+def _of_rows(node: fx.Node) -> str:
+    if not constants_of(node).changes(node):
+        return f"the mask depends on whole rows through {node.target}"
+    return (
+        f"reads a mask {list(shape_of(node))} given by the caller, which in this call is not causal up to hidden keys, "
+        "a window or documents; give attention_mask [B, T], or build the mask inside the model"
+    )
+
+
 def _load_of_row(node: fx.Node, index: Index) -> Expr:
     """One number per row (or one for all) made from inputs alone, such as a count of padding.
 
@@ -415,8 +425,19 @@ def _load_of_row(node: fx.Node, index: Index) -> Expr:
     """
     size = shape_of(node).numel()
     if [digit for dim in index for digit in dim] != ([(("b",), size)] if size > 1 else []):
-        raise NoLaw(f"the mask depends on whole rows through {node.target}")
+        raise NoLaw(_of_rows(node))
     return ("load", node, ("cq",))
+
+
+def _given_mask(known: GivenMask, parts: Sequence[fx.Node], index: Index) -> Expr:
+    """A mask of the caller's, as its values in this and all calls of the analysis are known."""
+    rows = index[:1] if len(index) > 2 else ((),)
+    seen: Expr = ("and", ("le", ("ck",), ("cq",)), _load(parts[0], (*rows, index[-1])))
+    if known.window is not None:
+        seen = ("and", seen, ("lt", ("sub", ("cq",), ("ck",)), const(known.window)))
+    if known.has_starts:
+        seen = ("and", seen, ("ge", ("ck",), _load(parts[1], (*rows, index[-2]))))
+    return ("where", seen, const(known.shown), const(known.hidden))
 
 
 def _load(node: fx.Node, index: Index) -> Expr:
@@ -424,12 +445,15 @@ def _load(node: fx.Node, index: Index) -> Expr:
     if node.target is operator.getitem:
         raise NoLaw(f"the mask is built by {node.args[0]}")
     fact = fact_of(node)
+    known = constants_of(node).masks.get(node)
+    if known is not None and [[digit[0] for digit in dim] for dim in index[-2:]] == [[("cq",)], [("ck",)]]:
+        return _given_mask(*known, index)
     if fact.kind is Kind.INVARIANT:
         return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
     if fact.kind is Kind.ROW and not fact.learned:
         return _load_of_row(node, index)
     if fact.kind not in (Kind.PREFIX, Kind.PACKED) or fact.dims is None:
-        raise NoLaw(f"the mask depends on whole rows through {node.target}")
+        raise NoLaw(_of_rows(node))
     token: Expr | None = None
     rest: list[Expr] = []
     for dim, digits in zip(fact.dims, index, strict=True):

@@ -85,13 +85,17 @@ def is_on_tree(gm: fx.GraphModule) -> bool:
 
 @dataclass
 class OnTree:
-    """A rewritten graph with fake inputs, one per placeholder; ``count`` says which numbers of tokens it admits."""
+    """A rewritten graph with fake inputs, one per placeholder; ``count`` says which numbers of tokens it admits.
+
+    ``read`` are the positions of the inputs whose values the proof of its attentions has read.
+    """
 
     gm: fx.GraphModule
     inputs: list[Any]
     mode: FakeTensorMode
     count: TokenCount
     attentions: int
+    read: set[int]
 
 
 def rewrite_on_tree(gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str]) -> OnTree:
@@ -100,19 +104,19 @@ def rewrite_on_tree(gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[s
     Args:
         gm: Dynamo's graph; bodies of checkpoints are inlined and keep their tags.
         inputs: Run-time inputs; where Dynamo left the number of tokens symbolic, it is among them.
-        roles: "parameter", "buffer" or "input" per placeholder.
+        roles: "parameter", "buffer", "input" or "variable" per placeholder.
 
     Raises:
         UnsupportedError: No attention, or another attention than causal, or an operator without a token-wise law.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    found = _prove(trace_forward(gm, fake_inputs(inputs, mode), mode), inputs, roles)
+    found, read = _prove(trace_forward(gm, fake_inputs(inputs, mode), mode), inputs, roles)
     count = TokenCount(max(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dtype is torch.int32))
     mode = FakeTensorMode(shape_env=count, allow_non_fake_inputs=True)
     fakes = _fakes(gm, inputs, count, mode)
     traced = trace_forward(gm, fakes, mode)
     _write_attention(traced)
-    return OnTree(traced, fakes, mode, count, found)
+    return OnTree(traced, fakes, mode, count, found, read)
 
 
 def _fakes(gm: fx.GraphModule, inputs: Sequence[Any], count: TokenCount, mode: FakeTensorMode) -> list[Any]:
@@ -190,8 +194,8 @@ def _first(results: Sequence[Tensor]) -> Tensor:
 # The proof ------------------------------------------------------------------------------------------------------------
 
 
-def _prove(gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str]) -> int:
-    """Label a static trace; the number of its attentions.
+def _prove(gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str]) -> tuple[int, set[int]]:
+    """Label a static trace; the number of its attentions, and the inputs whose values were read.
 
     The marked values become rows of tables that token ids look up: to the laws that is what packed values are.
     """
@@ -225,10 +229,10 @@ def _prove(gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str]) -> i
     found = find_tokens(proof, kinds)
     if found is None:
         raise UnsupportedError("a block under treefx.distribute must read hidden states [1, N, features], got none")
-    Constants(proof, values, kinds, InputValues(frozenset(), frozenset()))
+    constants = Constants(proof, values, kinds, InputValues(frozenset(), frozenset()))
     label_tokens(proof, kinds, found, contract=False)
     _check(proof)
-    return len(attentions(proof))
+    return len(attentions(proof)), constants.read
 
 
 def _check(gm: fx.GraphModule) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr
-from treefx.passes import laws, matmul_laws
+from treefx.passes import feature_laws, laws, matmul_laws
 from treefx.passes.attention_facts import Attention
 from treefx.passes.contract import mixes
 from treefx.passes.facts import ALONG_ROWS, Dims, Kind, fact_of, shape_of
@@ -133,9 +133,10 @@ def _aligned(node: fx.Node) -> list[tuple[fx.Node, Dims]]:
     if fact.dims is None:
         return []
     operands = list(_tensors(node.all_input_nodes))
-    if law in (laws.pointwise, laws.cat, laws.overwrite):
+    if law in (laws.pointwise, feature_laws.complex_, laws.cat, laws.overwrite):
         return [(item, fact.dims) for item in operands]
     if law is matmul_laws.bmm:
         return [(item, (fact.dims[0], (), ())) for item in operands]
     first = node.args[0]
-    return [(first, fact.dims)] if law in (laws.gather, matmul_laws.addmm) and isinstance(first, fx.Node) else []
+    reads_first = law in (laws.gather, laws.scatter, matmul_laws.addmm)
+    return [(first, fact.dims)] if reads_first and isinstance(first, fx.Node) else []

@@ -134,6 +134,8 @@ class Analysis:
     """Values, one number per row, that do so too."""
     own_positions: list[fx.Node] | None = None
     """Values [B, T] that do so where rows start in different columns; None where tokens are known by their column."""
+    known: InputValues = field(default_factory=InputValues)
+    """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
     constants: Constants | None = None
     attentions: list[Attention] = field(default_factory=list)
     recurrences: int = 0
@@ -192,7 +194,16 @@ class Rewritten:
 
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     """Fake tensors with static shapes for run-time inputs; numbers stay."""
-    return [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in inputs]
+    return [_fake(x, mode) if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor, no inference tensor: AOTAutograd copies ``requires_grad``, which those do not let it set."""
+    fake = mode.from_tensor(x, static_shapes=True)
+    if not fake.is_inference():
+        return fake
+    with mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
 @dataclass
@@ -248,7 +259,7 @@ def analyse(
         known: What the values of the inputs prove, in this and all later calls of the analysis.
         passes: From ``build_passes``.
     """
-    analysis = Analysis(gm, roles, None, [], [])
+    analysis = Analysis(gm, roles, None, [], [], known=known)
     analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
     if analysis.tokens is not None:
         live = live_nodes(analysis.gm)
@@ -266,7 +277,19 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
             traced.graph.erase_node(node)
     traced.recompile()
     work.inputs = [x for x in work.inputs if isinstance(x, Tensor)]
+    _add_parts_of_masks(traced, work, mode)
     return traced
+
+
+def _add_parts_of_masks(gm: fx.GraphModule, work: _Work, mode: FakeTensorMode) -> None:
+    """What is known of the caller's masks is said in values [B, T]: inputs behind the caller's."""
+    count = len(work.inputs)
+    work.inputs = work.known.with_parts(work.inputs)
+    work.analysis.roles = [*work.analysis.roles, *["input"] * (len(work.inputs) - count)]
+    for i, part in enumerate(work.inputs[count:]):
+        with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+            gm.graph.placeholder(f"part_of_mask_{i}").meta["val"] = mode.from_tensor(part, static_shapes=True)
+    gm.recompile()
 
 
 def _label_tokens(gm: fx.GraphModule, work: _Work, *, contract: bool, pick_losses: bool) -> fx.GraphModule:

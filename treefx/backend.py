@@ -50,18 +50,19 @@ setattr(treefx, "reset", forget_shapes)  # torch.compiler.reset calls it
 
 
 def _role(node: fx.Node, example: Any) -> str:
-    """Whether an input is a parameter, a buffer of the model, or comes with the call."""
+    """Whether an input is a parameter, a buffer of the model, or comes with the call, and is then to be learned."""
     if isinstance(example, torch.nn.Parameter):
         return "parameter"
+    learned = isinstance(example, torch.Tensor) and example.requires_grad
+    if isinstance(example, torch.Tensor) and _is_of_module(node):
+        return "parameter" if learned else "buffer"
+    return "variable" if learned else "input"
+
+
+def _is_of_module(node: fx.Node) -> bool:
     source = getattr(node, "_dynamo_source", None)
-    if source is None or not isinstance(example, torch.Tensor):
-        return "input"
+    if source is None:
+        return False
     kind = source.guard_source
     kind = kind() if callable(kind) else kind
-    if example.requires_grad and _of_module(kind):
-        return "parameter"
-    return "buffer" if _of_module(kind) else "input"
-
-
-def _of_module(source: Any) -> bool:
-    return bool(source.is_specialized_nn_module() or source.is_unspecialized_nn_module())
+    return bool(kind.is_specialized_nn_module() or kind.is_unspecialized_nn_module())

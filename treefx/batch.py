@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treefx.forest import Forest
+from treefx.kernels.lasting import lasting
 from treefx.trie import build_trie, combine_keys
 
 __all__ = ["Batch", "build_batch", "forest_batch"]
@@ -60,10 +61,12 @@ def build_batch(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Te
     for known, known_places, known_keep, batch in reversed(recent):
         if _same(keys, known) and _same_all(places, known_places) and _same_keep(keep, known_keep):
             return batch
-    batch = _build(keys, keep, places)
-    copies = None if places is None else [place.clone() for place in places]
+    with lasting():
+        batch = _build(keys, keep, places)
+        copies = None if places is None else [place.clone() for place in places]
+        entry = ([key.clone() for key in keys], copies, None if keep is None else keep.clone(), batch)
     with _remembering:
-        _recent.append(([key.clone() for key in keys], copies, None if keep is None else keep.clone(), batch))
+        _recent.append(entry)
     return batch
 
 

@@ -11,9 +11,11 @@ from torch._guards import CompileContext
 
 from treefx.config import Config
 from treefx.context import current_tree
+from treefx.kernels.lasting import lasting
 from treefx.passes.compile_inner import Compiled, compile_inner
 from treefx.passes.on_tree import OnTree, rewrite_on_tree
 from treefx.passes.pipeline import Rewritten
+from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
 from treefx.shapes import compiling
 
@@ -25,7 +27,7 @@ class BlockGraph:
 
     Args:
         gm: Dynamo's graph, never changed.
-        roles: "parameter", "buffer" or "input" per placeholder.
+        roles: "parameter", "buffer", "input" or "variable" per placeholder.
         config: The options; ``inner`` and ``mode`` are those that matter here.
     """
 
@@ -34,7 +36,7 @@ class BlockGraph:
         compile_id = CompileContext.current_compile_id()
         self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
         self._reports = Reports(None if compile_id is None else compile_id.frame_id, self._graphs)
-        self._compiled: list[tuple[OnTree, Compiled]] = []
+        self._compiled: list[tuple[OnTree, Proof, Compiled]] = []
 
     @property
     def reports(self) -> list[GraphReport]:
@@ -50,7 +52,7 @@ class BlockGraph:
         parameters = [x for x, role in zip(args, self.roles, strict=True) if role == "parameter"]
         report = self._reports.of(parameters)
         report.count_call()
-        with compiling:
+        with compiling, lasting():
             rewritten, run = self._admitting(args, report)
         report.ran, report.attention_rewritten = "packed", rewritten.attentions
         report.has_tokens = True
@@ -63,9 +65,9 @@ class BlockGraph:
 
     def _admitting(self, args: tuple[Any, ...], report: GraphReport) -> tuple[OnTree, Compiled]:
         tokens = next(x.shape[0] for x in args if isinstance(x, Tensor) and x.dtype is torch.int32)
-        for known in self._compiled:
-            if known[0].count.count is None or known[0].count.admits(tokens):
-                return known
+        for rewritten, proof, run in self._compiled:
+            if (rewritten.count.count is None or rewritten.count.admits(tokens)) and proof.holds(args):
+                return rewritten, run
         started = time.perf_counter()
         rewritten = rewrite_on_tree(self.gm, args, self.roles)
         self._graphs["rewritten"] = rewritten.gm
@@ -76,5 +78,5 @@ class BlockGraph:
             )
         report.seconds["compile"] = time.perf_counter() - started - report.seconds["rewrite"]
         report.compiles += 1
-        self._compiled.append((rewritten, run))
-        return self._compiled[-1]
+        self._compiled.append((rewritten, Proof(args, rewritten.read), run))
+        return rewritten, run

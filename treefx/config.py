@@ -38,6 +38,9 @@ class Config:
     max_logits: int = 2**26
     """Logits (tokens times vocabulary) above which LM head and loss run in chunks of the vocabulary; the logits are
     then only computed, by a second run, if somebody reads them."""
+    lazy_outputs: bool = True
+    """Whether outputs that nobody has read so far are left to be computed when somebody does, which is before the
+    weights or inputs change. False: all are computed in their call, padding and large logits too."""
     max_shapes: int = 8
     """How many shapes [B, T] one graph keeps compiled packed; beyond that, new shapes run the ordinary graph."""
     disable_passes: tuple[str, ...] = ()
@@ -89,6 +92,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     if choices and value not in choices:
         raise ConfigError(f"option {name!r} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if hint is bool and not isinstance(value, bool):
+        raise ConfigError(f"option {name!r} must be True or False, got {value!r}")
     numbers = {float: (int, float), int: (int,)}
     if hint in numbers and (not isinstance(value, numbers[hint]) or isinstance(value, bool)):
         raise ConfigError(f"option {name!r} must be a number ({hint.__name__}), got {value!r}")

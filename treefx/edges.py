@@ -1,9 +1,10 @@
 """Edges of a forest: each (source token, target token) once, with the rows that take it."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
+
+from treefx.kernels.lasting import lasting_property
 
 __all__ = ["Edges"]
 
@@ -46,28 +47,28 @@ class Edges:
     def __repr__(self) -> str:
         return f"Edges({len(self)} edges, {int(self.multiplicity.sum())} raw predictions)"
 
-    @cached_property
+    @lasting_property
     def row_offsets(self) -> torch.Tensor:
         """int64 [E + 1]: where each edge's entries begin."""
         return torch.cat([self.multiplicity.new_zeros(1), self.multiplicity.cumsum(0)])
 
-    @cached_property
+    @lasting_property
     def edge_of_entry(self) -> torch.Tensor:
         """int64 [entries]: the edge each entry belongs to."""
         return torch.repeat_interleave(self.multiplicity)
 
-    @cached_property
+    @lasting_property
     def row_index(self) -> torch.Tensor:
         """int64 [entries]: the row of each entry."""
         shift = (self.first_rank - self.row_offsets[:-1])[self.edge_of_entry]
         return self.row_order[shift + torch.arange(len(shift), device=shift.device)]
 
-    @cached_property
+    @lasting_property
     def raw_index(self) -> torch.Tensor:
         """int64 [entries]: the target as a raw token, counting through the rows in the caller's order."""
         return self.raw_offsets[self.row_index] + self.depth[self.edge_of_entry]
 
-    @cached_property
+    @lasting_property
     def row_weight(self) -> torch.Tensor:
         """float64 [entries]: the row's weight of predicting the target; `weight` is its sum per edge."""
         return self.raw_weight[self.raw_index]

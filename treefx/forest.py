@@ -8,7 +8,6 @@ whole mask.
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 
 from treefx.edges import Edges
 from treefx.forest_input import RowBatch, read_padded, read_sequences
+from treefx.kernels.lasting import lasting, lasting_property
 from treefx.trie import build_trie
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ class Forest:
             "raw_weight": batch.raw_weight,
             "row_start": batch.row_start,
         }
-        tensors = {name: torch.from_numpy(array).to(batch.device) for name, array in arrays.items()}
+        with lasting():
+            tensors = {name: torch.from_numpy(array).to(batch.device) for name, array in arrays.items()}
         return cls(**tensors, padded_width=batch.padded_width)
 
     def __len__(self) -> int:
@@ -177,22 +178,22 @@ class Forest:
         """Depth of the deepest token: the longest path has one token more."""
         return int(self.depth.max())
 
-    @cached_property
+    @lasting_property
     def row_lengths(self) -> torch.Tensor:
         """int64 [R]: tokens of every row."""
         return self.row_offsets.diff()
 
-    @cached_property
+    @lasting_property
     def row_weight(self) -> torch.Tensor:
         """float64 [R]: sum of every row's weights, the denominator of the row's mean."""
         return torch.segment_reduce(self.raw_weight, "sum", offsets=self.row_offsets)
 
-    @cached_property
+    @lasting_property
     def token_of(self) -> list[torch.Tensor]:
         """Per row, in the caller's order, int64 [length]: the packed index of each of its tokens."""
         return list(torch.split(self.flat_token_of, self.row_lengths.tolist()))
 
-    @cached_property
+    @lasting_property
     def edges(self) -> Edges:
         """The predictions of the forest, each (source, target) once, ordered by target."""
         target = (self.parent >= 0).nonzero().squeeze(1)
@@ -209,12 +210,12 @@ class Forest:
             raw_weight=self.raw_weight,
         )
 
-    @cached_property
+    @lasting_property
     def max_edge_token(self) -> int:
         """Largest token id that is predicted, 0 without edges; a vocabulary must be larger."""
         return int(self.edges.token.max()) if len(self.edges) else 0
 
-    @cached_property
+    @lasting_property
     def nodes(self) -> Nodes:
         """Maximal runs of tokens with the same set of rows."""
         above = self.parent.clamp(min=0)
@@ -257,7 +258,8 @@ class Forest:
     def to(self, device: torch.device | str) -> "Forest":
         """Return the same forest on another device."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        with lasting():
+            moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
         return dataclasses.replace(self, **moved)
 
     def to_networkx(self) -> "nx.DiGraph[int]":

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from treefx.kernels.lasting import lasting
+
 __all__ = ["Deferred", "LazyRows", "lazy_rows"]
 
 aten = torch.ops.aten
@@ -48,7 +50,7 @@ class Deferred:
     def rows(self) -> Tensor:
         """The value on rows."""
         if self._rows is None:
-            with torch.no_grad():
+            with lasting(), torch.no_grad():  # the first reader's mode is not that of the next one
                 self._rows = self._compute()
         return self._rows
 

@@ -13,8 +13,10 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from treefx.kernels.lasting import lasting
 from treefx.passes.compile_inner import Inner
 from treefx.passes.pipeline import fake_inputs
+from treefx.process_state import process_state
 from treefx.shapes import compiling
 
 __all__ = ["Ordinary"]
@@ -23,8 +25,8 @@ __all__ = ["Ordinary"]
 class Ordinary:
     """Compiles Dynamo's graph as it is with the inner compiler, when first needed.
 
-    A graph of fixed shapes is compiled once per shape. One with symbolic sizes (its inputs hold numbers) goes through
-    ``torch.compile(dynamic=True)``, which compiles once and checks its own guards.
+    A graph of fixed shapes is compiled once per shape and state of the process. One with symbolic sizes (its inputs
+    hold numbers) goes through ``torch.compile(dynamic=True)``, which compiles once and checks its own guards.
 
     Args:
         gm: Dynamo's graph.
@@ -38,9 +40,10 @@ class Ordinary:
 
     def __call__(self, *args: Any) -> Any:
         symbolic = any(isinstance(x, int) for x in args)
-        key = ("symbolic",) if symbolic else tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in args)
+        shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in args)
+        key = ("symbolic",) if symbolic else (process_state(), *shapes)
         if key not in self._compiled:
-            with compiling:
+            with compiling, lasting():
                 if key not in self._compiled:
                     self._compiled[key] = self._compile_symbolic() if symbolic else self._compile(args)
         return self._compiled[key](*args)

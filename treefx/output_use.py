@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import torch
+from torch.utils import checkpoint
+
 from treefx.passes.pipeline import Analysis
 
 __all__ = ["OutputUse"]
 
 
 class OutputUse:
-    """Which packed outputs of a graph its callers have read, and which they have differentiated."""
+    """Which packed outputs of a graph its callers have read, and which they have differentiated.
 
-    def __init__(self) -> None:
+    Args:
+        lazy: Whether that is to be learned; all of them, from the first call on, where it is not.
+    """
+
+    def __init__(self, *, lazy: bool = True) -> None:
+        self._lazy = lazy
         self.read: set[int] = set()
         self.differentiated: set[int] = set()
         self.settled = False
         """Whether a call has run."""
 
     def settle(self, analysis: Analysis) -> None:
-        """Without a loss of its own, or where a second run would have other effects, all outputs are in use."""
-        if not self.settled and (not analysis.returns_loss or analysis.has_side_effects):
+        """All outputs are in use without a loss of its own, where a second run would have other effects, and where
+        a checkpoint will compare one with the first: what is read in between must not change what it saves.
+        """
+        effects = not self._lazy or not analysis.returns_loss or analysis.has_side_effects
+        if (not self.settled and effects) or _in_checkpoint():
             self.read |= set(analysis.packed_outputs)
             self.differentiated |= set(analysis.packed_outputs)
         self.settled = True
@@ -26,3 +37,9 @@ class OutputUse:
     def detached(self, analysis: Analysis) -> frozenset[int]:
         """The outputs that leave lazily."""
         return frozenset(analysis.packed_outputs) - self.differentiated
+
+
+def _in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint(use_reentrant=False)`` runs the model, for the first time or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__

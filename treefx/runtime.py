@@ -18,6 +18,8 @@ from treefx.config import Config
 from treefx.context import current_forest, current_tree
 from treefx.errors import ForestError, TreefxError, UnsupportedError
 from treefx.forest import Forest
+from treefx.given import Given, name_of_input
+from treefx.kernels.lasting import lasting
 from treefx.lazy import Deferred, LazyRows, lazy_rows
 from treefx.ordinary import Ordinary
 from treefx.output_use import OutputUse
@@ -26,8 +28,9 @@ from treefx.passes.layout import expand_rows, rows_in_order
 from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, build_passes, is_packed
 from treefx.passes.vocab_tail import logits_of_losses
 from treefx.planning.boundary import Cut, PartRow
+from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
-from treefx.shapes import Executable, Shape, compiling, share_shape
+from treefx.shapes import Executable, KnownShapes, Refusal, Shape, compiling, proof_of, share_shape
 
 __all__ = ["CompiledGraph"]
 
@@ -43,20 +46,21 @@ class CompiledGraph:
 
     Args:
         gm: Dynamo's graph, never changed.
-        roles: "parameter", "buffer" or "input" per placeholder.
+        roles: "parameter", "buffer", "input" or "variable" (one that requires grad) per placeholder.
         config: The options.
     """
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
         self.gm, self.roles, self.config = gm, roles, config
         self._numbers = _positions_of_numbers(gm)
+        self._names = [name_of_input(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._passes = build_passes(config.compiler, config.disable_passes)
         compile_id = CompileContext.current_compile_id()
         self._graphs: dict[str, fx.GraphModule] = {"captured": gm}
         self._reports = Reports(None if compile_id is None else compile_id.frame_id, self._graphs)
         self._current = threading.local()
-        self._outputs = OutputUse()
-        self._shapes: dict[tuple[Any, ...], list[Shape] | str] = {}
+        self._outputs = OutputUse(lazy=config.lazy_outputs)
+        self._shapes = KnownShapes(config.max_shapes)
         self._has_no_tokens = False
         self._ordinary = Ordinary(gm, config.compiler, self._count_ordinary)
 
@@ -68,8 +72,7 @@ class CompiledGraph:
     @property
     def rewrites(self) -> list[Rewritten]:
         """The rewritten graphs, one per variant of a shape."""
-        shapes = [shape for known in self._shapes.values() if not isinstance(known, str) for shape in known]
-        return [item for shape in shapes for item in shape.rewrites]
+        return [item for shape in self._shapes.shapes for item in shape.rewrites]
 
     @property
     def report(self) -> GraphReport:
@@ -114,20 +117,21 @@ class CompiledGraph:
         if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
             return ""
         tensors = self._tensors(args)
-        values = input_values(tensors, self._tensor_roles(args))
+        values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None)
         filled = zip(self._filled(args), self.roles, strict=True)
-        inputs = [x for x, role in filled if role == "input" or not isinstance(x, Tensor)]
-        key = (values, *[tuple(x.shape) if isinstance(x, Tensor) else x for x in inputs])
-        shape = self._known_shape(key, tensors)
+        inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
+        key = (values, *[(tuple(x.shape), x.stride()) if isinstance(x, Tensor) else x for x in inputs])
+        shape = self._shapes.find(key, tensors)
         if shape is None:
-            with compiling:
-                shape = self._known_shape(key, tensors)
-                shape = self._new_shape(key, args, values) if shape is None else shape
-        if isinstance(shape, Shape):
-            self.report.has_tokens = True
-            self.report.attention_rewritten = len(shape.analysis.attentions)
-            self.report.recurrences_rewritten = shape.analysis.recurrences
-            self.report.expansions = [asdict(item) for item in shape.analysis.expansions]
+            with compiling, lasting():
+                shape = self._shapes.find(key, tensors)
+                shape = self._shapes.add(key, lambda: self._analyse(args, values)) if shape is None else shape
+        if isinstance(shape, Refusal):
+            return shape.reason
+        self.report.has_tokens = True
+        self.report.attention_rewritten = len(shape.analysis.attentions)
+        self.report.recurrences_rewritten = shape.analysis.recurrences
+        self.report.expansions = [asdict(item) for item in shape.analysis.expansions]
         return shape
 
     def _filled(self, args: Sequence[Any]) -> list[Any]:
@@ -141,39 +145,28 @@ class CompiledGraph:
     def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
         return [role for x, role in zip(self._filled(args), self.roles, strict=True) if isinstance(x, Tensor)]
 
-    def _known_shape(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Shape | str | None:
-        known = self._shapes.get(key, [])
-        return known if isinstance(known, str) else next((shape for shape in known if shape.holds(tensors)), None)
-
-    def _new_shape(self, key: tuple[Any, ...], args: Sequence[Any], values: InputValues) -> Shape | str:
-        known = self._shapes.get(key, [])
-        assert not isinstance(known, str)
-        count = sum(len(shapes) for shapes in self._shapes.values() if not isinstance(shapes, str))
-        if count >= self.config.max_shapes:
-            return f"more than {self.config.max_shapes} shapes of inputs (option max_shapes)"
-        shape = self._analyse(args, values)
-        self._shapes[key] = shape if isinstance(shape, str) else [*known, shape]
-        return shape
-
-    def _analyse(self, args: Sequence[Any], values: InputValues) -> Shape | str:
+    def _analyse(self, args: Sequence[Any], values: InputValues) -> Shape | Refusal:
+        tensors, roles = self._tensors(args), self._tensor_roles(args)
         try:
-            analysis = analyse(self.gm, self._filled(args), self._tensor_roles(args), values, self._passes)
+            analysis = analyse(self.gm, self._filled(args), roles, values, self._passes)
         except TreefxError:
             raise
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
-            return f"the graph could not be traced: {type(error).__name__}: {first_line}"
+            buffers = [i for i, role in enumerate(roles) if role == "buffer"]  # any may have been read
+            reason = f"the graph could not be traced: {type(error).__name__}: {first_line}"
+            return Refusal(reason, Proof(tensors, buffers))
         self.report.shapes += 1
         self.report.seconds.update(analysis.seconds)
         if analysis.tokens is None:
             self._has_no_tokens = True
-            return ""
+            return Refusal("")
         self.report.has_tokens = True
         self.report.expansions = [asdict(item) for item in analysis.expansions]
         refusal = self._refusal(analysis)
         if refusal is not None:
-            return refusal
-        shape = share_shape(analysis, self._tensors(args), self._outputs, values, self.config)
+            return Refusal(refusal, proof_of(analysis, tensors))
+        shape = share_shape(analysis, tensors, self._outputs, values, self.config)
         if not self._outputs.settled:
             self._outputs = shape.outputs
         return shape
@@ -202,7 +195,7 @@ class CompiledGraph:
     def _run_rows(self, shape: Shape, args: Sequence[Any]) -> Any:
         """The transparent level: build the trie of the rows, then run packed if that pays."""
         self._outputs.settle(shape.analysis)
-        tensors = self._tensors(args)
+        tensors = shape.analysis.known.with_parts(self._tensors(args))
         seen, keep = self._keep(shape, tensors)
         hidden = None if seen is None or keep is None else keep & ~seen
         if hidden is not None and not shape.padding.is_defined(tensors, hidden):
@@ -324,24 +317,27 @@ class CompiledGraph:
         batch: Batch,
         variant: Variant,
     ) -> tuple[Any, ...]:
+        given = Given(args, self.roles, self._names) if variant.detached else None
         return tuple(
-            self._lazily(shape, args, i, value, batch, absent=i in variant.absent)
-            if i in variant.detached
+            self._lazily(shape, given, i, value, batch, absent=i in variant.absent)
+            if given is not None and i in variant.detached
             else self._on_rows(shape, i, value, batch)
             for i, value in enumerate(results)
         )
 
     def _lazily(
-        self, shape: Shape, args: Sequence[Any], position: int, value: Tensor, batch: Batch, *, absent: bool
+        self, shape: Shape, given: Given, position: int, value: Tensor, batch: Batch, *, absent: bool
     ) -> Tensor:
         """An output that nobody has read so far: expanded, or computed anew, when somebody does."""
         report = self.report  # the reader may be another thread, or another model may have run in between
+        args = given.args
 
         def compute() -> Tensor:
             self._outputs.read.add(position)
             complete = not bool((batch.metadata[3] < 0).any())
             if not absent and (complete or self.config.padding == "drop"):
                 return self._on_rows(shape, position, value, batch)  # type: ignore[no-any-return]
+            given.check(f"reading an output {list(rows)}")
             with self._reporting(report):
                 result: Tensor = self._run_rows(shape, args)[position]
             return result.rows if isinstance(result, LazyRows) else result
@@ -349,6 +345,7 @@ class CompiledGraph:
         def differentiate(grad: Tensor) -> Sequence[Tensor | None]:
             self._outputs.read.add(position)
             self._outputs.differentiated.add(position)
+            given.check(f"differentiating an output {list(rows)}")
             leaves = [x.detach().requires_grad_() if _needs_grad(x) else x for x in args]
             with torch.enable_grad(), self._reporting(report):
                 result = self._run_rows(shape, leaves)[position]

@@ -11,18 +11,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from treefx.kernels.lasting import lasting
 from treefx.output_use import OutputUse
 from treefx.passes.fingerprint import fingerprint, tensor_key
 from treefx.passes.padding import Padding
 from treefx.passes.pipeline import Analysis, Rewritten, Variant, compile_variant, rewrite
 from treefx.passes.runner import Pass
+from treefx.process_state import process_state
+from treefx.proof import Proof
 
-__all__ = ["Executable", "Shape", "compiling", "forget_shapes", "share_shape"]
+__all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "compiling", "forget_shapes", "proof_of", "share_shape"]
 
 compiling = threading.RLock()
 """Held while graphs are traced and compiled: tracing changes state of the whole process."""
@@ -60,14 +63,8 @@ class Shape:
     def __init__(self, analysis: Analysis, args: Sequence[Tensor], outputs: OutputUse, key: tuple[Any, ...]) -> None:
         self.analysis, self.outputs, self.key = analysis, outputs, key
         self.padding = Padding(analysis)
-        self._executables: dict[Variant, list[Executable]] = {}
-        read = analysis.constants.read if analysis.constants is not None else set()
-        self._buffers = {i: _version(args[i]) for i in read}
-        self._storages = [args[i].untyped_storage() for i in read]  # held, so that no other tensor gets their addresses
-
-    def holds(self, args: Sequence[Tensor]) -> bool:
-        """Whether the buffers whose values entered a proof are still the same."""
-        return all(_version(args[i]) == seen for i, seen in self._buffers.items())
+        self.proof = proof_of(analysis, args)
+        self._executables: dict[tuple[Any, ...], list[Executable]] = {}
 
     @property
     def rewrites(self) -> list[Rewritten]:
@@ -83,8 +80,8 @@ class Shape:
         compiled: Callable[[Executable], None],
     ) -> Executable:
         """What runs a variant for a number of tokens (and sizes of a cut); ``compiled`` is told of a new one."""
-        with compiling:
-            known = self._executables.setdefault(variant, [])
+        with compiling, lasting():
+            known = self._executables.setdefault((variant, *process_state()), [])
             for executable in known:
                 if executable.rewritten.count.admits(*sizes):
                     return executable
@@ -93,8 +90,48 @@ class Shape:
             return known[-1]
 
 
-def _version(x: Tensor) -> tuple[int, int]:
-    return x.data_ptr(), x._version
+@dataclass(frozen=True)
+class Refusal:
+    """Why a shape does not run packed ("" for a graph without tokens), and what that was proved with."""
+
+    reason: str
+    proof: Proof = field(default_factory=Proof)
+
+
+class KnownShapes:
+    """What is known for the shapes of one graph: shapes and refusals, each as long as its proof holds.
+
+    Args:
+        limit: How many shapes there may be, and how many of one key.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: dict[tuple[Any, ...], list[Shape | Refusal]] = {}
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Those that run packed."""
+        return [item for known in list(self._known.values()) for item in known if isinstance(item, Shape)]
+
+    def find(self, key: tuple[Any, ...], args: Sequence[Tensor]) -> Shape | Refusal | None:
+        """What is known for a key and for the buffers among these tensors."""
+        return next((item for item in self._known.get(key, ()) if item.proof.holds(args)), None)
+
+    def add(self, key: tuple[Any, ...], find: Callable[[], Shape | Refusal]) -> Shape | Refusal:
+        """Find out about a key."""
+        known = self._known.get(key, [])
+        if max(len(self.shapes), len(known)) >= self._limit:
+            what = "shapes of inputs" if len(known) < self._limit else "values of buffers for one shape of inputs"
+            return Refusal(f"more than {self._limit} {what} (option max_shapes)")
+        found = find()
+        self._known[key] = [*known, found]
+        return found
+
+
+def proof_of(analysis: Analysis, args: Sequence[Tensor]) -> Proof:
+    """What an analysis of these tensors has read of them."""
+    return Proof(args, () if analysis.constants is None else analysis.constants.read)
 
 
 _shapes: weakref.WeakSet[Shape] = weakref.WeakSet()
@@ -109,10 +146,9 @@ def share_shape(analysis: Analysis, args: Sequence[Tensor], outputs: OutputUse, 
         outputs: For a new shape.
         settings: What else decides about the compiled code: options, facts proved from the inputs.
     """
-    state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
-    key = (fingerprint(analysis.gm), tuple(analysis.roles), *map(tensor_key, args), *state, *settings)
+    key = (fingerprint(analysis.gm), tuple(analysis.roles), *map(tensor_key, args), *process_state(), *settings)
     for shape in list(_shapes):
-        if shape.key == key and shape.holds(args):
+        if shape.key == key and shape.proof.holds(args):
             return shape
     made = Shape(analysis, args, outputs, key)
     _shapes.add(made)

@@ -74,7 +74,7 @@ def test_wrong_gradients_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     ("error", "verdict", "code"),
     [
         (UnsupportedError("no such mixer"), "refused", 0),
-        (RuntimeError("broken"), "failed", 1),
+        (RuntimeError("broken"), "crashed", 1),
         (ModuleNotFoundError("No module named 'x'"), "not installed", 0),
     ],
 )
@@ -85,6 +85,8 @@ def test_models_without_a_result(monkeypatch: pytest.MonkeyPatch, error: Excepti
     _only(monkeypatch, build)
     assert _run()[0] == code
     lines = _run("--markdown")[1].splitlines()
+    assert "inner aot_eager" in lines[0]
+    lines = lines[2:]
     assert lines[2].startswith(f"| only | {verdict} |") and str(error) in lines[2]
 
 

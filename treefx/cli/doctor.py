@@ -4,15 +4,18 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch.nn import functional
 
 from treefx.cli.output import console, make_table, notes, print_json, print_line
 from treefx.cli.zoo import choose, run_zoo
+from treefx.cli.zoo_record import ZooRecord
 from treefx.cli.zoo_table import show_zoo
 
 __all__ = ["doctor", "self_check"]
@@ -30,7 +33,15 @@ def doctor(
     model: Annotated[
         list[str] | None, typer.Option(help="With --zoo: this model only, by its name in the table; may be repeated.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="With --zoo: number of processes.")] = 1,
+    workers: Annotated[
+        int, typer.Option(help="With --zoo: number of processes, which outlive a crash or a hang; 0: this one alone.")
+    ] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="With --zoo: a JSON file that holds what is done, written after every model.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --zoo --out: go on; what was wrong or crashed is checked again.")
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="With --zoo: print the table as Markdown.")] = False,
 ) -> None:
     """Check the installation: versions, devices, the entry point, and a small model against eager execution.
@@ -38,17 +49,19 @@ def doctor(
     The self-check compiles a model of one attention layer and compares the loss and all gradients with
     eager float64. The exit status is 1 when something is wrong.
 
-    With --zoo, 64 architectures of transformers and models of other libraries, tiny and random, run one
-    padded batch of rows that share prefixes, in float32, against eager. A line says how far loss and
-    gradients are off, the tokens that ran of those in the batch, the share of the floating-point
-    operations in attention, projections, MLPs, experts and heads that ran once per distinct token, and
-    what was expanded to rows and why. Where float32 results differ by more than 1e-5, as gradients do
-    that are sums which all but cancel, both are compared with float64, and treefx may be 1.5 times as
-    far off as eager. Models of a library that is not installed say so (pip install 'treefx[examples]'
-    brings transformers; litgpt, torchtune and x-transformers are yours).
+    With --zoo, 64 architectures of transformers and models of other libraries, tiny and random, run two
+    batches of rows that share prefixes, of different shapes, padded right and left, in float32, against
+    eager. A line says how far loss and gradients are off at most, the tokens that ran of those in both
+    batches, and of the worse one the share of the floating-point operations in attention, projections,
+    MLPs, experts and heads that ran once per distinct token, and what was expanded to rows and why.
+    Where float32 results differ by more than 1e-5, as gradients do that are sums which all but cancel,
+    both are compared with float64, and treefx may be 1.5 times as far off as eager. Models of a library
+    that is not installed say so (pip install 'treefx[examples]' brings transformers; litgpt, torchtune
+    and x-transformers are yours).
     """
     if zoo:
-        _doctor_zoo(model or [], workers, inner or "aot_eager", json, markdown)
+        record = ZooRecord(out, inner or "aot_eager", resume=resume)
+        _doctor_zoo(model or [], record, workers, json, markdown)
         return
     inner = inner or "inductor"
     findings = _findings()
@@ -78,21 +91,27 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _doctor_zoo(names: list[str], workers: int, inner: str, json: bool, markdown: bool) -> None:
-    total = len(choose(names))
+def _doctor_zoo(names: list[str], record: ZooRecord, workers: int, json: bool, markdown: bool) -> None:
+    wanted = [model.name for model in choose(names)]
+    remaining, inner = record.remaining(wanted), record.conditions["inner"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    rows = []
     with Progress(*columns, console=notes, transient=True) as progress:
-        task = progress.add_task("zoo", total=total)
-        checked = run_zoo(
-            names, workers=workers, inner=inner, on_start=lambda name: progress.update(task, description=name)
-        )
+        task = progress.add_task("zoo", total=len(wanted), completed=len(wanted) - len(remaining))
+        on_start = partial(_begin, progress, task)
+        checked = run_zoo(remaining, workers=workers, inner=inner, on_start=on_start) if remaining else ()
         for row in checked:
-            rows.append(row)
+            record.add(row)
             progress.advance(task)
-    show_zoo(rows, json=json, markdown=markdown)
-    if any(row.verdict in ("wrong", "failed") for row in rows):
+    rows = record.of(wanted)
+    show_zoo(rows, record.conditions, json=json, markdown=markdown)
+    if any(row.verdict in ("wrong", "crashed") for row in rows):
         raise typer.Exit(1)
+
+
+def _begin(progress: Progress, task: TaskID, name: str) -> None:
+    progress.update(task, description=name)
+    if not progress.console.is_terminal:
+        notes.print(name)
 
 
 def _findings() -> dict[str, Any]:

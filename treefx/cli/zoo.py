@@ -1,21 +1,23 @@
-"""``treefx doctor --zoo``: every model of the zoo, treefx against eager on one padded batch that shares prefixes."""
+"""``treefx doctor --zoo``: every model of the zoo, treefx against eager on two padded batches that share prefixes."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import treefx
+from treefx.cli.apart import Failure, Note, each_apart
 from treefx.cli.zoo_exact import in_float64
 from treefx.cli.zoo_models import VOCABULARY, ZooModel, zoo_models
 from treefx.data import Batch
@@ -23,26 +25,32 @@ from treefx.errors import InputError, TreefxError
 from treefx.passes.flop_share import FlopShare, flop_share
 from treefx.report import find
 
-__all__ = ["ZooRow", "check_model", "choose", "run_zoo", "shared_rows"]
+__all__ = ["VERDICTS", "ZooBatch", "ZooRow", "check_model", "choose", "run_zoo", "shared_rows", "zoo_batches"]
 
 _TOLERANCE = 1e-5
 _SMALLEST = 1e-3
 """Gradients below this share of the model's largest are judged against it: some are zero but for rounding."""
 _ROUNDING = 1.5
 """How much further from float64 than eager a result beyond the tolerance may be."""
+VERDICTS = ("packed", "partly", "rows", "refused", "wrong", "crashed", "not installed")
+"""From best to worst. "packed": exact, all attention and products with parameters once per distinct token; "partly":
+exact, some of them on rows; "rows": exact, nothing packed; "refused": by name, by treefx; the last: no result."""
+_LONGEST_CHECK = 3600.0
+"""Seconds after which a process that checks a model is taken to hang."""
+_CHECKS_PER_PROCESS = 12
+_checked_here = 0
 _Step = tuple[Tensor, dict[str, Tensor]]
 """A loss, and gradients by parameter name."""
 
 
 @dataclass(frozen=True)
-class ZooRow:
-    """What one model did. Errors are relative; shares are of floating-point operations of one forward pass."""
+class ZooBatch:
+    """What one model did with one batch. Errors are relative; shares are of the operations of one forward pass."""
 
-    model: str
-    library: str
+    shape: str
+    """Rows, positions and padding: ``"5 x 20 right"``."""
     verdict: str
-    """"packed": exact, all attention and products with parameters once per distinct token; "partly": exact, some of
-    them on rows; "rows": exact, nothing packed; "wrong"; "refused"; "failed"; "not installed"."""
+    """One of :data:`VERDICTS` but the last."""
     loss_error: float | None = None
     gradient_error: float | None = None
     raw_tokens: int = 0
@@ -58,6 +66,29 @@ class ZooRow:
     """Why nothing ran packed, or why there is no result."""
     float64_errors: tuple[float, float] | None = None
     """Largest gradient error of treefx and of eager against float64; measured where they differ beyond 1e-5."""
+
+
+@dataclass(frozen=True)
+class ZooRow:
+    """What one model did: the worst of its batches, and all of them."""
+
+    model: str
+    library: str
+    verdict: str
+    """One of :data:`VERDICTS`."""
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    raw_tokens: int = 0
+    """Of all batches, as the next two."""
+    tokens: int = 0
+    distinct_tokens: int = 0
+    attention_rewritten: int = 0
+    packed_share: float = 0.0
+    packed_share_of_all: float = 0.0
+    expansions: list[dict[str, Any]] = field(default_factory=list)
+    note: str | None = None
+    float64_errors: tuple[float, float] | None = None
+    batches: list[ZooBatch] = field(default_factory=list)
     seconds: float = 0.0
     """Time of the check, compilation included."""
 
@@ -76,34 +107,62 @@ def choose(names: Sequence[str]) -> list[ZooModel]:
 
 
 def run_zoo(
-    names: Sequence[str] = (), *, workers: int = 1, inner: str = "aot_eager", on_start: Callable[[str], None] = print
+    names: Sequence[str] = (), *, workers: int = 0, inner: str = "aot_eager", on_start: Callable[[str], None] = print
 ) -> Iterator[ZooRow]:
-    """Check models one after the other, or in ``workers`` processes; rows come as they are done.
+    """Check models one after the other; rows come as they are done.
 
     Args:
         names: Which models; none for all.
-        workers: Number of processes.
+        workers: Number of processes, one after another for what remains where one dies or hangs; 0 for this one.
         inner: Inner compiler of the backend.
-        on_start: Told the model that is being checked (with several workers: the last one that is done).
+        on_start: Told the model that is being checked (with workers: the last one that is done).
     """
     models = choose(names)
-    if workers < 1:
-        raise InputError(f"workers must be at least 1, got {workers}")
-    if workers == 1:
-        for model in models:
-            on_start(model.name)
-            yield check_model(model.name, inner)
+    if workers < 0:
+        raise InputError(f"workers must be 0 for this process or the number of others, got {workers}")
+    if workers:
+        yield from _in_processes(models, workers, inner, on_start)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for done in as_completed([pool.submit(check_model, model.name, inner) for model in models]):
-            row = done.result()
+    for model in models:
+        on_start(model.name)
+        yield check_model(model.name, inner)
+
+
+def _in_processes(
+    models: Sequence[ZooModel], workers: int, inner: str, on_start: Callable[[str], None]
+) -> Iterator[ZooRow]:
+    """Deal the models out; a thread per process waits for its rows."""
+    done = SimpleQueue[ZooRow | None]()
+
+    def serve(part: Sequence[ZooModel]) -> None:
+        try:
+            pieces = [(model.name, model.library, inner) for model in part]
+            for (name, library, _), row in each_apart(_check_apart, pieces, seconds=_LONGEST_CHECK):
+                done.put(ZooRow(name, library, "crashed", note=row) if isinstance(row, Failure) else row)
+        finally:
+            done.put(None)
+
+    with ThreadPoolExecutor(workers) as pool:
+        threads = [pool.submit(serve, models[first::workers]) for first in range(workers)]
+        for row in itertools.chain.from_iterable(iter(done.get, None) for _ in threads):
             on_start(row.model)
             yield row
+        for thread in threads:
+            thread.result()
 
 
-def shared_rows(rows: int = 4, length: int = 20, prefix: int = 8, seed: int = 0) -> Batch:
-    """Rows of different lengths over two levels of forks and one duplicate, padded on the right; the first is full."""
+def _check_apart(piece: tuple[str, str, str], note: Note) -> tuple[ZooRow, bool]:
+    """Check a model in a process that serves a few of them: what Dynamo and inductor keep of each adds up."""
+    global _checked_here
+    _checked_here += 1
+    torch.set_num_threads(1)
+    name, _, inner = piece
+    note(name)
+    return check_model(name, inner), _checked_here < _CHECKS_PER_PROCESS
+
+
+def shared_rows(rows: int = 4, length: int = 20, prefix: int = 8, seed: int = 0, left: bool = False) -> Batch:
+    """Rows of different lengths over two levels of forks and one duplicate, padded on one side; the first is full."""
     draw = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
@@ -115,25 +174,27 @@ def shared_rows(rows: int = 4, length: int = 20, prefix: int = 8, seed: int = 0)
     ids = torch.zeros(len(full), length, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for row, content in enumerate(full):
-        ids[row, : len(content)] = torch.tensor(content)
-        mask[row, : len(content)] = 1
+        place = slice(length - len(content), None) if left else slice(len(content))
+        ids[row, place] = torch.tensor(content)
+        mask[row, place] = 1
     return Batch(ids, mask, ids.masked_fill(mask == 0, -100))
 
 
+def zoo_batches() -> dict[str, Batch]:
+    """Two batches of other shapes, so that the second is compiled for any; the first pads right, the second left."""
+    batches = {"right": shared_rows(), "left": shared_rows(rows=3, length=27, prefix=11, seed=1, left=True)}
+    return {" x ".join(map(str, batch.input_ids.shape)) + f" {side}": batch for side, batch in batches.items()}
+
+
 def check_model(name: str, inner: str = "aot_eager") -> ZooRow:
-    """Loss and all gradients of one model in float32, treefx against eager."""
+    """Loss and all gradients of one model in float32, treefx against eager, on batches of different shapes."""
     (model,) = choose([name])
     start = time.perf_counter()
     torch._dynamo.reset()
     gc.collect()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            row = _check(model, inner)
-    except Exception as error:  # one model that fails must not end the table
-        refusal = _refusal(error)
-        text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
-        row = ZooRow(model.name, model.library, "failed" if refusal is None else "refused", note=text.splitlines()[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        row = _check(model, inner)
     return replace(row, seconds=time.perf_counter() - start)
 
 
@@ -143,7 +204,48 @@ def _check(model: ZooModel, inner: str) -> ZooRow:
         original = _spread(model.build().train())
     except (ImportError, InputError) as error:
         return ZooRow(model.name, model.library, "not installed", note=str(error))
-    return _compare(model, original, inner)
+    except Exception as error:  # one model that fails must not end the table
+        return _worst(model, [_without_result("", error)])
+    twin = copy.deepcopy(original)
+    options = {"inner": inner, "min_sharing": 1.0}
+    compiled = torch.compile(twin, backend="treefx", options=options)  # type: ignore[arg-type]
+    results = []
+    for shape, batch in zoo_batches().items():
+        try:
+            results.append(_compare(original, twin, compiled, shape, batch))
+        except Exception as error:
+            results.append(_without_result(shape, error))
+    return _worst(model, results)
+
+
+def _without_result(shape: str, error: Exception) -> ZooBatch:
+    refusal = _refusal(error)
+    text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
+    return ZooBatch(shape, "crashed" if refusal is None else "refused", note=text.splitlines()[0])
+
+
+def _worst(model: ZooModel, batches: list[ZooBatch]) -> ZooRow:
+    """The row of a model: verdict and reasons of its worst batch, errors the largest, tokens of all."""
+    worst = max(batches, key=lambda batch: VERDICTS.index(batch.verdict))
+    ran = [batch for batch in batches if batch.loss_error is not None]
+    note = worst.note and f"{worst.note} (batch {worst.shape})" if len(batches) > 1 else worst.note
+    return ZooRow(
+        model.name,
+        model.library,
+        worst.verdict,
+        max((batch.loss_error for batch in ran if batch.loss_error is not None), default=None),
+        max((batch.gradient_error for batch in ran if batch.gradient_error is not None), default=None),
+        sum(batch.raw_tokens for batch in ran),
+        sum(batch.tokens for batch in ran),
+        sum(batch.distinct_tokens for batch in ran),
+        worst.attention_rewritten,
+        worst.packed_share,
+        worst.packed_share_of_all,
+        worst.expansions,
+        note,
+        max((batch.float64_errors for batch in ran if batch.float64_errors is not None), default=None),
+        batches,
+    )
 
 
 def _refusal(error: BaseException | None) -> TreefxError | None:
@@ -162,16 +264,12 @@ def _spread(model: nn.Module) -> nn.Module:
     return model
 
 
-def _compare(model: ZooModel, original: nn.Module, inner: str) -> ZooRow:
-    batch = shared_rows()
-    twin = copy.deepcopy(original)
-    options = {"inner": inner, "min_sharing": 1.0}
-    compiled = torch.compile(twin, backend="treefx", options=options)  # type: ignore[arg-type]
+def _compare(original: nn.Module, twin: nn.Module, compiled: Any, shape: str, batch: Batch) -> ZooBatch:
     expected, got = _step(original, original, batch), _step(twin, compiled, batch)
     errors = _errors(got, expected)
     exact = None if max(errors) <= _TOLERANCE else in_float64(original, lambda model: _step(model, model, batch))
     float64_errors = None if exact is None else (max(_errors(got, exact)), max(_errors(expected, exact)))
-    return _row(model, twin, compiled, batch, errors, float64_errors)
+    return _result(twin, compiled, shape, batch, errors, float64_errors)
 
 
 def _errors(got: _Step, expected: _Step) -> tuple[float, float]:
@@ -199,21 +297,20 @@ def _relative(got: Tensor | None, expected: Tensor, floor: float) -> float:
     return difference / scale if scale else difference
 
 
-def _row(
-    model: ZooModel,
+def _result(
     twin: nn.Module,
     compiled: Any,
+    shape: str,
     batch: Batch,
     errors: tuple[float, float],
     float64_errors: tuple[float, float] | None,
-) -> ZooRow:
+) -> ZooBatch:
     stats = treefx.inspect(compiled).stats
     share = sum((flop_share(graph) for graph in _labelled(twin)), FlopShare())
     distinct = treefx.Forest.from_padded(batch.input_ids, batch.attention_mask).num_tokens
     note = _breaks(stats["attention_rewritten"]) or stats["fallback"]
-    row = ZooRow(
-        model.name,
-        model.library,
+    result = ZooBatch(
+        shape,
         "rows",
         *errors,
         batch.raw_tokens,
@@ -226,7 +323,7 @@ def _row(
         note,
         float64_errors,
     )
-    return replace(row, verdict=_verdict(row))
+    return replace(result, verdict=_verdict(result))
 
 
 def _labelled(twin: nn.Module) -> list[torch.fx.GraphModule]:
@@ -243,7 +340,7 @@ def _breaks(attentions: int) -> str | None:
     return "Dynamo cut the model: " + next(iter(reasons)).splitlines()[0]
 
 
-def _verdict(row: ZooRow) -> str:
+def _verdict(row: ZooBatch) -> str:
     assert row.loss_error is not None and row.gradient_error is not None
     if not (max(row.loss_error, row.gradient_error) <= _TOLERANCE or _as_near_as_eager(row)):
         return "wrong"
@@ -252,7 +349,7 @@ def _verdict(row: ZooRow) -> str:
     return "partly" if row.packed_share else "rows"
 
 
-def _as_near_as_eager(row: ZooRow) -> bool:
+def _as_near_as_eager(row: ZooBatch) -> bool:
     """Whether the difference is rounding: some gradients are zero in exact arithmetic, or sums that all but cancel."""
     assert row.float64_errors is not None and row.loss_error is not None
     return row.loss_error <= _TOLERANCE and row.float64_errors[0] <= _ROUNDING * row.float64_errors[1] <= 1e-3

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from treefx.cli.output import console, make_table, print_json, print_line
-from treefx.cli.zoo import ZooRow
+from treefx.cli.zoo import VERDICTS, ZooRow
 
 __all__ = ["show_zoo"]
 
 _HEADINGS = ("model", "result", "loss error", "gradient error", "tokens run", "FLOPs packed", "with mixers", "expanded")
 
 
-def show_zoo(rows: Sequence[ZooRow], *, json: bool = False, markdown: bool = False) -> None:
-    """Print what the models did.
+def show_zoo(
+    rows: Sequence[ZooRow], conditions: Mapping[str, str], *, json: bool = False, markdown: bool = False
+) -> None:
+    """Print what the models did, and what with.
 
     The share "with mixers" also counts products between values of tokens that are no attention. "expanded" counts the
     operators that read rows; those in brackets are causal mixers, behind which values are packed again.
@@ -23,13 +25,16 @@ def show_zoo(rows: Sequence[ZooRow], *, json: bool = False, markdown: bool = Fal
     if json:
         print_json([asdict(row) for row in rows])
         return
+    made_with = ", ".join(f"{name} {value}" for name, value in conditions.items() if name != "batches")
     if markdown:
+        print_line(f"Made with {made_with}; batches of {conditions['batches']}.\n")
         _print_markdown(rows)
     else:
         console.print(make_table("treefx doctor --zoo", _HEADINGS, [_cells(row) for row in rows]))
         for row in rows:
             if why := _why(row):
                 print_line(f"{row.model}: {why}")
+        print_line(f"{made_with}; batches of {conditions['batches']}")
     print_line(_summary(rows))
 
 
@@ -67,6 +72,8 @@ def _why(row: ZooRow) -> str:
 def _summary(rows: Sequence[ZooRow]) -> str:
     ran = [row for row in rows if row.loss_error is not None]
     said = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row.verdict for row in rows).items())
+    named = {verdict: [row.model for row in rows if row.verdict == verdict] for verdict in VERDICTS[1:]}
+    names = "".join(f"; {verdict}: {', '.join(models)}" for verdict, models in named.items() if models)
     worst = max((max(row.loss_error or 0.0, row.gradient_error or 0.0) for row in ran), default=0.0)
     seconds = sum(row.seconds for row in rows)
-    return f"{len(rows)} models in {seconds:.0f} s: {said}; largest difference from eager float32 {worst:.1e}"
+    return f"{len(rows)} models in {seconds:.0f} s: {said}; largest difference from eager float32 {worst:.1e}{names}"

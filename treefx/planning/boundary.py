@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from treefx.edges import Edges
 from treefx.forest import Forest
 from treefx.kernels.common import accumulation_dtype
+from treefx.kernels.lasting import lasting_property
 from treefx.passes.boundary_kv import CutGraph, Run, StandIn
 from treefx.planning.part import Part, boundary, edge_ids, outgoing
 
@@ -83,7 +83,7 @@ class EdgeSubset(Forest):
     uncut: Forest
     edge_index: Tensor
 
-    @cached_property
+    @lasting_property
     def edges(self) -> Edges:
         """The edges that count, ordered by target."""
         return _select_edges(self.uncut.edges, self.edge_index)

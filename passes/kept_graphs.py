@@ -1,0 +1,56 @@
+"""Backwards that run more than once, such as ``loss.backward(retain_graph=True)``.
+
+A compiled backward may write into tensors that the forward saved for it alone ("donated" ones). AOTAutograd decides
+that with the first backward, and gives it up where that one keeps its graph; treefx compiles the backward with the
+forward, before anybody can know. So it is always allowed, and a backward that keeps its graph gets copies to write to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import clone_preserve_strides
+
+__all__ = ["keeping_graphs"]
+
+
+def keeping_graphs(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, a function of AOTAutograd, such that the graphs of its results may be kept."""
+    prepared = False
+
+    def run(*args: Any) -> Any:
+        nonlocal prepared
+        results = compiled(*args)
+        if not prepared and torch.is_grad_enabled():
+            for function in {_function_of(result) for result in results} - {None}:
+                _copy_donated(function)
+                prepared = True
+        return results
+
+    return run
+
+
+def _function_of(result: Any) -> Any:
+    """The ``autograd.Function`` of AOTAutograd that made a tensor, if one did."""
+    node = result.grad_fn if isinstance(result, Tensor) else None
+    function = getattr(node, "_forward_cls", None)
+    return function if hasattr(function, "_backward_impl") else None
+
+
+def _copy_donated(function: Any) -> None:
+    """Let the backward write into copies of its donated arguments where the graph is kept."""
+    metadata, backward = function.metadata, function._backward_impl
+    donated = metadata.bw_donated_idxs
+    if not donated:
+        return
+
+    def run(ctx: Any, args: Sequence[Any]) -> Any:
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            args = [clone_preserve_strides(x) if i in donated else x for i, x in enumerate(args)]
+        return backward(ctx, args)
+
+    function._backward_impl = staticmethod(run)
+    metadata.bw_donated_idxs = []  # AOTAutograd refuses to keep a graph as long as it knows of any

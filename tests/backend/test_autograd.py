@@ -1,0 +1,203 @@
+"""What callers do with autograd around a compiled model: graphs kept, parts of gradients, hooks, checkpoints."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.backend.support import compare, compile_with
+from tests.batches import shared_batch
+from tests.models import TinyLM
+from tests.oracle import FLOAT64
+from tests.spellings import PADDED
+from treefx.passes import kept_graphs
+
+BATCH = shared_batch(rows=4, length=14, shared=6, vocab=61)
+COMPILED = ["eager", "aot_eager"]
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    return TinyLM(PADDED["additive_padding"], layers=1, width=16).double()
+
+
+def collected(model: nn.Module) -> list[Tensor]:
+    """The gradients that the parameters hold, which are taken away."""
+    found = [p.new_zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def worst(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """Largest difference over the largest gradient."""
+    largest = max(float(x.abs().max()) for x in wanted)
+    return max(float((x - y).abs().max()) for x, y in zip(got, wanted, strict=True)) / largest
+
+
+def same(act: Callable[[nn.Module, Any], list[Tensor]], inner: str, model: nn.Module | None = None) -> None:
+    """``act(model, function)`` gives the same tensors eagerly and compiled, in a first and a second call."""
+    reference = tiny() if model is None else model
+    twin = copy.deepcopy(reference)
+    wanted, run = act(reference, reference), compile_with(twin, inner=inner)
+    for _ in range(2):
+        assert worst(act(twin, run), wanted) < FLOAT64
+
+
+def keep_twice(model: nn.Module, run: Any) -> list[Tensor]:
+    loss = run(**BATCH.inputs()).loss
+    loss.backward(retain_graph=True)
+    first = collected(model)
+    loss.backward(retain_graph=True)
+    second = collected(model)
+    loss.backward()
+    return [*first, *second, *collected(model)]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_backward_of_a_graph_that_is_kept(inner: str) -> None:
+    same(keep_twice, inner)
+
+
+def test_a_backward_that_overwrites_what_it_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled backwards do write into what the forward saved: without copies the second one is wrong."""
+    monkeypatch.setattr(kept_graphs, "clone_preserve_strides", lambda x: x)
+    with pytest.raises(AssertionError):
+        same(keep_twice, "inductor")
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+def test_two_losses_on_one_graph(inner: str) -> None:
+    """The model's own loss and one of the caller's on its logits, one after the other."""
+
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        out = run(**BATCH.inputs())
+        out.loss.backward(retain_graph=True)
+        first = collected(model)
+        (out.logits.square().mean(-1) * BATCH.attention_mask).sum().backward()
+        return [*first, *collected(model)]
+
+    same(act, inner)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+def test_gradients_of_some_parameters(inner: str) -> None:
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        loss = run(**BATCH.inputs()).loss
+        wanted = [model.head.weight, model.embed.weight, torch.zeros(3, requires_grad=True)]
+        some = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+        assert some[2] is None and model.head.weight.grad is None
+        other = torch.autograd.grad(loss, [model.blocks[0].query.weight])
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        return [*some[:2], *other]
+
+    same(act, inner)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+def test_second_derivatives_are_refused(inner: str) -> None:
+    model = tiny()
+    loss = compile_with(model, inner=inner)(**BATCH.inputs()).loss
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    with pytest.raises(Exception, match="double backward|second derivative"):
+        sum(g.square().sum() for g in gradients).backward()
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+def test_hooks_on_parameters(inner: str) -> None:
+    """Gradient hooks change what arrives, and hooks after accumulation see all of it once."""
+
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        seen: list[Tensor] = []
+        handles = [
+            model.embed.weight.register_hook(lambda g: 2 * g),
+            model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
+        ]
+        run(**BATCH.inputs()).loss.backward()
+        for handle in handles:
+            handle.remove()
+        assert len(seen) == 1
+        return [*seen, *collected(model)]
+
+    same(act, inner)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+def test_gradients_that_are_there_already(inner: str) -> None:
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        run(**BATCH.inputs()).loss.backward()
+        model.zero_grad(set_to_none=False)
+        for _ in range(2):
+            run(**BATCH.inputs()).loss.backward()
+        return collected(model)
+
+    same(act, inner)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_the_model(inner: str, reentrant: bool) -> None:
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        def forward(scale: Tensor) -> tuple[Tensor, Tensor]:
+            out = run(**BATCH.inputs())
+            return out.loss * scale, out.logits * scale
+
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        loss, logits = checkpoint(forward, scale, use_reentrant=reentrant)
+        (loss + (logits.square().mean(-1) * BATCH.attention_mask).sum()).backward()
+        return [*collected(model), scale.grad]
+
+    same(act, inner)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+def test_saved_tensors_elsewhere(inner: str) -> None:
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        with torch.autograd.graph.save_on_cpu():
+            out = run(**BATCH.inputs())
+            loss = out.loss + (out.logits.square().mean(-1) * BATCH.attention_mask).sum()
+        loss.backward()
+        return collected(model)
+
+    same(act, inner)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+def test_anomaly_detection(inner: str) -> None:
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        with torch.autograd.set_detect_anomaly(True):
+            out = run(**BATCH.inputs())
+            (out.loss + (out.logits.square().mean(-1) * BATCH.attention_mask).sum()).backward()
+        return collected(model)
+
+    same(act, inner)
+
+
+@pytest.mark.parametrize("inner", COMPILED)
+def test_functional_call(inner: str) -> None:
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        others = {name: (p * 1.1).detach().requires_grad_() for name, p in model.named_parameters()}
+        out = torch.func.functional_call(run, {_name(run, name): p for name, p in others.items()}, (), BATCH.inputs())
+        return list(torch.autograd.grad(out.loss, list(others.values())))
+
+    def _name(run: Any, name: str) -> str:
+        return f"_orig_mod.{name}" if hasattr(run, "_orig_mod") else name
+
+    same(act, inner)
+
+
+def test_evaluation_with_gradients() -> None:
+    def act(model: nn.Module, run: Any) -> list[Tensor]:
+        model.eval()
+        with torch.no_grad():
+            before = run(**BATCH.inputs()).loss
+            with torch.enable_grad():
+                loss = run(**BATCH.inputs()).loss
+        return [before, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    same(act, "aot_eager")

@@ -1,0 +1,111 @@
+"""What a call was given, kept for the outputs that are computed after it.
+
+An output that nobody has read so far may be computed, or differentiated, by running the graph once more. That is the
+call's output only with the call's weights and inputs: token ids and masks are copied, of the others it is noticed when
+they have changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from treefx.errors import UnsupportedError
+from treefx.kernels.lasting import lasting
+from treefx.proof import COMPARED_BYTES, version_of
+
+__all__ = ["Given", "name_of_input"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Given:
+    """The arguments of a call.
+
+    Args:
+        args: As they came.
+        roles: "parameter", "buffer" or "input" of each.
+        names: What the graph calls them.
+    """
+
+    def __init__(self, args: Sequence[Any], roles: Sequence[str], names: Sequence[str]) -> None:
+        _count_steps()
+        self._roles, self._names = roles, names
+        with lasting():
+            self.args = [_copy(x) if role == "input" else x for x, role in zip(args, roles, strict=True)]
+        self._versions = [_version(x) for x in self.args]
+        self._time = next(_clock)
+
+    def check(self, what: str) -> None:
+        """Make sure that the graph still computes what it did.
+
+        Raises:
+            UnsupportedError: An argument has changed since.
+        """
+        changed = next(self._changed(), None)
+        if changed is not None:
+            raise UnsupportedError(
+                f"{what} for the first time must come before the weights and inputs of the call change, but "
+                f"{self._roles[changed]} {self._names[changed]} has changed since (an optimizer step, or another batch "
+                "in the same tensor?). Positions under the padding, and large logits, are left out until somebody "
+                "reads them, and computed by running the graph again. Read the output before the step "
+                "(logits = out.logits.clone()), or compile with options={'lazy_outputs': False}, which computes all "
+                "outputs within the call"
+            )
+
+    def _changed(self) -> Iterator[int]:
+        stepped = {
+            id(parameter)
+            for optimizer, time in list(_steps.items())
+            if time > self._time
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for i, (x, version) in enumerate(zip(self.args, self._versions, strict=True)):
+            if version != _version(x) or (isinstance(x, Tensor) and id(x) in stepped):
+                yield i
+
+
+def name_of_input(node: fx.Node) -> str:
+    """What the user calls an input of Dynamo's graph: ``layers.0.weight``, or ``input_ids``."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    parts = re.findall(r"\['(\w+)'\]|\.(?!_)(\w+)", str(name() if callable(name) else name))
+    words = [left or right for left, right in parts if (left or right) != "self"]
+    return ".".join(words) or str(node.target)
+
+
+def _version(x: Any) -> Any:
+    return version_of(x) if type(x) in _PLAIN else x._version if isinstance(x, Tensor) else None
+
+
+def _copy(x: Any) -> Any:
+    """The same values in memory of their own, with the same strides, for small integers; anything else as it is."""
+    if type(x) is not Tensor or x.is_floating_point() or x.is_complex() or x.numel() == 0:
+        return x
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if span * x.element_size() > COMPARED_BYTES:
+        return x
+    return x.as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride())
+
+
+_clock = itertools.count()
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+"""When each optimizer stepped last: fused ones write weights without counting a version."""
+
+
+@functools.cache
+def _count_steps() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _steps[optimizer] = next(_clock)
