@@ -24,7 +24,8 @@ def fuzz(
     family: Annotated[list[str] | None, typer.Option(help=_FAMILY_HELP, show_default=False)] = None,
     minutes: Annotated[float, typer.Option(help="Stop after this time. [default: none]", show_default=False)] = 0.0,
     inner: Annotated[
-        str, typer.Option(help="Inner compiler. [default: eager or aot_eager, now and then inductor]", show_default=False)
+        str,
+        typer.Option(help="Inner compiler. [default: eager or aot_eager, now and then inductor]", show_default=False),
     ] = "",
     workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
     out: Annotated[

@@ -15,6 +15,9 @@ SPELLINGS = ("sdpa", "sdpa is_causal", "sdpa enable_gqa", "matmul", "einsum", "s
 WRITTEN = ("bool", "additive", "each", "each from the right")
 
 
+_OUT = "x = x + self.out{n}(y.transpose(1, 2).flatten(2))"
+
+
 def has_scores(attention: Attention) -> bool:
     """Whether the scores are a value of the program."""
     return not attention.spelling.startswith("sdpa")
@@ -35,7 +38,7 @@ def attention_part(attention: Attention, sizes: Sizes) -> Part:
     terms = [QUERIES.get(name) or SCORES[name] for name in attention.terms]
     used = [*terms, *map(condition_part, attention.conditions)]
     return Part(
-        "\n".join([*_queries(attention, sizes), *_attend(attention, sizes), "x = x + self.out{n}(y.transpose(1, 2).flatten(2))"]),
+        "\n".join([*_queries(attention, sizes), *_attend(attention, sizes), _OUT]),
         "\n".join([*_modules(sizes), *[part.init for part in used if part.init], *_own_modules(attention)]),
         "\n".join(dict.fromkeys(part.top for part in used if part.top)),
         " ".join(part.inputs for part in used if part.inputs),

@@ -16,7 +16,8 @@ def collect(seen, step, loss, m, b):
     """What a training step leaves behind."""
     seen[f"{step} loss"] = loss.detach().clone()
     seen.update({f"{step} gradient of {n}": p.grad.clone() for n, p in m.named_parameters() if p.grad is not None})
-    seen.update({f"{step} gradient of input {n}": x.grad.clone() for n, x in b.items() if x.requires_grad and x.grad is not None})
+    given = {n: x.grad for n, x in b.items() if x.requires_grad and x.grad is not None}
+    seen.update({f"{step} gradient of input {n}": grad.clone() for n, grad in given.items()})
     seen.update({f"{step} buffer {n}": x.clone() for n, x in m.named_buffers()})
 '''
 
@@ -29,6 +30,7 @@ _TRAIN = _STEP + "loss.backward()\n" + _COLLECT
 _QUIET = "b = batches[{b}]\ntorch.manual_seed({k})\n"
 _OUT = "for n, x in enumerate(out): seen[f'{k} output {n}'] = x.detach().clone()\n"
 
+_WITH_GRADIENT = "ps = [p for p in m.parameters() if p.requires_grad]\n"
 _BUFFER = "new = torch.ones(64, 64, dtype=torch.bool).tril().triu(-2)\n"
 _OPEN = "new = torch.ones(64, 64, dtype=torch.bool)\n"
 
@@ -56,12 +58,12 @@ CALLS = {
     "backward twice": Part(_STEP + "loss.backward(retain_graph=True)\nloss.backward()\n" + _COLLECT),
     "graph retained": Part(_STEP + "loss.backward(retain_graph=True)\n" + _COLLECT),
     "autograd.grad": Part(
-        _STEP + "grads = torch.autograd.grad(loss, [p for p in m.parameters() if p.requires_grad], allow_unused=True)\n"
+        _STEP + _WITH_GRADIENT + "grads = torch.autograd.grad(loss, ps, allow_unused=True)\n"
         "seen.update({f'{k} gradient {n}': g for n, g in enumerate(grads) if g is not None})\n"
         "seen['{k} loss'] = loss.detach()\n"
     ),
     "gradient of a gradient": Part(
-        _STEP + "grads = torch.autograd.grad(loss, [p for p in m.parameters() if p.requires_grad], create_graph=True, allow_unused=True)\n"
+        _STEP + _WITH_GRADIENT + "grads = torch.autograd.grad(loss, ps, create_graph=True, allow_unused=True)\n"
         "loss = sum(g.square().sum() for g in grads if g is not None)\nloss.backward()\n" + _COLLECT
     ),
     "two forwards, one backward": Part(
@@ -86,7 +88,8 @@ CALLS = {
         "    cut = {n: x.detach().clone() for n, x in b.items()}\n"
         "    for n, x in cut.items():\n"
         "        for dim, size in enumerate(x.shape):\n"
-        "            if size == T and (dim or n == 'mask2') and not (dim == 2 and n == 'teacher'): cut[n] = cut[n].narrow(dim, 0, width)\n"
+        "            along = dim < 2 if n == 'teacher' else dim or n == 'mask2'\n"
+        "            if size == T and along: cut[n] = cut[n].narrow(dim, 0, width)\n"
         "    return {n: x.contiguous().requires_grad_(b[n].requires_grad) for n, x in cut.items()}\n",
     ),
     "ids changed in place": Part("batches[{b}]['ids'].copy_(batches[{b}]['ids'].flip(0))\n"),
@@ -109,7 +112,9 @@ CALLS = {
     "weights changed through data": Part("for p in m.parameters(): p.data.mul_(0.9)\n"),
     "weights frozen": Part("m.embed.requires_grad_(False)\n"),
     "weights thawed": Part("m.requires_grad_(True)\n"),
-    "weights replaced": Part("m.embed.weight = nn.Parameter(0.5 * m.embed.weight.detach())\nopt = torch.optim.SGD(m.parameters(), 0.1)\n"),
+    "weights replaced": Part(
+        "m.embed.weight = nn.Parameter(0.5 * m.embed.weight.detach())\nopt = torch.optim.SGD(m.parameters(), 0.1)\n"
+    ),
     "another model": Part(
         "m = build(1 + {k}, dtype)\nf, opt = compile(m), torch.optim.SGD(m.parameters(), 0.1)\n" + _TRAIN
     ),
@@ -128,22 +133,20 @@ CALLS = {
         "opt.zero_grad()\nwith ThreadPoolExecutor(1) as pool: loss = pool.submit(work).result()\n"
         "loss.backward()\ncollect(seen, '{k}', loss, m, {})\n"
     ),
-    "hook on what is returned": Part(
-        _STEP + "if out[-1].requires_grad: out[-1].register_hook(lambda g: g * 2)\nloss = loss + out[-1].square().mean()\nloss.backward()\n"
-        + _COLLECT
-    ),
     "in-place on what is returned": Part(
         _STEP + "loss.backward()\n" + _COLLECT + "seen['{k} read'] = out[-1].detach().mul_(2).clone()\n"
     ),
     "dlpack": Part(_TRAIN + "seen['{k} dlpack'] = torch.from_dlpack(out[-1].detach()).clone()\n"),
     "numpy": Part(_TRAIN + "seen['{k} numpy'] = torch.from_numpy(out[-1].detach().numpy().copy())\n"),
-    "numpy round trip of the model": Part(
-        "buffer = io.BytesIO()\ntorch.save(m.state_dict(), buffer)\nbuffer.seek(0)\nm.load_state_dict(torch.load(buffer))\n"
+    "weights saved and loaded": Part(
+        "file = io.BytesIO()\ntorch.save(m.state_dict(), file)\nfile.seek(0)\nm.load_state_dict(torch.load(file))\n"
     ),
     "forest": Part(_CLEAR + "loss = native(m, f, rows_of(b))\nloss.backward()\ncollect(seen, '{k}', loss, m, {})\n"),
-    "plan": Part(_CLEAR + "loss = planned(m, f, rows_of(b), 1.0)\ncollect(seen, '{k}', loss, m, {})\n"),
-    "plan in parts": Part(_CLEAR + "loss = planned(m, f, rows_of(b), 0.5)\ncollect(seen, '{k}', loss, m, {})\n"),
-}  # fmt: skip
+    "plan": Part(_CLEAR + "loss = planned(m, f, compile, rows_of(b), False)\ncollect(seen, '{k}', loss, m, {})\n"),
+    "plan in parts": Part(
+        _CLEAR + "loss = planned(m, f, compile, rows_of(b), True)\ncollect(seen, '{k}', loss, m, {})\n"
+    ),
+}
 
 NATIVE = '''
 def rows_of(b):
@@ -167,10 +170,33 @@ def native(m, f, rows):
     return treefx.losses.sft(treefx.edge_logprobs(out[0], forest), forest)
 
 
-def planned(m, f, rows, share):
+Output = namedtuple("Output", "logits")
+
+
+class Planned(nn.Module):
+    """A model by the names that treefx.backward calls it with."""
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids):
+        return Output(self.model(ids=input_ids, am=None, labels=None, positions=position_ids)[0])
+
+
+def planned(m, f, compile, rows, cut):
+    """The loss of a plan, its gradients in place; ``cut``: under the lowest limit that is found to fit."""
     if f is m:
         loss = alone(m, rows)
         loss.backward()
         return loss
-    raise NotImplementedError(share)
+    forest, f = treefx.Forest.from_sequences(rows), compile(Planned(m))
+    profile = treefx.profile(f, forest, model_kwargs={}, lengths=(4, 8))
+    plan = treefx.plan(forest, profile, 2**40)
+    for share in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95) if cut else ():
+        try:
+            plan = treefx.plan(forest, profile, share * plan.peak_bytes)
+            break
+        except treefx.MemoryLimitError:
+            continue
+    return treefx.backward(f, plan, treefx.losses.sft, model_kwargs={})
 '''

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from treefx.fuzz.attention import condition_part, has_scores, has_weights
+from treefx.fuzz.attention import has_scores, has_weights
 from treefx.fuzz.batches import PADDINGS, draw_batch
 from treefx.fuzz.losses import LOSSES
 from treefx.fuzz.program import Attention, Batch, Call, Piece, Program, Sizes
 from treefx.fuzz.scores import SCORES
-from treefx.fuzz.script import inputs_of, is_random
+from treefx.fuzz.script import inputs_of, is_native, is_random
 
 __all__ = ["Draft"]
 
@@ -32,6 +32,8 @@ class Draft:
     labels: str = "padding ignored"
     modes: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=lambda: ["train"])
+    inner: str = ""
+    """"" draws it."""
 
     @classmethod
     def plain(cls, rng: Random) -> Draft:
@@ -83,11 +85,22 @@ class Draft:
             self.loss = "cross entropy"
         batches = self._batches(rng)
         calls = tuple(Call(name, rng.randrange(len(batches))) for name in self.calls)
-        drawn = rng.choices(_INNERS, _ODDS)[0]
         program = Program(
-            seed, family, inner or drawn, self.sizes, tuple(dict.fromkeys(self.embeddings)), layers, self.head, self.loss,
-            self.output, self.labels, rng.randrange(12), tuple(dict.fromkeys(self.modes)), batches, calls,
-        )  # fmt: skip
+            seed=seed,
+            family=family,
+            inner=self.inner or inner or rng.choices(_INNERS, _ODDS)[0],
+            sizes=self.sizes,
+            embeddings=tuple(dict.fromkeys(self.embeddings)),
+            layers=layers,
+            head=self.head,
+            loss=self.loss,
+            output=self.output,
+            labels=self.labels,
+            inputs=rng.randrange(12),
+            modes=tuple(dict.fromkeys(self.modes)),
+            batches=batches,
+            calls=calls,
+        )
         program = _without_missing(program)
         random = is_random(program) and program.inner == "inductor"  # inductor draws other numbers than eager
         return replace(program, inner="aot_eager") if random else program
@@ -122,14 +135,15 @@ def _fitting(layer: Piece | Attention) -> Piece | Attention:
 
 def _without_missing(program: Program) -> Program:
     """Calls change only buffers there are, and forests bring positions but no other input."""
-    native = any(call.name == "forest" for call in program.calls)
-    if native and set(inputs_of(program)) - {"positions"}:
+    if is_native(program) and set(inputs_of(program)) - {"positions"}:
         program = replace(program, calls=(Call("train"),))
     buffers = {
         "mask buffer": any("causal by a buffer" in getattr(layer, "conditions", ()) for layer in program.layers),
         "buffer": Piece("changing temperature") in program.layers,
     }
     calls = [
-        call for call in program.calls if all(there or not call.name.startswith(name) for name, there in buffers.items())
+        call
+        for call in program.calls
+        if all(there or not call.name.startswith(name) for name, there in buffers.items())
     ]
     return replace(program, calls=tuple(calls) or (Call("train"),))

@@ -6,7 +6,7 @@ give the same program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from treefx.errors import InputError
@@ -18,7 +18,7 @@ from treefx.fuzz.embeddings import CONDITIONING, EMBEDDINGS, POSITIONS
 from treefx.fuzz.layers import EXPERTS, MIXERS, NORMS, POINTWISE, ROWS
 from treefx.fuzz.losses import CALLER_LOSSES, HEADS, LABELS, LOSSES
 from treefx.fuzz.masks import CONDITIONS, FILLS, OPENINGS
-from treefx.fuzz.program import Attention, Piece, Program
+from treefx.fuzz.program import Attention, Piece, Program, Sizes
 from treefx.fuzz.scores import QUERIES, SCORES
 
 __all__ = ["FAMILIES", "choose_families", "generate"]
@@ -60,15 +60,12 @@ def choose_families(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _spelling(draft: Draft, rng: Random) -> None:
-    for place, layer in enumerate(draft.layers):
-        if isinstance(layer, Attention):
-            draft.layers[place] = Attention(
-                layer.conditions, layer.terms, rng.choice(SPELLINGS), rng.choice(WRITTEN), rng.choice(list(FILLS))
-            )
+    for place in draft.attentions():
+        draft.respell(place, rng.choice(SPELLINGS), rng.choice(WRITTEN), rng.choice(list(FILLS)))
     if rng.random() < 0.4:
         draft.add_terms(rng, [rng.choice(list(QUERIES))])
     if rng.random() < 0.4:
-        draft.sizes = draft.sizes.__class__(8, 4, rng.choice((1, 2)), draft.sizes.vocabulary)
+        draft.sizes = Sizes(8, 4, rng.choice((1, 2)))
 
 
 def _masks(draft: Draft, rng: Random) -> None:
@@ -94,17 +91,18 @@ def _layers_differ(draft: Draft, rng: Random) -> None:
 
 def _scores(draft: Draft, rng: Random) -> None:
     for place in draft.attentions():
-        draft.respell(place, "matmul" if rng.random() < 0.7 else rng.choice(SPELLINGS[3:]), rng.choice(WRITTEN), rng.choice(list(FILLS)))
+        spelling = "matmul" if rng.random() < 0.7 else rng.choice(SPELLINGS[3:])
+        draft.respell(place, spelling, rng.choice(WRITTEN), rng.choice(list(FILLS)))
     draft.add_terms(rng, rng.sample(list(SCORES), rng.choice((1, 1, 2))))
 
 
-def _layer(*catalogues: dict[str, object]) -> Feature:
+def _layer(*catalogues: Mapping[str, object]) -> Feature:
     names = [name for catalogue in catalogues for name in catalogue]
 
     def feature(draft: Draft, rng: Random) -> None:
         for _ in range(rng.choice((1, 1, 2))):
             draft.layers.insert(rng.randint(0, len(draft.layers)), Piece(rng.choice(names)))
-        if rng.random() < 0.2:
+        if rng.random() < 0.1:
             draft.layers = [layer for layer in draft.layers if isinstance(layer, Piece)]
 
     return feature
@@ -185,8 +183,7 @@ def _threads(draft: Draft, rng: Random) -> None:
 
 
 def _native(draft: Draft, rng: Random) -> None:
-    draft.embeddings.append(rng.choice(("columns given", "rotary only")))
-    if draft.embeddings.pop() == "columns given":
+    if rng.random() < 0.5:
         draft.embeddings.append("columns given")
     else:
         draft.add_terms(rng, ["rotary with given positions"])
@@ -197,13 +194,19 @@ def _native(draft: Draft, rng: Random) -> None:
     draft.calls = rng.choice((["forest"], ["train", "forest"], ["forest", "forest"], ["forest", "train"]))
 
 
+def _planned(draft: Draft, rng: Random) -> None:
+    _native(draft, rng)
+    draft.calls = rng.choice((["plan"], ["plan in parts"], ["plan in parts"]))
+    draft.inner = "aot_eager"  # profiles read the graphs that it leaves
+
+
 def _mixed(draft: Draft, rng: Random) -> None:
     for name in rng.sample(_SEASONING, rng.choice((2, 3, 4))):
         _FEATURES[name](draft, rng)
 
 
 _OF_POSITIONS = ["window", "dilated", "not the same token", "same class of tokens", "per head"]
-_READS = [name for name in CALLS if name.startswith(("train", "hook", "in-place", "numpy", "dlpack", "no_grad", "infer"))]
+_READS = [name for name in CALLS if name.startswith(("train", "in-place", "numpy", "dlpack", "no_grad", "inference"))]
 
 _FEATURES: dict[str, Feature] = {
     "attention": _spelling,
@@ -225,6 +228,7 @@ _FEATURES: dict[str, Feature] = {
     "modes": _modes,
     "threads": _threads,
     "native": _native,
+    "planned": _planned,
     "mixed": _mixed,
 }
 FAMILIES = {
@@ -247,9 +251,12 @@ FAMILIES = {
     "modes": "checkpointing, float32, autocast, dynamic shapes, eval",
     "threads": "calls from threads",
     "native": "forests under treefx.use",
+    "planned": "forests in parts",
     "mixed": "several of these at once",
 }
 """Families by name, with what they aim at."""
 _SEASONING = [
-    name for name in FAMILIES if name not in ("modes", "threads", "native", "mixed", "random", "rows", "buffers")
+    *("attention", "masks", "losses", "outputs", "calls") * 2,
+    *("layers", "scores", "tokens", "autograd", "embeddings", "inputs", "mixers", "experts"),
 ]
+"""What other families get now and then; what takes whole graphs to rows is rare."""

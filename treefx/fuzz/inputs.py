@@ -39,11 +39,14 @@ INPUTS = {
         "(torch.ones(T, T, dtype=torch.bool).tril() & am[:, None].bool())[:, None]",
         "torch.ones(B, 1, T, T, dtype=torch.bool).tril()",
     ),
-    "bias4": ("torch.randn(B, 1, T, T, generator=g, dtype=torch.float64)", "torch.zeros(B, 1, T, T, dtype=torch.float64)"),
+    "bias4": (
+        "torch.randn(B, 1, T, T, generator=g, dtype=torch.float64)",
+        "torch.zeros(B, 1, T, T, dtype=torch.float64)",
+    ),
     "dgates": (_RANDOM + ".requires_grad_()", "torch.ones(B, T, dtype=torch.float64).requires_grad_()"),
     "dlevel": ("torch.ones(B, dtype=torch.float64).requires_grad_()",),
     "dvector": ("torch.ones(B, D, dtype=torch.float64).requires_grad_()",),
-}  # fmt: skip
+}
 """Several ways per input: rows that differ everywhere, rows that agree where their tokens do."""
 
 FLOATING = ("gates", "level", "vector", "heat", "old", "teacher", "bias4", "dgates", "dlevel", "dvector")

@@ -49,7 +49,7 @@ class Journal:
         known = folder / "settings.json"
         if known.exists() and json.loads(known.read_text()) != settings:
             raise InputError(
-                f"{folder} holds a search with other settings, {known.read_text().strip()}, not {json.dumps(settings)}; "
+                f"{folder} holds a search with the settings {known.read_text().strip()}, not {json.dumps(settings)}; "
                 "give the same options to go on with it, or another folder with --out"
             )
         known.write_text(json.dumps(settings) + "\n")

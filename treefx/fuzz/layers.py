@@ -72,15 +72,13 @@ MIXERS = {
     "norm of the row": Part("x = x / (1 + x.norm(dim=1, keepdim=True))", traits="strange"),
     "recurrent layer": Part("x = x + self.gru{n}(x)[0]", "self.gru{n} = nn.GRU(D, D, batch_first=True)"),
     "chunks": Part(
-        "padded = F.pad(x, (0, 0, 0, -T % 4)).view(B, -1, 4, D)\n"
-        "x = x + padded.cumsum(2).view(B, -1, D)[:, :T] / 4"
+        "padded = F.pad(x, (0, 0, 0, -T % 4)).view(B, -1, 4, D)\nx = x + padded.cumsum(2).view(B, -1, D)[:, :T] / 4"
     ),
     "mean of chunks": Part(
-        "padded = F.pad(x, (0, 0, 0, -T % 4)).view(B, -1, 4, D)\n"
-        "x = x + padded.mean(2).repeat_interleave(4, 1)[:, :T]",
+        "padded = F.pad(x, (0, 0, 0, -T % 4)).view(B, -1, 4, D)\nx = x + padded.mean(2).repeat_interleave(4, 1)[:, :T]",
         traits="strange",
     ),
-}  # fmt: skip
+}
 """Mixers along the columns."""
 
 ROWS = {
@@ -93,8 +91,7 @@ ROWS = {
     "softmax over rows": Part("x = x + x.softmax(0)", traits="strange"),
     "number of the row": Part("x = x + torch.arange(B)[:, None, None] / 8.0", traits="strange"),
     "attention over rows": Part(
-        "near = torch.einsum('btd,ctd->tbc', x, x).softmax(-1)\n"
-        "x = x + torch.einsum('tbc,ctd->btd', near, x)",
+        "near = torch.einsum('btd,ctd->tbc', x, x).softmax(-1)\nx = x + torch.einsum('tbc,ctd->btd', near, x)",
         traits="strange",
     ),
     "similarity of rows": Part("x = x + torch.einsum('btd,ctd->bct', x, x).mean(1)[..., None] / D"),
@@ -180,9 +177,7 @@ POINTWISE = {
     "log-sigmoid gate": Part("x = x * F.logsigmoid(self.mix{n}(x)).exp()", _LINEAR),
     "squared relu": Part("x = x + F.relu(self.mix{n}(x)).square()", _LINEAR),
     "dropout": Part("x = F.dropout(x, 0.3, self.training)", traits="random"),
-    "dropout per row": Part(
-        "x = x * (torch.rand(B, 1, 1) > 0.3) if self.training else x", traits="random"
-    ),
+    "dropout per row": Part("x = x * (torch.rand(B, 1, 1) > 0.3) if self.training else x", traits="random"),
     "random depth": Part("x = x + (torch.rand(()) > 0.5) * self.mix{n}(x)", _LINEAR, traits="random"),
     "noise": Part("x = x + 0.1 * torch.randn_like(x)", traits="random"),
     "softmax of the width": Part("x = x + x.softmax(-1)"),
@@ -205,8 +200,6 @@ POINTWISE = {
         "self.seen{n}.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))\nx = x - self.seen{n}",
         "self.register_buffer('seen{n}', torch.zeros(D))",
     ),
-    "changing temperature": Part(
-        "x = x * self.heat", "self.register_buffer('heat', torch.ones(D))"
-    ),
-}  # fmt: skip
+    "changing temperature": Part("x = x * self.heat", "self.register_buffer('heat', torch.ones(D))"),
+}
 """Functions of one token, most of them."""

@@ -29,18 +29,14 @@ CONDITIONS = {
     "window drawn": Part("(i[:, None] - i < torch.randint(1, 5, ()))", traits="random"),
     "keys dropped at random": Part("(torch.rand(B, 1, 1, T) > 0.2)", traits="random"),
     "chunks": Part("(i[:, None] // 4 == i // 4)"),
-    "chunks of real tokens": Part(
-        "((am.cumsum(1) // 4)[:, None, :, None] == (am.cumsum(1) // 4)[:, None, None])"
-    ),
+    "chunks of real tokens": Part("((am.cumsum(1) // 4)[:, None, :, None] == (am.cumsum(1) // 4)[:, None, None])"),
     "dilated": Part("((i[:, None] - i) % 2 == 0)"),
     "every third key": Part("(i % 3 == 0)"),
     "segments": Part("(segments[:, None, :, None] == segments[:, None, None])", inputs="segments"),
     "real segments": Part(
         "((segments[:, None, :, None] == segments[:, None, None]) & (segments > 0)[:, None, None])", inputs="segments"
     ),
-    "documents by a token": Part(
-        "((ids == 5).cumsum(1)[:, None, :, None] == (ids == 5).cumsum(1)[:, None, None])"
-    ),
+    "documents by a token": Part("((ids == 5).cumsum(1)[:, None, :, None] == (ids == 5).cumsum(1)[:, None, None])"),
     "same class of tokens": Part("(ids[:, None, :, None] % 2 == ids[:, None, None] % 2)"),
     "not the same token": Part("(ids[:, None, :, None] != ids[:, None, None])"),
     "length of the row": Part("(i < am.sum(1)[:, None, None, None])"),
@@ -50,7 +46,7 @@ CONDITIONS = {
     "given mask [T, T]": Part("mask2", inputs="mask2"),
     "given mask of keys": Part("mask1[:, None, None]", inputs="mask1"),
     "per head": Part("((i[:, None] - i) < torch.arange(2, H + 2)[:, None, None])"),
-}  # fmt: skip
+}
 """Conditions that only hide more: the causal one stands beside them. They broadcast to [B, H, T, T]."""
 
 OPENINGS = {

@@ -35,17 +35,20 @@ SCORES = {
     "bias of the key": Part(
         "scores = scores + self.worth{n}(x)[:, None, :, 0].unsqueeze(2)", "self.worth{n} = nn.Linear(D, 1)"
     ),
-    "bias of the query's column": Part("scores = scores + self.worth{n}[:T, None]", "self.worth{n} = nn.Parameter(torch.randn(64))"),
-    "soft segments": Part("scores = scores - 2.0 * (segments[:, :, None] != segments[:, None])[:, None]", inputs="segments"),
+    "bias of the query's column": Part(
+        "scores = scores + self.worth{n}[:T, None]", "self.worth{n} = nn.Parameter(torch.randn(64))"
+    ),
+    "soft segments": Part(
+        "scores = scores - 2.0 * (segments[:, :, None] != segments[:, None])[:, None]", inputs="segments"
+    ),
     "given bias": Part("scores = scores + bias4", inputs="bias4"),
     "relative keys": Part(
-        "near = self.near{n}[(i[:, None] - i).clamp(0, 7)]\n"
-        "scores = scores + torch.einsum('bhqe,qke->bhqk', q, near)",
+        "near = self.near{n}[(i[:, None] - i).clamp(0, 7)]\nscores = scores + torch.einsum('bhqe,qke->bhqk', q, near)",
         "self.near{n} = nn.Parameter(torch.randn(8, D // H))",
     ),
     "second scores": Part("scores = scores - 0.3 * (k @ q.mT).mT"),
     "large scores": Part("scores = scores * 1e4"),
-}  # fmt: skip
+}
 """Each needs scores as a value: not for scaled_dot_product_attention."""
 
 QUERIES = {
@@ -56,5 +59,5 @@ QUERIES = {
     "normed queries and keys": Part("q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)"),
     "keys from the first column": Part("k = torch.cat([k[..., :1, :], k[..., :-1, :]], -2)"),
     "values of zero at padding": Part("v = v * am[:, None, :, None]"),
-}  # fmt: skip
+}
 """What happens to queries, keys and values before there are scores."""

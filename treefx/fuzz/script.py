@@ -17,9 +17,9 @@ from treefx.fuzz.inputs import INPUTS
 from treefx.fuzz.layers import EXPERTS, MIXERS, NORMS, POINTWISE, ROWS
 from treefx.fuzz.losses import HEADS, LABELS, LOSSES, OUTPUTS
 from treefx.fuzz.parts import Part
-from treefx.fuzz.program import Attention, Batch, Piece, Program
+from treefx.fuzz.program import Attention, Batch, Program
 
-__all__ = ["LAYERS", "inputs_of", "is_random", "options_of", "parts_of", "script"]
+__all__ = ["LAYERS", "inputs_of", "is_native", "is_random", "options_of", "parts_of", "script"]
 
 LAYERS = {**MIXERS, **ROWS, **EXPERTS, **NORMS, **POINTWISE, **AUTOGRAD}
 STARTS = {**EMBEDDINGS, **POSITIONS, **CONDITIONING}
@@ -51,10 +51,11 @@ def is_random(program: Program) -> bool:
 def inputs_of(program: Program) -> list[str]:
     """The inputs beside ids, am and labels, in the order of the catalogue."""
     wanted = {name for part in parts_of(program) for name in part.inputs.split()}
-    return [name for name in INPUTS if name in wanted or (name == "positions" and _is_native(program))]
+    return [name for name in INPUTS if name in wanted or (name == "positions" and is_native(program))]
 
 
-def _is_native(program: Program) -> bool:
+def is_native(program: Program) -> bool:
+    """Whether the program runs forests."""
     return any(call.name in ("forest", "plan", "plan in parts") for call in program.calls)
 
 
@@ -76,7 +77,7 @@ def script(program: Program, says: str = "") -> str:
         _make(program),
         _criterion(program),
         HELPERS,
-        *([NATIVE] if _is_native(program) else []),
+        *([NATIVE] if is_native(program) else []),
         _play(program),
         _MAIN.format(options=options_of(program)),
     ]
@@ -86,6 +87,7 @@ def script(program: Program, says: str = "") -> str:
 _IMPORTS = """
 import copy
 import io
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -112,7 +114,7 @@ def main():
         return print("eager runs, treefx:", type(error).__name__, error)
     for name, value in want.items():
         other = got.get(name, torch.full_like(value, float("nan"))).double()
-        error = float((other - value).abs().max() / value.double().abs().max().clamp(min=1e-12)) if value.numel() else 0.0
+        error = float((other - value).abs().max() / value.double().abs().max().clamp(min=1e-12))
         print(name, "want", value.double().sum().item(), "got", other.sum().item(), "relative error", f"{{error:.1e}}")
 
 
@@ -180,9 +182,11 @@ def _make(program: Program) -> str:
     ]
     for place, name in enumerate(INPUTS):
         if name in inputs_of(program):
-            lines.append(f"b['{name}'] = {INPUTS[name][(program.inputs + place) % len(INPUTS[name])]}")
+            ways = INPUTS[name][:1] if is_native(program) else INPUTS[name]  # a forest counts positions from 0
+            lines.append(f"b['{name}'] = {ways[(program.inputs + place) % len(ways)]}")
     lines.append("for n, x in b.items():")
-    lines.append("    b[n] = (x.detach().to(dtype) if x.is_floating_point() else x.clone()).requires_grad_(x.requires_grad)")
+    lines.append("    own = x.detach().to(dtype) if x.is_floating_point() else x.clone()")
+    lines.append("    b[n] = own.requires_grad_(x.requires_grad)")
     lines.append("return b")
     return "def make(ids, am, seed, dtype):\n" + _indented(lines, 1)
 
@@ -197,7 +201,9 @@ def _criterion(program: Program) -> str:
 
 
 def _batch(batch: Batch) -> str:
-    return f"make({[list(row) for row in batch.ids]},\n         {[list(row) for row in batch.mask]}, {batch.seed}, dtype),"
+    return (
+        f"make({[list(row) for row in batch.ids]},\n         {[list(row) for row in batch.mask]}, {batch.seed}, dtype),"
+    )
 
 
 def _play(program: Program) -> str:

@@ -76,7 +76,8 @@ class Search:
             self._end = time.monotonic() + 60 * self.settings.minutes
         done = self.journal.done
         self._numbers = iter([number for number in range(self.settings.programs) if number not in done])
-        threads = [threading.Thread(target=self._work, args=(on_finding,), daemon=True) for _ in range(self.settings.workers)]
+        count = range(self.settings.workers)
+        threads = [threading.Thread(target=self._work, args=(on_finding,), daemon=True) for _ in count]
         for thread in threads:
             thread.start()
         try:

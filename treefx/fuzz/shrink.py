@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ _PLAIN: tuple[tuple[str, Any], ...] = (
 )
 
 
-def shrink(program: Program, fails: Callable[[Program], bool], tries: int = 80) -> Program:
+def shrink(program: Program, fails: Callable[[Program], bool], tries: int = 60) -> Program:
     """The smallest program found that still fails.
 
     Args:
@@ -55,8 +56,10 @@ def smaller(program: Program) -> Iterator[Program]:
         items = getattr(program, name)
         for place in range(int(name == "embeddings"), len(items)):
             yield replace(program, **{name: items[:place] + items[place + 1 :]})
+    plainer = {name: plain for name, plain in _PLAIN if plain != "aot_eager"} | {"output": program.output}
+    yield replace(program, **plainer)
     for name, plain in _PLAIN:
-        if getattr(program, name) != plain and not (name == "inner" and plain == "aot_eager" and program.inner == "eager"):
+        if getattr(program, name) != plain and (plain, program.inner) != ("aot_eager", "eager"):
             yield replace(program, **{name: plain})
     if program.embeddings[0] != "embedding":
         yield replace(program, embeddings=("embedding", *program.embeddings[1:]))
@@ -85,7 +88,8 @@ def _simpler(layer: Attention) -> Iterator[Attention]:
         yield replace(layer, conditions=layer.conditions[:place] + layer.conditions[place + 1 :])
     for name, plain in (("spelling", "sdpa"), ("spelling", "matmul"), ("written", "bool"), ("fill", "-inf")):
         if getattr(layer, name) != plain and not (plain == "matmul" and layer.spelling == "sdpa"):
-            yield replace(layer, **{name: plain})
+            changed: Any = {name: plain}
+            yield replace(layer, **changed)
 
 
 def _smaller_batches(program: Program) -> Iterator[Program]:
@@ -94,11 +98,11 @@ def _smaller_batches(program: Program) -> Iterator[Program]:
             yield replace(program, batches=(batch,), calls=tuple(Call(call.name) for call in program.calls))
     rows, columns = len(program.batches[0].ids), len(program.batches[0].ids[0])
     for row in range(rows if rows > 1 else 0):
-        yield _with_batches(program, lambda batch, row=row: _without_row(batch, row))
+        yield _with_batches(program, functools.partial(_without_row, row=row))
     for width in sorted({columns // 2, columns - 1}):
         if width >= 2:
-            yield _with_batches(program, lambda batch, width=width: _cut(batch, width))
-            yield _with_batches(program, lambda batch, width=width: _cut(batch, -width))
+            yield _with_batches(program, functools.partial(_cut, width=width))
+            yield _with_batches(program, functools.partial(_cut, width=-width))
     if any(0 in row for batch in program.batches for row in batch.mask):
         yield _with_batches(program, _unpadded)
 

@@ -90,7 +90,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch._logging.set_logs(all=logging.CRITICAL)
+    torch._logging._internal.set_logs(all=logging.CRITICAL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
