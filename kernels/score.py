@@ -201,7 +201,9 @@ class _Evaluator:
         sizes = zip(indices, buffer.shape, strict=True)
         return buffer[tuple(self.index(index, size) for index, size in sizes)]
 
-    def index(self, expr: Expr, size: int) -> Tensor:
+    def index(self, expr: Expr, size: int) -> Tensor | int:
+        if expr[0] == "const":  # a tensor of no dimensions would be asked for its number
+            return min(max(int(expr[1]), -size), size - 1)
         value = self.visit(expr)
         # Indices taken from tokens are in range; computed ones may run out of it where the pair is invisible.
         return value if expr[0] in _LEAVES else value.to(torch.int64).clamp(-size, size - 1)

@@ -6,6 +6,7 @@ must come out masked, whatever subgraph made it so.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,12 @@ from treefx.kernels.score import Expr
 from treefx.passes.constants import Constants, constants_of
 from treefx.passes.dims import NoLaw, extent
 from treefx.passes.facts import Axis, Dims, Factor, Kind, fact_of, shape_of
+from treefx.passes.hand_softmax import is_quotient, lift_quotient
+from treefx.passes.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
 from treefx.passes.lift_mask import Digit, Index, lift, offset_of_keys, step
 from treefx.passes.score_algebra import (
     MASKING,
     Tables,
-    bounds,
     canonical_window,
     conjuncts,
     const,
@@ -31,10 +33,18 @@ from treefx.passes.score_algebra import (
     walk,
 )
 
-__all__ = ["Attention", "lift_products", "lift_sdpa"]
+__all__ = ["Attention", "lift_products", "lift_sdpa", "reads_key_alone"]
 
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
+
+_OTHER_SINKS = "takes logits beside the keys for other than one attention sink per head"
+_WORDS = {
+    aten.sub.Tensor: "subtracts attention probabilities from others before the values (multiply each by the values)",
+    aten.add.Tensor: "adds attention probabilities to others before the values (multiply each by the values)",
+    aten.sigmoid.default: "attention weights that no softmax makes (sigmoid attention)",
+}
+"""What is done to attention probabilities instead of a softmax, in words."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Attention:
     """One attention of the model, ready to be written as ``treefx::tree_attention``.
 
     ``score`` and ``conditions`` speak in columns (see ``score_algebra``) and hold nothing of causality any more.
-    ``padding`` are the conditions that read the key's token alone: keys that fail one are never seen by anybody.
+    ``padding`` are the conditions that read the key's token alone: no query of this attention sees keys that fail one.
     """
 
     query: fx.Node
@@ -51,10 +61,13 @@ class Attention:
     score: Expr
     conditions: tuple[Expr, ...]
     padding: tuple[Expr, ...]
+    heads: int
     zero_if_blind: bool
     """Whether the model's own attention gives zero to a query that sees no key, as tree attention does."""
     sinks: Expr | None = None
     """The logit, per head, of an entry behind the keys that takes weight and has no value."""
+    doubt: tuple[Expr, Expr] | None = None
+    """A masked and a visible score whose distance only the numbers of a call can prove (``treefx.passes.hidden``)."""
 
 
 def lift_sdpa(node: fx.Node) -> Attention:
@@ -99,16 +112,8 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     node = probabilities
     while (moved := step(node, index)) is not None or (moved := _uncast(node, index)) is not None:
         node, index = moved
-    if node.target not in _SOFTMAX:
-        raise NoLaw(f"attention probabilities pass through {node.target}")
-    source, dim = node.args[:2]
-    assert isinstance(source, fx.Node) and isinstance(dim, int)
-    if offset_of_keys(index[dim]) is None:
-        raise NoLaw("a softmax over another axis than the keys")
-    source = _unshifted(source, dim)
-    score = lift(source, index)
     columns = extent(dims[1][-1:])
-    sinks = _sinks(source, index, dim, columns)
+    score, sinks = _normalised(node, index, columns)
     products = {(item[1], item[2]) for item in walk(score) if item[0] == "dot"}
     if len(products) != 1:
         raise NoLaw("a score with several products of queries and keys")
@@ -119,6 +124,21 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     heads = math.prod(size for expr, size in batch if expr != ("b",))
     safe = node.target is aten._safe_softmax.default
     return _prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
+
+
+def _normalised(node: fx.Node, index: Index, columns: int) -> tuple[Expr, Expr | None]:
+    """The score whose softmax a node is, and the logit of its sink, if it has one."""
+    if is_quotient(node):
+        score, sinks = lift_quotient(node, index)
+        return score, None if sinks is None else _checked_sink(sinks)
+    if node.target not in _SOFTMAX:
+        raise NoLaw(_WORDS.get(node.target, f"attention probabilities pass through {node.target}"))
+    source, dim = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    if offset_of_keys(index[dim]) is None:
+        raise NoLaw("a softmax over another axis than the keys")
+    source = _unshifted(source, dim)
+    return lift(source, index), _sinks(source, index, dim, columns)
 
 
 def _unshifted(node: fx.Node, dim: int) -> fx.Node:
@@ -146,8 +166,14 @@ def _sinks(source: fx.Node, index: Index, dim: int, columns: int) -> Expr | None
     dim %= len(index)
     place = ((const(0 if offset_of_keys(index[dim]) else columns), size),)
     logit = lift(source, index[:dim] + (place,) + index[dim + 1 :])
-    if size != columns + 1 or any(item[0] in ("b", "cq", "ck", "dot") for item in walk(logit)):
-        raise NoLaw("takes logits beside the keys for other than one attention sink per head")
+    if size != columns + 1:
+        raise NoLaw(_OTHER_SINKS)
+    return _checked_sink(logit)
+
+
+def _checked_sink(logit: Expr) -> Expr:
+    if any(item[0] in ("b", "cq", "ck", "dot") for item in walk(logit)):
+        raise NoLaw(_OTHER_SINKS)
     return logit
 
 
@@ -194,23 +220,29 @@ def _prove(
     """
     constants = constants_of(node)
     tables = Tables(lambda expr: constants.table(expr, columns, heads), constants.consecutive)
-    if columns > 1 and bounds(score, "future", tables)[1] > MASKING:
+    future = [residue(score, "future", tables)] if columns > 1 else []
+    if any(interval(item, zero)[1] > MASKING for item in future):
         raise NoLaw(_not_causal(score, constants))
-    value, found = split_mask(simplify(score, tables))
-    conditions = [_window_of_table(canonical_window(item, tables), tables) for one in found for item in conjuncts(one)]
+    value, found = split_mask(simplify(score, tables), tables)
+    masked = future + [residue(item, "past", tables) for _, item in found]
+    visible = residue(value, "past", tables) if sinks is None else ("either", residue(value, "past", tables), sinks)
+    doubted = [item for item in masked if not is_hidden(item, visible, unknown)]
+    split = [item for one, _ in found for item in conjuncts(one)]
+    conditions = [_window_of_table(canonical_window(item, tables), tables) for item in split]
     conditions = [item for item in conditions if decide(item, "past", tables) is not True]
-    padding = [item for item in conditions if _reads_key_alone(item)]
+    droppable = not any(map(reads_keys, doubted))
+    padding = [item for item in conditions if droppable and reads_key_alone(item)]
     rest = [item for item in conditions if item not in padding]
     if any(item == ("b",) for expr in [value, *conditions] for item in walk(expr)):
         raise NoLaw("attention that differs from row to row by more than its inputs")
     loads = [item[1] for item in walk(sinks) if item[0] == "load"] if sinks is not None else []
     if any(fact_of(source).kind is not Kind.INVARIANT for source in loads):
         raise NoLaw("an attention sink that differs from token to token")
-    constants_used = [float(item[1]) for item in walk(score) if item[0] == "const"]
-    soft = any(-math.inf < number <= MASKING for number in constants_used)
-    zero_if_blind = sinks is not None or (safe and not soft)
+    hard = all(bool(torch.isneginf(interval(item, unknown)[1])) for item in masked)
+    zero_if_blind = sinks is not None or (safe and hard)
     return Attention(
-        *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), zero_if_blind, sinks
+        *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), heads, zero_if_blind, sinks,
+        (functools.reduce(lambda x, y: ("max", x, y), doubted), visible) if doubted else None,
     )  # fmt: skip
 
 
@@ -221,7 +253,8 @@ def _not_causal(score: Expr, constants: Constants) -> str:
     return f"attention that is not proved causal{inputs}"
 
 
-def _reads_key_alone(condition: Expr) -> bool:
+def reads_key_alone(condition: Expr) -> bool:
+    """Whether a condition is one on the key's token, a function of the inputs."""
     symbols = {item[0] for item in walk(condition)}
     return "ck" in symbols and not symbols & {"cq", "b", "head", "dot"} and _reads_rows(condition)
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from treefx.passes.causal_domain import LARGEST_TABLE, RowDigit, State, Step, Unknown, one_row
 from treefx.passes.causal_step import law, of_rank, same_rows
 from treefx.passes.facts import shape_of
-from treefx.passes.opaque_ops import is_pointwise_function
+from treefx.passes.gradient_laws import custom_function_reason
 
 __all__ = ["pointwise"]
 
@@ -151,10 +151,10 @@ def _fill(step: Step) -> State:
 
 @law(torch.ops.treefx.custom_function)
 def _custom_function(step: Step) -> tuple[State, ...]:
-    """A user's autograd.Function whose bodies are pointwise."""
+    """A user's autograd.Function whose bodies are pointwise, and its backward linear."""
     nodes: Any = step.node.args[0]
     shapes = {tuple(shape_of(node)) for node in nodes}
-    if not is_pointwise_function(str(step.node.args[1])) or len(shapes) != 1:
+    if custom_function_reason(str(step.node.args[1])) is not None or len(shapes) != 1:
         raise Unknown
     states = same_rows(step, nodes)
     column = states[0].column

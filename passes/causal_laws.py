@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from treefx.passes import causal_movement, causal_reductions  # noqa: F401  (register laws)
 from treefx.passes.causal_elements import pointwise
 from treefx.passes.causal_step import LAWS, CausalLaw
+from treefx.passes.gradient_laws import is_pointwise
 
 __all__ = ["find_causal_law"]
 
@@ -22,6 +21,4 @@ def find_causal_law(target: Any) -> CausalLaw | None:
     """The law of an operator, or None."""
     if target in LAWS:
         return LAWS[target]
-    tags = getattr(target, "tags", ())
-    is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return pointwise if is_pointwise else None
+    return pointwise if is_pointwise(target) else None

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from treefx.kernels.score import Expr, evaluate
 from treefx.passes.facts import Kind, ancestors, fact_of
 from treefx.passes.given_masks import GivenMask, parts_of_mask, prove_mask
-from treefx.passes.score_algebra import walk
+from treefx.passes.purity import changed_inputs, impurity
+from treefx.passes.score_algebra import MASKING, walk
 
 __all__ = ["Constants", "InputValues", "constants_of", "input_values"]
 
@@ -66,7 +67,8 @@ class Constants:
     Args:
         gm: The traced graph.
         inputs: The run-time value of each placeholder.
-        roles: What each placeholder is; the values of "input" ones may differ from call to call and prove nothing.
+        roles: What each placeholder is; the values of "input" ones may differ from call to call and prove nothing, nor
+            do those of buffers that the graph changes.
         known: What the values of the inputs prove nevertheless.
     """
 
@@ -78,6 +80,7 @@ class Constants:
         """Positions of the inputs whose values entered a proof."""
         self._positions = {node: i for i, node in enumerate(self._values)}
         self._per_call = {node for node, role in zip(self._values, roles, strict=True) if role == "input"}
+        self._per_call |= changed_inputs(gm)
         self.consecutive = frozenset(node for node, i in self._positions.items() if i in known.consecutive)
         self.binary = frozenset(node for node, i in self._positions.items() if i in known.binary)
         self.masks = _masks(list(self._positions), known)
@@ -89,13 +92,28 @@ class Constants:
         return node in self._per_call
 
     def value(self, node: fx.Node) -> Tensor | None:
-        """The value of an invariant node, or None if it depends on rows or on a trained parameter."""
+        """The value of an invariant node; None if it depends on rows or a parameter, or is another one each time."""
         fact = fact_of(node)
         if fact.kind is not Kind.INVARIANT or fact.learned or self._per_call & {node, *ancestors(node)}:
+            return None
+        if impurity(node) is not None:
             return None
         with torch.no_grad():
             result = self._run(node)
         return result if isinstance(result, Tensor) else None
+
+    def number(self, node: fx.Node) -> Any:
+        """The number that a tensor of one element is, if it is a constant of the graph, or a buffer that masks."""
+        value = getattr(self._gm, str(node.target)) if node.op == "get_attr" else self._values.get(node)
+        own = node.op == "get_attr" or (node.op == "placeholder" and node not in self._per_call)
+        if not own or fact_of(node).learned or not isinstance(value, Tensor) or value.numel() != 1:
+            return None
+        number = value.item()
+        if node.op == "placeholder":  # other numbers may change from step to step
+            if number > MASKING or value.dtype is torch.bool:
+                return None
+            self.read.add(self._positions[node])
+        return number
 
     def _run(self, node: fx.Node) -> Any:
         if node.op == "placeholder":

@@ -28,6 +28,12 @@ def _pointwise(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.call(node, align=fact.dims)
 
 
+def _lerp(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    args = [packer.operand(item, fact.dims) for item in node.args]
+    tensors = torch.broadcast_tensors(*[x for x in args if isinstance(x, Tensor)])  # its meta function cannot
+    return node.target(*tensors, *[x for x in args if not isinstance(x, Tensor)])  # type: ignore[operator]
+
+
 def _view(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     assert fact.dims is not None
     return packer.packed(node.args[0]).reshape(packer.shape(fact.dims))
@@ -154,6 +160,7 @@ def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
 _EMITTERS: dict[Any, Emitter] = {
     laws.pointwise: _pointwise,
+    laws.lerp: _lerp,
     laws.view: _view,
     laws.expand: _expand,
     laws.slice_: _slice,

@@ -96,6 +96,8 @@ class Fact:
     """Whether a trained parameter takes part in the value."""
     reason: str | None = field(default=None, compare=False)
     """Why this node reads expanded values (ROW nodes with packed operands only)."""
+    obstacle: str | None = field(default=None, compare=False)
+    """Why a trained value is computed per row although nothing before it is packed or per row."""
     blame: str | None = field(default=None, compare=False)
     """The operator to name in the report where it is another than this node's."""
 

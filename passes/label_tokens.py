@@ -7,7 +7,7 @@ sizes are never guessed. Analysis only: facts are written on the nodes, ``pack_t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from treefx.passes.facts import (
 )
 from treefx.passes.laws import Call, find_law
 from treefx.passes.loss_laws import find_sink
+from treefx.passes.purity import draws, impurity
 from treefx.passes.reindex import Reindexed, find_reindexed
 from treefx.passes.score_algebra import walk
 
@@ -98,9 +99,15 @@ def _drawn_by(call: Call) -> str | None:
     """The operator that drew the random numbers which a node meets, if it meets any."""
     rows = [node for node in call.operands if fact_of(node).kind is Kind.ROW and not fact_of(node).learned]
     for node in [*rows, *ancestors(*rows)]:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node.target):
             return str(node.target)
     return None
+
+
+def _obstacle_before(call: Call) -> fx.Node | None:
+    """Where a trained value that a node meets was first computed per row, if nothing before that was packed."""
+    rows = [node for node in call.operands if fact_of(node).kind is Kind.ROW and fact_of(node).learned]
+    return next((node for node in [*rows, *ancestors(*rows)] if fact_of(node).obstacle is not None), None)
 
 
 def _cores(gm: fx.GraphModule) -> list[fx.Node]:
@@ -124,12 +131,12 @@ def _has_tensors(node: fx.Node) -> bool:
 class Identity:
     """Values that tell tokens apart: two positions are one token iff these agree on their prefixes.
 
-    They are inputs [B, T], and numbers of rows [B] made from inputs alone.
+    They are inputs [B, T], and numbers of rows [B], inputs or made from inputs alone.
     """
 
     always: frozenset[fx.Node]
-    with_padding: frozenset[fx.Node]
-    """The same where padding runs too, and what hides it from others must agree as well."""
+    of_keys: Mapping[Expr, frozenset[fx.Node]]
+    """What a condition on keys reads, which must agree as well wherever the condition stays in the graph."""
 
 
 def label_tokens(
@@ -147,7 +154,7 @@ def label_tokens(
     labeller = _Labeller(gm, roles, tokens, contract=contract, pick_losses=pick_losses)
     labeller.run()
     always = frozenset(labeller.identity)
-    return Identity(always, always | labeller.hides)
+    return Identity(always, labeller.of_keys)
 
 
 class _Labeller:
@@ -160,7 +167,7 @@ class _Labeller:
         self.before_attention = {*cores, *ancestors(*cores)}
         self.identity: set[fx.Node] = {tokens.ids}
         """Inputs that tell tokens apart, as far as the attention needs them."""
-        self.hides: frozenset[fx.Node] = frozenset()
+        self.of_keys: dict[Expr, frozenset[fx.Node]] = {}
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
         domain = CausalDomain(tokens.rows, tokens.columns, self.sources, find_causal_law)
         self.contractor = Contractor(domain, self._admit) if contract else None
@@ -203,7 +210,7 @@ class _Labeller:
         learned = any(fact.learned for fact in facts)
         if not _has_tensors(node):
             return Fact(Kind.INVARIANT)  # a size
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node.target):
             return self.refuse(call, "draws random numbers for every row")
         if node.target is aten.copy_.default:
             return self.refuse(call, "changes a buffer of the model")
@@ -263,11 +270,15 @@ class _Labeller:
                 self.identity |= self.sources[node]
         if isinstance(fact.law, Attention):
             self.identity |= self._loaded([fact.law.score, *fact.law.conditions])
-            self.hides |= self._loaded(fact.law.padding)
+            self.of_keys |= {condition: self._loaded([condition]) for condition in fact.law.padding}
 
     def _loaded(self, expressions: Iterable[Expr]) -> frozenset[fx.Node]:
         """The inputs that lifted expressions read, and the numbers of rows; learned values are told apart already."""
         loads = {part[1] for item in expressions for part in walk(item) if part[0] == "load"}
+        for node in loads:
+            reason = None if fact_of(node).kind is Kind.PACKED else impurity(node)
+            if reason is not None:
+                raise NoLaw(f"the mask is made of numbers that differ each time they are computed: {reason}")
         of_rows = frozenset(node for node in loads if fact_of(node).kind is Kind.ROW)
         others = [node for node in loads - of_rows if fact_of(node).kind is not Kind.PACKED]
         return of_rows.union(*[self.sources.get(node, frozenset()) for node in others])
@@ -285,7 +296,11 @@ class _Labeller:
         packed = any(fact.kind in (Kind.PACKED, Kind.SCORE) or isinstance(fact.law, Reindexed) for fact in facts)
         learned = any(fact.learned for fact in facts)
         if not packed:
-            return Fact(Kind.ROW, learned=learned)
+            begins = learned and not any(fact.learned and fact.kind is Kind.ROW for fact in facts)
+            return Fact(Kind.ROW, learned=learned, obstacle=reason if begins else None, blame=_drawn_by(call))
+        origin = _obstacle_before(call) if reason == MEETS_ROWS else None
+        if origin is not None:
+            return Fact(Kind.ROW, learned=learned, reason=fact_of(origin).obstacle, blame=str(origin.target))
         return Fact(Kind.ROW, learned=learned, reason=reason, blame=_drawn_by(call))
 
     def _refuse_shifted(self, call: Call, facts: list[Fact]) -> Fact:

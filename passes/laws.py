@@ -2,8 +2,8 @@
 
 A law is a function ``(call) -> Fact``; its docstring is one sentence of mathematics. It holds for values computed
 once per distinct token exactly as for values computed on rows, because no law lets an element depend on another
-token. An operator without a law, or one used in a way its law does not cover (``NoLaw``), reads expanded values
-instead.
+token. Its backward is linear and counts no tokens (``gradient_laws``). An operator without a law, or one used in a way
+its law does not cover (``NoLaw``), reads expanded values instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from treefx.passes.facts import (
     shape_of,
     token_axes,
 )
-from treefx.passes.opaque_ops import is_pointwise_function
+from treefx.passes.gradient_laws import counts_tokens, custom_function_reason, is_pointwise
 from treefx.passes.uniformity import is_uniform
 
 __all__ = ["Call", "Law", "find_law", "law"]
@@ -109,10 +109,7 @@ def find_law(target: Any) -> Law | None:
     """The law of an operator, or None. Every operator that PyTorch tags as pointwise has one."""
     if target in _LAWS:
         return _LAWS[target]
-    tags = getattr(target, "tags", ())
-    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
-        return pointwise
-    return None
+    return pointwise if is_pointwise(target) else None
 
 
 def aligned(call: Call, node: fx.Node, dims: Dims) -> None:
@@ -140,7 +137,7 @@ def aligned(call: Call, node: fx.Node, dims: Dims) -> None:
     aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous, aten.where, aten.lift_fresh_copy,
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.masked_fill, aten.bitwise_and,
     aten.bitwise_or, aten.bitwise_not, aten.logical_and, aten.logical_or, aten.logical_not, aten.addcmul, aten.addcdiv,
-    aten._conj, aten.pow, aten.fmod, aten.remainder, aten.floor_divide, aten.polar,
+    aten._conj, aten._prelu_kernel, aten.pow, aten.fmod, aten.remainder, aten.floor_divide, aten.polar,
 )  # fmt: skip
 def pointwise(call: Call) -> Fact:
     """f(x, y)[n] = f(x[n], y[n]); invariant operands are read at the token's column."""
@@ -153,6 +150,12 @@ def pointwise(call: Call) -> Fact:
         aligned(call, node, dims)
     full = algebra.broadcast([dims, *[_unlabelled(call.dims(node), dims) for node in others]])
     return call.result(full)
+
+
+@law(aten.lerp)
+def lerp(call: Call) -> Fact:
+    """x + w (y - x), pointwise."""
+    return pointwise(call)
 
 
 def _unlabelled(dims: Dims, target: Dims) -> Dims:
@@ -181,9 +184,9 @@ def check_statistic(call: Call) -> None:
     Raises:
         NoLaw: The operator makes something else of it.
     """
-    unary = len(call.operands) == 1
+    own = all(fact_of(node).kind in (Kind.SCORE, Kind.INVARIANT) for node in call.operands)
     movement = (view, permute, unsqueeze, squeeze, expand, reduction)
-    if not unary or find_law(call.node.target) not in (*movement, pointwise):
+    if not own or find_law(call.node.target) not in (*movement, pointwise):
         raise NoLaw("reads a statistic of attention scores")
 
 
@@ -468,9 +471,18 @@ def normalisation(call: Call) -> Fact:
 
 @law(aten.embedding)
 def embedding(call: Call) -> Fact:
-    """A row of an invariant table per token."""
+    """A row of an invariant table per token, unless its backward counts tokens."""
+    reason = counts_tokens(call.node)
+    if reason is not None:
+        raise NoLaw(reason)
     table, index = call.node.args[0], call.node.args[1]
     return _lookup(call, table, index)
+
+
+@law(aten.embedding_renorm)
+def renormalised_table(call: Call) -> Fact:
+    """The table with the rows that the batch looks up cut to a norm: a parameter changes, by what the batch holds."""
+    raise NoLaw("rescales rows of the table in place (max_norm); max_norm=None keeps the table")
 
 
 def _lookup(call: Call, table: Any, index: Any) -> Fact:
@@ -549,8 +561,9 @@ def repeat_interleave(call: Call) -> Fact:
 
 @law(torch.ops.treefx.custom_function)
 def custom_function(call: Call) -> Fact:
-    """A user's autograd.Function whose bodies are pointwise, forward and backward."""
-    if not is_pointwise_function(str(call.node.args[1])):
-        raise NoLaw("is an autograd.Function with a law of its own")
+    """A user's autograd.Function whose bodies are pointwise, forward and backward, and its backward linear."""
+    reason = custom_function_reason(str(call.node.args[1]))
+    if reason is not None:
+        raise NoLaw(reason)
     part = pointwise(call)
     return Fact(part.kind, parts=(part,) * len(call.node.meta["val"]), learned=part.learned)

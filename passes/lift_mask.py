@@ -22,7 +22,7 @@ from treefx.passes.given_masks import GivenMask
 from treefx.passes.score_algebra import const, fold, walk
 from treefx.passes.uniformity import is_uniform
 
-__all__ = ["Digit", "Index", "combined", "lift", "offset_of_keys", "step"]
+__all__ = ["Digit", "Index", "combined", "element_operands", "lift", "offset_of_keys", "step"]
 
 aten = torch.ops.aten
 Digit = tuple[Expr, int]
@@ -93,6 +93,11 @@ def step(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
 
 def _same(node: fx.Node, source: fx.Node, index: Index) -> Index:
     return index
+
+
+def _move_detach(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
+    """Only what has no gradient is the same without its gradient."""
+    return None if fact_of(source).learned else index
 
 
 def _move_cast(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
@@ -187,7 +192,7 @@ _MOVES: dict[Any, Callable[[fx.Node, fx.Node, Index], Index | None]] = {
     aten.t.default: _move_permute, aten.unsqueeze.default: _move_unsqueeze, aten.squeeze.dim: _move_squeeze,
     aten.squeeze.dims: _move_squeeze, aten.squeeze.default: _move_squeeze, aten.slice.Tensor: _move_slice,
     aten.select.int: _move_select, aten._to_copy.default: _move_cast, aten.clone.default: _same,
-    aten.alias.default: _same, aten.detach.default: _same, aten.lift_fresh_copy.default: _same,
+    aten.alias.default: _same, aten.detach.default: _move_detach, aten.lift_fresh_copy.default: _same,
 }  # fmt: skip
 
 
@@ -365,6 +370,14 @@ _POINTWISE: dict[Any, str] = {
 }  # fmt: skip
 
 
+def element_operands(node: fx.Node) -> list[Any]:
+    """What an element of a node is made of, where that is one element of each of its operands; else nothing."""
+    known = node.op == "call_function" and (
+        node.target in _MOVES or node.target in _ELEMENTS or node.target in _POINTWISE
+    )
+    return [*node.args, *node.kwargs.values()] if known else []
+
+
 def _product(node: fx.Node, index: Index) -> Expr:
     """q.k, or beta * input + alpha * q.k; heads may be part of the query axis, in front of the tokens."""
     groups = tuple(digit for digit in index[1] if digit[0] != ("cq",))
@@ -449,9 +462,14 @@ def _load(node: fx.Node, index: Index) -> Expr:
     if known is not None and [[digit[0] for digit in dim] for dim in index[-2:]] == [[("cq",)], [("ck",)]]:
         return _given_mask(*known, index)
     if fact.kind is Kind.INVARIANT:
+        fill = constants_of(node).number(node)
+        if fill is not None:
+            return const(fill)
         return ("load", node, *[_invariant_position(node, d, digits) for d, digits in enumerate(index)])
     if fact.kind is Kind.ROW and not fact.learned:
         return _load_of_row(node, index)
+    if fact.kind is Kind.SCORE:
+        raise NoLaw(f"a score passes through {node.target}")
     if fact.kind not in (Kind.PREFIX, Kind.PACKED) or fact.dims is None:
         raise NoLaw(_of_rows(node))
     token: Expr | None = None

@@ -16,7 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-__all__ = ["attention", "custom_function", "is_pointwise_body", "is_pointwise_function", "register_function"]
+from treefx.passes.fingerprint import fingerprint
+
+__all__ = [
+    "Function",
+    "attention",
+    "bodies_of",
+    "custom_function",
+    "gradients_of",
+    "is_pointwise_body",
+    "register_function",
+]
 
 
 @torch.library.custom_op("treefx::attention", mutates_args=())
@@ -54,28 +64,41 @@ def _(
 
 
 @dataclass(frozen=True)
-class _Function:
-    """The two bodies of an ``autograd.Function``: forward -> (outputs, saved), backward(*grads, *saved) -> grads."""
+class Function:
+    """An ``autograd.Function`` for inputs of one shape, its bodies in functional ATen.
+
+    ``forward`` maps the inputs to outputs and then what is saved, ``backward`` gradients of the outputs and what was
+    saved to those gradients of inputs that there are. ``saved`` says where each saved value comes from: ("input", i) or
+    ("result", i). What the forward made is kept, never made again: it may hold random numbers.
+    """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
+    outputs: int
+    saved: tuple[tuple[str, int], ...]
+    differentiated: tuple[bool, ...]
+    """Per input, whether the backward has a gradient for it."""
 
 
-_FUNCTIONS: dict[str, _Function] = {}
+_FUNCTIONS: dict[str, Function] = {}
 
 
-def register_function(forward: fx.GraphModule, backward: fx.GraphModule) -> str:
-    """Keep a pair of bodies; returns its key, a hash of their code."""
-    code = forward.code + backward.code
-    key = hashlib.sha256(code.encode()).hexdigest()[:16]
-    _FUNCTIONS.setdefault(key, _Function(forward, backward))
+def register_function(function: Function) -> str:
+    """Keep a function; returns its key, a hash of what it computes."""
+    parts = (fingerprint(function.forward), fingerprint(function.backward), function.outputs, function.saved)
+    key = hashlib.sha256(repr((*parts, function.differentiated)).encode()).hexdigest()[:16]
+    _FUNCTIONS.setdefault(key, function)
     return key
 
 
-def is_pointwise_function(key: str) -> bool:
-    """Whether both bodies are made of pointwise operators alone, and so mean the same on any shape."""
-    function = _FUNCTIONS[key]
-    return all(is_pointwise_body(body) for body in (function.forward, function.backward))
+def bodies_of(key: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward of a registered function."""
+    return _FUNCTIONS[key].forward, _FUNCTIONS[key].backward
+
+
+def gradients_of(key: str) -> int:
+    """How many of the backward's inputs are gradients; they are its first ones."""
+    return _FUNCTIONS[key].outputs
 
 
 def is_pointwise_body(body: fx.GraphModule) -> bool:
@@ -109,45 +132,53 @@ class _PointwiseRecorder(torch.utils._python_dispatch.TorchDispatchMode):  # typ
         return func(*args, **(kwargs or {}))
 
 
-def _run(body: fx.GraphModule, *values: Tensor) -> Any:
-    with torch.no_grad():  # bodies end by switching gradients on; leaving the block restores what was
-        return fx.Interpreter(body).run(*values)
+def _owned(results: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """The results in memory of their own, as operators must return them."""
+    taken = {x.untyped_storage()._cdata for x in others}
+    owned = []
+    for x in results:
+        owned.append(x.clone() if x.untyped_storage()._cdata in taken else x)
+        taken.add(owned[-1].untyped_storage()._cdata)
+    return owned
+
+
+def _run(body: fx.GraphModule, *values: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return _owned(fx.Interpreter(body).run(*values), values)
 
 
 @torch.library.custom_op("treefx::custom_function", mutates_args=())
 def custom_function(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    """Apply a registered ``autograd.Function``."""
-    outputs, _ = _run(_FUNCTIONS[key].forward, *inputs)
-    return [output.clone() for output in outputs]
+    """Apply a registered ``autograd.Function``: its outputs, and then what it saved."""
+    return _run(_FUNCTIONS[key].forward, *inputs)
 
 
 @custom_function.register_fake
 def _(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    outputs, _ = _run(_FUNCTIONS[key].forward, *inputs)
-    return [torch.empty_like(output) for output in outputs]
+    return _run(_FUNCTIONS[key].forward, *inputs)
 
 
 @torch.library.custom_op("treefx::custom_function_backward", mutates_args=())
-def custom_function_backward(grads: Sequence[Tensor], inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    """Gradients of a registered ``autograd.Function``; a gradient the user left out comes back as zeros."""
-    function = _FUNCTIONS[key]
-    _, saved = _run(function.forward, *inputs)
-    results = _run(function.backward, *grads, *saved)
-    return [torch.zeros_like(x) if grad is None else grad.clone() for grad, x in zip(results, inputs, strict=True)]
+def custom_function_backward(grads: Sequence[Tensor], saved: Sequence[Tensor], key: str) -> list[Tensor]:
+    """The gradients of a registered ``autograd.Function`` that it has."""
+    return _run(_FUNCTIONS[key].backward, *grads, *saved)
 
 
 @custom_function_backward.register_fake
-def _(grads: Sequence[Tensor], inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    return [torch.empty_like(x) for x in inputs]
+def _(grads: Sequence[Tensor], saved: Sequence[Tensor], key: str) -> list[Tensor]:
+    return _run(_FUNCTIONS[key].backward, *grads, *saved)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, ctx.key = inputs
-    ctx.save_for_backward(*tensors)
+    sources = {"input": tensors, "result": output}
+    ctx.save_for_backward(*[sources[source][i] for source, i in _FUNCTIONS[ctx.key].saved])
 
 
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None]:
-    return custom_function_backward(grads, list(ctx.saved_tensors), ctx.key), None
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None]:
+    function = _FUNCTIONS[ctx.key]
+    results = iter(custom_function_backward(grads[: function.outputs], list(ctx.saved_tensors), ctx.key))
+    return [next(results) if there else None for there in function.differentiated], None
 
 
 custom_function.register_autograd(_backward, setup_context=_setup_context)

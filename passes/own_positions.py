@@ -24,6 +24,7 @@ from treefx.passes.contract import mixes
 from treefx.passes.facts import ALONG_ROWS, Dims, Kind, fact_of, shape_of
 from treefx.passes.label_tokens import Tokens
 from treefx.passes.layout import reads_columns
+from treefx.passes.purity import impurity
 
 __all__ = ["find_own_positions"]
 
@@ -54,7 +55,7 @@ def find_own_positions(
             if node.op == "call_function" and fact_of(node).kind is Kind.PACKED:
                 search.check_packed(node)
         for attention in attentions:
-            for expr in (attention.score, *attention.conditions):
+            for expr in (attention.score, *attention.conditions, *attention.padding):
                 search.check_expression(expr)
     except _ByColumn:
         return None
@@ -86,6 +87,8 @@ class _Search:
         if node in self.tokens.inputs:
             self.found[node] = None
             return
+        if impurity(node) is not None:  # what the graph computes cannot be compared
+            raise _ByColumn
         by_column = node.op != "call_function" or fact_of(node).law == ALONG_ROWS
         operands = list(_tensors(node.all_input_nodes))
         constants = [item for item in operands if fact_of(item).kind is Kind.INVARIANT]

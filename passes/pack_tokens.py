@@ -18,6 +18,7 @@ After::
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from treefx.passes.contract import Contracted
 from treefx.passes.dims import has_tokens
 from treefx.passes.emit_packed import find_emitter
 from treefx.passes.facts import ALONG_ROWS, Axis, Dims, Fact, Factor, Kind, ancestors, fact_of, token_axes
+from treefx.passes.hidden import Range, bounded, is_hidden, unknown
 from treefx.passes.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
 from treefx.passes.layout import (
     Metadata,
@@ -51,6 +53,7 @@ from treefx.passes.layout import (
 )
 from treefx.passes.liveness import live_nodes
 from treefx.passes.loss_laws import Pick
+from treefx.passes.purity import changed_inputs
 from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
 from treefx.passes.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
@@ -59,6 +62,8 @@ from treefx.passes.vocab_tail import find_tail, surprise
 __all__ = ["Output", "Packer", "is_packed_output"]
 
 aten = torch.ops.aten
+_ROUNDING = 1.05
+"""By how much a product computed in the narrowest type may exceed the product of norms."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,8 @@ class Packer:
     Args:
         gm: The labelled graph.
         tokens: Its token axes.
-        keep_padding: Whether padding runs too, hidden from others by the model's own mask; else it must be dropped.
         detached: Positions of outputs that nobody is expected to differentiate (they leave without gradient).
-        redundant: Conditions of attentions that hold for every pair of tokens of the call.
+        redundant: Conditions of attentions, on keys or on pairs, that hold for all tokens of the call.
         native: Whether the token ids come packed already, ``[1, N]``; other inputs are functions of the column.
         absent: Positions of logits that are not computed, because only losses read them (``vocab_tail``).
         own_positions: Whether rows start in different columns: only distances along a path are defined then.
@@ -87,19 +91,21 @@ class Packer:
         gm: fx.GraphModule,
         tokens: Tokens,
         *,
-        keep_padding: bool = False,
         detached: frozenset[int] = frozenset(),
         redundant: frozenset[Expr] = frozenset(),
         native: bool = False,
         absent: frozenset[int] = frozenset(),
         own_positions: bool = False,
     ) -> None:
-        self.gm, self.tokens, self.keep_padding, self.absent = gm, tokens, keep_padding, absent
+        self.gm, self.tokens, self.absent = gm, tokens, absent
         self.own_positions = own_positions
         self.detached, self.redundant, self.native = detached, redundant, native
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
+        self.hidden: list[Tensor] = []
+        """Whether masks hide what they are to hide, for the attentions where only the numbers of the call tell."""
         self._forms: dict[tuple[str, Any], Any] = {}
+        self._changed = changed_inputs(gm)
         self._metadata: Metadata | None = None
 
     @property
@@ -109,7 +115,10 @@ class Packer:
         return self._metadata
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
-        """The rewritten computation: the graph's inputs, then ``row, column, subtree_end, token_of``."""
+        """The rewritten computation: the graph's inputs, then ``row, column, subtree_end, token_of``.
+
+        Where ``hidden`` is asked, its answer is one more result.
+        """
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         self._metadata = Metadata(*inputs[len(placeholders) :])
         self._forms = {("full", node): value for node, value in zip(placeholders, inputs, strict=False)}
@@ -135,7 +144,7 @@ class Packer:
             detach = position in self.detached and isinstance(value, Tensor)
             results.append(value.detach() if detach else value)
             self.outputs.append(output)
-        return tuple(results)
+        return (*results, torch.stack(self.hidden).all()) if self.hidden else tuple(results)
 
     def _absent(self, item: fx.Node) -> tuple[Any, Output]:
         """A stand-in for logits that nobody has read so far and the loss does without."""
@@ -275,14 +284,27 @@ class Packer:
             heads = max(key.shape[1], value.shape[1])
             key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
         buffers: list[Tensor] = []
-        conditions = [item for item in attention.conditions if item not in self.redundant]
-        conditions += attention.padding if self.keep_padding else ()
+        conditions = [item for item in (*attention.conditions, *attention.padding) if item not in self.redundant]
         visible = [self._kernel_form(item, buffers) for item in conditions]
         score = Score(self._kernel_form(attention.score, buffers), _all(visible))
         sinks = None if attention.sinks is None else self._sinks(attention.sinks, query)
+        if attention.doubt is not None:
+            self.hidden.append(is_hidden(*attention.doubt, functools.partial(self._range, query, key)))
         out = attend(query, key, value, self.metadata.subtree_end, score, buffers, sinks)
         out = out.to(node.meta["val"].dtype)
         return out.reshape(self.shape(fact.dims)) if out.dim() != len(fact.dims) else out
+
+    def _range(self, query: Tensor, key: Tensor, expr: Expr) -> Range:
+        """The range of what a score reads: of products, |q.k| <= max |q| max |k|."""
+        if expr[0] == "dot":
+            norms = [torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64).amax() for x in (query, key)]
+            largest = _ROUNDING * norms[0] * norms[1]
+            return bounded(-largest, largest)
+        if expr[0] != "load":
+            return unknown(expr)
+        node = expr[1]
+        value = self.packed(node) if fact_of(node).kind in laws.LABELLED else self.full(node)
+        return bounded(value.amin(), value.amax())
 
     def _sinks(self, logit: Expr, query: Tensor) -> Tensor:
         """The logits [heads] of attention sinks."""
@@ -375,7 +397,8 @@ class Packer:
         node, *indices = expr[1:]
         fact = fact_of(node)
         if fact.kind is Kind.INVARIANT:
-            number = _number(buffers, self.full(node))
+            value = self.full(node)  # what the graph writes to later must not be saved for the backward
+            number = _number(buffers, value.clone() if node in self._changed else value)
             return ("load", number, *[self._kernel_form(item, buffers) for item in indices])
         if fact.kind is Kind.ROW:
             return ("load", _number(buffers, self._of_rows(node)), ("q",))

@@ -1,7 +1,8 @@
 """Padding: which positions no query ever sees, whether anybody reads what is computed there, and whether it may go.
 
-A position whose key fails a lifted condition in every attention changes no other position. It may be left out if nobody
-reads its own outputs either; a loss says so by its ignored targets.
+Padding is one proved thing. A position whose key fails a condition in every attention (each may have its own) changes
+no other position. It may be left out if nobody reads its own outputs either; a loss says so by its ignored targets.
+Any other condition on keys stays a condition: it is left out of the graph only where all tokens that run meet it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, evaluate
+from treefx.passes.attention_facts import reads_key_alone
 from treefx.passes.contract import mixes
-from treefx.passes.facts import Axis, Dims, Kind, fact_of
+from treefx.passes.facts import Axis, Dims, Kind, ancestors, fact_of
 from treefx.passes.loss_laws import Pick
 from treefx.passes.pipeline import Analysis
+from treefx.passes.purity import impurity
 from treefx.passes.reindex import token_index
 from treefx.passes.score_algebra import walk
 
@@ -32,6 +35,10 @@ class Padding:
         self._analysis = analysis
         self._rows, self._columns = analysis.tokens.rows, analysis.tokens.columns
         self._mixes = mixes(analysis.gm)
+        asking = [item for item in analysis.attentions if not item.zero_if_blind]
+        blinding = dict.fromkeys((item.conditions + item.padding, item.heads) for item in asking)
+        self._blinding = [item for item in blinding if not all(map(_is_met_by_itself, item[0]))]
+        """The conditions (and heads) of attentions that may leave a query with no key and yet give it a value."""
 
     def seen(self, args: Sequence[Any]) -> Tensor | None:
         """bool [B, T], False where no query of any attention sees the position; None if there is no such position.
@@ -39,16 +46,19 @@ class Padding:
         In a model that only has causal mixers, nothing says so, and all positions are.
         """
         attentions = self._analysis.attentions
-        if not attentions and self._mixes:
-            return torch.ones(self._rows, self._columns, dtype=torch.bool, device=_Grid(self._analysis, args).device)
-        if not attentions or any(len(attention.padding) != 1 for attention in attentions):
-            return None
         grid = _Grid(self._analysis, args)
-        conditions = dict.fromkeys(attention.padding[0] for attention in attentions)
-        masks = [grid.keys(condition).reshape(self._rows, self._columns) for condition in conditions]
-        if any(not torch.equal(mask, masks[0]) for mask in masks[1:]):
+        if not attentions and self._mixes:
+            return torch.ones(self._rows, self._columns, dtype=torch.bool, device=grid.device)
+        if not attentions or any(not attention.padding for attention in attentions):
             return None
-        return None if bool(masks[0].all()) else masks[0]
+        masks = [self._met(grid, conditions) for conditions in {attention.padding for attention in attentions}]
+        seen = torch.stack(masks).any(0)
+        return None if bool(seen.all()) else seen
+
+    def _met(self, grid: _Grid, conditions: Sequence[Expr], heads: int = 1) -> Tensor:
+        """bool [B, T], whether a position as a key (seen by itself, in all heads) meets all the conditions."""
+        met = [grid.keys(condition, heads).all(0).reshape(self._rows, self._columns) for condition in conditions]
+        return torch.stack(met).all(0)
 
     def needed(self, args: Sequence[Any], seen: Tensor) -> Tensor:
         """bool [B, T], the positions that have to run: seen or read themselves, or read on the way by a mixer."""
@@ -78,7 +88,9 @@ class Padding:
 
     def _can_tell(self, node: fx.Node, law: Pick) -> bool:
         target = node.args[1]
-        return law.ignore_index is not None and isinstance(target, fx.Node) and not fact_of(target).learned
+        if law.ignore_index is None or not isinstance(target, fx.Node):
+            return False
+        return not fact_of(target).learned and impurity(target) is None
 
     def own_positions(self, args: Sequence[Any]) -> list[Tensor] | None:
         """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then."""
@@ -92,37 +104,44 @@ class Padding:
         values = [grid.value(node).reshape(-1, 1) for node in self._analysis.identity_of_rows]
         return [value.expand(self._rows, self._columns) for value in values]
 
-    def redundant(self, args: Sequence[Any], keep: Tensor | None) -> frozenset[Expr]:
-        """The conditions ``x[query] == x[key]`` whose x is the same at all kept positions of a row (one document)."""
-        conditions = {item for attention in self._analysis.attentions for item in attention.conditions}
-        candidates = [item for item in conditions if _compares_one_value(item)]
-        grid = _Grid(self._analysis, args)
-        found = []
-        for condition in candidates:
-            value = grid.value(condition[1][1]).expand(self._rows, self._columns)
-            kept = torch.ones_like(value, dtype=torch.bool) if keep is None else keep
-            first = value.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))
-            if bool(((value == first) | ~kept).all()):
-                found.append(condition)
-        return frozenset(found)
+    def redundant(self, args: Sequence[Any], keep: Tensor | None, *, native: bool = False) -> frozenset[Expr]:
+        """The conditions that hold for all tokens that run, and so need not be asked of any pair.
 
-    def is_defined(self, args: Sequence[Any], positions: Tensor) -> bool:
-        """Whether the attention of unseen positions (bool [B, T]) is what tree attention computes.
+        Such are conditions on keys that all kept positions meet, and ``x[query] == x[key]`` whose x is the same at all
+        kept positions of a row (one document). In the native level the token ids are packed, not in ``args``.
+        """
+        attentions = self._analysis.attentions
+        grid = _Grid(self._analysis, args)
+        kept = self._all(grid) if keep is None else keep
+        asked = {item for attention in attentions for item in attention.conditions + attention.padding}
+        asked = {item for item in asked if not (_is_learned(item) or (native and self._reads_ids(item)))}
+        of_keys = [item for item in asked if reads_key_alone(item) and bool((self._met(grid, [item]) | ~kept).all())]
+        return frozenset(of_keys + [item for item in asked if _compares_one_value(item) and grid.is_one(item, kept)])
+
+    def _all(self, grid: _Grid) -> Tensor:
+        return torch.ones(self._rows, self._columns, dtype=torch.bool, device=grid.device)
+
+    def _reads_ids(self, condition: Expr) -> bool:
+        assert self._analysis.tokens is not None
+        loads = [item[1] for item in walk(condition) if item[0] == "load"]
+        return self._analysis.tokens.ids in {*loads, *ancestors(*loads)}
+
+    def is_defined(self, args: Sequence[Any], keep: Tensor | None) -> bool:
+        """Whether the attention of every kept position (bool [B, T]) is what tree attention computes.
 
         A query that sees nothing is a convention of the original: zero for hard masks in
         scaled_dot_product_attention, which tree attention shares; NaN or a mean over past and future elsewhere, which
-        only the original graph reproduces.
+        only the original graph reproduces. Most queries see themselves; the others are asked key by key.
         """
         grid = _Grid(self._analysis, args)
-        queries = torch.nonzero(positions.reshape(-1)).to(torch.int64)
-        for attention in self._analysis.attentions:
-            if attention.zero_if_blind:
-                continue
-            if any(_is_learned(condition) for condition in attention.conditions):
+        for conditions, heads in self._blinding:
+            if any(_is_learned(condition) for condition in conditions):
                 return False
+            blind = ~self._met(grid, conditions, heads)
+            queries = torch.nonzero((blind if keep is None else blind & keep).reshape(-1)).to(torch.int64)
             visible = grid.past(queries)
-            for condition in attention.conditions + attention.padding:
-                visible = visible & grid.pairs(condition, queries)
+            for condition in conditions:
+                visible = visible & grid.pairs(condition, queries, heads)
             if not bool(visible.any(-1).all()):
                 return False
         return True
@@ -130,6 +149,22 @@ class Padding:
 
 def _is_learned(condition: Expr) -> bool:
     return any(item[0] == "load" and fact_of(item[1]).learned for item in walk(condition))
+
+
+def _is_met_by_itself(expr: Expr) -> bool:
+    """Whether a condition holds wherever query and key are one token: for windows and documents, of any values."""
+    if expr[0] in ("and", "or"):
+        return (all if expr[0] == "and" else any)(_is_met_by_itself(item) for item in expr[1:])
+    if expr[0] == "lt":  # a window
+        return expr[1] == ("sub", ("cq",), ("ck",)) and expr[2][0] == "const" and bool(expr[2][1] > 0)
+    return expr[0] in ("eq", "le", "ge") and _of_itself(expr[1]) == _of_itself(expr[2])
+
+
+def _of_itself(expr: Expr) -> Expr:
+    """An expression where the key is the query."""
+    if expr == ("ck",):
+        return ("cq",)
+    return (expr[0], *[_of_itself(item) if isinstance(item, tuple) else item for item in expr[1:]])
 
 
 def _compares_one_value(condition: Expr) -> bool:
@@ -155,7 +190,7 @@ class _Grid:
         self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
 
     def value(self, node: Any) -> Any:
-        """The full value of a node that no parameter takes part in."""
+        """The full value of a node that no parameter takes part in, the same as in the graph (``purity``)."""
         if not isinstance(node, fx.Node):
             return node
         if node not in self._values:
@@ -167,27 +202,35 @@ class _Grid:
                     self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self._values[node]
 
-    def keys(self, condition: Expr) -> Tensor:
-        """A condition on the key alone, bool [B * T]."""
+    def keys(self, condition: Expr, heads: int = 1) -> Tensor:
+        """A condition on the key, where the query is the key itself, bool [heads, B * T]."""
         flat = torch.arange(self._positions, device=self.device)
-        return self._evaluate(condition, flat, flat)
+        return self._evaluate(condition, flat, flat, heads)[:, 0]
+
+    def is_one(self, condition: Expr, kept: Tensor) -> bool:
+        """Whether ``x[query] == x[key]`` at all kept positions of each row."""
+        value = self.value(condition[1][1]).expand(kept.shape)
+        first = value.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))
+        return bool(((value == first) | ~kept).all())
 
     def past(self, queries: Tensor) -> Tensor:
         """Whether each column is not after the query's, bool [queries, T]; ``queries`` is [queries, 1]."""
         return torch.arange(self._columns, device=self.device) <= queries % self._columns
 
-    def pairs(self, condition: Expr, queries: Tensor) -> Tensor:
-        """A condition on the query's row, bool broadcastable to [queries, T]."""
+    def pairs(self, condition: Expr, queries: Tensor, heads: int) -> Tensor:
+        """A condition on the query's row, bool broadcastable to [heads, queries, T]."""
         keys = queries // self._columns * self._columns + torch.arange(self._columns, device=self.device)
-        return self._evaluate(condition, queries, keys)
+        return self._evaluate(condition, queries, keys, heads)
 
-    def _evaluate(self, condition: Expr, queries: Tensor, keys: Tensor) -> Tensor:
+    def _evaluate(self, condition: Expr, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
+        """bool [heads, Q, K], or [1, Q, K] where all heads agree; Q = 1 where ``queries`` is a vector."""
         buffers: list[Tensor] = []
         resolved = self._resolve(condition, buffers)
+        count = heads if any(item == ("head",) for item in walk(resolved)) else 1
+        head = torch.arange(count, device=self.device).reshape(-1, 1, 1)
         zero = torch.zeros((), device=self.device)
-        head = zero.to(torch.int64)
-        value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head, buffers=buffers)
-        shape = torch.broadcast_shapes(queries.shape, keys.shape)  # type: ignore[no-untyped-call]
+        value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head[:1], buffers=buffers)
+        shape = torch.broadcast_shapes(queries.shape, keys.shape, (count, 1, 1))  # type: ignore[no-untyped-call]
         return value.to(torch.bool).expand(shape)
 
     def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr:

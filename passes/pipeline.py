@@ -49,6 +49,7 @@ from treefx.passes.liveness import live_nodes
 from treefx.passes.loss_laws import Pick
 from treefx.passes.own_positions import find_own_positions
 from treefx.passes.pack_tokens import Output, Packer, is_packed_output
+from treefx.passes.purity import has_effects
 from treefx.passes.reindex import Reindexed
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.token_count import TokenCount, add_count_input
@@ -59,6 +60,7 @@ from treefx.passes.tree_scans import find_tree_scans
 __all__ = [
     "NECESSARY",
     "OPTIONAL",
+    "UNHIDDEN",
     "Analysis",
     "Expansion",
     "Rewritten",
@@ -85,6 +87,13 @@ NECESSARY = {
 }
 """Passes that cannot be left out, and why."""
 
+UNHIDDEN = (
+    "scores of this call are too large for the fill of a mask to hide keys; fill masks with -inf or "
+    "torch.finfo(dtype).min"
+)
+"""Where a mask does not hide what it is to hide (``treefx.passes.hidden``), and the way out."""
+GIVES_SCORES = "gives attention scores to the caller"
+"""The reason of outputs that are computed on rows though the attention itself runs packed."""
 _FOREST_TOKENS = 8192
 """The size that graphs of the native level are compiled for; a forest may be larger."""
 
@@ -106,11 +115,10 @@ class Expansion:
 class Variant:
     """How one analysis is rewritten. Calls that differ in these run differently compiled graphs."""
 
-    keep_padding: bool = False
     detached: frozenset[int] = frozenset()
     """Output positions that leave without gradient, because nobody has asked for theirs yet."""
     redundant: frozenset[Expr] = frozenset()
-    """Conditions of attentions that the inputs of the call make true everywhere."""
+    """Conditions of attentions that the inputs of the call make true for all tokens that run."""
     native: bool = False
     absent: frozenset[int] = frozenset()
     """Output positions of logits that are not computed, because only losses read them so far."""
@@ -129,7 +137,8 @@ class Analysis:
     tokens: Tokens | None
     identity: list[int]
     """Positions of the inputs whose values tell tokens apart."""
-    identity_with_padding: list[int]
+    identity_of_keys: dict[Expr, list[int]] = field(default_factory=dict)
+    """The same of those that a condition on keys reads, wherever it stays in the graph."""
     identity_of_rows: list[fx.Node] = field(default_factory=list)
     """Values, one number per row, that do so too."""
     own_positions: list[fx.Node] | None = None
@@ -141,8 +150,15 @@ class Analysis:
     recurrences: int = 0
     """Linear recurrences that run along the tree."""
     expansions: list[Expansion] = field(default_factory=list)
+    obstacles: list[Expansion] = field(default_factory=list)
+    """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def identity_without(self, redundant: frozenset[Expr]) -> list[int]:
+        """Positions of the inputs whose values tell tokens apart where some conditions on keys are left out."""
+        staying = [read for condition, read in self.identity_of_keys.items() if condition not in redundant]
+        return sorted({*self.identity, *(position for read in staying for position in read)})
 
     @property
     def packed_outputs(self) -> dict[int, Dims]:
@@ -165,11 +181,19 @@ class Analysis:
         return any(isinstance(node, fx.Node) and isinstance(fact_of(node).law, Reindexed) for node in self._outputs)
 
     @property
+    def changed_parameter(self) -> str | None:
+        """Which operator changes a parameter, and where; None if none does."""
+        roles = dict(zip(self.gm.graph.find_nodes(op="placeholder"), self.roles, strict=True))
+        for copy in self.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            target, source = copy.args[:2]
+            if roles.get(target) == "parameter" and isinstance(source, fx.Node):
+                return f"{source.target} {fact_of(source).obstacle or 'changes it in place'}"
+        return None
+
+    @property
     def has_side_effects(self) -> bool:
         """Whether a second run of the graph differs: it draws random numbers or changes a buffer."""
-        targets = [node.target for node in self.gm.graph.nodes if node.op == "call_function"]
-        seeded = any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)
-        return seeded or torch.ops.aten.copy_.default in targets
+        return has_effects(self.gm)
 
     @property
     def _outputs(self) -> Sequence[Any]:
@@ -190,6 +214,8 @@ class Rewritten:
     """The number of distinct tokens; an input after the metadata."""
     cut: CutGraph | None = None
     """What a graph of parts takes and returns beside the others."""
+    asks: bool = False
+    """Whether the last result tells that all masks hide what they are to hide (``treefx.passes.hidden``)."""
 
 
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
@@ -259,11 +285,12 @@ def analyse(
         known: What the values of the inputs prove, in this and all later calls of the analysis.
         passes: From ``build_passes``.
     """
-    analysis = Analysis(gm, roles, None, [], [], known=known)
+    analysis = Analysis(gm, roles, None, [], known=known)
     analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
     if analysis.tokens is not None:
         live = live_nodes(analysis.gm)
         analysis.expansions = _expansions(analysis.gm, live)
+        analysis.obstacles = _obstacles(analysis.gm, live)
         analysis.own_positions = find_own_positions(analysis.gm, analysis.tokens, analysis.attentions, live)
         analysis.recurrences = sum(node.op == "call_function" and _is_scan(node) for node in live)
     return analysis
@@ -301,9 +328,12 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, contract: bool, pick_losse
     identity = label_tokens(gm, found.roles, found.tokens, contract=contract, pick_losses=pick_losses)
     placeholders = gm.graph.find_nodes(op="placeholder")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    found.identity = [i for i, node in enumerate(placeholders) if node in identity.always]
-    found.identity_with_padding = [i for i, node in enumerate(placeholders) if node in identity.with_padding]
-    found.identity_of_rows = [node for node in calls if node in identity.with_padding]
+    found.identity = [i for i, node in enumerate(placeholders) if node in identity.always & {*found.tokens.inputs}]
+    found.identity_of_keys = {
+        condition: [i for i, node in enumerate(placeholders) if node in read]
+        for condition, read in identity.of_keys.items()
+    }
+    found.identity_of_rows = [node for node in gm.graph.nodes if node in identity.always - {*found.tokens.inputs}]
     found.attentions = attentions(gm)
     found.picks = [node for node in calls if isinstance(fact_of(node).law, Pick)]
     return gm
@@ -332,7 +362,26 @@ def _expansions(gm: fx.GraphModule, live: set[fx.Node]) -> list[Expansion]:
         begins = fact.reason != MEETS_ROWS or not any(_is_learned_row(source) for source in node.all_input_nodes)
         if (begins or not contracted) and item not in found:  # a loop over the columns names its line once
             found.append(item)
-    return found
+    return found + [Expansion(str(node.target), GIVES_SCORES, user_line(node)) for node in _returned_scores(gm)]
+
+
+def _returned_scores(gm: fx.GraphModule) -> list[fx.Node]:
+    """Scores and probabilities of attention among the outputs: they have a row per query, padding or not."""
+    outputs: Any = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    nodes = dict.fromkeys(item for item in outputs if isinstance(item, fx.Node))
+    return [node for node in nodes if fact_of(node).kind is Kind.SCORE]
+
+
+def _obstacles(gm: fx.GraphModule, live: set[fx.Node]) -> list[Expansion]:
+    """What stands in the way where nothing could be packed."""
+    calls = [node for node in gm.graph.nodes if node in live and node.op == "call_function"]
+    found = [(node, fact_of(node)) for node in calls]
+    items = [
+        Expansion(fact.blame or str(node.target), fact.obstacle, user_line(node))
+        for node, fact in found
+        if fact.obstacle is not None
+    ]
+    return list(dict.fromkeys(items))
 
 
 def _is_learned_row(node: fx.Node) -> bool:
@@ -357,6 +406,11 @@ def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any], passes:
             f"under treefx.use(forest) every operator must be token-wise, but {first} reads whole rows; "
             "leave labels out and use treefx.losses, or call the model on a padded batch without treefx.use"
         )
+    if variant.part is not None and any(attention.doubt is not None for attention in analysis.attentions):
+        raise UnsupportedError(
+            "parts of a forest expect masks that hide keys whatever their scores are, got one filled with a number "
+            "that large scores reach; fill masks with -inf or torch.finfo(dtype).min"
+        )
     work = _Work(inputs, analysis, variant=variant)
     gm = _run_stage("rewrite", passes, analysis.gm, work)
     assert work.rewritten is not None
@@ -376,12 +430,14 @@ def _pack_tokens(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
         with mode:
             fakes[position] = torch.empty_like(metadata[1], dtype=fakes[position].dtype)[None]
     packer = Packer(
-        gm, tokens, keep_padding=variant.keep_padding, detached=variant.detached,
-        redundant=variant.redundant, native=variant.native, absent=variant.absent, own_positions=variant.own_positions,
+        gm, tokens, detached=variant.detached, redundant=variant.redundant, native=variant.native,
+        absent=variant.absent, own_positions=variant.own_positions,
     )  # fmt: skip
     packed = trace_function(packer.run, [*fakes, *metadata], mode)
     add_count_input(packed, count.count)
-    work.rewritten = Rewritten(packed, gm, packer.outputs, [*fakes, *metadata, count.count], mode, count)
+    work.rewritten = Rewritten(
+        packed, gm, packer.outputs, [*fakes, *metadata, count.count], mode, count, asks=bool(packer.hidden)
+    )  # fmt: skip
     return packed
 
 

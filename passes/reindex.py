@@ -67,7 +67,9 @@ def _acts_on_index(node: fx.Node, source: fx.Node) -> bool | None:
     if node.target is aten._log_softmax.default:
         dim = node.args[1]
         return False if dim % rank == rank - 1 else None
-    return False if node.target in _COPIES | _SCALINGS else None
+    if node.target in _SCALINGS:
+        return None if any(isinstance(item, fx.Node) for item in node.args[1:]) else False
+    return False if node.target in _COPIES else None
 
 
 def token_index(node: fx.Node, start: Tensor) -> Tensor:

@@ -25,17 +25,17 @@ __all__ = [
     "MASKING",
     "Relation",
     "Tables",
-    "bounds",
     "conjuncts",
     "decide",
     "fold",
+    "select",
     "simplify",
     "split_mask",
     "walk",
 ]
 
 MASKING = -1e4
-"""Scores at or below this, next to finite products q.k, are taken for masked (the weakest fill that models use)."""
+"""Numbers at or below this are the fill of a mask (the weakest that models use); ``hidden`` proves what they hide."""
 
 Relation = str  # "future" | "past"
 
@@ -178,68 +178,21 @@ def _decide_table(expr: Expr, relation: Relation, tables: Tables) -> bool | None
     table = tables(expr)
     if table is None:
         return None
-    values = _select(table.to(torch.bool), relation)
+    values = select(table.to(torch.bool), relation)
     if values.numel() == 0 or bool(values.all()):
         return True
     return None if bool(values.any()) else False
 
 
-def _select(table: torch.Tensor, relation: Relation) -> torch.Tensor:
+def select(table: torch.Tensor, relation: Relation) -> torch.Tensor:
     """The entries of a grid [.., query, key] that the relation speaks of."""
     queries, keys = table.shape[-2:]
     future = torch.arange(keys) > torch.arange(queries)[:, None]
     return table[..., future if relation == "future" else ~future]
 
 
-def bounds(expr: Expr, relation: Relation, tables: Tables) -> tuple[float, float]:
-    """Lowest and highest value of a score; products q.k and data-dependent reads, small in scale, count as zero."""
-    op = expr[0]
-    if op == "const":
-        return float(expr[1]), float(expr[1])
-    if op in ("int", "float"):
-        return bounds(expr[1], relation, tables)
-    if op == "where":
-        choice = decide(expr[1], relation, tables)
-        branches = [bounds(item, relation, tables) for item in expr[2:]]
-        if choice is not None:
-            return branches[0 if choice else 1]
-        return min(b[0] for b in branches), max(b[1] for b in branches)
-    if op in _ARITHMETIC:
-        return _ARITHMETIC[op](*[bounds(item, relation, tables) for item in expr[1:]])
-    if op in ("tanh", "sigmoid"):
-        return -1.0, 1.0
-    table = tables(expr) if op != "dot" else None
-    if table is None:
-        return 0.0, 0.0
-    values = _select(table.to(torch.float64), relation)
-    return (float(values.min()), float(values.max())) if values.numel() else (0.0, 0.0)
-
-
-_Range = tuple[float, float]
-
-
-def _product(x: _Range, y: _Range) -> _Range:
-    products = [a * b for a in x for b in y if not math.isnan(a * b)] or [0.0]
-    return min(products), max(products)
-
-
-def _quotient(x: _Range, y: _Range) -> _Range:
-    return _product(x, (1 / y[0], 1 / y[0])) if y[0] == y[1] != 0 else (-math.inf, math.inf)
-
-
-_ARITHMETIC: dict[str, Callable[..., _Range]] = {
-    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
-    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
-    "neg": lambda x: (-x[1], -x[0]),
-    "mul": _product,
-    "div": _quotient,
-    "max": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
-    "min": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
-}
-
-
 def simplify(expr: Expr, tables: Tables) -> Expr:
-    """Rewrite an expression for the past: decided conditions vanish, constants fold, clamps at a mask value go."""
+    """Rewrite an expression for the past: decided conditions vanish, constants fold."""
     op, arguments = expr[0], expr[1:]
     if op in ("const", "load", "dot", "cq", "ck", "b", "head"):
         if op == "load" and (choice := _decide_bool_load(expr, tables)) is not None:
@@ -251,11 +204,6 @@ def simplify(expr: Expr, tables: Tables) -> Expr:
         return _simplify_condition(expr, tables)
     if op == "where":
         return _simplify_where(expr, tables)
-    if op in ("max", "min"):
-        masking = [item for item in arguments if item[0] == "const" and float(item[1]) <= MASKING]
-        others: list[Expr] = [item for item in arguments if item not in masking]
-        if op == "max" and len(others) == 1:
-            return others[0]
     return fold(expr)
 
 
@@ -298,7 +246,8 @@ def _simplify_where(expr: Expr, tables: Tables) -> Expr:
 _FOLDS: dict[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y,
     "neg": lambda x: -x, "float": float, "int": int, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
-    "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "max": max, "min": min,
+    "log": lambda x: math.log(x) if x else -math.inf,
 }  # fmt: skip
 
 
@@ -338,27 +287,65 @@ def _is_choice_of_constants(expr: Expr) -> bool:
     return expr[0] == "where" and all(item[0] == "const" for item in expr[2:])
 
 
-def split_mask(expr: Expr) -> tuple[Expr, list[Expr]]:
-    """Split a simplified score into its value and the conditions under which it is not masked."""
+def split_mask(expr: Expr, tables: Tables) -> tuple[Expr, list[tuple[Expr, Expr]]]:
+    """Split a simplified score into its value and the conditions under which it is not masked.
+
+    Returns:
+        The value where all conditions hold; each condition, and the score where it does not.
+    """
     op = expr[0]
     if op == "where":
         _, condition, first, second = expr
         for kept, other, wanted in ((first, second, condition), (second, first, _negate(condition))):
-            if other[0] == "const" and float(other[1]) <= MASKING:
-                value, conditions = split_mask(kept)
-                return value, [*conjuncts(wanted), *conditions]
+            if _is_fill(other):
+                value, masks = split_mask(kept, tables)
+                return value, [*((item, other) for item in conjuncts(wanted)), *masks]
+    if op == "load" and (lowest := _fill_of_table(expr, tables)) is not None:
+        return ("max", expr, const(MASKING)), [(("gt", expr, const(MASKING)), const(lowest))]
+    if op == "sub":
+        return split_mask(("add", expr[1], fold(("neg", expr[2]))), tables)
     if op == "add":
-        (left, above), (right, below) = split_mask(expr[1]), split_mask(expr[2])
-        return fold(("add", left, right)), above + below
-    if op in ("mul", "div") and expr[2][0] == "const" and float(expr[2][1]) > 0:
-        value, conditions = split_mask(expr[1])
-        return fold((op, value, expr[2])), conditions
-    if op == "mul" and expr[1][0] == "const" and float(expr[1][1]) > 0:
-        value, conditions = split_mask(expr[2])
-        return fold((op, expr[1], value)), conditions
-    if op == "float":
-        return split_mask(expr[1])
-    return expr, []
+        (left, above), (right, below) = split_mask(expr[1], tables), split_mask(expr[2], tables)
+        if not above and not below:
+            return expr, []
+        masks = [(item, fold((op, score, expr[2]))) for item, score in above]
+        return fold((op, left, right)), masks + [(item, fold((op, expr[1], score))) for item, score in below]
+    for position, other in ((1, 2), (2, 1)):
+        if op in _CARRYING and expr[other:] and _carries(op, expr[other], position):
+            value, masks = split_mask(expr[position], tables)
+            wrapped = [(item, _replaced(expr, position, score)) for item, score in masks]
+            if op == "max" and masks:
+                return value, [*wrapped, (const(True), expr[other])]  # no visible score is as low as the clamp
+            return (_replaced(expr, position, value), wrapped) if masks else (expr, [])
+    return split_mask(expr[1], tables) if op == "float" else (expr, [])
+
+
+_CARRYING = ("mul", "div", "max")
+
+
+def _carries(op: str, other: Expr, position: int) -> bool:
+    """Whether what is masked stays so next to another operand: a positive factor, or a clamp at a fill."""
+    if other[0] != "const" or (op == "div" and position == 2):
+        return False
+    return _is_fill(other) if op == "max" else float(other[1]) > 0
+
+
+def _replaced(expr: Expr, position: int, item: Expr) -> Expr:
+    return fold((*expr[:position], item, *expr[position + 1 :]))
+
+
+def _is_fill(expr: Expr) -> bool:
+    return expr[0] == "const" and float(expr[1]) <= MASKING
+
+
+def _fill_of_table(expr: Expr, tables: Tables) -> float | None:
+    """The weakest fill among the constants that a pair of past tokens reads, if there is one."""
+    table = tables(expr)
+    if table is None or not table.is_floating_point():
+        return None
+    fills = select(table, "past")
+    fills = fills[fills <= MASKING]
+    return float(fills.max()) if fills.numel() else None
 
 
 def _negate(condition: Expr) -> Expr:

@@ -9,10 +9,11 @@ calls of their combine function, and ``flex_attention`` products and a softmax.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -25,12 +26,15 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from treefx.passes import opaque_ops
+from treefx.passes.custom_functions import call_custom_function
 from treefx.passes.inline_flex import flex_attention
 from treefx.passes.inline_scan import associative_scan
+from treefx.passes.unseen_changes import check_changes
 
 __all__ = ["trace_forward", "trace_function"]
 
 _ATTENTION = {F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention}
+_ATTENTION_NAME = "scaled_dot_product_attention"
 _HIGHER_ORDER = torch.ops.higher_order
 _BATCHING = {
     predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting, predispatch._add_batch_dim,
@@ -51,10 +55,7 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
         A graph with the same placeholders in the same order; each node has ``meta["val"]`` and the stack of the
         user's line.
     """
-    interpreter = _ForwardTracer(gm)
-    # Some functions of torch.nn.functional call attention themselves (multi_head_attention_forward).
-    with mock.patch.object(F, "scaled_dot_product_attention", _call_attention):
-        return trace_function(interpreter.run, inputs, mode, functional=True)
+    return trace_function(_ForwardTracer(gm).run, inputs, mode, functional=True)
 
 
 def trace_function(
@@ -84,6 +85,10 @@ class _ForwardTracer(fx.Interpreter):
         self.batch_levels: list[int] = []
         """The levels that vmap has here, by nesting; functionalisation is one below."""
 
+    def run_node(self, n: fx.Node) -> Any:
+        check_changes(n, self.grad_enabled)
+        return super().run_node(n)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch._C._set_grad_enabled:
             self.grad_enabled = bool(args[0])
@@ -98,18 +103,25 @@ class _ForwardTracer(fx.Interpreter):
         return result if self.grad_enabled else tree_map_only(Tensor, _detach, result)
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(target, "__name__", None) == "register_hook":
+            raise NotImplementedError(
+                "a gradient hook on a value inside of the graph (x.register_hook) may change gradients in any way; "
+                "write it as an autograd.Function with a linear backward"
+            )
         if target in _ATTENTION:
             return _call_attention(*args, **kwargs)
         if target is _HIGHER_ORDER.tag_activation_checkpoint:
             return self._inline_checkpoint(args)
         if target is _HIGHER_ORDER.autograd_function_apply:
-            return _call_custom_function(*args)
+            return call_custom_function(_trace_body, *args, **kwargs)
         if target is _HIGHER_ORDER.associative_scan:
             return associative_scan(*args)
         if target is _HIGHER_ORDER.flex_attention:
             return flex_attention(*args, **kwargs)
         if target in _BATCHING:
             return self._batch(target, args)
+        if getattr(target, "__globals__", None) is vars(F) and _ATTENTION_NAME in target.__code__.co_names:
+            return _with_attention_whole(target)(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
     def _batch(self, target: Any, args: tuple[Any, ...]) -> Any:
@@ -137,6 +149,18 @@ def _detach(x: Tensor) -> Tensor:
     return x.detach() if x.is_floating_point() or x.is_complex() else x
 
 
+@functools.cache
+def _with_attention_whole(function: FunctionType) -> FunctionType:
+    """A function of ``torch.nn.functional`` (multi-head attention) that calls ours where it calls attention itself.
+
+    A copy: the original is what other threads run meanwhile.
+    """
+    names = {**function.__globals__, _ATTENTION_NAME: _call_attention}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
 def _call_attention(
     query: Tensor,
     key: Tensor,
@@ -161,6 +185,5 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if eligible else x
 
 
-def _call_custom_function(forward: Any, backward: Any, *inputs: Any) -> Any:
-    key = opaque_ops.register_function(forward, backward)
-    return tuple(opaque_ops.custom_function(list(inputs), key))
+def _trace_body(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    return trace_function(function, inputs, mode, functional=True)

@@ -288,6 +288,89 @@ def normalised_by_their_sum(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return scores.softmax(-1) @ v * scores.logsumexp(-1, keepdim=True)
 
 
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~causal(q), float("-inf"))
+
+
+def softmax_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    scores = scores_of(q, k)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def softmax_of_filled_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask behind the exponential; the maximum is that of all keys, and without gradient."""
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    weights = (scores - scores.max(-1, keepdim=True).values.detach()).exp().masked_fill(~causal(q), 0.0)
+    return weights / weights.sum(dim=-1, keepdim=True) @ v
+
+
+def softmax_off_by_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    weights = scores_of(q, k).exp()
+    return weights / (1 + weights.sum(-1, keepdim=True)) @ v
+
+
+def softmax_off_by_one_shifted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    scores = scores_of(q, k)
+    largest = scores.max(-1, keepdim=True).values.clamp(min=0)
+    weights = torch.exp(scores - largest)
+    return weights / (torch.exp(-largest) + weights.sum(-1, keepdim=True)) @ v
+
+
+class SinkByHand(nn.Module):
+    """A learned logit per head in the denominator, shifted like the scores."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.linspace(-1.0, 3.0, heads).view(heads, 1, 1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        scores = scores_of(q, k)
+        largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).exp()
+        return weights / (weights.sum(-1, keepdim=True) + (self.sink - largest).exp()) @ v
+
+
+def one_beside_shifted_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Not off by one: beside weights relative to the largest, 1 is a logit of its size."""
+    scores = scores_of(q, k)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return weights / (1 + weights.sum(-1, keepdim=True)) @ v
+
+
+def differential(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return scores_of(q, k).softmax(-1) @ v - 0.3 * (scores_of(k, q).softmax(-1) @ v)
+
+
+def differential_probabilities(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return (scores_of(q, k).softmax(-1) - 0.3 * scores_of(k, q).softmax(-1)) @ v
+
+
+def sigmoid_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return scores_of(q, k).sigmoid() @ v
+
+
+def scores_without_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return scores_of(q, k).detach().softmax(-1) @ v
+
+
+def probabilities_without_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return scores_of(q, k).softmax(-1).detach() @ v
+
+
+def half_of_the_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    scores = scores_of(q, k)
+    return (0.5 * scores + 0.5 * scores.detach()).softmax(-1) @ v
+
+
+class BiasWithoutGradient(RelativeBias):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        place = torch.arange(q.size(-2), device=q.device)
+        distance = (place[:, None] - place[None, :]).clamp(min=0, max=self.buckets - 1)
+        frozen, live = self.table(distance).detach(), self.table(distance // 2)
+        return (scores_of(q, k) + (frozen + live).permute(2, 0, 1)).softmax(-1) @ v
+
+
 Builder = Callable[[], nn.Module]
 
 
@@ -307,7 +390,10 @@ SPELLINGS: dict[str, Builder] = {
     "multihead_weights": lambda: Multihead(need_weights=True),
     **_builders(einsum_heads_first, einsum_tokens_first, baddbmm, additive_triu, chunked, chunked_sdpa),
     **_builders(sliding_softcap, alibi, softmax_in_float32, sdpa_is_causal, sdpa_bool, sdpa_float),
-    **_builders(sdpa_contiguous_layout, head_by_head),
+    **_builders(sdpa_contiguous_layout, head_by_head, softmax_by_hand, softmax_of_filled_weights, softmax_off_by_one),
+    **_builders(softmax_off_by_one_shifted, differential),
+    "sink_by_hand": SinkByHand,
+    "bias_without_gradient": BiasWithoutGradient,
 }
 """As many key heads as query heads, no padding mask."""
 GROUPED: dict[str, Builder] = _builders(sdpa_enable_gqa, sdpa_repeat_interleave, einsum_grouped)
@@ -316,6 +402,7 @@ PADDED: dict[str, Builder] = _builders(sdpa_padding, additive_padding, two_fills
 """These take the padding mask."""
 EXPANDED: dict[str, Builder] = {
     "sink_of_the_query": lambda: Sink(first=False, of_query=True),
-    **_builders(normalised_by_their_sum),
+    **_builders(normalised_by_their_sum, one_beside_shifted_weights, differential_probabilities, sigmoid_attention),
+    **_builders(scores_without_gradient, probabilities_without_gradient, half_of_the_gradient),
 }
 """No tree attention computes these: they run on rows."""

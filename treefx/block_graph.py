@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import CompileContext
 
+from treefx.compiling import compiling
 from treefx.config import Config
 from treefx.context import current_tree
 from treefx.kernels.lasting import lasting
@@ -17,7 +18,6 @@ from treefx.passes.on_tree import OnTree, rewrite_on_tree
 from treefx.passes.pipeline import Rewritten
 from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
-from treefx.shapes import compiling
 
 __all__ = ["BlockGraph"]
 

@@ -12,6 +12,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Given:
         with lasting():
             self.args = [_copy(x) if role == "input" else x for x, role in zip(args, roles, strict=True)]
         self._versions = [_version(x) for x in self.args]
+        devices = {"cpu", next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")}
+        self._autocast = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in sorted(devices)]
         self._time = next(_clock)
 
     def check(self, what: str) -> None:
@@ -60,6 +63,14 @@ class Given:
                 "(logits = out.logits.clone()), or compile with options={'lazy_outputs': False}, which computes all "
                 "outputs within the call"
             )
+
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Autocast as in the call: Dynamo guards it, and the reader may be outside."""
+        with ExitStack() as stack:
+            for device, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
 
     def _changed(self) -> Iterator[int]:
         stepped = {

@@ -13,11 +13,11 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from treefx.compiling import compiling
 from treefx.kernels.lasting import lasting
 from treefx.passes.compile_inner import Inner
 from treefx.passes.pipeline import fake_inputs
 from treefx.process_state import process_state
-from treefx.shapes import compiling
 
 __all__ = ["Ordinary"]
 

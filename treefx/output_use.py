@@ -25,11 +25,11 @@ class OutputUse:
         """Whether a call has run."""
 
     def settle(self, analysis: Analysis) -> None:
-        """All outputs are in use without a loss of its own, where a second run would have other effects, and where
-        a checkpoint will compare one with the first: what is read in between must not change what it saves.
+        """All outputs are in use if that is not learned, without a loss of its own, where a second run would have other
+        effects, and where a checkpoint compares one with the first: reading in between must not change what it saves.
         """
-        effects = not self._lazy or not analysis.returns_loss or analysis.has_side_effects
-        if (not self.settled and effects) or _in_checkpoint():
+        always = not self._lazy or not analysis.returns_loss or analysis.has_side_effects
+        if always and not self.settled or _in_checkpoint():
             self.read |= set(analysis.packed_outputs)
             self.differentiated |= set(analysis.packed_outputs)
         self.settled = True

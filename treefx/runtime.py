@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._guards import CompileContext
 
 from treefx.batch import Batch, build_batch, forest_batch
+from treefx.compiling import compiling
 from treefx.config import Config
 from treefx.context import current_forest, current_tree
 from treefx.errors import ForestError, TreefxError, UnsupportedError
@@ -25,12 +26,12 @@ from treefx.ordinary import Ordinary
 from treefx.output_use import OutputUse
 from treefx.passes.constants import InputValues, input_values
 from treefx.passes.layout import expand_rows, rows_in_order
-from treefx.passes.pipeline import Analysis, Rewritten, Variant, analyse, build_passes, is_packed
+from treefx.passes.pipeline import UNHIDDEN, Analysis, Expansion, Rewritten, Variant, analyse, build_passes, is_packed
 from treefx.passes.vocab_tail import logits_of_losses
 from treefx.planning.boundary import Cut, PartRow
 from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
-from treefx.shapes import Executable, KnownShapes, Refusal, Shape, compiling, proof_of, share_shape
+from treefx.shapes import Executable, KnownShapes, Refusal, Shape, proof_of, share_shape
 
 __all__ = ["CompiledGraph"]
 
@@ -172,7 +173,7 @@ class CompiledGraph:
         return shape
 
     def _refusal(self, analysis: Analysis) -> str | None:
-        unsupported = "; ".join(f"{item.op} {item.reason} ({item.line})" for item in analysis.expansions)
+        unsupported = _listed(analysis.expansions)
         if analysis.expansions and self.config.on_unsupported == "error":
             raise UnsupportedError(
                 f"every operator should have a token-wise law (on_unsupported='error'), but {unsupported}; "
@@ -180,8 +181,10 @@ class CompiledGraph:
             )
         if analysis.expansions and self.config.on_unsupported == "fallback":
             return f"without a token-wise law: {unsupported}"
+        if analysis.changed_parameter is not None:
+            return f"the model changes a parameter in its forward: {analysis.changed_parameter}"
         if not is_packed(analysis):
-            return f"no attention could be rewritten: {unsupported or 'none found'}"
+            return f"no attention could be rewritten: {unsupported or _listed(analysis.obstacles) or 'none found'}"
         return None
 
     # The three ways to run -------------------------------------------------------------------------------------------
@@ -197,13 +200,12 @@ class CompiledGraph:
         self._outputs.settle(shape.analysis)
         tensors = shape.analysis.known.with_parts(self._tensors(args))
         seen, keep = self._keep(shape, tensors)
-        hidden = None if seen is None or keep is None else keep & ~seen
-        if hidden is not None and not shape.padding.is_defined(tensors, hidden):
-            return self._run_ordinary(args, fallback="padding that sees nothing is read by the loss or the caller")
-        keeps_padding = hidden is not None and bool(hidden.any())
-        identity = shape.analysis.identity_with_padding if keeps_padding else shape.analysis.identity
+        if not shape.padding.is_defined(tensors, keep):
+            return self._run_ordinary(args, fallback="a position that sees no key is read by the loss or the caller")
+        redundant = shape.padding.redundant(tensors, keep)
+        identity = shape.analysis.identity_without(redundant)
         keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
-        places = None if keep is None or keeps_padding else shape.padding.own_positions(tensors)
+        places = None if keep is None else shape.padding.own_positions(tensors)
         batch = build_batch(keys, keep, places)
         raw = keys[0].numel() if seen is None or keep is None else int((seen & keep).sum())
         self.report.raw_tokens, self.report.tokens = raw, batch.tokens
@@ -211,14 +213,20 @@ class CompiledGraph:
             self.report.tokens = raw
             return self._run_ordinary(args, fallback=None)
         detached = self._outputs.detached(shape.analysis)
-        redundant = shape.padding.redundant(tensors, keep)
         absent = self._absent(shape.analysis, batch.size, detached)
         variant = Variant(
-            keep_padding=keeps_padding, detached=detached, redundant=redundant, absent=absent,
-            own_positions=batch.own_positions,
+            detached=detached, redundant=redundant, absent=absent, own_positions=batch.own_positions
         )  # fmt: skip
         results = self._run(shape, variant, tensors, batch)
+        if results is None:
+            return self._run_unhidden(shape, args)
         return self._hand_back(shape, args, results, batch, variant)
+
+    def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:
+        """Scores so large that a mask does not hide what is below it: only the model's own graph weighs that."""
+        if shape.analysis.has_side_effects:  # which the packed run has had
+            raise UnsupportedError(UNHIDDEN)
+        return self._run_ordinary(args, fallback=UNHIDDEN)
 
     def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
         """The outputs of logits to do without: large ones that only losses have read so far."""
@@ -262,12 +270,14 @@ class CompiledGraph:
         if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
             raise _wrong_row(forest, [ids.shape])
         batch = forest_batch(forest, ids.device)
-        redundant = shape.padding.redundant(by_column, None)
+        redundant = shape.padding.redundant(by_column, None, native=True)
         self.report.raw_tokens, self.report.tokens = forest.raw_tokens, forest.num_tokens
         by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
         cut = forest.cut if isinstance(forest, PartRow) else None
         variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
         results = self._run(shape, variant, by_column, batch, cut)
+        if results is None:
+            raise UnsupportedError(UNHIDDEN)
         packed = shape.analysis.packed_outputs
         return tuple(
             rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value
@@ -277,6 +287,7 @@ class CompiledGraph:
     def _run(
         self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | None = None
     ) -> Any:
+        """The results of a variant; None where its masks do not hide what they are to hide."""
         sizes = [batch.size, *([] if cut is None else cut.sizes)]
         given = [*tensors, *batch.metadata, batch.size]
         # Not outside: whether gradients are on is a condition of what Dynamo compiles.
@@ -290,7 +301,10 @@ class CompiledGraph:
                 results: Sequence[Any] = (
                     executable.run(*given) if cut is None or graph is None else cut.call(executable.run, given, graph)
                 )
-        return results
+        if not executable.rewritten.asks:
+            return results
+        *results, hidden = results
+        return results if bool(hidden) else None
 
     def _count_compiled(self, executable: Executable) -> None:
         self.report.compiles += 1
@@ -338,7 +352,7 @@ class CompiledGraph:
             if not absent and (complete or self.config.padding == "drop"):
                 return self._on_rows(shape, position, value, batch)  # type: ignore[no-any-return]
             given.check(f"reading an output {list(rows)}")
-            with self._reporting(report):
+            with given.as_called(), self._reporting(report):
                 result: Tensor = self._run_rows(shape, args)[position]
             return result.rows if isinstance(result, LazyRows) else result
 
@@ -347,7 +361,7 @@ class CompiledGraph:
             self._outputs.differentiated.add(position)
             given.check(f"differentiating an output {list(rows)}")
             leaves = [x.detach().requires_grad_() if _needs_grad(x) else x for x in args]
-            with torch.enable_grad(), self._reporting(report):
+            with torch.enable_grad(), given.as_called(), self._reporting(report):
                 result = self._run_rows(shape, leaves)[position]
             inputs = [x for x in leaves if _needs_grad(x)]
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
@@ -355,6 +369,11 @@ class CompiledGraph:
         dims = shape.analysis.packed_outputs[position]
         rows = [math.prod(factor.size for factor in dim) for dim in dims]
         return lazy_rows(Deferred(rows, value, compute, differentiate, [x for x in args if _needs_grad(x)]))
+
+
+def _listed(items: Sequence[Expansion]) -> str:
+    lines = ["" if item.line is None else f" ({item.line})" for item in items]
+    return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
 
 
 def _positions_of_numbers(gm: fx.GraphModule) -> frozenset[int]:

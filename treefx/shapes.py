@@ -7,7 +7,6 @@ what the graph computes, and a batch of a shape seen before compiles nothing, wh
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from treefx.compiling import compiling
 from treefx.kernels.lasting import lasting
 from treefx.output_use import OutputUse
 from treefx.passes.fingerprint import fingerprint, tensor_key
@@ -25,11 +25,7 @@ from treefx.passes.runner import Pass
 from treefx.process_state import process_state
 from treefx.proof import Proof
 
-__all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "compiling", "forget_shapes", "proof_of", "share_shape"]
-
-compiling = threading.RLock()
-"""Held while graphs are traced and compiled: tracing changes state of the whole process."""
-
+__all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "forget_shapes", "proof_of", "share_shape"]
 
 class Executable:
     """A compiled variant, good for the numbers of tokens that its conditions admit.
@@ -80,14 +76,20 @@ class Shape:
         compiled: Callable[[Executable], None],
     ) -> Executable:
         """What runs a variant for a number of tokens (and sizes of a cut); ``compiled`` is told of a new one."""
-        with compiling, lasting():
-            known = self._executables.setdefault((variant, *process_state()), [])
-            for executable in known:
-                if executable.rewritten.count.admits(*sizes):
-                    return executable
-            known.append(Executable(self.analysis, variant, args, passes))
-            compiled(known[-1])
-            return known[-1]
+        known = self._executables.setdefault((variant, *process_state()), [])
+        found = _admitting(known, sizes)
+        if found is None:
+            with compiling, lasting():
+                found = _admitting(known, sizes)
+                if found is None:
+                    found = Executable(self.analysis, variant, args, passes)
+                    known.append(found)
+                    compiled(found)
+        return found
+
+
+def _admitting(known: Sequence[Executable], sizes: Sequence[int]) -> Executable | None:
+    return next((item for item in list(known) if item.rewritten.count.admits(*sizes)), None)
 
 
 @dataclass(frozen=True)

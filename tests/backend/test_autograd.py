@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.backend.support import compare, compile_with
+from tests.backend.support import compile_with
 from tests.batches import shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT64

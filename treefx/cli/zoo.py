@@ -7,7 +7,7 @@ import gc
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -162,7 +162,10 @@ def _check_apart(piece: tuple[str, str, str], note: Note) -> tuple[ZooRow, bool]
 
 
 def shared_rows(rows: int = 4, length: int = 20, prefix: int = 8, seed: int = 0, left: bool = False) -> Batch:
-    """Rows of different lengths over two levels of forks and one duplicate, padded on one side; the first is full."""
+    """Rows of different lengths over two levels of forks and one duplicate, padded on one side; the first is full.
+
+    No row's first token is predicted: what would predict it is padding, where padding is on the left.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
@@ -177,7 +180,8 @@ def shared_rows(rows: int = 4, length: int = 20, prefix: int = 8, seed: int = 0,
         place = slice(length - len(content), None) if left else slice(len(content))
         ids[row, place] = torch.tensor(content)
         mask[row, place] = 1
-    return Batch(ids, mask, ids.masked_fill(mask == 0, -100))
+    unpredicted = mask.cumsum(dim=1) <= 1
+    return Batch(ids, mask, ids.masked_fill((mask == 0) | unpredicted, -100))
 
 
 def zoo_batches() -> dict[str, Batch]:
@@ -228,7 +232,8 @@ def _worst(model: ZooModel, batches: list[ZooBatch]) -> ZooRow:
     """The row of a model: verdict and reasons of its worst batch, errors the largest, tokens of all."""
     worst = max(batches, key=lambda batch: VERDICTS.index(batch.verdict))
     ran = [batch for batch in batches if batch.loss_error is not None]
-    note = worst.note and f"{worst.note} (batch {worst.shape})" if len(batches) > 1 else worst.note
+    alike = len({batch.verdict for batch in batches}) == 1
+    note = worst.note if alike or worst.note is None else f"{worst.note} (batch {worst.shape})"
     return ZooRow(
         model.name,
         model.library,
@@ -308,7 +313,7 @@ def _result(
     stats = treefx.inspect(compiled).stats
     share = sum((flop_share(graph) for graph in _labelled(twin)), FlopShare())
     distinct = treefx.Forest.from_padded(batch.input_ids, batch.attention_mask).num_tokens
-    note = _breaks(stats["attention_rewritten"]) or stats["fallback"]
+    note = _breaks(stats) or stats["fallback"]
     result = ZooBatch(
         shape,
         "rows",
@@ -332,10 +337,10 @@ def _labelled(twin: nn.Module) -> list[torch.fx.GraphModule]:
     return [rewritten.traced for run in runs for rewritten in run.graph.rewrites]
 
 
-def _breaks(attentions: int) -> str | None:
+def _breaks(stats: Mapping[str, Any]) -> str | None:
     """Where nothing was rewritten: how Dynamo cut the model, which hides the token ids from its attention."""
     reasons = torch._dynamo.utils.counters["graph_break"]
-    if attentions or not reasons:
+    if stats["attention_rewritten"] or stats["graphs"] == 1 or not reasons:
         return None
     return "Dynamo cut the model: " + next(iter(reasons)).splitlines()[0]
 

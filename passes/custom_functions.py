@@ -1,0 +1,153 @@
+"""Keep the user's own ``autograd.Function`` whole: Dynamo's two bodies become one registered operator.
+
+Both bodies are traced to functional ATen for the shapes of the call. Sizes among their inputs and among what they save
+are numbers then, in-place operators are gone, and what the bodies compute can be read off (``gradient_laws``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from treefx.passes import opaque_ops
+
+__all__ = ["call_custom_function"]
+
+aten = torch.ops.aten
+Trace = Callable[[Callable[..., Any], Sequence[Tensor], FakeTensorMode], fx.GraphModule]
+
+
+def call_custom_function(
+    trace: Trace,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *inputs: Any,
+    non_differentiable_idx: Sequence[int] = (),
+    dirty_idx: Sequence[int] = (),
+    **_: Any,
+) -> Any:
+    """Call an ``autograd.Function`` as one operator.
+
+    Args:
+        trace: Traces a Python function over fake tensors to functional ATen.
+        forward: Maps the inputs to ``(outputs, saved)``.
+        backward: Maps gradients of the outputs and what was saved to gradients of the inputs.
+        inputs: Tensors and numbers.
+        non_differentiable_idx: The outputs that the user says have no gradient.
+        dirty_idx: The outputs that are inputs changed in place.
+
+    Raises:
+        NotImplementedError: It changes an input.
+    """
+    if dirty_idx:
+        raise NotImplementedError("an autograd.Function marks an input dirty; return a new tensor instead")
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing():
+        bodies = _Bodies(trace, forward, backward, [_example(x) if isinstance(x, Tensor) else x for x in inputs])
+    results = opaque_ops.custom_function(tensors, opaque_ops.register_function(bodies.function))
+    made = iter(results[: bodies.function.outputs])
+    outputs = [next(made) if isinstance(x, Tensor) else x for x in bodies.outputs]
+    outputs = [x.detach() if i in non_differentiable_idx else x for i, x in enumerate(outputs)]
+    return tuple(outputs) if bodies.several else outputs[0]
+
+
+def _example(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+@dataclass
+class _Traced:
+    """A body as a graph, and the structure of what it returns with the tensors in their places."""
+
+    gm: fx.GraphModule
+    result: Any
+
+
+class _Bodies:
+    """Traces both bodies; ``outputs`` are examples of what the user's function returns."""
+
+    def __init__(self, trace: Trace, forward: fx.GraphModule, backward: fx.GraphModule, inputs: list[Any]) -> None:
+        mode = active_fake_mode()
+        assert mode is not None
+        self._trace, self._mode = trace, mode
+        first = self._traced(forward, inputs)
+        outputs, saved = first.result
+        self.several = isinstance(outputs, list | tuple)
+        self.outputs: list[Any] = list(outputs) if self.several else [outputs]
+        if first.gm.graph.find_nodes(op="call_function", target=aten.copy_.default):
+            raise NotImplementedError("an autograd.Function changes an input in place; return a new tensor instead")
+        second = self._traced(backward, [*self.outputs, *saved])
+        gradients = second.result if isinstance(second.result, list | tuple) else [second.result]
+        self.function = self._link(first.gm, second.gm, inputs, saved, gradients)
+
+    def _traced(self, body: fx.GraphModule, inputs: Sequence[Any]) -> _Traced:
+        results: list[Any] = []
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            given = iter(tensors)
+            result = fx.Interpreter(body).run(*[next(given) if isinstance(x, Tensor) else x for x in inputs])
+            results.append(result)
+            return [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor)]
+
+        gm = self._trace(run, [x for x in inputs if isinstance(x, Tensor)], self._mode)
+        _drop_empty_views(gm)
+        values = iter([item.meta["val"] for item in _returned(gm)])
+        result = torch.utils._pytree.tree_map_only(Tensor, lambda _: next(values), results[-1])
+        return _Traced(gm, result)
+
+    def _link(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, inputs: list[Any], saved: Any, gradients: Sequence[Any]
+    ) -> opaque_ops.Function:
+        """Return each saved value once, unless it is an input or an output."""
+        count = sum(isinstance(x, Tensor) for x in self.outputs)
+        returned = _returned(forward)
+        placeholders = forward.graph.find_nodes(op="placeholder")
+        results, sources = returned[:count], []
+        for node in returned[count:]:
+            if node in placeholders:
+                sources.append(("input", placeholders.index(node)))
+                continue
+            if node not in results:
+                results.append(node)
+            sources.append(("result", results.index(node)))
+        _return(forward, results)
+        for copy in backward.graph.find_nodes(op="call_function", target=aten.copy_.default):
+            backward.graph.erase_node(copy)  # in place on a gradient, which nobody else sees
+        backward.recompile()
+        given = list(gradients) if len(gradients) == len(inputs) else _spread(gradients, inputs)
+        there = tuple(isinstance(g, Tensor) for x, g in zip(inputs, given, strict=True) if isinstance(x, Tensor))
+        return opaque_ops.Function(forward, backward, count, tuple(sources), there)
+
+
+def _drop_empty_views(gm: fx.GraphModule) -> None:
+    """Leave out views of a value's own shape, such as ``x.view_as(x)`` for a forward that returns its input."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.view.default):
+        source: Any = node.args[0]
+        if source.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(source)
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _spread(gradients: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Gradients of the tensors alone, with None at the numbers."""
+    left = iter(gradients)
+    return [next(left) if isinstance(x, Tensor) else None for x in inputs]
+
+
+def _returned(gm: fx.GraphModule) -> list[fx.Node]:
+    output: Any = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    return list(output)
+
+
+def _return(gm: fx.GraphModule, results: list[fx.Node]) -> None:
+    next(iter(gm.graph.find_nodes(op="output"))).args = (results,)
+    gm.recompile()

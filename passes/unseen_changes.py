@@ -1,0 +1,51 @@
+"""Changes in place that autograd does not see: under ``torch.no_grad``, or through ``x.detach()`` and ``x.data``.
+
+Such a change gives a value other numbers and leaves its gradient as if nothing had happened. A functional graph has no
+words for that (there, the new value is a function of the old one, with a derivative or none), so it is refused by name.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+
+__all__ = ["check_changes"]
+
+_IN_PLACE = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior,
+    operator.ixor, operator.ipow, operator.imod, operator.ifloordiv,
+}  # fmt: skip
+
+
+def check_changes(node: fx.Node, grad_enabled: bool) -> None:
+    """Check that a node of Dynamo's graph hides no change from autograd.
+
+    Raises:
+        NotImplementedError: It changes memory of a value that has a gradient, and the gradient does not see it.
+    """
+    changed = _changed(node)
+    if changed is None or (grad_enabled and changed.requires_grad):
+        return
+    storage = changed.untyped_storage()._cdata
+    examples = (_example(other) for other in node.graph.nodes)
+    if any(x is not None and x.requires_grad and x.untyped_storage()._cdata == storage for x in examples):
+        raise NotImplementedError(
+            f"{node.format_node()} changes a value in place without its gradient (under torch.no_grad, or through "
+            "detach() or .data); compute a new value instead"
+        )
+
+
+def _changed(node: fx.Node) -> Tensor | None:
+    """The operand that a node changes in place, as Dynamo saw it."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    if node.op not in ("call_method", "call_function") or not in_place or not node.args:
+        return None
+    return _example(node.args[0])
+
+
+def _example(node: Any) -> Tensor | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
