@@ -131,8 +131,9 @@ def _normalised(node: fx.Node, index: Index, columns: int) -> tuple[Expr, Expr |
     if is_quotient(node):
         score, sinks = lift_quotient(node, index)
         return score, None if sinks is None else _checked_sink(sinks)
-    if node.target not in _SOFTMAX:
-        raise NoLaw(_WORDS.get(node.target, f"attention probabilities pass through {node.target}"))
+    target: Any = node.target
+    if target not in _SOFTMAX:
+        raise NoLaw(_WORDS.get(target, f"attention probabilities pass through {node.target}"))
     source, dim = node.args[:2]
     assert isinstance(source, fx.Node) and isinstance(dim, int)
     if offset_of_keys(index[dim]) is None:

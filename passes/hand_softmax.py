@@ -78,9 +78,9 @@ def _logarithm(weights: fx.Node, index: Index) -> tuple[Expr, fx.Node | None]:
     if weights.target is not aten.exp.default or not isinstance(source, fx.Node):
         raise NoLaw(f"attention weights that pass through {weights.target} before they are divided by their sum")
     if source.target is aten.sub.Tensor and not source.kwargs:
-        scores, shift = source.args[:2]
-        if isinstance(scores, fx.Node) and isinstance(shift, fx.Node) and _is_per_query(scores, shift):
-            return lift(scores, index), _same_value(shift)
+        scores, subtracted = source.args[:2]
+        if isinstance(scores, fx.Node) and isinstance(subtracted, fx.Node) and _is_per_query(scores, subtracted):
+            return lift(scores, index), _same_value(subtracted)
     return lift(source, index), None
 
 
@@ -110,9 +110,8 @@ def _sink(added: Any, shift: fx.Node | None, index: Index) -> Expr:
     if logit.target is aten.neg.default and _same_value(logit.args[0]) is shift:  # type: ignore[arg-type]
         return const(0.0)
     if logit.target is aten.sub.Tensor and not logit.kwargs and isinstance(logit.args[1], fx.Node):
-        sink, subtracted = logit.args[:2]
-        if _same_value(subtracted) is shift:
-            return _of_head(sink, index)
+        if _same_value(logit.args[1]) is shift:
+            return _of_head(logit.args[0], index)
     raise NoLaw("an exponential added to the sum of others that lack the same shift")
 
 

@@ -49,8 +49,13 @@ def _copy_donated(function: Any) -> None:
 
     def run(ctx: Any, args: Sequence[Any]) -> Any:
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            args = [clone_preserve_strides(x) if i in donated else x for i, x in enumerate(args)]
+            args = [_copied(x) if i in donated else x for i, x in enumerate(args)]
         return backward(ctx, args)
 
     function._backward_impl = staticmethod(run)
     metadata.bw_donated_idxs = []  # AOTAutograd refuses to keep a graph as long as it knows of any
+
+
+def _copied(x: Tensor) -> Tensor:
+    copy: Tensor = clone_preserve_strides(x)  # type: ignore[no-untyped-call]
+    return copy

@@ -11,8 +11,8 @@ __all__ = ["compiling"]
 class _Compiling:
     """Holds Dynamo's own lock, which its threads hold too while they trace: a second one could meet it in both orders.
 
-    In there ``torch.compiler.is_compiling()`` is true, as where Dynamo calls a compiler: other threads may go on calling
-    compiled functions, which PyTorch otherwise takes for parts of the trace.
+    In there ``torch.compiler.is_compiling()`` is true, as where Dynamo calls a compiler: other threads may go on
+    calling compiled functions, which PyTorch otherwise takes for parts of the trace.
     """
 
     def __init__(self) -> None:
