@@ -12,6 +12,7 @@ import operator
 from typing import Any
 
 import torch
+import torch._higher_order_ops.triton_kernel_wrap
 from torch import fx
 
 from treefx.passes.opaque_ops import bodies_of

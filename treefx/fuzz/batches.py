@@ -15,8 +15,8 @@ def draw_batch(rng: Random, rows: int, columns: int, vocabulary: int, padding: s
     """A batch [rows, columns] whose padding has token 0 (or, "mask alone", tokens like others)."""
     ids = _rows(rng, rows, columns, vocabulary)
     mask = [_mask(rng, columns, padding, row) for row in range(rows)]
-    if padding == "left":
-        ids = [_moved_right(tokens, row) for tokens, row in zip(ids, mask, strict=True)]
+    if padding in ("left", "both"):
+        ids = [_moved(tokens, row) for tokens, row in zip(ids, mask, strict=True)]
     if padding != "mask alone":
         ids = [[token * kept for token, kept in zip(*pair, strict=True)] for pair in zip(ids, mask, strict=True)]
     return Batch(tuple(map(tuple, ids)), tuple(map(tuple, mask)), rng.randrange(1000))
@@ -52,7 +52,7 @@ def _mask(rng: Random, columns: int, padding: str, row: int) -> list[int]:
     return [1] * columns
 
 
-def _moved_right(tokens: list[int], mask: list[int]) -> list[int]:
-    """The row's first tokens at the right end: rows keep their shared prefixes under left padding."""
-    count = sum(mask)
-    return [0] * (len(tokens) - count) + tokens[:count]
+def _moved(tokens: list[int], mask: list[int]) -> list[int]:
+    """The row's first tokens where its padding leaves room: rows keep their shared prefixes."""
+    rest = iter(tokens)
+    return [next(rest) if kept else 0 for kept in mask]
