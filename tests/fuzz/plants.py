@@ -27,6 +27,8 @@ class Plant:
     family: str
     changes: dict[str, Change]
     """By "module:attribute": what the attribute becomes, from what it is."""
+    inner: str = "eager"
+    """What compiles the programs: with eager some mistakes do not matter."""
 
 
 @contextmanager
@@ -155,11 +157,13 @@ PLANTS = {
         "tree attention returns its heads outside, and promises them inside",
         "attention",
         {"treefx.kernels.ops:heads_inside": _heads_outside},
+        "aot_eager",
     ),
     "mode": Plant(
         "what was compiled without gradients is used for training",
         "outputs",
         {"treefx.shapes:process_state": _always(())},
+        "aot_eager",
     ),
     "condition": Plant(
         "conditions of an attention are dropped unasked",

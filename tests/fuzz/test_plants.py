@@ -38,7 +38,7 @@ def drawn() -> list[str]:
 def hunt(plant: Plant, programs: int, seed: int = 0) -> tuple[int, str] | None:
     """The number of the first program that the mistake makes fail, and what it is."""
     for number in range(programs):
-        program = generate(seed, number, [plant.family], "aot_eager")
+        program = generate(seed, number, [plant.family], plant.inner)
         with planted(plant):
             found = judge(program)
         if found.kind in FAILURES and judge(program).kind not in FAILURES:

@@ -114,7 +114,7 @@ class Draft:
             rows, columns = rng.choice(((width, width), (heads, columns), (columns, columns), (rows, width), (4, 4)))
         elif kind < 0.24:
             rows, columns = rng.choice(((1, columns), (rows, 2), (rows, 1)))
-        padding = rng.choice(PADDINGS)
+        padding = rng.choice((*PADDINGS, "right", "right", "one row right"))
         count = rng.choice((1, 1, 2))
         return tuple(draw_batch(rng, rows, columns, self.sizes.vocabulary, padding) for _ in range(count))
 

@@ -101,7 +101,10 @@ def _layer(*catalogues: Mapping[str, object]) -> Feature:
 
     def feature(draft: Draft, rng: Random) -> None:
         for _ in range(rng.choice((1, 1, 2))):
-            draft.layers.insert(rng.randint(0, len(draft.layers)), Piece(rng.choice(names)))
+            place = rng.choice(
+                (rng.randint(0, len(draft.layers)), len(draft.layers))
+            )  # what stands before it is packed
+            draft.layers.insert(place, Piece(rng.choice(names)))
         if rng.random() < 0.1:
             draft.layers = [layer for layer in draft.layers if isinstance(layer, Piece)]
 

@@ -158,7 +158,9 @@ NORMS = {
     "layer norm": Part("x = self.norm{n}(x)", "self.norm{n} = nn.LayerNorm(D)"),
     "rms norm": Part("x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)"),
     "rms norm module": Part("x = self.norm{n}(x)", "self.norm{n} = nn.RMSNorm(D)"),
-    "batch norm": Part("x = self.norm{n}(x.mT).mT", "self.norm{n} = nn.BatchNorm1d(D)", traits="strange"),
+    "batch norm": Part(
+        "x = self.norm{n}(x.flatten(0, 1)).unflatten(0, (B, T))", "self.norm{n} = nn.BatchNorm1d(D)", traits="strange"
+    ),
     "group norm along the row": Part("x = self.norm{n}(x.mT).mT", "self.norm{n} = nn.GroupNorm(2, D)"),
     "instance norm": Part("x = F.instance_norm(x.mT).mT", traits="strange"),
     "unit length": Part("x = F.normalize(x, dim=-1)"),
