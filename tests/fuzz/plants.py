@@ -80,10 +80,10 @@ def _ids_alone(combine_keys: Change) -> Change:
     return lambda columns: combine_keys(columns[:1])
 
 
-def _last_row_lost(restore: Change) -> Change:
-    def wrong(grad: Any, token_of: Any, like: Any) -> Any:
-        kept = torch.cat([token_of[:-1], torch.full_like(token_of[-1:], -1)])
-        return restore(grad, kept, like)
+def _last_rows_lost(restore: Change) -> Change:
+    def wrong(grad: Any, token_of: Any, *rest: Any) -> Any:
+        half = len(token_of) // 2
+        return restore(grad, torch.cat([token_of[:half], torch.full_like(token_of[half:], -1)]), *rest)
 
     return wrong
 
@@ -138,14 +138,18 @@ PLANTS = {
         "the first input alone tells tokens apart, not the others", "inputs", {"treefx.batch:combine_keys": _ids_alone}
     ),
     "restoration": Plant(
-        "the gradients of the last row are lost where rows are summed",
+        "the gradients of the last rows are lost where rows are summed",
         "losses",
-        {"treefx.passes.restore_gradients:restore": _last_row_lost},
+        {"treefx.passes.restore_gradients:restore_pick": _last_rows_lost},
     ),
     "ignored index": Plant(
         "every loss ignores -100, whatever it says", "losses", {"treefx.passes.loss_laws:Pick": _one_ignored_index}
     ),
-    "purity": Plant("noise is drawn once per distinct token", "random", {"treefx.passes.laws:_LAWS": _laws_of_noise}),
+    "purity": Plant(
+        "noise is drawn once per distinct token",
+        "random",
+        {"treefx.passes.laws:_LAWS": _laws_of_noise, "treefx.passes.label_tokens:draws": _always(False)},
+    ),
     "read": Plant(
         "no loss reads what padding computes",
         "losses",

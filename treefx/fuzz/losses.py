@@ -15,7 +15,7 @@ HEADS = {
     "tempered per row": Part(
         "logits = self.head(x) / level[:, None, None]", "self.head = nn.Linear(D, V)", inputs="level"
     ),
-    "cast": Part("logits = self.head(x).float().to(x.dtype)", "self.head = nn.Linear(D, V)"),
+    "cast": Part("logits = self.head(x).float().to(x.dtype)", "self.head = nn.Linear(D, V)", traits="single"),
     "two layers": Part(
         "logits = self.head(F.gelu(self.neck(x)))", "self.neck, self.head = nn.Linear(D, D), nn.Linear(D, V)"
     ),
@@ -131,7 +131,7 @@ LOSSES = {
     "contrast of rows": Part(
         _FLAT + "h = x[:, -1]\nloss = F.cross_entropy(a, t) + F.cross_entropy(h @ h.T, torch.arange(B))"
     ),
-    "cross entropy in float32": Part(_FLAT + "loss = F.cross_entropy(a.float(), t).to(logits.dtype)"),
+    "cross entropy in float32": Part(_FLAT + "loss = F.cross_entropy(a.float(), t).to(logits.dtype)", traits="single"),
 }
 
 CALLER_LOSSES = tuple(

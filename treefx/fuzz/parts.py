@@ -23,7 +23,7 @@ class Part:
     inputs: str = ""
     """Names of inputs beside ids, am and labels, separated by blanks."""
     traits: str = ""
-    """Of "random" (draws numbers), "strange" (no token-wise law to be expected), separated by blanks."""
+    """Of "random" (draws numbers), "single" (computes in float32), "strange" (no token-wise law to be expected)."""
 
     @property
     def is_random(self) -> bool:

@@ -25,7 +25,7 @@ SCORES = {
     ),
     "softcap": Part("scores = 2 * torch.tanh(scores / 2)"),
     "temperature": Part("scores = scores * 1.7"),
-    "temperature of the column": Part("scores = scores * torch.log(i + 2.0)[:, None].to(x.dtype)"),
+    "temperature of the column": Part("scores = scores * (i + 2).to(x.dtype).log()[:, None]"),
     "temperature per row": Part("scores = scores / level[:, None, None, None]", inputs="level"),
     "temperature given": Part("scores = scores / heat", inputs="heat"),
     "learned temperature": Part("scores = scores * self.heat{n}", "self.heat{n} = nn.Parameter(torch.rand(H, 1, 1))"),

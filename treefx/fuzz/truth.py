@@ -21,7 +21,7 @@ from torch import Tensor
 import treefx
 from treefx.errors import TreefxError
 from treefx.fuzz.program import Program
-from treefx.fuzz.script import script
+from treefx.fuzz.script import is_native, parts_of, script
 
 __all__ = ["CLASSES", "FAILURES", "Outcome", "errors_of", "judge"]
 
@@ -100,7 +100,7 @@ def _failed(program: Program, play: Callable[..., Seen], dtype: torch.dtype, err
     refusal = _refusal(error)
     if refusal is not None:
         return Outcome("refused", f"{type(refusal).__name__}: {_first_line(refusal)}")
-    if (own := _own_failure(program, play, dtype)) is not None:
+    if not is_native(program) and (own := _own_failure(program, play, dtype)) is not None:
         return Outcome("torch", f"{type(error).__name__}: {_first_line(error)}; torch's own: {own}")
     return Outcome("crashed", f"{type(error).__name__}: {_first_line(error)}")
 
@@ -145,7 +145,7 @@ def _compared(
     if not wrong:
         return Outcome(watch.kind, watch.note, largest, stats=watch.stats)
     listed = "; ".join(f"{name}: {error:.1e}" for name, error in sorted(wrong.items(), key=lambda item: -item[1])[:4])
-    if _torch_differs(program, play, dtype, want, allowed, set(wrong)):
+    if not is_native(program) and _torch_differs(program, play, dtype, want, allowed, set(wrong)):
         return Outcome("torch", f"torch's own backend differs from eager too: {listed}", largest, stats=watch.stats)
     return Outcome("wrong", listed, largest, stats=watch.stats)
 
@@ -161,7 +161,7 @@ def _nudged(model: Any) -> Any:
 def _allowed(program: Program, eager: Seen, want: Seen) -> float:
     low = next((mode for mode in program.modes if mode in _LEAST), None)
     if low is None:
-        return _TOLERANCE
+        return _LEAST["float32"] if any("single" in part.traits for part in parts_of(program)) else _TOLERANCE
     return max(_LEAST[low], _ROUNDING * max(errors_of(eager, want).values(), default=0.0))
 
 
