@@ -30,7 +30,8 @@ def _pointwise(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
 def _lerp(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     args = [packer.operand(item, fact.dims) for item in node.args]
-    tensors = torch.broadcast_tensors(*[x for x in args if isinstance(x, Tensor)])  # its meta function cannot
+    values = [x for x in args if isinstance(x, Tensor)]
+    tensors = torch.broadcast_tensors(*values)  # type: ignore[no-untyped-call]  # its meta function cannot
     return node.target(*tensors, *[x for x in args if not isinstance(x, Tensor)])  # type: ignore[operator]
 
 

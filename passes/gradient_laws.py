@@ -168,7 +168,7 @@ def _degree_of_argument(item: Any, degrees: dict[fx.Node, _Degree]) -> _Degree:
 
 
 def _filled(node: fx.Node, packet: Any) -> _Degree:
-    number = _FILLED[packet]
+    number: Any = _FILLED[packet]
     if number is None:
         number = node.args[0 if packet is aten.scalar_tensor else 1]
     return _CONSTANT if isinstance(number, fx.Node) else _degree_of_number(number)
