@@ -17,7 +17,7 @@ from torch import fx
 from treefx.kernels.score import Expr
 from treefx.passes.constants import Constants, constants_of
 from treefx.passes.dims import NoLaw, extent
-from treefx.passes.facts import Axis, Dims, Factor, Kind, fact_of, shape_of
+from treefx.passes.facts import Axis, Dims, Factor, Kind, ReadsOthers, fact_of, shape_of
 from treefx.passes.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
 from treefx.passes.lift_mask import Digit, Index, lift, offset_of_keys, step
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
 
 _OTHER_SINKS = "takes logits beside the keys for other than one attention sink per head"
-_WORDS = {
+_WORDS: dict[Any, str] = {
     aten.sub.Tensor: "subtracts attention probabilities from others before the values (multiply each by the values)",
     aten.add.Tensor: "adds attention probabilities to others before the values (multiply each by the values)",
     aten.sigmoid.default: "attention weights that no softmax makes (sigmoid attention)",
@@ -48,7 +48,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(ReadsOthers):
     """One attention of the model, ready to be written as ``treefx::tree_attention``.
 
     ``score`` and ``conditions`` speak in columns (see ``score_algebra``) and hold nothing of causality any more.
@@ -68,6 +68,12 @@ class Attention:
     """The logit, per head, of an entry behind the keys that takes weight and has no value."""
     doubt: tuple[Expr, Expr] | None = None
     """A masked and a visible score whose distance only the numbers of a call can prove (``treefx.passes.hidden``)."""
+
+    def reads(self) -> list[fx.Node]:
+        """Query, key, value and what the score reads: not the masks it was made from."""
+        expressions = [self.score, *self.conditions, *self.padding, *([self.sinks] if self.sinks is not None else [])]
+        loads = [item[1] for expression in expressions for item in walk(expression) if item[0] == "load"]
+        return [self.query, self.key, self.value, *loads]
 
 
 def lift_sdpa(node: fx.Node) -> Attention:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.causal_domain import LARGEST_TABLE, RowDigit, State, Step, Unknown, one_row
+from treefx.passes.causal_domain import Step, one_row
+from treefx.passes.causal_state import LARGEST_TABLE, RowDigit, State, Unknown
 from treefx.passes.causal_step import law, of_rank, same_rows
 from treefx.passes.facts import shape_of
 from treefx.passes.gradient_laws import custom_function_reason

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.causal_domain import LARGEST_TABLE, RowDigit, State, States, Step, Unknown, one_row
+from treefx.passes.causal_domain import Step, one_row
 from treefx.passes.causal_elements import pointwise
+from treefx.passes.causal_state import LARGEST_TABLE, RowDigit, State, States, Unknown
 from treefx.passes.causal_step import along, law, of_rank, same_rows, shifted, with_dim
 from treefx.passes.facts import shape_of
 

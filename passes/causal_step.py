@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from treefx.passes.causal_domain import RowDigit, State, States, Step, Unknown, one_row
+from treefx.passes.causal_domain import Step, one_row
+from treefx.passes.causal_state import RowDigit, State, States, Unknown
 
 __all__ = ["LAWS", "CausalLaw", "along", "law", "of_rank", "same_rows", "shifted", "with_dim"]
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
-from treefx.passes.causal_domain import CausalDomain, State, token_dims
+from treefx.passes.causal_domain import CausalDomain, token_dims
+from treefx.passes.causal_state import State
 from treefx.passes.facts import ALONG_ROWS, Dims, Fact, Kind, fact_of, set_fact
 from treefx.passes.tree_mixers import TreeConvolution, TreeScan, Vanishing, find_tree_convolution
 

@@ -6,6 +6,7 @@ dimension is an ordered product of factors, so that a view only regroups factors
 
 from __future__ import annotations
 
+import abc
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ __all__ = [
     "Factor",
     "Fact",
     "Kind",
+    "ReadsOthers",
     "ancestors",
     "fact_of",
     "plain_dims",
@@ -77,6 +79,14 @@ class Factor:
 Dims = tuple[tuple[Factor, ...], ...]
 ALONG_ROWS = "along rows"
 """The ``law`` of a PREFIX value that reads earlier columns too, such as a running sum: it only exists in full."""
+
+
+class ReadsOthers(abc.ABC):
+    """A ``law`` whose packed form reads other nodes than its operator does."""
+
+    @abc.abstractmethod
+    def reads(self) -> list[fx.Node]:
+        """What it reads once the graph is rewritten."""
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,9 @@ def _logarithm(weights: fx.Node, index: Index) -> tuple[Expr, fx.Node | None]:
     if weights.target is not aten.exp.default or not isinstance(source, fx.Node):
         raise NoLaw(f"attention weights that pass through {weights.target} before they are divided by their sum")
     if source.target is aten.sub.Tensor and not source.kwargs:
-        scores, subtracted = source.args[:2]
-        if isinstance(scores, fx.Node) and isinstance(subtracted, fx.Node) and _is_per_query(scores, subtracted):
-            return lift(scores, index), _same_value(subtracted)
+        scores, less = source.args[:2]
+        if isinstance(scores, fx.Node) and isinstance(less, fx.Node) and _is_per_query(scores, less):
+            return lift(scores, index), _same_value(less)
     return lift(source, index), None
 
 
@@ -89,10 +89,10 @@ def _is_per_query(scores: fx.Node, shift: fx.Node) -> bool:
     return len(shape) == len(shape_of(scores)) and shape[-1] == 1 and fact_of(scores).kind is Kind.SCORE
 
 
-def _same_value(node: fx.Node) -> fx.Node:
+def _same_value(node: Any) -> Any:
     """Whatever is subtracted from all logits of a query gets no gradient in exact arithmetic."""
-    while node.target in (aten.detach.default, aten.alias.default):
-        node = node.args[0]  # type: ignore[assignment]
+    while isinstance(node, fx.Node) and node.target in (aten.detach.default, aten.alias.default):
+        node = node.args[0]
     return node
 
 
@@ -107,11 +107,12 @@ def _sink(added: Any, shift: fx.Node | None, index: Index) -> Expr:
         raise NoLaw(f"something added to the sum of attention weights that is no exponential ({added.target})")
     if shift is None:
         return _of_head(logit, index)
-    if logit.target is aten.neg.default and _same_value(logit.args[0]) is shift:  # type: ignore[arg-type]
+    if logit.target is aten.neg.default and _same_value(logit.args[0]) is shift:
         return const(0.0)
     if logit.target is aten.sub.Tensor and not logit.kwargs and isinstance(logit.args[1], fx.Node):
-        if _same_value(logit.args[1]) is shift:
-            return _of_head(logit.args[0], index)
+        sink, subtracted = logit.args[:2]
+        if _same_value(subtracted) is shift:
+            return _of_head(sink, index)
     raise NoLaw("an exponential added to the sum of others that lack the same shift")
 
 

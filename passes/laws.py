@@ -36,6 +36,7 @@ __all__ = ["Call", "Law", "find_law", "law"]
 
 aten = torch.ops.aten
 LABELLED = {Kind.PREFIX, Kind.PACKED, Kind.SCORE}
+LEARNED = Fact(Kind.INVARIANT, learned=True)
 
 
 @dataclass(frozen=True)
@@ -375,6 +376,8 @@ def cat(call: Call) -> Fact:
     scores = [dims for dims in labelled if not stacks and _is_keys(dims[dim])]
     if scores:
         return call.result(_with_keys(scores[0], dim, shape_of(call.node)[dim]))  # which is which: proved when lifted
+    if not stacks and algebra.has_tokens(labelled[0][dim]) and any(fact_of(node) == LEARNED for node in pieces):
+        raise NoLaw("puts learned values before or behind the tokens (prompt or prefix tuning)")
     if stacks:
         result = algebra.insert(algebra.broadcast(labelled), dim, algebra.plain(len(pieces)))
     else:
@@ -511,6 +514,8 @@ def gather(call: Call) -> Fact:
     assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
     dims = call.dims(index)
     dim %= len(dims)
+    if call.labelled(source) and not call.labelled(index) and _is_table_of_pairs(call.dims(source), dims, dim):
+        return call.result(_with_keys(call.dims(source), dim, shape_of(index)[dim]))  # the lifter reads the index
     if algebra.has_tokens(dims[dim]):
         raise NoLaw("gathers along the tokens")
     if call.labelled(source):
@@ -521,6 +526,14 @@ def gather(call: Call) -> Fact:
     else:
         aligned(call, source, dims)
     return call.result(tuple(algebra.unrepeated(d) for d in dims))
+
+
+def _is_table_of_pairs(source: Dims, index: Dims, dim: int) -> bool:
+    """Whether an invariant index [.., T, T] picks a feature of each query for each key (by their distance, say)."""
+    shape = [algebra.extent(item) for item in source]
+    tokens = [factor.axis for factor in source[-2]] if len(source) > 2 else []
+    same = [algebra.extent(item) for item in index[:-1]] == shape[:-1] and not algebra.has_tokens(source[-1])
+    return dim == len(source) - 1 and tokens == [Axis.TOKEN] and same and algebra.extent(index[-1]) == shape[-2]
 
 
 @law(aten.scatter, aten.scatter_add)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treefx.passes.facts import Axis, Dims, Factor
 from treefx.passes.restore_gradients import expand
+from treefx.passes.rows import factors_of, position_of, rows_in_order
 
 __all__ = [
     "Metadata",
@@ -22,8 +23,6 @@ __all__ = [
     "gather_tokens",
     "packed_shape",
     "reads_columns",
-    "rows_first",
-    "rows_in_order",
     "tokens_first",
 ]
 
@@ -60,19 +59,11 @@ def packed_shape(dims: Dims, tokens: Any, positions: int) -> list[Any]:
     return [math.prod(_packed_size(factor, tokens, positions) for factor in dim) for dim in dims]
 
 
-def _factors(dims: Dims) -> list[Factor]:
-    return [factor for dim in dims for factor in dim]
-
-
-def _position(factors: list[Factor], axis: Axis) -> int:
-    return next(i for i, factor in enumerate(factors) if factor.axis is axis)
-
-
 def gather_tokens(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
     """Read a full value once per distinct token, at its representative row and column."""
-    factors = _factors(dims)
+    factors = factors_of(dims)
     split = x.reshape([factor.size for factor in factors])
-    row, token = _position(factors, Axis.ROW), _position(factors, Axis.TOKEN)
+    row, token = position_of(factors, Axis.ROW), position_of(factors, Axis.TOKEN)
     front = split.movedim((row, token), (0, 1))
     gathered = front[metadata.row, metadata.column].unsqueeze(0)  # [1, N, ...]
     result = gathered.movedim((0, 1), (row, token))
@@ -81,31 +72,15 @@ def gather_tokens(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
 
 def tokens_first(x: Tensor, dims: Dims, tokens: Any) -> Tensor:
     """A packed value as [N, ...]: its token axis first, its row axis (of one) gone, the other factors in order."""
-    factors = _factors(dims)
+    factors = factors_of(dims)
     split = x.reshape([_packed_size(factor, tokens, 1) for factor in factors])
-    row, token = _position(factors, Axis.ROW), _position(factors, Axis.TOKEN)
+    row, token = position_of(factors, Axis.ROW), position_of(factors, Axis.TOKEN)
     return split.movedim((row, token), (0, 1)).squeeze(0)
 
 
 def expand_rows(first: Tensor, dims: Dims, token_of: Tensor) -> Tensor:
     """A value as ``tokens_first`` gives it, back on rows with the dimensions ``dims``."""
     return rows_in_order(expand(first.contiguous(), token_of), dims)
-
-
-def rows_first(x: Tensor, dims: Dims, rows: int) -> Tensor:
-    """A value of some rows as [rows, T, ...], the other factors in order: undoes ``rows_in_order``."""
-    factors = _factors(dims)
-    split = x.reshape([rows if factor.axis is Axis.ROW else factor.size for factor in factors])
-    return split.movedim((_position(factors, Axis.ROW), _position(factors, Axis.TOKEN)), (0, 1))
-
-
-def rows_in_order(rows: Tensor, dims: Dims) -> Tensor:
-    """A value [B, T, ...] with its factors moved to their dimensions."""
-    factors = _factors(dims)
-    row, token = _position(factors, Axis.ROW), _position(factors, Axis.TOKEN)
-    sizes = {Axis.ROW: rows.shape[0], Axis.TOKEN: rows.shape[1]}
-    ordered = rows.movedim((0, 1), (row, token))
-    return ordered.reshape([math.prod(sizes.get(factor.axis, factor.size) for factor in dim) for dim in dims])
 
 
 def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:

@@ -312,6 +312,17 @@ def _clamp(node: fx.Node, index: Index) -> Expr:
     return inner if highest is None else ("min", inner, const(highest))
 
 
+def _gather(node: fx.Node, index: Index) -> Expr:
+    """x[.., q, index[.., q, k]]: a feature of the query that the key chooses."""
+    source, dim, chosen = node.args[:3]
+    assert isinstance(source, fx.Node) and isinstance(dim, int) and isinstance(chosen, fx.Node)
+    if fact_of(node).kind is not Kind.SCORE:
+        return _load(node, index)
+    size = shape_of(source)[dim]
+    digits = ((lift(chosen, index), size),) if size > 1 else ()
+    return _load(source, (*index[:-1], digits))
+
+
 def _scalar(node: fx.Node, index: Index) -> Expr:
     return const(node.args[0])
 
@@ -356,6 +367,7 @@ _ELEMENTS: dict[Any, Callable[[fx.Node, Index], Expr]] = {
     aten.bitwise_and.Scalar: _logic("and"), aten.bitwise_or.Tensor: _logic("or"),
     aten.bitwise_not.default: _logic("not"), aten.clamp.default: _clamp, aten.clamp_min.default: _clamp,
     aten.index.Tensor: _index, aten.pow.Tensor_Scalar: _pow, aten.cat.default: _joined_keys,
+    aten.gather.default: _gather,
 }  # fmt: skip
 _POINTWISE: dict[Any, str] = {
     aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div",

@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from treefx.passes.attention_facts import Attention
-from treefx.passes.facts import fact_of
+from treefx.passes.facts import ReadsOthers, fact_of
 from treefx.passes.label_tokens import SHAPE_ONLY
-from treefx.passes.score_algebra import walk
-from treefx.passes.tree_mixers import TreeConvolution, TreeScan, Vanishing
 
 __all__ = ["live_nodes"]
 
@@ -31,14 +28,4 @@ def live_nodes(gm: fx.GraphModule) -> set[fx.Node]:
 def _read(node: fx.Node) -> list[fx.Node]:
     """What a node reads once the graph is rewritten: of a lifted attention, not the masks it was made from."""
     law = fact_of(node).law if node.op == "call_function" else None
-    if isinstance(law, TreeConvolution):
-        return [law.source, law.weight, *([law.bias] if law.bias is not None else [])]
-    if isinstance(law, TreeScan):
-        return list(law.operands)
-    if isinstance(law, Vanishing):
-        return []
-    if not isinstance(law, Attention):
-        return node.all_input_nodes
-    expressions = [law.score, *law.conditions, *law.padding, *([law.sinks] if law.sinks is not None else [])]
-    loads = [item[1] for expression in expressions for item in walk(expression) if item[0] == "load"]
-    return [law.query, law.key, law.value, *loads]
+    return law.reads() if isinstance(law, ReadsOthers) else node.all_input_nodes

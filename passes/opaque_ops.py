@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from treefx.kernels.common import owned
 from treefx.passes.fingerprint import fingerprint
 
 __all__ = [
@@ -44,8 +45,11 @@ def attention(
 
     Shapes: query [..., H, T, D], key [..., Hkv, S, D], value [..., Hkv, S, Dv], result [..., H, T, Dv].
     """
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    # torch's kernels choose a layout by the inputs', the fake implementation cannot follow all of them
+    return owned(
+        F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     )
 
 
@@ -132,19 +136,19 @@ class _PointwiseRecorder(torch.utils._python_dispatch.TorchDispatchMode):  # typ
         return func(*args, **(kwargs or {}))
 
 
-def _owned(results: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+def _apart(results: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """The results in memory of their own, as operators must return them."""
     taken = {x.untyped_storage()._cdata for x in others}
-    owned = []
+    found = []
     for x in results:
-        owned.append(x.clone() if x.untyped_storage()._cdata in taken else x)
-        taken.add(owned[-1].untyped_storage()._cdata)
-    return owned
+        found.append(x.clone() if x.untyped_storage()._cdata in taken else x)
+        taken.add(found[-1].untyped_storage()._cdata)
+    return found
 
 
 def _run(body: fx.GraphModule, *values: Tensor) -> list[Tensor]:
     with torch.no_grad():
-        return _owned(fx.Interpreter(body).run(*values), values)
+        return _apart(fx.Interpreter(body).run(*values), values)
 
 
 @torch.library.custom_op("treefx::custom_function", mutates_args=())

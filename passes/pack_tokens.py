@@ -23,6 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,7 +49,6 @@ from treefx.passes.layout import (
     expand_rows,
     gather_tokens,
     packed_shape,
-    rows_in_order,
     tokens_first,
 )
 from treefx.passes.liveness import live_nodes
@@ -56,6 +56,7 @@ from treefx.passes.loss_laws import Pick
 from treefx.passes.purity import changed_inputs
 from treefx.passes.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.restore_gradients import expand, pick
+from treefx.passes.rows import rows_in_order
 from treefx.passes.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
 from treefx.passes.vocab_tail import find_tail, surprise
 
@@ -283,6 +284,9 @@ class Packer:
             )
             heads = max(key.shape[1], value.shape[1])
             key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
+        # Some models form scores in float32 and weigh values in their own type: the operator has one.
+        wide = reduce(torch.promote_types, (key.dtype, value.dtype), query.dtype)
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
         buffers: list[Tensor] = []
         conditions = [item for item in (*attention.conditions, *attention.padding) if item not in self.redundant]
         visible = [self._kernel_form(item, buffers) for item in conditions]

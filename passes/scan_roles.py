@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from treefx.passes.facts import Axis, Dims, Factor, fact_of
-from treefx.passes.layout import rows_first, rows_in_order
+from treefx.passes.rows import rows_first, rows_in_order
 from treefx.passes.scan_region import Region
 from treefx.passes.tree_mixers import Operand, TreeScan, Vanishing, scan
 

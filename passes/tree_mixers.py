@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from treefx.kernels.tree_conv import tree_conv1d
 from treefx.kernels.tree_scan import tree_scan
-from treefx.passes.facts import Axis, Kind, fact_of, shape_of
+from treefx.passes.facts import Axis, Kind, ReadsOthers, fact_of, shape_of
 
 __all__ = ["Operand", "TreeConvolution", "TreeScan", "Vanishing", "convolve", "find_tree_convolution", "scan"]
 
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class TreeConvolution:
+class TreeConvolution(ReadsOthers):
     """A causal convolution of packed tokens; tap i reads the ancestor ``distances[i]`` above, 0 being the token."""
 
     source: fx.Node
@@ -42,6 +42,10 @@ class TreeConvolution:
     bias: fx.Node | None
     distances: tuple[int, ...]
     groups: int
+
+    def reads(self) -> list[fx.Node]:
+        """The convolved value and its filter."""
+        return [self.source, self.weight, *([self.bias] if self.bias is not None else [])]
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class TreeScan:
+class TreeScan(ReadsOthers):
     """A linear recurrence of packed tokens (``treefx.kernels.tree_scan``), per token [heads, features]::
 
         factor * tree_scan(q, k, v, g, w) + skip_factor * weight * skip
@@ -84,10 +88,18 @@ class TreeScan:
         found = dict.fromkeys(operand.source for operand in self.roles.values())
         return (*found, *([] if self.weight is None else [self.weight]))
 
+    def reads(self) -> list[fx.Node]:
+        """Its operands: not the region that computed it on rows."""
+        return list(self.operands)
+
 
 @dataclass(frozen=True)
-class Vanishing:
+class Vanishing(ReadsOthers):
     """A contracted value that is zero whatever the inputs are, such as what a first chunk reads of the state before."""
+
+    def reads(self) -> list[fx.Node]:
+        """Nothing."""
+        return []
 
 
 def find_tree_convolution(node: fx.Node) -> TreeConvolution | None:

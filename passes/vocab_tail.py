@@ -105,8 +105,8 @@ def surprise(
         top = scores.amax(dim=1)
         total = scores.sub_(top[:, None]).exp_().sum(dim=1)
         lse = torch.logaddexp(lse, top + total.log())
-    valid = (slot >= 0) & (token >= 0)
-    return torch.where(valid, lse[slot.clamp(min=0)] - chosen, 0), lse
+    row = torch.where((slot >= 0) & (token >= 0), slot, len(lse))  # there may be no row at all
+    return torch.cat([lse, lse.new_zeros(1)])[row] - chosen, lse
 
 
 @surprise.register_fake
@@ -128,11 +128,11 @@ def restore_surprise(
     The rows of a token are summed here: the gradient of a row of logits is (sum of its picks' grads) * probabilities
     minus each pick's own.
     """
-    grad = torch.where((slot >= 0) & (token >= 0), grad, 0)
-    total = torch.zeros_like(lse).index_add_(0, slot.clamp(min=0), grad)
+    row = torch.where((slot >= 0) & (token >= 0), slot, len(lse))
+    total = lse.new_zeros(len(lse) + 1).index_add_(0, row, grad)[:-1]
     results = [hidden.new_zeros(hidden.shape if wanted[0] else (0,), dtype=lse.dtype)]
-    results += [torch.empty_like(weight) if wanted[1] else weight.new_empty(0)]
-    results += [torch.empty_like(bias) if wanted[2] and bias is not None else weight.new_empty(0)]
+    results += [weight.new_empty(weight.shape if wanted[1] else (0,))]
+    results += [weight.new_empty(0) if bias is None or not wanted[2] else bias.new_empty(bias.shape)]
     for item in _chunks(len(hidden), len(weight), chunk, slot, token):
         scores, tanh = _scores(hidden, weight, bias, item.part, scale, softcap)
         scores.sub_(lse[:, None]).exp_().mul_(total[:, None])

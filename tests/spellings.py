@@ -363,6 +363,32 @@ def half_of_the_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
     return (0.5 * scores + 0.5 * scores.detach()).softmax(-1) @ v
 
 
+class ContentToPosition(nn.Module):
+    """DeBERTa's half: each query's own logit for a distance, gathered for every key."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.distances = nn.Parameter(torch.randn(dim, 6, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        place = torch.arange(q.size(-2), device=q.device)
+        distance = (place[:, None] - place[None, :]).clamp(0, 5).expand(*q.shape[:2], -1, -1)
+        return (scores_of(q, k) + torch.gather(q @ self.distances, -1, distance)).softmax(-1) @ v
+
+
+class MemoryTokens(nn.Module):
+    """Learned keys and values before those of the tokens, as prefix tuning has them."""
+
+    def __init__(self, heads: int = 4, dim: int = 8) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.randn(2, 1, heads, 3, dim, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        keys, values = self.memory.expand(-1, q.size(0), -1, -1, -1)
+        seen = torch.cat([torch.ones(q.size(-2), 3, dtype=torch.bool), causal(q)], 1)
+        return F.scaled_dot_product_attention(q, torch.cat([keys, k], 2), torch.cat([values, v], 2), seen)
+
+
 class BiasWithoutGradient(RelativeBias):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         place = torch.arange(q.size(-2), device=q.device)
@@ -393,6 +419,7 @@ SPELLINGS: dict[str, Builder] = {
     **_builders(sdpa_contiguous_layout, head_by_head, softmax_by_hand, softmax_of_filled_weights, softmax_off_by_one),
     **_builders(softmax_off_by_one_shifted, differential),
     "sink_by_hand": SinkByHand,
+    "content_to_position": ContentToPosition,
     "bias_without_gradient": BiasWithoutGradient,
 }
 """As many key heads as query heads, no padding mask."""
@@ -401,6 +428,7 @@ GROUPED: dict[str, Builder] = _builders(sdpa_enable_gqa, sdpa_repeat_interleave,
 PADDED: dict[str, Builder] = _builders(sdpa_padding, additive_padding, two_fills, chunked_from_the_first_token)
 """These take the padding mask."""
 EXPANDED: dict[str, Builder] = {
+    "memory_tokens": MemoryTokens,
     "sink_of_the_query": lambda: Sink(first=False, of_query=True),
     **_builders(normalised_by_their_sum, one_beside_shifted_weights, differential_probabilities, sigmoid_attention),
     **_builders(scores_without_gradient, probabilities_without_gradient, half_of_the_gradient),

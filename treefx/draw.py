@@ -1,13 +1,12 @@
 """A picture of a forest: one bar per node over depth in tokens, coloured by how many rows run through it."""
 
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from treefx.forest import Forest
+from treefx.forest import Forest
 
 __all__ = ["draw_forest", "place_lanes"]
 
@@ -17,7 +16,7 @@ _MAX_EDGED_NODES = 250
 _INK = "#444444"
 
 
-def draw_forest(forest: "Forest", path: "str | PathLike[str]") -> None:
+def draw_forest(forest: Forest, path: "str | PathLike[str]") -> None:
     """Draw the forest at node level.
 
     x is depth in tokens and a bar's length is the node's tokens, so the drawn length of all bars is the work
@@ -122,7 +121,7 @@ def _label_bars(
             axes.text(x + tokens / 2, y, str(tokens), ha="center", va="center", fontsize=8, color=ink)
 
 
-def _style(axes: Any, forest: "Forest", lane: npt.NDArray[np.float64]) -> None:
+def _style(axes: Any, forest: Forest, lane: npt.NDArray[np.float64]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     rows = f"{len(forest)} rows" if len(forest) > 1 else "1 row"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.tensor import TensorVariable
 
 __all__ = ["keep_graphs_whole"]
@@ -42,12 +43,21 @@ def _pass_requires_grad() -> None:
     """Let Dynamo trace past ``x.requires_grad_()`` on a tensor made inside of the graph, where treefx compiles it.
 
     PEFT and transformers hang this on the embedding of a frozen model, so that a reentrant checkpoint sees an input
-    that requires grad. A graph needs no such thing, and the gradient of an intermediate goes nowhere. Where it does go
-    somewhere inside of the graph (``torch.autograd.grad``), Dynamo traces the call itself and does not come here.
+    that requires grad. A graph needs no such thing, and the gradient of an intermediate goes nowhere, unless somebody
+    keeps the tensor to read its ``grad``: there Dynamo breaks the graph. Where it does go somewhere inside of the graph
+    (``torch.autograd.grad``), Dynamo traces the call itself and does not come here.
     """
     original = getattr(TensorVariable, "method_requires_grad_", None)
-    if original is None:  # another version of Dynamo: it breaks the graph there
+    check = getattr(OutputGraph, "_check_requires_grad_intermediate_outputs", None)
+    if original is None or check is None:  # another version of Dynamo: it breaks the graph there
         return
+
+    @functools.wraps(check)
+    def check_outputs(self: Any, results: Any, tx: Any) -> Any:
+        leaves = {leaf.as_proxy().node for leaf in self.leaf_var_creation_order if isinstance(leaf, TensorVariable)}
+        if any(isinstance(x, TensorVariable) and not x.source and x.as_proxy().node in leaves for x in results):
+            tx.speculation_log.treefx_keeps_leaf = True
+        return check(self, results, tx)
 
     @functools.wraps(original)
     def requires_grad_(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,10 +65,12 @@ def _pass_requires_grad() -> None:
         wanted = not given or given[0] is True or given[0].as_python_constant() is True
         breaks = getattr(tx.speculation_log, "graph_break_on_requires_grad_", True)
         ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
-        if ours and breaks and wanted and not self.source:
+        kept = getattr(tx.speculation_log, "treefx_keeps_leaf", False)
+        if ours and breaks and wanted and not kept and not self.source:
             return self
         return original(self, tx, *args, **kwargs)
 
+    OutputGraph._check_requires_grad_intermediate_outputs = check_outputs  # type: ignore[assignment, method-assign]
     TensorVariable.method_requires_grad_ = requires_grad_  # type: ignore[method-assign]
 
 

@@ -18,6 +18,7 @@ from treefx.edges import Edges
 from treefx.forest_input import RowBatch, read_padded, read_sequences
 from treefx.kernels.lasting import lasting, lasting_property
 from treefx.trie import build_trie
+from treefx.views import find_view
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -286,9 +287,7 @@ class Forest:
 
     def draw(self, path: "str | PathLike[str]") -> None:
         """Draw the forest's nodes as bars over depth, coloured by multiplicity, into an image file."""
-        from treefx.draw import draw_forest
-
-        draw_forest(self, path)
+        find_view("draw_forest")(self, path)
 
     def validate(self) -> "Forest":
         """Check every invariant of the packed order and return the forest.
@@ -296,7 +295,5 @@ class Forest:
         Raises:
             ForestError: names the first invariant that does not hold and where.
         """
-        from treefx.validate import validate_forest
-
-        validate_forest(self)
+        find_view("validate_forest")(self)
         return self

@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
+from treefx.errors import UnsupportedError
 from treefx.kernels.lasting import lasting
 
 __all__ = ["Deferred", "LazyRows", "lazy_rows"]
 
 aten = torch.ops.aten
+_RESHAPING = {aten.resize_, aten.resize_as_, aten.set_}
+"""They give a tensor other memory in place, which aliases of it must not see."""
 
 
 class Deferred:
@@ -69,7 +73,9 @@ class LazyRows(Tensor):
     @staticmethod
     def __new__(cls, deferred: Deferred) -> LazyRows:
         make = torch.Tensor._make_wrapper_subclass
-        return make(cls, deferred.shape, dtype=deferred.dtype, device=deferred.device)
+        result = make(cls, deferred.shape, dtype=deferred.dtype, device=deferred.device)
+        torch._C._set_throw_on_mutable_data_ptr(result)  # C++ that asks for the address gets an error, not zero
+        return result
 
     def __init__(self, deferred: Deferred) -> None:
         self.deferred = deferred
@@ -83,6 +89,11 @@ class LazyRows(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (aten.detach.default, aten.alias.default):
             return LazyRows(args[0].deferred)
+        if func.overloadpacket in _RESHAPING and isinstance(args[0], LazyRows):
+            raise UnsupportedError(
+                f"an output that is computed when it is read keeps its shape and memory, got {func}; call it on a "
+                "copy: output.clone(), or compile with options={'lazy_outputs': False}"
+            )
         plain = tree_map_only(LazyRows, lambda lazy: lazy.rows, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
@@ -112,8 +123,54 @@ class LazyRows(Tensor):
         """The value as nested lists."""
         return self.rows.tolist()
 
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+        return array.copy() if copy else array
+
+    # What follows never reaches __torch_dispatch__: it asks for memory, which only the plain tensor has.
+
+    def data_ptr(self) -> int:
+        """The address of the value."""
+        return self.rows.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory of the value; what traces a function of this tensor looks at its metadata alone."""
+        return super().untyped_storage() if TracingContext.try_get() is not None else self.rows.untyped_storage()
+
+    def is_shared(self) -> bool:
+        """Whether other processes can see the value."""
+        return bool(self.rows.is_shared())  # type: ignore[no-untyped-call]
+
+    def share_memory_(self) -> LazyRows:
+        """Let other processes see the value."""
+        self.rows.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._exported().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.rows.__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self._exported().__cuda_array_interface__
+
+    def _exported(self) -> Tensor:
+        """The value, which refuses to leave PyTorch where this tensor would."""
+        return self.rows.detach().requires_grad_() if self.requires_grad else self.rows
+
+    @property
+    def data(self) -> Tensor:
+        """The value out of sight of autograd; another one may be put in its place."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            wanted, got = (f"{list(x.shape)} of {x.dtype}" for x in (self, value))
+            raise UnsupportedError(f"the data of this output must stay {wanted}, got {got}")
+        self.deferred = Deferred.of(value.detach())
 
 
 class _Attach(torch.autograd.Function):

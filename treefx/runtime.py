@@ -17,6 +17,7 @@ from treefx.batch import Batch, build_batch, forest_batch
 from treefx.compiling import compiling
 from treefx.config import Config
 from treefx.context import current_forest, current_tree
+from treefx.cut import Cut, PartRow
 from treefx.errors import ForestError, TreefxError, UnsupportedError
 from treefx.forest import Forest
 from treefx.given import Given, name_of_input
@@ -25,13 +26,13 @@ from treefx.lazy import Deferred, LazyRows, lazy_rows
 from treefx.ordinary import Ordinary
 from treefx.output_use import OutputUse
 from treefx.passes.constants import InputValues, input_values
-from treefx.passes.layout import expand_rows, rows_in_order
+from treefx.passes.layout import expand_rows
 from treefx.passes.pipeline import UNHIDDEN, Analysis, Expansion, Rewritten, Variant, analyse, build_passes, is_packed
+from treefx.passes.rows import rows_in_order
 from treefx.passes.vocab_tail import logits_of_losses
-from treefx.planning.boundary import Cut, PartRow
 from treefx.proof import Proof
 from treefx.report import GraphReport, Reports
-from treefx.shapes import Executable, KnownShapes, Refusal, Shape, proof_of, share_shape
+from treefx.shapes import Executable, KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
 
 __all__ = ["CompiledGraph"]
 
@@ -121,7 +122,7 @@ class CompiledGraph:
         values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None)
         filled = zip(self._filled(args), self.roles, strict=True)
         inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
-        key = (values, *[(tuple(x.shape), x.stride()) if isinstance(x, Tensor) else x for x in inputs])
+        key = (values, *[layout_of(x) if isinstance(x, Tensor) else x for x in inputs])
         shape = self._shapes.find(key, tensors)
         if shape is None:
             with compiling, lasting():
@@ -403,13 +404,14 @@ def _capacity(forest: Forest) -> int:
 
 
 def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
-    """An input of the native level as a function of the column: positions or a mask of ones; token ids become zeros."""
+    """An input of the native level as a function of the column: positions, a mask of ones, or token ids, which are none
+    and become a number that proves nothing of them."""
     if torch.equal(value[0].cpu().long(), forest.depth.cpu().long()):
         return torch.arange(columns, device=value.device, dtype=value.dtype)[None]
     if bool((value == 1).all()):
         return value.new_ones(1, columns)
     if torch.equal(value[0].cpu().long(), forest.tokens.cpu().long()):
-        return value.new_zeros(1, columns)
+        return value.new_full((1, columns), -1)
     raise ForestError(
         "under treefx.use(forest) the [1, N] inputs must be the forest's tokens (input_ids), its depth (position_ids) "
         "or all ones (attention_mask), got other values; pass **forest.model_inputs() of the forest in use"

@@ -25,7 +25,8 @@ from treefx.passes.runner import Pass
 from treefx.process_state import process_state
 from treefx.proof import Proof
 
-__all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "forget_shapes", "proof_of", "share_shape"]
+__all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "forget_shapes", "layout_of", "proof_of", "share_shape"]
+
 
 class Executable:
     """A compiled variant, good for the numbers of tokens that its conditions admit.
@@ -129,6 +130,11 @@ class KnownShapes:
         found = find()
         self._known[key] = [*known, found]
         return found
+
+
+def layout_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes, and strides as far as compiled code goes by them."""
+    return tuple(x.shape), tuple(stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
 
 def proof_of(analysis: Analysis, args: Sequence[Tensor]) -> Proof:

@@ -1,19 +1,16 @@
 """The invariants of a forest's packed order, each checked from the definition."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from treefx.errors import ForestError
-
-if TYPE_CHECKING:
-    from treefx.forest import Forest
+from treefx.forest import Forest
 
 __all__ = ["validate_forest"]
 
 
-def validate_forest(forest: "Forest") -> None:
+def validate_forest(forest: Forest) -> None:
     """Check a forest built by hand or changed since it was built.
 
     Raises:
@@ -28,7 +25,7 @@ def validate_forest(forest: "Forest") -> None:
             )
 
 
-def _find_violations(forest: "Forest") -> Iterator[tuple[str, torch.Tensor]]:
+def _find_violations(forest: Forest) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each invariant with a bool vector that is true where it is broken."""
     index = torch.arange(forest.num_tokens, device=forest.device)
     parent, end, depth = forest.parent, forest.subtree_end, forest.depth
@@ -45,7 +42,7 @@ def _find_violations(forest: "Forest") -> Iterator[tuple[str, torch.Tensor]]:
     yield from _find_row_violations(forest)
 
 
-def _find_row_violations(forest: "Forest") -> Iterator[tuple[str, torch.Tensor]]:
+def _find_row_violations(forest: Forest) -> Iterator[tuple[str, torch.Tensor]]:
     flat, offsets = forest.flat_token_of, forest.row_offsets
     yield "every row has a token", forest.row_lengths < 1
     yield "token_of lies within the forest", (flat < 0) | (flat >= forest.num_tokens)

@@ -11,9 +11,10 @@ from torch import Tensor
 from treefx.kernels.common import Inputs, empty_heads_inside, empty_outputs
 from treefx.kernels.score import Score
 from treefx.kernels.tree_blocks import find_node_length
+from treefx.kernels.triton_tree.arguments import dense_features
 from treefx.kernels.triton_tree.buffer_gradients import buffer_gradients
 from treefx.kernels.triton_tree.configs import Config, Problem, usable_shared_memory
-from treefx.kernels.triton_tree.launch import Attention, KeySource, dense_features
+from treefx.kernels.triton_tree.launch import Attention, KeySource
 from treefx.kernels.triton_tree.paths import checked, on_path
 from treefx.kernels.triton_tree.support import interpreted
 from treefx.kernels.triton_tree.tuning import best_config, tuned

@@ -4,7 +4,7 @@ A launch is data first: it can be run, or compiled ahead of time without a devic
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from treefx.kernels.common import Inputs
 from treefx.kernels.key_programs import KeyPrograms
 from treefx.kernels.score import Expr, Score, evaluate
 from treefx.kernels.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
+from treefx.kernels.triton_tree.arguments import ALIGNED, padded, scratch, strides
 from treefx.kernels.triton_tree.codegen import Request, kernel_module
 from treefx.kernels.triton_tree.configs import Config, Problem, chunk_widths, default_config, pack_of
 from treefx.kernels.triton_tree.expressions import ScoreCode, kinds_of, score_code
@@ -24,8 +25,6 @@ __all__ = ["Attention", "KeySource", "Launch"]
 
 _DELTA_ROWS = 64
 _SUMMED_ROWS = 16
-_ALIGNED = 128
-"""Vectors that are read by tiles have a multiple of this many elements, so that every one of them starts aligned."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Launch:
         if "PackedLse" in self.arguments or "packed_rows" in self.arguments:  # its descriptors are made by the kernel
             import triton
 
-            triton.set_allocator(_scratch)
+            triton.set_allocator(scratch)
         self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
         for launch in self.after:
             launch.run()
@@ -339,9 +338,9 @@ class Attention:
                 value = value.to(torch.float32 if value.is_floating_point() else torch.int32)
                 shape = (batch, heads, queries, 1) if side == "Row" else (batch, 1, 1, keys)
                 value = value.detach().expand(shape).reshape(batch, -1, queries if side == "Row" else keys)
-                found[f"{side}_{hoisted.name}"] = self.packed(value, 0) if side == "Row" else _padded(value[:, 0])
-        rows = -(-queries // _ALIGNED) * _ALIGNED * pack_of(self.group)
-        return {**found, "packed_rows": rows, "packed_keys": -(-keys // _ALIGNED) * _ALIGNED}
+                found[f"{side}_{hoisted.name}"] = self.packed(value, 0) if side == "Row" else padded(value[:, 0])
+        rows = -(-queries // ALIGNED) * ALIGNED * pack_of(self.group)
+        return {**found, "packed_rows": rows, "packed_keys": -(-keys // ALIGNED) * ALIGNED}
 
     def rows(self, name: str, prefix: str, tensor: Tensor) -> dict[str, Any]:
         """Return queries or their gradients as a tile of queries reads them, ``[B, Hkv * tiles of a group, rows, D]``.
@@ -367,7 +366,7 @@ class Attention:
         tiles = -(-self.group // pack)
         grouped = values.reshape(batch, kv_heads, self.group, queries)
         # Whole tiles, so that every row of this matrix starts aligned.
-        wide = torch.nn.functional.pad(grouped, (0, -queries % _ALIGNED, 0, tiles * pack - self.group), value=filler)
+        wide = torch.nn.functional.pad(grouped, (0, -queries % ALIGNED, 0, tiles * pack - self.group), value=filler)
         ordered = wide.reshape(batch * kv_heads * tiles, pack, -1).transpose(1, 2)
         return ordered.reshape(batch * kv_heads * tiles, -1).contiguous()
 
@@ -393,24 +392,3 @@ def _operations(score: Score) -> str:
 def _names(expr: Expr) -> set[str]:
     inner = [item for item in expr[1:] if isinstance(item, tuple)]
     return set().union({expr[0]} if inner or expr[0] == "load" else (), *(_names(item) for item in inner))
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Return device memory for the descriptors that a kernel makes."""
-    del alignment, stream
-    return torch.empty(size, device="cuda", dtype=torch.int8)
-
-
-def _padded(matrix: Tensor) -> Tensor:
-    return torch.nn.functional.pad(matrix, (0, -matrix.shape[-1] % _ALIGNED)).contiguous()
-
-
-def strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """Return the strides over batch, heads and tokens of a ``[B, H, N, D]`` tensor with dense features."""
-    batch, head, token, _ = tensor.stride()
-    return {f"{name}_batch": batch, f"{name}_head": head, f"{name}_token": token}
-
-
-def dense_features(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors with features side by side in memory, as the kernels read them."""
-    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]

@@ -113,6 +113,34 @@ def test_loss_compiled_with_the_model(loss: Loss) -> None:
     assert_shared(checked, batch)
 
 
+SHIFTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a product with itself": lambda x: x * x,
+    "a sum with itself": lambda x: x + x,
+    "a quotient by itself": lambda x: x / (x * x + 1),
+    "a power": lambda x: x**2,
+    "a choice of itself": lambda x: torch.where(x > 0, x, x),
+    "a scale": lambda x: 3 * x / 2,
+    "a scale that is a tensor": lambda x: x * torch.tensor(0.5, dtype=x.dtype),
+    "every other position": lambda x: x[:, ::1][..., :],
+    "twice shifted": lambda x: F.pad(x[:, 1:], (0, 0, 1, 0)),
+    "another precision": lambda x: x.to(torch.float32).to(x.dtype) * 0 + x,
+    "two uses of log-probabilities": lambda x: x.log_softmax(-1) * x.log_softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_functions_of_shifted_logits(name: str) -> None:
+    """A scaling by a number acts on the packed entries; whatever else a shifted value meets is told apart from it."""
+
+    def loss(logits: Tensor, batch: Batch) -> Tensor:
+        assert batch.labels is not None
+        return F.cross_entropy(SHIFTED[name](logits[:, :-1]).flatten(0, 1), batch.labels[:, 1:].flatten())
+
+    batch = shared_batch(rows=4, length=14, shared=6)
+    checked = compare(WithLoss(llama(), loss), lambda model: model(**batch.inputs()))
+    assert_shared(checked, batch)
+
+
 @pytest.mark.parametrize("counts", [7, torch.tensor(7)], ids=["int", "tensor"])
 def test_number_of_items_in_the_batch(counts: Any) -> None:
     batch = shared_batch(rows=4, length=14, shared=6)

@@ -14,7 +14,7 @@ from tests.mixers import MIXERS
 from tests.models import TinyLM, double, zoo
 from tests.oracle import stats_of
 from tests.spellings import PADDED, SPELLINGS
-from treefx.passes import causal_domain, causal_elements, causal_movement, causal_reductions
+from treefx.passes import causal_elements, causal_movement, causal_reductions, causal_state
 from treefx.passes.inline_scan import associative_scan
 
 SHORT = shared_batch(rows=3, length=10, shared=4)
@@ -58,7 +58,7 @@ def test_mixer_of_the_padding_mask() -> None:
 @pytest.mark.parametrize("length", [512, 1024])
 def test_tables_stay_small(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The domain's tables grow as tokens times chunk, never as tokens times rows or features, or tokens squared."""
-    for module in (causal_domain, causal_elements, causal_movement, causal_reductions):
+    for module in (causal_state, causal_elements, causal_movement, causal_reductions):
         monkeypatch.setattr(module, "LARGEST_TABLE", 8 * length)
     model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, positions=False, after=MIXERS["chunked_sum"][0]())
     compiled = torch.compile(model.eval(), backend="treefx", options={"inner": "eager", "min_sharing": 1.0})

@@ -348,7 +348,7 @@ def test_another_models_optimizer_is_none_of_its_business() -> None:
 def test_calls_in_any_order(seed: int, inner: str) -> None:
     """Train, evaluate, read late, freeze, load, write buffers, take other shapes, and back again."""
     draw = random.Random(seed)
-    model, twin, compiled = pair(tiny())
+    model, twin, compiled = pair(tiny(), inner=inner)
     batches = [BATCH, shared_batch(rows=3, length=12, shared=4, vocab=61, seed=1), BATCH.without("attention_mask")]
 
     def evaluate(mode: Callable[[], Any]) -> None:

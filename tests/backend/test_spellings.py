@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.backend.support import compare
+from tests.backend.support import compare, compile_with
 from tests.batches import Side, distinct_tokens, shared_batch
 from tests.models import TinyLM
-from tests.oracle import FLOAT32, FLOAT64, eager_step
+from tests.oracle import FLOAT32, FLOAT64, eager_step, stats_of
 from tests.spellings import EXPANDED, GROUPED, PADDED, SPELLINGS, Spelling
 from treefx.passes import attention_facts
 
@@ -56,6 +56,25 @@ def test_what_no_tree_attention_computes(name: str) -> None:
     batch = shared_batch(rows=4, length=17, shared=7, vocab=VOCAB, padding=None, seed=1)
     stats = compare(TinyLM(EXPANDED[name], layers=1).double(), batch).stats
     assert "spellings.py" in (stats["fallback"] or stats["expansions"][0]["line"])
+
+
+NAMED = {
+    "memory_tokens": "learned values before or behind the tokens (prompt or prefix tuning)",
+    "differential_probabilities": "multiply each by the values",
+    "sigmoid_attention": "sigmoid attention",
+    "one_beside_shifted_weights": "differ from query to query by a factor",
+    "scores_without_gradient": "detach",
+    "probabilities_without_gradient": "detach",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), NAMED.items())
+def test_the_report_says_why(name: str, words: str) -> None:
+    batch = shared_batch(rows=2, length=5, shared=3, vocab=VOCAB, padding=None, seed=1)
+    compiled = compile_with(TinyLM(EXPANDED[name], layers=1).double())
+    with torch.no_grad():
+        compiled(**batch.inputs())
+    assert words in stats_of(compiled)["expansions"][0]["reason"]
 
 
 def test_a_sink_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,7 @@
 """Parts of a forest through the compiled model: loss and gradients of every row on its own, wherever it is cut."""
 
 import copy
-import functools
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,63 +15,22 @@ from tests.backend.test_native import Rows, TakesCacheFlag, branches, random_wei
 from tests.mixers import CumulativeSum
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, compile_with, outcome, separate_rows, stats_of
-from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut
-from tests.spellings import GROUPED, SPELLINGS
+from tests.planning.cuts import cut_at, every_node, random_cuts, uncut
+from tests.planning.parts import (
+    TRAIN_AND_KV,
+    Loss,
+    plans_of,
+    run,
+    sft,
+    tiny,
+    weighted_forest,
+)
+from tests.planning.parts import reproducible as reproducible
+from tests.spellings import SPELLINGS
 from treefx import report
+from treefx.cut import EdgeSubset
 from treefx.planning import boundary
 from treefx.planning.backward import backward
-from treefx.planning.boundary import EdgeSubset, Store
-from treefx.planning.plan import Plan
-
-Loss = Callable[[Tensor, EdgeSubset], Tensor]
-TRAIN_AND_KV = 2
-"""Compilations: one graph with gradients, one for K/V alone; never one per part."""
-
-
-def sft(logp: Tensor, forest: treefx.Forest) -> Tensor:
-    return treefx.losses.sft(logp, forest)
-
-
-def run(compiled: Any, model: nn.Module, plan: Plan, loss: Loss = sft, **options: Any) -> Outcome:
-    model.zero_grad(set_to_none=True)
-    value = backward(compiled, plan, loss, **options)
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    return Outcome(value, gradients)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def reproducible() -> Iterator[None]:
-    """Instead of a fresh Dynamo per test: tests share models, and what these are compiled to."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
-    tiny.cache_clear()
-
-
-@functools.cache
-def tiny(spelling: str = "sdpa_is_causal", **changes: Any) -> tuple[nn.Module, Any]:
-    """A small model in float64 and the same compiled, one for all tests that ask for it; none changes it."""
-    torch.manual_seed(0)
-    model = TakesCacheFlag(TinyLM({**SPELLINGS, **GROUPED}[spelling], **changes)).double()
-    return model, compile_with(model)
-
-
-def weighted_forest(seed: int = 0) -> tuple[treefx.Forest, Rows, list[list[float]]]:
-    rows = rollouts(seed)
-    weights = random_weights(rows, seed)
-    return treefx.Forest.from_sequences(rows, weights=weights), rows, weights
-
-
-def plans_of(forest: treefx.Forest) -> list[Plan]:
-    """From no cut to one part per token: at nodes, inside of nodes, nested, siblings joined, all modes."""
-    recomputed = every_node(forest, keeps=("recompute",))
-    everywhere = cut_at(forest, range(forest.num_tokens))
-    plans = [uncut(forest), every_node(forest), recomputed, inside_nodes(forest), everywhere]
-    return plans + [random_cuts(forest, seed, share) for seed, share in enumerate((0.1, 0.3, 0.6))]
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("mistral", 1)])
@@ -346,70 +303,3 @@ def test_state_that_does_not_cross_cuts_is_refused() -> None:
     forest, _, _ = weighted_forest()
     with pytest.raises(treefx.UnsupportedError, match="cumsum"):
         backward(compile_with(model), every_node(forest), sft)
-
-
-# Wrong ways of crossing a cut -----------------------------------------------------------------------------------------
-
-SHARED = [[11, 12, 13, 14, 15, 21, 22, 23], [11, 12, 13, 14, 15, 31, 32], [11, 12, 13, 14, 15, 41, 42, 43]]
-"""Three branches on one cut, and a cut above it that all of them read as well."""
-
-
-def no_relay(store: Store, crossings: Any, taken: Any) -> None:
-    """K/V gradients do not cross."""
-
-
-def only_to_the_parent(store: Store, crossings: Any, taken: Any) -> None:
-    """Gradients reach the nearest owner alone."""
-    add_gradients(store, crossings[-1:], taken)
-
-
-def last_child_alone(store: Store, crossings: Any, taken: Any) -> None:
-    """Children that share a cut overwrite each other's gradients."""
-    for item in crossings:
-        store._gradients.pop(item.owner, None)
-    add_gradients(store, crossings, taken)
-
-
-add_gradients = Store.add_gradients
-
-
-@pytest.mark.parametrize("wrong", [None, no_relay, only_to_the_parent, last_child_alone])
-def test_wrong_accumulation(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model, compiled), forest = tiny("alibi"), treefx.Forest.from_sequences(SHARED)
-    expected = separate_rows(model, SHARED, [[1.0] * len(row) for row in SHARED])
-    if wrong is not None:
-        monkeypatch.setattr(Store, "add_gradients", wrong)
-    got = run(compiled, model, cut_at(forest, {3, 5, 8, 10}))
-    assert_right_only_without(wrong, got, expected)
-
-
-def assert_right_only_without(wrong: Any, got: Outcome, expected: Outcome) -> None:
-    if wrong is None:
-        assert_close(got, expected, FLOAT64)
-    else:
-        with pytest.raises(AssertionError, match="differ by more than"):
-            assert_close(got, expected, 1e-3)
-
-
-@pytest.mark.parametrize("wrong", [None, "columns", "lo", "hi", "leaves"])
-def test_wrong_boundary(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ALiBi: every key's depth counts, not only whether it is seen."""
-    (model, compiled), forest = tiny("alibi"), treefx.Forest.from_sequences(SHARED)
-    expected = separate_rows(model, SHARED, [[1.0] * len(row) for row in SHARED])
-    call = boundary.Cut.call
-
-    def spoiled(cut: boundary.Cut, *args: Any) -> Any:
-        lo, hi, columns, leaves = cut.vectors
-        packed = torch.arange(len(columns))  # places among the boundary instead of depths
-        full = torch.full_like(hi, 1 << 20)
-        cut.vectors = {
-            "columns": (lo, hi, packed.flip(0), leaves),
-            "lo": (lo + 1, hi, columns, leaves),
-            "hi": (lo, torch.where(hi > 0, hi - 1, full * 0), columns, leaves),
-            "leaves": (lo, hi, columns, leaves.flip(0)),
-        }.get(str(wrong), cut.vectors)
-        return call(cut, *args)
-
-    monkeypatch.setattr(boundary.Cut, "call", spoiled)
-    got = run(compiled, model, cut_at(forest, {3, 5, 8, 10}))
-    assert_right_only_without(wrong, got, expected)

@@ -15,8 +15,9 @@ from tests.mixers import CausalConvolution
 from tests.models import TinyLM, double
 from tests.oracle import FLOAT64, assert_close, compile_with, separate_rows, stats_of
 from tests.planning.cuts import cut_at, every_node, random_cuts
-from tests.planning.test_execute import SHARED, TRAIN_AND_KV, assert_right_only_without, plans_of, run, weighted_forest
+from tests.planning.parts import SHARED, TRAIN_AND_KV, assert_right_only_without, plans_of, run, weighted_forest
 from tests.spellings import SPELLINGS
+from treefx.cut import Cut
 from treefx.passes.boundary_windows import find_windows
 from treefx.planning import boundary
 
@@ -122,9 +123,9 @@ add_gradients = boundary.Store.add_gradients
 def test_wrong_windows(wrong: Any, convolving: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     (model, compiled), forest = convolving, treefx.Forest.from_sequences(SHARED)
     expected = separate_rows(model, SHARED, [[1.0] * len(row) for row in SHARED])
-    call = boundary.Cut.call
+    call = Cut.call
 
-    def spoiled(cut: boundary.Cut, *args: Any) -> Any:
+    def spoiled(cut: Cut, *args: Any) -> Any:
         given = cut.parents()
         cut.parents = lambda: wrong(*given)
         return call(cut, *args)
@@ -132,7 +133,7 @@ def test_wrong_windows(wrong: Any, convolving: Compiled, monkeypatch: pytest.Mon
     if wrong is no_relay:
         monkeypatch.setattr(boundary.Store, "add_gradients", no_relay)
     elif wrong is not None:
-        monkeypatch.setattr(boundary.Cut, "call", spoiled)
+        monkeypatch.setattr(Cut, "call", spoiled)
     got = run(compiled, model, cut_at(forest, {3, 4}))
     assert_right_only_without(wrong, got, expected)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import treefx
@@ -158,3 +159,45 @@ def test_marks_outside_of_treefx_are_refused() -> None:
     """What runs when Dynamo gives up on a block, or another backend compiles it: plain causal attention, wrong."""
     with pytest.raises(treefx.UnsupportedError, match="eager mode"):
         on_tree(torch.zeros(1, 3, 4), torch.tensor([3, 2, 3], dtype=torch.int32), None)
+
+
+class Masked(nn.Module):
+    """A block whose causal mask is a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("tri", torch.ones(64, 64).tril().bool())
+
+    def forward(self, x: Tensor, **more: Any) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        mask = self.tri[: x.shape[1], : x.shape[1]]
+        mixed = F.scaled_dot_product_attention(2 * q, k, v, attn_mask=mask)[:, 0]
+        return x + mixed
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(128, 8), nn.ModuleList([Masked()])
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, attention_mask=attention_mask, **more)
+        return x
+
+
+def test_mask_buffer_that_is_no_longer_causal_is_refused() -> None:
+    """The proof of a block goes with the values it has read."""
+    model = Blocks().double()
+    ids = shared_batch(rows=4, length=12, shared=6, padding=None).input_ids
+    expected = model(ids)
+    model.layers[0].compile(backend="treefx", options={"inner": "eager"})
+    treefx.distribute(model)
+    torch.testing.assert_close(model(ids), expected, rtol=1e-10, atol=1e-12)
+    model.layers[0].tri.data.fill_(True)
+    with refused("causal"):
+        model(ids)
+    model.layers[0].tri.data.tril_()
+    torch.testing.assert_close(model(ids), expected, rtol=1e-10, atol=1e-12)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,46 @@ def test_models_without_a_result(monkeypatch: pytest.MonkeyPatch, error: Excepti
     assert "inner aot_eager" in lines[0]
     lines = lines[2:]
     assert lines[2].startswith(f"| only | {verdict} |") and str(error) in lines[2]
+
+
+def test_a_run_goes_on_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What has a verdict is kept; what crashed is checked again; another inner compiler is another run."""
+    built: list[str] = []
+
+    def model(name: str, broken: bool = False) -> ZooModel:
+        def build() -> nn.Module:
+            built.append(name)
+            if broken:
+                raise RuntimeError("broken")
+            return WithLoss(Pooled(lambda x: x))
+
+        return ZooModel(name, "here", build)
+
+    run = ("--out", str(tmp_path / "zoo.json"), "--inner", "eager", "--json")
+    monkeypatch.setattr(zoo, "zoo_models", lambda: [model("first"), model("second", broken=True)])
+    assert _run(*run)[0] == 1
+    assert "--resume" in str(CliRunner().invoke(app, ["doctor", "--zoo", *run]).exception)
+    monkeypatch.setattr(zoo, "zoo_models", lambda: [model("first"), model("second"), model("third")])
+    code, text = _run(*run, "--resume")
+    assert code == 0 and built == ["first", "second", "second", "third"]
+    rows = json.loads(text)
+    assert [row["model"] for row in rows] == ["first", "second", "third"]
+    assert [batch["shape"] for batch in rows[0]["batches"]] == ["5 x 20 right", "4 x 27 left"]
+    other = CliRunner().invoke(app, ["doctor", "--zoo", *run, "--resume", "--inner", "aot_eager"])
+    assert "inner compiler eager" in str(other.exception)
+
+
+def test_the_second_batch_decides_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_long(x: Tensor) -> Tensor:
+        if x.shape[1] > 20:
+            raise ValueError("too long")
+        return x
+
+    _only(monkeypatch, lambda: WithLoss(Pooled(refuse_long)))
+    code, text = _run("--inner", "eager", "--json")
+    (row,) = json.loads(text)
+    assert code == 1 and row["verdict"] == "crashed" and "too long (batch 4 x 27 left)" in row["note"]
+    assert row["batches"][0]["verdict"] != "crashed" and row["loss_error"] <= 1e-5
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -94,23 +94,7 @@ def measure(case: MemoryCase, inner: str) -> dict[str, Any]:
     from treefx.planning.memory import install_allocator, track_peak
 
     install_allocator()
-    import torch
-
-    from treefx.cli.models import make_config, make_model
-    from treefx.cli.synthetic import shared_prefix_batch
-
-    config = make_config(
-        "llama", vocab_size=case.vocab_size, hidden_size=case.hidden_size, layers=case.layers,
-        max_positions=case.prefix + case.suffix,
-    )  # fmt: skip
-    model = make_model(config)
-    if case.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    batch = shared_prefix_batch(case.rows, case.prefix, case.suffix, case.vocab_size)
-    step: Any = model
-    if case.backend != "none":
-        options: Any = {"inner": inner, "min_sharing": 1.0} if case.backend == "treefx" else None
-        step = torch.compile(model, backend=case.backend, options=options)
+    model, step, batch = _prepare(case, inner)
 
     def train() -> None:
         out = step(**batch.model_inputs(), use_cache=False)
@@ -128,19 +112,43 @@ def measure(case: MemoryCase, inner: str) -> dict[str, Any]:
         loss = step(**batch.model_inputs(), use_cache=False).loss
     saved = forward.curve[-1][1]
     loss.backward()
+    return {**_figures(case, batch.raw_tokens, peak.bytes, saved), "source": peak.source}
+
+
+def _prepare(case: MemoryCase, inner: str) -> tuple[Any, Any, Any]:
+    """The model, the model as it is called, and its batch."""
+    import torch
+
+    from treefx.cli.models import make_config, make_model
+    from treefx.cli.synthetic import shared_prefix_batch
+
+    config = make_config(
+        "llama", vocab_size=case.vocab_size, hidden_size=case.hidden_size, layers=case.layers,
+        max_positions=case.prefix + case.suffix,
+    )  # fmt: skip
+    model: Any = make_model(config)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = shared_prefix_batch(case.rows, case.prefix, case.suffix, case.vocab_size)
+    if case.backend == "none":
+        return model, model, batch
+    options: Any = {"inner": inner, "min_sharing": 1.0} if case.backend == "treefx" else None
+    return model, torch.compile(model, backend=case.backend, options=options), batch
+
+
+def _figures(case: MemoryCase, raw_tokens: int, peak_bytes: int, saved_bytes: int) -> dict[str, Any]:
     distinct = case.prefix + case.rows * case.suffix
-    ran = distinct if case.backend == "treefx" else batch.raw_tokens
+    ran = distinct if case.backend == "treefx" else raw_tokens
     return {
         "case": case.name,
         "backend": case.backend,
-        "raw_tokens": batch.raw_tokens,
+        "raw_tokens": raw_tokens,
         "tokens": distinct,
-        "sharing_ratio": batch.raw_tokens / distinct,
-        "peak_mib": peak.bytes / 2**20,
-        "bytes_per_token": peak.bytes // ran,
-        "saved_bytes_per_token": saved // ran,
+        "sharing_ratio": raw_tokens / distinct,
+        "peak_mib": peak_bytes / 2**20,
+        "bytes_per_token": peak_bytes // ran,
+        "saved_bytes_per_token": saved_bytes // ran,
         "logits_mib": ran * case.vocab_size * 4 / 2**20,
-        "source": peak.source,
     }
 
 

@@ -73,37 +73,39 @@ def run(
     for case in cases:
         # Every case compiles anew: kernels for sizes that an earlier case made symbolic would be slower.
         torch._dynamo.reset()
-        config = make_config(
-            model,
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            layers=layers,
-            max_positions=case.prefix + case.suffix,
-        )
+        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "layers": layers}
+        config = make_config(model, **sizes, max_positions=case.prefix + case.suffix)
         # Both runs copy the model: three sets of weights are alive, no more.
         causal_lm = make_model(config)
         runs = [TrainingRun(causal_lm, name) for name in (baseline, backend)]
         batch = shared_prefix_batch(rows, case.prefix, case.suffix, vocab_size)
+        tokens = case.prefix + rows * case.suffix
         loss_error, error = _check(runs, batch)
-        base, own = _time(runs, batch, repeats)
-        bound = batch.raw_tokens / (case.prefix + rows * case.suffix)
+        figures = _figures(runs, _time(runs, batch, repeats), batch.raw_tokens / tokens)
         records.append(
             {
                 "case": case.name,
                 "raw_tokens": batch.raw_tokens,
-                "tokens": case.prefix + rows * case.suffix,
-                "baseline_seconds": base,
-                "seconds": own,
-                "speed_up": base / own,
-                "token_bound": bound,
-                "share_of_bound": base / own / bound,
-                "compile_seconds": runs[1].compile_seconds,
-                "baseline_compile_seconds": runs[0].compile_seconds,
+                "tokens": tokens,
+                **figures,
                 "loss_error": loss_error,
                 "gradient_error": error,
             }
         )
     return records
+
+
+def _figures(runs: Sequence[TrainingRun], seconds: Sequence[float], bound: float) -> dict[str, object]:
+    base, own = seconds
+    return {
+        "baseline_seconds": base,
+        "seconds": own,
+        "speed_up": base / own,
+        "token_bound": bound,
+        "share_of_bound": base / own / bound,
+        "compile_seconds": runs[1].compile_seconds,
+        "baseline_compile_seconds": runs[0].compile_seconds,
+    }
 
 
 def _check(runs: Sequence[TrainingRun], batch: Batch) -> tuple[float, float]:

@@ -1,15 +1,13 @@
 """A picture of a plan: the tree coloured by part, and memory over time under the limit line."""
 
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from treefx.draw import place_lanes
-from treefx.planning.explain import format_bytes
-
-if TYPE_CHECKING:
-    from treefx.planning.plan import Plan
+from treefx.planning.plan import Plan
+from treefx.planning.tables import format_bytes
 
 __all__ = ["draw_plan"]
 
@@ -18,7 +16,7 @@ _HATCH = {"keep": "", "recompute": "///", "offload": "..."}
 _LIMIT, _HELD, _PEAK = "#c0392b", "#8fb3d9", "#2c5f8a"
 
 
-def draw_plan(plan: "Plan", path: "str | PathLike[str]") -> None:
+def draw_plan(plan: Plan, path: "str | PathLike[str]") -> None:
     """Draw the tree by depth, a colour per part, above the predicted memory of every step.
 
     Hatched bars belong to parts whose activations are computed again (/) or whose K/V are in host memory (.).
@@ -43,7 +41,7 @@ def draw_plan(plan: "Plan", path: "str | PathLike[str]") -> None:
     figure.savefig(path, dpi=130)
 
 
-def _draw_tree(axes: Any, plan: "Plan", lane: Any) -> None:
+def _draw_tree(axes: Any, plan: Plan, lane: Any) -> None:
     colours = _colours(len(plan.parts))
     for part, left, width, y in _bars(plan, lane):
         keep = plan.parts[part].keep
@@ -63,7 +61,7 @@ def _draw_tree(axes: Any, plan: "Plan", lane: Any) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _bars(plan: "Plan", lane: Any) -> list[tuple[int, int, int, float]]:
+def _bars(plan: Plan, lane: Any) -> list[tuple[int, int, int, float]]:
     """Runs of tokens of one node and one part: part, depth of the first token, tokens, lane."""
     forest = plan.forest
     part_of = np.empty(forest.num_tokens, dtype=np.int64)
@@ -87,7 +85,7 @@ def _colours(count: int) -> list[Any]:
     return [palette[(7 * index) % len(palette)] for index in range(count)]
 
 
-def _draw_memory(axes: Any, plan: "Plan") -> None:
+def _draw_memory(axes: Any, plan: Plan) -> None:
     seconds = np.cumsum([0.0, *(moment.seconds for moment in plan.moments)])
     peak = [moment.peak_bytes for moment in plan.moments]
     left = [plan.moments[0].held_bytes, *(moment.left_bytes for moment in plan.moments)]

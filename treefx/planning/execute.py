@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from treefx.context import use
+from treefx.cut import Cut, EdgeSubset, PartRow
 from treefx.errors import InputError, UnsupportedError
 from treefx.forest import Forest
 from treefx.kernels.structure import forget_structures
 from treefx.logprobs import edge_logprobs
-from treefx.planning.boundary import Crossing, Cut, EdgeSubset, PartRow, Store, edges_of, make_row
+from treefx.planning.boundary import Crossing, Store, edges_of, make_row
 from treefx.planning.part import Part, Schedule, Step
 
 __all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs"]

@@ -10,6 +10,7 @@ from treefx.forest import Forest
 from treefx.planning.cost import CostModel, Size
 from treefx.planning.part import Part, Schedule, Step, spans
 from treefx.planning.simulate import Moment
+from treefx.views import find_view
 
 __all__ = ["Plan"]
 
@@ -73,9 +74,8 @@ class Plan:
 
     def explain(self) -> str:
         """A table for people: part, tokens, boundary, bytes, time, what binds; and the rivals' policies."""
-        from treefx.planning.explain import explain_plan
-
-        return explain_plan(self)
+        text: str = find_view("explain_plan")(self)
+        return text
 
     def draw(self, path: "str | PathLike[str]") -> None:
         """Save a picture: the tree coloured by part, and memory over time under the limit.
@@ -86,9 +86,7 @@ class Plan:
         Raises:
             OSError: the file cannot be written.
         """
-        from treefx.planning.draw import draw_plan
-
-        draw_plan(self, path)
+        find_view("draw_plan")(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain lists and numbers; tokens of a part as intervals [start, stop) of packed indices."""

@@ -44,6 +44,7 @@ from treefx.planning.measure import Sample, gradients_put_aside, measure_steps, 
 from treefx.planning.nonnegative import fit_nonnegative
 from treefx.planning.unseen import add_unseen
 from treefx.report import find
+from treefx.views import find_view
 
 __all__ = ["Profile", "profile"]
 
@@ -92,9 +93,8 @@ class Profile:
 
     def explain(self) -> str:
         """Tables for people: the expressions, and predicted against measured bytes and seconds of the samples."""
-        from treefx.planning.explain import explain_profile
-
-        return explain_profile(self)
+        text: str = find_view("explain_profile")(self)
+        return text
 
     def to_json(self) -> str:
         """Everything, as JSON; `from_json` reads it."""

@@ -1,0 +1,127 @@
+"""``torch.library.opcheck`` on the operators that passes put into graphs: fakes against results, in any layout."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.library import opcheck
+
+import treefx  # defines the operators
+from treefx.passes import on_tree, opaque_ops
+from treefx.passes.vocab_tail import surprise
+
+_ops: Any = torch.ops.treefx
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": torch.clone,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "every second": lambda x: torch.stack([x, x], dim=-1)[..., 0],
+    "one row for all": lambda x: x[:1].expand_as(x),
+}
+ROW, TARGET = torch.tensor([0, 1, 1, -1, 3, 2]), torch.tensor([5, 0, 2, 1, -1, 2])
+TOKENS = torch.tensor([[0, 1, 2, -1], [0, 1, 3, -1]])
+
+
+@pytest.fixture(params=LAYOUTS)
+def lay(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
+    return LAYOUTS[request.param]
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expand_and_restore(lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    for shape, token_of in (((4, 6), TOKENS), ((4,), TOKENS.t()), ((4, 2, 3), TOKENS[:1].expand(3, 4))):
+        x = lay(torch.randn(shape).to(dtype))
+        opcheck(_ops.expand.default, (leaf(x), token_of))
+        opcheck(_ops.restore.default, (lay(torch.randn(*token_of.shape, *shape[1:]).to(dtype)), token_of, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pick_and_restore_pick(lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    x = lay(torch.randn(4, 6, dtype=dtype))
+    opcheck(_ops.pick.default, (leaf(x), ROW, TARGET))
+    opcheck(_ops.restore_pick.default, (torch.ones((), dtype=dtype).expand(6), ROW, TARGET, x))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_surprise_and_its_gradients(lay: Callable[[Tensor], Tensor], biased: bool) -> None:
+    """A weight that is transposed in memory had a gradient in its own layout, where the fake promised a dense one."""
+    hidden, weight = lay(torch.randn(4, 3)), lay(torch.randn(9, 3))
+    bias = lay(torch.randn(9, 1))[:, 0] if biased else None
+    numbers = (ROW, TARGET, 1.3, 2.0, 4)
+    opcheck(_ops.surprise.default, (leaf(hidden), weight, None if bias is None else leaf(bias), *numbers))
+    _, lse = surprise(hidden, weight, bias, *numbers)
+    for wanted in ([True, True, biased], [False, True, False]):
+        grad = torch.ones(()).expand(6)
+        opcheck(
+            _ops.restore_surprise.default,
+            (grad, hidden, weight, bias, ROW, TARGET, lse, 1.3, 2.0, 4, wanted),
+        )
+
+
+def test_no_token_at_all() -> None:
+    """Every row is padding: nothing is read, all gradients are zero."""
+    none = torch.full((4,), -1)
+    hidden, weight = torch.zeros(0, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    opcheck(_ops.surprise.default, (hidden, weight, None, none, none, 1.0, None, 0))
+    opcheck(_ops.expand.default, (hidden, none))
+    opcheck(_ops.pick.default, (hidden, none, none))
+    loss, _ = surprise(hidden, weight, None, none, none, 1.0, None, 0)
+    of_hidden, of_weight = torch.autograd.grad(loss.sum(), (hidden, weight))
+    assert not loss.any() and of_hidden.shape == (0, 3) and not of_weight.any()
+
+
+def test_attention(lay: Callable[[Tensor], Tensor]) -> None:
+    """torch's own attention returns the layout of its queries."""
+    q = lay(torch.randn(2, 4, 5, 8))
+    inside = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for query, key, value, gqa in (
+        (q, q, q, False),
+        (inside, inside, inside, False),
+        (inside, q[:, :2], q[:, :2], True),
+    ):
+        opcheck(_ops.attention.default, (query, key, value, None, 0.0, True, None, gqa))
+    opcheck(_ops.attention.default, (inside, q, q[..., :6], torch.randn(5, 5), 0.0, False, 0.3, False))
+
+
+class Forward(nn.Module):
+    def forward(self, x: Tensor, w: Tensor) -> Any:
+        return (x * w, (x + 1).t()), (x, w)
+
+
+class OneGradient(nn.Module):
+    def forward(self, g: Tensor, h: Tensor, x: Tensor, w: Tensor) -> Any:
+        return g * w + h.t(), None
+
+
+class TransposedAndTooLarge(nn.Module):
+    def forward(self, g: Tensor, h: Tensor, x: Tensor, w: Tensor) -> Any:
+        return (g * w).t().contiguous().t(), (g * x).double()
+
+
+@pytest.mark.parametrize("backward", [OneGradient, TransposedAndTooLarge])
+@pytest.mark.parametrize("shape", [(3, 4), (4,)])
+def test_custom_function(lay: Callable[[Tensor], Tensor], backward: type[nn.Module], shape: tuple[int, ...]) -> None:
+    """A user's gradient in another layout, dtype or shape than its input, which autograd sums and casts to it."""
+    key = opaque_ops.register_function(fx.symbolic_trace(Forward()), fx.symbolic_trace(backward()))
+    x, w = lay(torch.randn(3, 4)), torch.randn(shape)
+    opcheck(_ops.custom_function.default, ([leaf(x), leaf(w)], key))
+    grads = [torch.ones(()).expand(3, 4), torch.randn(4, 3)]
+    opcheck(_ops.custom_function_backward.default, (grads, [x, w], key))
+
+
+def test_every_operator_has_its_check() -> None:
+    """``on_tree`` is a mark: the rewrite takes it out, and it refuses to run."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
+    assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
+        "attention", "custom_function", "custom_function_backward", "expand", "on_tree", "pick", "restore",
+        "restore_pick", "restore_surprise", "surprise", "tree_attention", "tree_attention_backward", "tree_scan",
+        "tree_scan_backward",
+    }  # fmt: skip
+    with pytest.raises(treefx.TreefxError, match="must run as a graph of treefx"):
+        on_tree.on_tree(torch.randn(1, 2, 3), torch.tensor([2, 2], dtype=torch.int32), None)

@@ -1,0 +1,80 @@
+"""What tests of forests in parts share: a model, a weighted forest, plans from no cut to one part per token."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import treefx
+from tests.backend.test_native import Rows, TakesCacheFlag, random_weights, rollouts
+from tests.models import TinyLM
+from tests.oracle import FLOAT64, Outcome, assert_close, compile_with
+from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut
+from tests.spellings import GROUPED, SPELLINGS
+from treefx.cut import EdgeSubset
+from treefx.planning.backward import backward
+from treefx.planning.plan import Plan
+
+SHARED = [[11, 12, 13, 14, 15, 21, 22, 23], [11, 12, 13, 14, 15, 31, 32], [11, 12, 13, 14, 15, 41, 42, 43]]
+"""Three branches on one cut, and a cut above it that all of them read as well."""
+
+Loss = Callable[[Tensor, EdgeSubset], Tensor]
+TRAIN_AND_KV = 2
+"""Compilations: one graph with gradients, one for K/V alone; never one per part."""
+
+
+def sft(logp: Tensor, forest: treefx.Forest) -> Tensor:
+    return treefx.losses.sft(logp, forest)
+
+
+def run(compiled: Any, model: nn.Module, plan: Plan, loss: Loss = sft, **options: Any) -> Outcome:
+    model.zero_grad(set_to_none=True)
+    value = backward(compiled, plan, loss, **options)
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return Outcome(value, gradients)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reproducible() -> Iterator[None]:
+    """Instead of a fresh Dynamo per test: tests share models, and what these are compiled to."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+    tiny.cache_clear()
+
+
+@functools.cache
+def tiny(spelling: str = "sdpa_is_causal", **changes: Any) -> tuple[nn.Module, Any]:
+    """A small model in float64 and the same compiled, one for all tests that ask for it; none changes it."""
+    torch.manual_seed(0)
+    model = TakesCacheFlag(TinyLM({**SPELLINGS, **GROUPED}[spelling], **changes)).double()
+    return model, compile_with(model)
+
+
+def weighted_forest(seed: int = 0) -> tuple[treefx.Forest, Rows, list[list[float]]]:
+    rows = rollouts(seed)
+    weights = random_weights(rows, seed)
+    return treefx.Forest.from_sequences(rows, weights=weights), rows, weights
+
+
+def plans_of(forest: treefx.Forest) -> list[Plan]:
+    """From no cut to one part per token: at nodes, inside of nodes, nested, siblings joined, all modes."""
+    recomputed = every_node(forest, keeps=("recompute",))
+    everywhere = cut_at(forest, range(forest.num_tokens))
+    plans = [uncut(forest), every_node(forest), recomputed, inside_nodes(forest), everywhere]
+    return plans + [random_cuts(forest, seed, share) for seed, share in enumerate((0.1, 0.3, 0.6))]
+
+
+def assert_right_only_without(wrong: Any, got: Outcome, expected: Outcome) -> None:
+    if wrong is None:
+        assert_close(got, expected, FLOAT64)
+    else:
+        with pytest.raises(AssertionError, match="differ by more than"):
+            assert_close(got, expected, 1e-3)

@@ -1,0 +1,177 @@
+"""Loaders: files of three formats to conversations, and refusals of anything else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treefx.data import Message, ToolCall, load
+from treefx.errors import InputError
+
+CALL = {"id": "1", "type": "function", "function": {"name": "get_user", "arguments": '{"id": 7}'}}
+TAU_BENCH = [
+    {
+        "task_id": 3,
+        "trial": trial,
+        "reward": float(trial),
+        "info": {},
+        "traj": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "Hello."},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "name": "get_user", "tool_call_id": "1", "content": "Ann"},
+            {"role": "assistant", "content": f"Good day, Ann. {trial}"},
+            {"role": "user", "content": "Bye."},
+        ],
+    }
+    for trial in range(2)
+]
+
+
+def _node(kind: str, text: str, children: list[Any], observation: str | None = None) -> dict[str, Any]:
+    node = {"node_type": kind, "description": text, "children": children}
+    return node if observation is None else node | {"observation": observation}
+
+
+TOOLBENCH = {
+    "answer_generation": {
+        "query": "Which flight?",
+        "train_messages": [
+            [
+                {"role": "system", "content": "Use tools."},
+                {"role": "user", "content": "Which flight?"},
+                {"role": "assistant", "content": "not part of the opening"},
+            ]
+        ],
+    },
+    "tree": {
+        "tree": _node(
+            "Action Input",
+            "",
+            [
+                _node(
+                    "Thought",
+                    "search first",
+                    [
+                        _node("Action", "search", [_node("Action Input", "{}", [], "none found")]),
+                        _node("Action", "ask", [_node("Action Input", '{"a": 1}', [], "LH 1")]),
+                    ],
+                ),
+                _node("Thought", "give up", []),
+            ],
+        )
+    },
+}
+
+
+def _write(folder: Path, name: str, document: Any) -> Path:
+    path = folder / name
+    path.write_text(document if isinstance(document, str) else json.dumps(document), encoding="utf-8")
+    return path
+
+
+# Loaders
+
+
+def test_load_tau_bench(tmp_path: Path) -> None:
+    first, second = load(_write(tmp_path, "trajectories.json", TAU_BENCH))
+    assert (first.task, first.trial, second.trial, second.reward) == ("3", 0, 1, 1.0)
+    assert [message.role for message in first.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]
+    assert first.messages[2] == Message("assistant", "", (ToolCall("get_user", '{"id": 7}'),))
+    assert first.messages[3] == Message("tool", "Ann", name="get_user")
+
+
+def test_load_toolbench_gives_one_conversation_per_leaf(tmp_path: Path) -> None:
+    conversations = load(_write(tmp_path, "G1_1.json", TOOLBENCH))
+    opening = [Message("system", "Use tools."), Message("user", "Which flight?")]
+    assert [list(conversation.messages[:2]) for conversation in conversations] == [opening] * 3
+    assert [conversation.task for conversation in conversations] == ["G1_1"] * 3
+    search, ask, give_up = ([*conversation.messages[2:]] for conversation in conversations)
+    assert search == [
+        Message("assistant", "search first", (ToolCall("search", "{}"),)),
+        Message("tool", "none found", name="search"),
+    ]
+    assert ask == [
+        Message("assistant", "search first", (ToolCall("ask", '{"a": 1}'),)),
+        Message("tool", "LH 1", name="ask"),
+    ]
+    assert give_up == [Message("assistant", "give up")]
+
+
+def test_load_toolbench_survives_deep_trees(tmp_path: Path) -> None:
+    document: Any = {"tree": {"tree": {"children": []}}, "answer_generation": {"query": "q"}}
+    node = document["tree"]["tree"]
+    for _ in range(300):
+        node["children"] = [_node("Thought", "t", [])]
+        node = node["children"][0]
+    (conversation,) = load(_write(tmp_path, "deep.json", document))
+    assert conversation.messages == (Message("user", "q"), Message("assistant", "\n".join(["t"] * 300)))
+
+
+def test_load_openai_chats_from_json_lines(tmp_path: Path) -> None:
+    chats = [
+        {
+            "messages": [
+                {
+                    "role": "developer",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                }
+            ]
+        },
+        {
+            "task": "t",
+            "trial": 2,
+            "messages": [{"role": "assistant", "content": "c", "reasoning_content": "r"}],
+        },
+    ]
+    first, second = load(_write(tmp_path, "chats.jsonl", "\n".join(json.dumps(chat) for chat in chats) + "\n"))
+    assert first.messages == (Message("system", "ab"),)
+    assert (second.task, second.trial) == ("t", 2)
+    assert second.messages == (Message("assistant", "c", reasoning="r"),)
+
+
+def test_load_folder_reads_all_formats(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    _write(tmp_path, "b.json", TAU_BENCH)
+    _write(tmp_path / "inner", "a.json", TOOLBENCH)
+    _write(tmp_path, "notes.txt", "not read")
+    assert [conversation.source for conversation in load(tmp_path)] == ["b", "b", "a", "a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "words"),
+    [
+        ("a.json", {"rows": []}, "an object with the keys 'rows'"),
+        ("a.json", [], "an empty list"),
+        ("a.json", [{"task_id": 1}], "a list of 1, its first entry an object with the keys 'task_id'"),
+        ("a.json", "3", "a int"),
+        ("a.json", "{nonsense", "is not JSON"),
+        ("a.txt", "nothing", "is not JSON"),
+        ("a.json", [{"messages": [{"role": "robot"}]}], "role is one of .* got 'robot'"),
+        ("a.json", [{"messages": [{"role": "user", "content": 3}]}], "content must be text.* got int"),
+        ("a.json", [{"messages": [{"role": "assistant", "tool_calls": [{}]}]}], "a tool call must .* got {}"),
+        (
+            "a.json",
+            {"tree": {"tree": _node("x", "", [_node("Guess", "", [])])}},
+            "node_type must be .* got 'Guess'",
+        ),
+    ],
+)
+def test_load_refuses_other_files(tmp_path: Path, name: str, document: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        load(_write(tmp_path, name, document))
+
+
+def test_load_refuses_missing_and_empty_folders(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no file or folder"):
+        load(tmp_path / "missing")
+    with pytest.raises(InputError, match="holds no .json"):
+        load(tmp_path)
