@@ -12,7 +12,6 @@ import operator
 from typing import Any
 
 import torch
-import torch._higher_order_ops.triton_kernel_wrap
 from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 
