@@ -10,7 +10,7 @@ and
 3. ``forests``: the trie of its rows, as ``subtree_end``, ``depth`` and ``token_of``.
 4. ``runtime.shapes``: the variant of the graph for this shape; its executable, compiled once, serves any number of
 tokens. 5. ``treefx.kernels``: attention over the tree, on this device.
-6. ``runtime.lazy``: the outputs, expanded to rows where somebody reads them.
+6. ``runtime.ways.outputs``: the outputs, expanded to rows where somebody reads them.
 7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
 
 ``planning`` runs a forest in parts that fit into memory; ``data`` makes batches; ``bench`` measures; ``cli`` is the
@@ -19,7 +19,7 @@ command. What a user imports lies open: ``backend``, ``config``, ``errors``, ``l
 Order of imports, each only of what stands before an arrow::
 
     errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> runtime -> backend -> inspection ->
-    planning -> data -> __init__ -> output -> bench -> cli -> __main__
+    planning -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
 """
 
 from importlib import import_module
