@@ -218,7 +218,8 @@ def alibi(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     place = torch.arange(q.size(-2), device=q.device)
     slopes = 2.0 ** -torch.arange(1, q.size(1) + 1, dtype=q.dtype)
     bias = slopes[:, None, None] * (place[None, :] - place[:, None]).to(q.dtype)
-    return ((q @ k.mT) / q.size(-1) ** 0.5 + bias).masked_fill(~causal(q), -1e9).softmax(-1) @ v
+    lowest = torch.finfo(q.dtype).min
+    return ((q @ k.mT) / q.size(-1) ** 0.5 + bias).masked_fill(~causal(q), lowest).softmax(-1) @ v
 
 
 def softmax_in_float32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

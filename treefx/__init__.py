@@ -19,7 +19,7 @@ command. What a user imports lies open: ``backend``, ``config``, ``errors``, ``l
 Order of imports, each only of what stands before an arrow::
 
     errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> runtime -> backend -> inspection ->
-    planning -> data -> __init__ -> output -> bench -> cli -> __main__
+    planning -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
 """
 
 from importlib import import_module

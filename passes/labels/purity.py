@@ -69,8 +69,7 @@ def changed_inputs(gm: fx.GraphModule) -> frozenset[fx.Node]:
 
 def has_effects(gm: fx.GraphModule) -> bool:
     """Whether a second run of the graph differs from the first: it draws random numbers or changes a buffer."""
-    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    return any(_own_impurity(node) is not None and _packet(node) not in _UNWRITTEN for node in calls)
+    return bool(changed_inputs(gm)) or any(_randomness(node) is not None for node in gm.graph.nodes)
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
@@ -102,16 +101,23 @@ def _packet(node: fx.Node) -> Any:
 
 def _own_impurity(node: fx.Node) -> str | None:
     """Why an operator gives another result each time, whatever its operands are."""
+    if node.op == "call_function" and _packet(node) in _UNWRITTEN:
+        return f"{node.target} is memory that nobody wrote"
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        return f"{node.target} changes its operand"
+    return _randomness(node)
+
+
+def _randomness(node: fx.Node) -> str | None:
+    """Why an operator draws random numbers, or may."""
     target: Any = node.target
     if node.op != "call_function" or target is operator.getitem or target in _TRITON:
         return None
     if draws(target):
         return f"{target} draws random numbers"
-    if _packet(node) in _UNWRITTEN:
-        return f"{target} is memory that nobody wrote"
     if target is torch.ops.treefx.custom_function.default:
-        ends = [impurity(end) for body in bodies_of(str(node.args[1])) for end in body.graph.find_nodes(op="output")]
-        return next((f"an autograd.Function in which {reason}" for reason in ends if reason is not None), None)
+        inner = [_randomness(item) for body in bodies_of(str(node.args[1])) for item in body.graph.nodes]
+        return next((f"an autograd.Function in which {reason}" for reason in inner if reason is not None), None)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _DETERMINISTIC:
         return f"{target} is no operator of PyTorch's own and may draw random numbers"
-    return f"{target} changes its operand" if target._schema.is_mutable else None
+    return None

@@ -193,7 +193,14 @@ class PackingInterpreter:
             assert isinstance(operand, fx.Node)
             packed = fact_of(operand).kind is Kind.PACKED
             return ((self.packed(operand) if packed else self.full(operand)), *node.args[1:]), node.kwargs
-        return fx.node.map_arg((node.args, dict(node.kwargs)), self.full)
+        return fx.node.map_arg((node.args, dict(node.kwargs)), self._dense)
+
+    def _dense(self, node: fx.Node) -> Any:
+        """A full value, dense in memory where it was in the trace: an expanded one may lie in another order, and some
+        operators (group norm) count on the order they were traced with."""
+        value, traced = self.full(node), node.meta.get("val")
+        lies_otherwise = isinstance(traced, Tensor) and traced.is_contiguous() and not value.is_contiguous()
+        return value.contiguous() if lies_otherwise else value
 
     def _make_packed(self, node: fx.Node) -> Any:
         if node.op == "placeholder" or not self._runs_packed(node):

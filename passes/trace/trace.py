@@ -153,11 +153,13 @@ def _detach(x: Tensor) -> Tensor:
 def _with_attention_whole(function: FunctionType) -> FunctionType:
     """A function of ``torch.nn.functional`` (multi-head attention) that calls ours where it calls attention itself.
 
-    A copy: the original is what other threads run meanwhile.
+    A copy: the original is what other threads run meanwhile. It knows itself by its name: where a mode watches the
+    functions that are called, it hands itself over to that and is called again.
     """
-    names = {**function.__globals__, _ATTENTION_NAME: _call_attention}
+    names: dict[str, Any] = {**function.__globals__, _ATTENTION_NAME: _call_attention}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
+    names[function.__name__] = copied
     return copied
 
 

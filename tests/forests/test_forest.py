@@ -326,7 +326,7 @@ def test_mask_dtypes_and_per_row_weights() -> None:
 
 
 def test_building_a_forest_loads_no_kernel_and_no_drawing() -> None:
-    heavy = ["matplotlib", "transformers", "treefx.kernels", "treefx.inspection.inspector", "treefx.backend"]
+    heavy = ["matplotlib", "transformers", "treefx.kernels.ops", "treefx.inspection.inspector", "treefx.backend"]
     program = (
         "import sys, treefx\n"
         "treefx.Forest.from_sequences([[1, 2]]).edges\n"

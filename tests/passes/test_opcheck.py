@@ -92,24 +92,29 @@ def test_attention(lay: Callable[[Tensor], Tensor]) -> None:
 
 class Forward(nn.Module):
     def forward(self, x: Tensor, w: Tensor) -> Any:
-        return (x * w, (x + 1).t()), (x, w)
+        return [x * w, (x + 1).t()]
 
 
 class OneGradient(nn.Module):
     def forward(self, g: Tensor, h: Tensor, x: Tensor, w: Tensor) -> Any:
-        return g * w + h.t(), None
+        return [g * w + h.t()]
 
 
 class TransposedAndTooLarge(nn.Module):
     def forward(self, g: Tensor, h: Tensor, x: Tensor, w: Tensor) -> Any:
-        return (g * w).t().contiguous().t(), (g * x).double()
+        return [(g * w).t().contiguous().t(), (g * x).double()]
 
 
-@pytest.mark.parametrize("backward", [OneGradient, TransposedAndTooLarge])
+GRADIENTS = {OneGradient: (True, False), TransposedAndTooLarge: (True, True)}
+
+
+@pytest.mark.parametrize("backward", GRADIENTS)
 @pytest.mark.parametrize("shape", [(3, 4), (4,)])
 def test_custom_function(lay: Callable[[Tensor], Tensor], backward: type[nn.Module], shape: tuple[int, ...]) -> None:
     """A user's gradient in another layout, dtype or shape than its input, which autograd sums and casts to it."""
-    key = opaque_ops.register_function(fx.symbolic_trace(Forward()), fx.symbolic_trace(backward()))
+    bodies = fx.symbolic_trace(Forward()), fx.symbolic_trace(backward())
+    saved = (("input", 0), ("input", 1))
+    key = opaque_ops.register_function(opaque_ops.Function(*bodies, 2, saved, GRADIENTS[backward]))
     x, w = lay(torch.randn(3, 4)), torch.randn(shape)
     opcheck(_ops.custom_function.default, ([leaf(x), leaf(w)], key))
     grads = [torch.ones(()).expand(3, 4), torch.randn(4, 3)]

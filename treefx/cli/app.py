@@ -6,6 +6,7 @@ from treefx.cli.bench import bench
 from treefx.cli.data import data
 from treefx.cli.demo import demo
 from treefx.cli.doctor import doctor
+from treefx.cli.fuzz import fuzz
 from treefx.cli.inspect_model import inspect
 from treefx.cli.plan import plan
 from treefx.output import refusals_end_the_command
@@ -23,6 +24,7 @@ app.command()(inspect)
 app.command()(plan)
 app.command()(data)
 app.command()(doctor)
+app.command()(fuzz)
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,181 @@
+"""Mistakes to be planted: each makes one law of the sources wrong, as a hand that forgets something would.
+
+A plant replaces attributes of modules by name; ``planted`` fails if one is not there any more, so that a renamed
+function cannot leave a plant without effect.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["PLANTS", "Plant", "planted"]
+
+aten = torch.ops.aten
+Change = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A mistake, and the family of programs that aims where it is."""
+
+    says: str
+    family: str
+    changes: dict[str, Change]
+    """By "module:attribute": what the attribute becomes, from what it is."""
+    inner: str = "eager"
+    """What compiles the programs: with eager some mistakes do not matter."""
+
+
+@contextmanager
+def planted(plant: Plant) -> Iterator[None]:
+    """The sources with the mistake in them."""
+    kept = []
+    try:
+        for place, change in plant.changes.items():
+            owner, name = _find(place)
+            original = getattr(owner, name)
+            kept.append((owner, name, original))
+            setattr(owner, name, change(original))
+        yield
+    finally:
+        for owner, name, original in reversed(kept):
+            setattr(owner, name, original)
+
+
+def _find(place: str) -> tuple[Any, str]:
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    assert hasattr(owner, name), f"{place} is not in the sources any more: plant the mistake where that went"
+    return owner, name
+
+
+# The mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def _wider_window(canonical_window: Change) -> Change:
+    def wrong(condition: Any, tables: Any) -> Any:
+        found = canonical_window(condition, tables)
+        is_window = found[0] == "lt" and found[1] == ("sub", ("cq",), ("ck",)) and found[2][0] == "const"
+        return (*found[:2], ("const", found[2][1] + 1)) if is_window else found
+
+    return wrong
+
+
+def _columns_off_by_one(tensors: Change) -> Change:
+    def wrong(row: Any, column: Any, *rest: Any) -> Any:
+        return tensors(row, (column - 1).clip(0), *rest)
+
+    return wrong
+
+
+def _ids_alone(combine_keys: Change) -> Change:
+    return lambda columns: combine_keys(columns[:1])
+
+
+def _last_rows_lost(restore: Change) -> Change:
+    def wrong(grad: Any, token_of: Any, *rest: Any) -> Any:
+        half = len(token_of) // 2
+        return restore(grad, torch.cat([token_of[:half], torch.full_like(token_of[half:], -1)]), *rest)
+
+    return wrong
+
+
+def _one_ignored_index(pick: Change) -> Change:
+    return lambda ignored: pick(None if ignored is None else -100)
+
+
+def _laws_of_noise(laws: dict[Any, Any]) -> dict[Any, Any]:
+    pointwise = laws[aten.clone.default]
+    drawn = (aten.randn_like.default, aten.rand_like.default, aten.bernoulli.p, aten.bernoulli.default)
+    return laws | dict.fromkeys(drawn, pointwise)
+
+
+def _always(answer: Any) -> Change:
+    def change(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            return answer
+
+        return wrong
+
+    return change
+
+
+def _same_shapes(same: Change) -> Any:
+    def wrong(left: Any, right: Any) -> bool:
+        return len(left) == len(right) and all(a.shape == b.shape for a, b in zip(left, right, strict=True))
+
+    return wrong
+
+
+def _heads_outside(heads_inside: Change) -> Change:
+    return lambda x: x.contiguous()
+
+
+def _nothing_asked(redundant: Any) -> Any:
+    def wrong(padding: Any, *args: Any, **kwargs: Any) -> Any:
+        return frozenset(item for attention in padding._analysis.attentions for item in attention.conditions)
+
+    return wrong
+
+
+PLANTS = {
+    "window": Plant(
+        "a window of w keys admits w + 1", "masks", {"treefx.passes.scores.attention_facts:canonical_window": _wider_window}
+    ),
+    "columns": Plant(
+        "tokens are read one column too early", "embeddings", {"treefx.runtime.batch:_tensors": _columns_off_by_one}
+    ),
+    "keys": Plant(
+        "the first input alone tells tokens apart, not the others", "inputs", {"treefx.runtime.batch:combine_keys": _ids_alone}
+    ),
+    "restoration": Plant(
+        "the gradients of the last rows are lost where rows are summed",
+        "losses",
+        {"treefx.passes.packing.restore_gradients:restore_pick": _last_rows_lost},
+    ),
+    "ignored index": Plant(
+        "every loss ignores -100, whatever it says", "losses", {"treefx.passes.labels.laws.losses:Pick": _one_ignored_index}
+    ),
+    "purity": Plant(
+        "noise is drawn once per distinct token",
+        "random",
+        {"treefx.passes.labels.laws.base:_LAWS": _laws_of_noise, "treefx.passes.labels.label_tokens:draws": _always(False)},
+    ),
+    "read": Plant(
+        "no loss reads what padding computes",
+        "losses",
+        {"treefx.runtime.padding:Padding.read": lambda read: _nothing_read},
+    ),
+    "proof": Plant("a proof outlives its buffers", "buffers", {"treefx.runtime.kept.proof:Proof.holds": _always(True)}),
+    "trie": Plant("the trie of a call is remembered by its shape", "calls", {"treefx.runtime.batch:_same": _same_shapes}),
+    "stride": Plant(
+        "tree attention returns its heads outside, and promises them inside",
+        "attention",
+        {"treefx.kernels.ops:heads_inside": _heads_outside},
+        "aot_eager",
+    ),
+    "mode": Plant(
+        "what was compiled without gradients is used for training",
+        "outputs",
+        {"treefx.runtime.shapes:process_state": _always(())},
+        "aot_eager",
+    ),
+    "condition": Plant(
+        "conditions of an attention are dropped unasked",
+        "masks",
+        {"treefx.runtime.padding:Padding.redundant": _nothing_asked},
+    ),
+}
+
+
+def _nothing_read(padding: Any, args: Any) -> Any:
+    return torch.zeros(padding._rows, padding._columns, dtype=torch.bool)

@@ -1,0 +1,151 @@
+"""The search itself: a slice of it over today's sources, its folder, its command, and programs that end badly."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import treefx
+from tests.fuzz.test_grammar import PLAIN
+from tests.fuzz.test_plants import sources
+from treefx.cli import app
+from treefx.fuzz import worker as workers
+from treefx.fuzz.describe import describe
+from treefx.fuzz.grammar import FAMILIES, generate
+from treefx.fuzz.journal import Finding, Journal
+from treefx.fuzz.program import Program
+from treefx.fuzz.report import failures_of, summary
+from treefx.fuzz.search import Search, Settings
+from treefx.fuzz.truth import FAILURES, Outcome, judge
+from treefx.fuzz.worker import Worker
+
+ANEW = int(sources()[:8], 16)
+"""A seed that changes with the sources."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", [0, ANEW], ids=["fixed", "anew"])
+def test_programs_of_every_family_are_exact_or_refused(family: str, seed: int) -> None:
+    end = time.process_time() + 3
+    for number in range(1 if family == "planned" else 2):
+        program = generate(seed, number, [family], "eager")
+        found = judge(program)
+        assert found.kind not in FAILURES, f"seed {seed}, number {number}: {describe(program)}: {found.note}"
+        if time.process_time() > end:
+            break
+
+
+class Stub:
+    """A worker that judges by what a program says, without a process."""
+
+    runs: list[int] = []
+
+    def __init__(self, limit_s: float) -> None:
+        self.done: list[int] = []
+
+    def run(self, program: Program) -> Outcome:
+        Stub.runs.append(program.seed)
+        self.done.append(program.seed)
+        kind = "wrong" if program.seed == 2 and program.calls else "exact"
+        return Outcome(kind, "0 loss: 1.0e+00" if kind == "wrong" else "", seconds=0.1)
+
+    def restart(self) -> None:
+        self.done = []
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
+    monkeypatch.setattr("treefx.fuzz.search.Worker", Stub)
+    Stub.runs = []
+    return Stub
+
+
+def test_a_search_goes_on_where_it_ended(stubbed: type[Stub], tmp_path: Path) -> None:
+    first = Search(Settings(programs=3, out=tmp_path, shrunk=0)).run()
+    stubbed.runs.clear()
+    told: list[Finding] = []
+    second = Search(Settings(programs=5, out=tmp_path, shrunk=0)).run(told.append)
+    assert stubbed.runs == [3, 4] == [finding.number for finding in told]
+    assert second[:3] == first and len(second) == 5
+
+
+def test_a_line_that_was_cut_short_is_run_again(stubbed: type[Stub], tmp_path: Path) -> None:
+    Search(Settings(programs=2, out=tmp_path)).run()
+    path = tmp_path / "programs.jsonl"
+    path.write_text(path.read_text()[:-20])
+    stubbed.runs.clear()
+    assert len(Search(Settings(programs=2, out=tmp_path)).run()) == 2
+    assert stubbed.runs == [1]
+
+
+def test_a_folder_of_another_search_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path, {"seed": 0})
+    with pytest.raises(treefx.TreefxError, match="another folder"):
+        Journal(tmp_path, {"seed": 1})
+
+
+def test_what_fails_becomes_a_small_script(stubbed: type[Stub], tmp_path: Path) -> None:
+    (failed,) = failures_of(Search(Settings(programs=4, out=tmp_path)).run())
+    assert failed.number == 2 and failed.script is not None
+    assert "def play(compile" in Path(failed.script).read_text()
+    assert failed.program.startswith("attention (causal); output loss; inner eager") or "causal" not in failed.program
+
+
+def test_minutes_end_a_search(stubbed: type[Stub]) -> None:
+    assert len(Search(Settings(programs=10**6, minutes=0.02)).run()) < 10**6
+
+
+def test_the_report_counts_by_family_and_class() -> None:
+    findings = [
+        Finding(0, "masks", "eager", "exact"),
+        Finding(1, "masks", "eager", "wrong"),
+        Finding(2, "rows", "eager", "rows"),
+    ]
+    report = summary(findings)
+    assert report["classes"]["wrong"] == 1 and report["families"]["masks"]["exact"] == 1
+    assert [item["number"] for item in report["failures"]] == [1]
+
+
+def test_the_command_fails_where_a_program_does(stubbed: type[Stub], tmp_path: Path) -> None:
+    options = ["fuzz", "--programs", "3", "--shrink", "0", "--out", str(tmp_path)]
+    shown = CliRunner().invoke(app, options)
+    assert shown.exit_code == 1
+    assert "wrong: " in shown.output and "failures" in shown.output
+    read: dict[str, Any] = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
+    assert read["programs"] == 3 and read["classes"]["wrong"] == 1
+
+
+def test_the_command_ends_well_where_nothing_fails(stubbed: type[Stub], tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["fuzz", "--programs", "2", "--out", str(tmp_path)])
+    assert shown.exit_code == 0 and "nothing failed" in shown.output
+
+
+def _ends(connection: Any) -> None:
+    connection.recv()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _hangs(connection: Any) -> None:
+    connection.recv()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("serve", "kind", "note"), [(_ends, "crashed", "SIGSEGV"), (_hangs, "hung", "not done after")])
+def test_a_process_that_ends_or_hangs_is_replaced(
+    serve: Any, kind: str, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_context", lambda: workers.multiprocessing.get_context("fork"))
+    monkeypatch.setattr(workers, "_serve", serve)
+    one = Worker(limit_s=1.0)
+    found = one.run(PLAIN)
+    assert (found.kind, note in found.note) == (kind, True)
+    assert one.run(PLAIN).kind == kind
+    one.close()

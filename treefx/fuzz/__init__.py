@@ -1,0 +1,10 @@
+"""Random search for programs that break the promise: small models and training steps, treefx against eager.
+
+In: a seed. Out: a program (``program``, drawn by ``draft`` and ``grammar``), its text (``script``), its outcome
+(``truth``), and where that is wrong the smallest program that still is (``shrink``).
+
+Order of imports, each only of what stands before an arrow::
+
+    program, journal -> families -> script, describe -> draft -> grammar, truth -> report, preloaded, worker, shrink
+    -> search
+"""
