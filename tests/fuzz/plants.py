@@ -93,9 +93,9 @@ def _one_ignored_index(pick: Change) -> Change:
 
 
 def _laws_of_noise(laws: dict[Any, Any]) -> dict[Any, Any]:
-    pointwise = laws[aten.clone.default]
+    pointwise = laws[aten.clone.default, None]
     drawn = (aten.randn_like.default, aten.rand_like.default, aten.bernoulli.p, aten.bernoulli.default)
-    return laws | dict.fromkeys(drawn, pointwise)
+    return laws | dict.fromkeys([(target, None) for target in drawn], pointwise)
 
 
 def _always(answer: Any) -> Change:
@@ -129,13 +129,17 @@ def _nothing_asked(redundant: Any) -> Any:
 
 PLANTS = {
     "window": Plant(
-        "a window of w keys admits w + 1", "masks", {"treefx.passes.scores.attention_facts:canonical_window": _wider_window}
+        "a window of w keys admits w + 1",
+        "masks",
+        {"treefx.passes.scores.attention_facts:canonical_window": _wider_window},
     ),
     "columns": Plant(
         "tokens are read one column too early", "embeddings", {"treefx.runtime.batch:_tensors": _columns_off_by_one}
     ),
     "keys": Plant(
-        "the first input alone tells tokens apart, not the others", "inputs", {"treefx.runtime.batch:combine_keys": _ids_alone}
+        "the first input alone tells tokens apart, not the others",
+        "inputs",
+        {"treefx.runtime.batch:combine_keys": _ids_alone},
     ),
     "restoration": Plant(
         "the gradients of the last rows are lost where rows are summed",
@@ -143,12 +147,17 @@ PLANTS = {
         {"treefx.passes.packing.restore_gradients:restore_pick": _last_rows_lost},
     ),
     "ignored index": Plant(
-        "every loss ignores -100, whatever it says", "losses", {"treefx.passes.labels.laws.losses:Pick": _one_ignored_index}
+        "every loss ignores -100, whatever it says",
+        "losses",
+        {"treefx.passes.labels.laws.losses:Pick": _one_ignored_index},
     ),
     "purity": Plant(
         "noise is drawn once per distinct token",
         "random",
-        {"treefx.passes.labels.laws.base:_LAWS": _laws_of_noise, "treefx.passes.labels.label_tokens:draws": _always(False)},
+        {
+            "treefx.passes.labels.laws.base:_LAWS": _laws_of_noise,
+            "treefx.passes.labels.label_tokens:draws": _always(False),
+        },
     ),
     "read": Plant(
         "no loss reads what padding computes",
@@ -156,7 +165,9 @@ PLANTS = {
         {"treefx.runtime.padding:Padding.read": lambda read: _nothing_read},
     ),
     "proof": Plant("a proof outlives its buffers", "buffers", {"treefx.runtime.kept.proof:Proof.holds": _always(True)}),
-    "trie": Plant("the trie of a call is remembered by its shape", "calls", {"treefx.runtime.batch:_same": _same_shapes}),
+    "trie": Plant(
+        "the trie of a call is remembered by its shape", "calls", {"treefx.runtime.batch:_same": _same_shapes}
+    ),
     "stride": Plant(
         "tree attention returns its heads outside, and promises them inside",
         "attention",
