@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import treefx
+from tests.drawing import sources
 from tests.fuzz.test_grammar import PLAIN
-from tests.fuzz.test_plants import sources
 from treefx.cli import app
 from treefx.fuzz import worker as workers
 from treefx.fuzz.describe import describe

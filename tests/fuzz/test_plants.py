@@ -5,14 +5,12 @@ all. What the sources themselves get wrong would be found in their place, so eve
 plant.
 """
 
-import hashlib
 import os
-from pathlib import Path
 from random import Random
 
 import pytest
 
-import treefx
+from tests.drawing import sources
 from tests.fuzz.plants import PLANTS, Plant, planted
 from treefx.fuzz.describe import describe
 from treefx.fuzz.grammar import generate
@@ -20,13 +18,6 @@ from treefx.fuzz.truth import FAILURES, judge
 
 PROGRAMS = 600
 """Every plant is found within as many programs of its family."""
-
-
-def sources() -> str:
-    """A hash of the sources, for what is drawn anew with every change."""
-    root = Path(treefx.__file__).parent
-    files = sorted(path for folder in (root, root / "passes", root / "kernels") for path in folder.glob("**/*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def drawn() -> list[str]:

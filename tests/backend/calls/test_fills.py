@@ -18,6 +18,8 @@ from tests.backend.masked import (
 from tests.backend.support import compare
 from treefx.passes.packing import emit_attention
 
+pytestmark = pytest.mark.sample(3)
+
 
 def tensor_fill(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
     seen = causal(q) & mask[:, None, None].bool()

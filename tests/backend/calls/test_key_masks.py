@@ -29,6 +29,8 @@ from tests.oracle import FLOAT64
 from treefx.passes.analysis import Analysis
 from treefx.runtime.padding import Padding
 
+pytestmark = pytest.mark.sample(3)
+
 # Two masks on keys ----------------------------------------------------------------------------------------------------
 
 

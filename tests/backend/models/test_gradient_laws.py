@@ -17,6 +17,8 @@ from tests.oracle import loss_of, stats_of
 from tests.spellings import SPELLINGS
 from treefx.passes.labels.laws.gradients import is_pointwise
 
+pytestmark = pytest.mark.sample(3)
+
 VOCAB = 61
 
 
