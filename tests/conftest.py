@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.drawing import is_drawn
+from tests.fuzz.drawing import is_drawn
 
 pytest.register_assert_rewrite("tests.oracle", "tests.backend.support")
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import treefx
-from tests.drawing import sources
+from tests.fuzz.drawing import sources
 from tests.fuzz.test_grammar import PLAIN
 from treefx.cli import app
 from treefx.fuzz import worker as workers

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from tests.drawing import sources
+from tests.fuzz.drawing import sources
 from tests.fuzz.plants import PLANTS, Plant, planted
 from treefx.fuzz.describe import describe
 from treefx.fuzz.grammar import generate
