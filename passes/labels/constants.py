@@ -81,7 +81,7 @@ class Constants:
         """Positions of the inputs whose values entered a proof."""
         self._positions = {node: i for i, node in enumerate(self._values)}
         self._per_call = {node for node, role in zip(self._values, roles, strict=True) if role == "input"}
-        self._per_call |= changed_inputs(gm)
+        self._per_call |= changed_inputs(gm).keys()
         self.consecutive = frozenset(node for node, i in self._positions.items() if i in known.consecutive)
         self.binary = frozenset(node for node, i in self._positions.items() if i in known.binary)
         self.masks = _masks(list(self._positions), known)

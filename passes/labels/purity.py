@@ -61,10 +61,11 @@ def impurity(node: fx.Node) -> str | None:
     return found
 
 
-def changed_inputs(gm: fx.GraphModule) -> frozenset[fx.Node]:
-    """The placeholders that a functional graph writes to: buffers and inputs that differ from call to call."""
+def changed_inputs(gm: fx.GraphModule) -> dict[fx.Node, Any]:
+    """The placeholders that a functional graph writes to (buffers and inputs that differ from call to call), and what
+    it writes there."""
     copies = gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
-    return frozenset(node.args[0] for node in copies if isinstance(node.args[0], fx.Node))
+    return {node.args[0]: node.args[1] for node in copies if isinstance(node.args[0], fx.Node)}
 
 
 def has_effects(gm: fx.GraphModule) -> bool:

@@ -33,8 +33,8 @@ class Packer(Protocol):
     """Conditions of attentions that hold for all tokens of the call."""
     absent: frozenset[int]
     """Positions of logits that are not computed."""
-    changed: frozenset[fx.Node]
-    """Inputs that the graph writes to."""
+    changed: dict[fx.Node, Any]
+    """Inputs that the graph writes to, and what it writes there."""
     hidden: list[Tensor]
     """Whether masks hide what they are to hide, for the attentions where only the numbers of the call tell."""
 

@@ -138,6 +138,9 @@ class PackingInterpreter:
     def _output(self, item: Any) -> tuple[Any, Output]:
         if not isinstance(item, fx.Node):
             return item, Output()
+        held = next((source for source, value in self.changed.items() if value is item), None)
+        if held is not None:  # changed in place: what the caller has is that tensor, and others may have it too
+            return self.full(held), Output()
         fact = fact_of(item)
         if is_packed_output(fact):
             assert fact.dims is not None

@@ -119,12 +119,22 @@ class _Bodies:
                 results.append(node)
             sources.append(("result", results.index(node)))
         _return(forward, results)
-        for copy in backward.graph.find_nodes(op="call_function", target=aten.copy_.default):
-            backward.graph.erase_node(copy)  # in place on a gradient, which nobody else sees
-        backward.recompile()
+        _erase_changes(backward, count)
         given = list(gradients) if len(gradients) == len(inputs) else _spread(gradients, inputs)
         there = tuple(isinstance(g, Tensor) for x, g in zip(inputs, given, strict=True) if isinstance(x, Tensor))
         return opaque_ops.Function(forward, backward, count, tuple(sources), there)
+
+
+def _erase_changes(backward: fx.GraphModule, gradients: int) -> None:
+    """Leave out what a backward writes into its incoming gradients, which nobody else sees."""
+    unseen = backward.graph.find_nodes(op="placeholder")[:gradients]
+    for copy in backward.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if copy.args[0] not in unseen:
+            raise NotImplementedError(
+                "the backward of an autograd.Function changes a saved tensor in place; make a new one instead"
+            )
+        backward.graph.erase_node(copy)
+    backward.recompile()
 
 
 def _drop_empty_views(gm: fx.GraphModule) -> None:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from treefx.passes.trace import opaque_ops
+from treefx.passes.trace.changed_inputs import read_changed_inputs_once
 from treefx.passes.trace.custom_functions import call_custom_function
 from treefx.passes.trace.inline_flex import flex_attention
 from treefx.passes.trace.inline_scan import associative_scan
@@ -55,7 +56,10 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
         A graph with the same placeholders in the same order; each node has ``meta["val"]`` and the stack of the
         user's line.
     """
-    return trace_function(_ForwardTracer(gm).run, inputs, mode, functional=True)
+    traced = trace_function(_ForwardTracer(gm).run, inputs, mode, functional=True)
+    if torch.is_grad_enabled():
+        read_changed_inputs_once(traced)
+    return traced
 
 
 def trace_function(

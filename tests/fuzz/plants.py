@@ -180,6 +180,11 @@ PLANTS = {
         {"treefx.runtime.shapes:process_state": _always(())},
         "aot_eager",
     ),
+    "linearity": Plant(
+        "every backward of an autograd.Function is taken for linear",
+        "autograd",
+        {"treefx.passes.labels.laws.gradients:_is_linear": _always(True)},
+    ),
     "condition": Plant(
         "conditions of an attention are dropped unasked",
         "masks",

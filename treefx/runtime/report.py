@@ -56,8 +56,8 @@ class GraphReport:
 
     @property
     def sharing_ratio(self) -> float:
-        """Raw over distinct tokens of the last call."""
-        return self.raw_tokens / self.tokens if self.tokens else 1.0
+        """Raw over distinct tokens of the last call; 1 where all of it is padding."""
+        return self.raw_tokens / self.tokens if self.tokens and self.raw_tokens else 1.0
 
 
 class Reports:

@@ -92,10 +92,10 @@ def _overwrites_by_mask(node: fx.Node) -> bool:
         return False
     source, indices, value = node.args
     mask = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
-    if not all(isinstance(item, fx.Node) for item in (source, mask, value)):
+    if not (isinstance(source, fx.Node) and isinstance(mask, fx.Node) and isinstance(value, fx.Node)):
         return False
-    of_all = mask.meta["val"].dtype is torch.bool and mask.meta["val"].shape == source.meta["val"].shape  # type: ignore
-    return of_all and value.meta["val"].dim() == 0  # type: ignore[union-attr]
+    of_all = mask.meta["val"].dtype is torch.bool and mask.meta["val"].shape == source.meta["val"].shape
+    return of_all and value.meta["val"].dim() == 0
 
 
 def _packet(node: fx.Node) -> Any:

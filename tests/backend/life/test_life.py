@@ -72,6 +72,14 @@ def test_raw_tokens_and_ratio() -> None:
     assert stats["sharing_ratio"] == pytest.approx(raw / distinct_tokens(batch))
 
 
+def test_a_batch_of_nothing_but_padding() -> None:
+    compiled = compile_with(llama())
+    ids = torch.ones(2, 5, dtype=torch.long)
+    compiled(ids, attention_mask=torch.zeros_like(ids))
+    stats = stats_of(compiled)
+    assert (stats["raw_tokens"], stats["sharing_ratio"], stats["overlap_ratio"]) == (0, 1.0, 0.0)
+
+
 def unshared() -> Batch:
     """Four rows without a common prefix."""
     batch = shared_batch(rows=4, length=14, shared=6, padding=None)

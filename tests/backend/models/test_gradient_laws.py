@@ -267,6 +267,24 @@ def test_gradients_that_a_graph_cannot_say_are_refused_by_name(function: Callabl
     assert word in compare(model_with(function), batch_with_forks()).stats["fallback"]
 
 
+class Doubling(Function):
+    """Its backward changes what the forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        return grad * slope + grad * slope.mul_(2)
+
+
+def test_backward_that_changes_a_saved_tensor_is_refused_by_name() -> None:
+    assert "changes a saved tensor" in compare(model_with(Doubling.apply), batch_with_forks()).stats["fallback"]
+
+
 def test_weight_clipped_in_the_forward_is_refused_by_name() -> None:
     class Clamped(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
