@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from treefx.passes import pipeline as _pipeline  # noqa: F401  (registers all laws)
+
 __all__ = ["PLANTS", "Plant", "planted"]
 
 aten = torch.ops.aten
@@ -109,6 +111,11 @@ def _always(answer: Any) -> Change:
     return change
 
 
+def _forgetful(cached: Any) -> Any:
+    """What it answers without the mistake is not remembered with it, nor the other way around."""
+    return cached.__wrapped__
+
+
 def _same_shapes(same: Change) -> Any:
     def wrong(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(a.shape == b.shape for a, b in zip(left, right, strict=True))
@@ -183,7 +190,11 @@ PLANTS = {
     "linearity": Plant(
         "every backward of an autograd.Function is taken for linear",
         "autograd",
-        {"treefx.passes.labels.laws.gradients:_is_linear": _always(True)},
+        {
+            "treefx.passes.labels.laws.gradients:_is_linear": _always(True),
+            "treefx.passes.labels.laws.pointwise:custom_function_reason": _forgetful,
+            "treefx.passes.causal.elements:custom_function_reason": _forgetful,
+        },
     ),
     "condition": Plant(
         "conditions of an attention are dropped unasked",
