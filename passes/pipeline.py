@@ -50,7 +50,7 @@ from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
 from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import PackingInterpreter
-from treefx.passes.packing.token_count import TokenCount, add_count_input
+from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import attentions

@@ -16,7 +16,7 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -52,7 +52,7 @@ class TokenCount(ShapeEnv):
         self.count: Any = None
         """N, a ``torch.SymInt``; there once ``vectors`` was called."""
         self._symbols: list[Any] = []
-        self._admitted: dict[tuple[int, ...], bool] = {}
+        self._admitted: dict[tuple[Any, ...], bool] = {}
 
     def vectors(self, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode) -> list[Tensor]:
         """Fake vectors [N], one per dtype; ``mode`` has this environment."""
@@ -74,19 +74,24 @@ class TokenCount(ShapeEnv):
         context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
         real = [torch.zeros(hint, dtype=dtype, device=device) for dtype in dtypes]
         fakes: list[Tensor] = [mode.from_tensor(vector, symbolic_context=context) for vector in real]
-        self._symbols.append(fakes[0].shape[0].node.expr)  # type: ignore[attr-defined]
+        symbol = fakes[0].shape[0].node.expr  # type: ignore[attr-defined]
+        self._symbols += [] if symbol in self._symbols else [symbol]
         return fakes
 
-    def admits(self, tokens: int, *further: int) -> bool:
+    def admits(self, tokens: int, *further: int, given: Mapping[Any, int] | None = None) -> bool:
         """Whether everything recorded so far holds for this many tokens and for further sizes, in the order made.
 
-        Nobody else checks it.
+        Nobody else checks it. ``given`` are the values of other symbols.
         """
-        sizes = (tokens, *further)
-        key = (*sizes, len(self.guards))  # inductor compiles the backward when it is first needed
+        values = {**dict(zip(self._symbols, (tokens, *further), strict=True)), **(given or {})}
+        return self.holds(values)
+
+    def holds(self, values: Mapping[Any, int]) -> bool:
+        """Whether everything recorded so far that speaks of these symbols alone holds for these values."""
+        key = (tuple(values.items()), len(self.guards))
         if key not in self._admitted:
-            values = dict(zip(self._symbols, sizes, strict=True))
-            self._admitted[key] = all(bool(guard.expr.xreplace(values)) for guard in self.guards)
+            known = [guard.expr for guard in self.guards if guard.expr.free_symbols <= values.keys()]
+            self._admitted[key] = all(bool(expr.xreplace(values)) for expr in known)
         return self._admitted[key]
 
     def evaluate_expr(

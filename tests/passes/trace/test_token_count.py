@@ -7,7 +7,7 @@ from torch import fx
 from torch._inductor.codegen.cpp import CppKernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from treefx.passes.packing.token_count import _ADVICE, TokenCount, _advice_code, add_count_input
+from treefx.passes.trace.token_count import _ADVICE, TokenCount, _advice_code, add_count_input
 
 
 def symbol_of(count: TokenCount) -> sympy.Symbol:

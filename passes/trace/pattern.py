@@ -1,0 +1,114 @@
+"""Sizes of the inputs as symbols: which are rows, which are columns, and what a call gives them.
+
+Dynamo has a symbol for every size that may change; two of them are the rows B and the columns T of the batch, and most
+others are these again, or one more or less. A *pattern* names the sizes of all inputs in B and T, so that calls of one
+pattern share an analysis. Before, two calls of Dynamo's graph::
+
+    ids [4, 16], mask [4, 16], labels [4, 15]        ids [9, 31], mask [9, 31], labels [9, 30]
+
+After, one pattern::
+
+    ids [B, T], mask [B, T], labels [B, T - 1]       with B, T = 4, 16 and B, T = 9, 31
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt, Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["COLUMNS", "ROWS", "Pattern", "Sizes", "concrete", "inline_sizes", "pattern_of"]
+
+ROWS, COLUMNS = sympy.symbols("rows columns", integer=True, positive=True)
+Sizes = Mapping[sympy.Symbol, int]
+"""What a call gives to symbols."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS``.
+
+    ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number.
+    """
+
+    inputs: tuple[Any, ...]
+
+    @property
+    def symbols(self) -> list[sympy.Symbol]:
+        """Those that occur."""
+        found = {symbol for item in _leaves(self.inputs) for symbol in getattr(item, "free_symbols", ())}
+        return [symbol for symbol in (ROWS, COLUMNS) if symbol in found]
+
+
+def _leaves(inputs: Sequence[Any]) -> list[Any]:
+    return [size for item in inputs for size in (item if isinstance(item, tuple) else (item,))]
+
+
+def pattern_of(gm: fx.GraphModule, args: Sequence[Any], ids: Tensor) -> tuple[Pattern, dict[sympy.Symbol, int]]:
+    """The pattern of a call of Dynamo's graph, and what the call gives to its symbols.
+
+    Args:
+        gm: Dynamo's graph; a size that is a number in it stays one.
+        args: One value per placeholder.
+        ids: The input [B, T] whose sizes the others are compared with.
+    """
+    rows, columns = ids.shape
+    found: dict[Any, Any] = {}
+    inputs: list[Any] = []
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, args, strict=True):
+        example = node.meta.get("example_value")
+        if not isinstance(value, Tensor) or not isinstance(example, Tensor):
+            inputs.append(None)
+            continue
+        sizes = []
+        for d, (size, traced) in enumerate(zip(value.shape, example.shape, strict=True)):
+            named = _named(size, d, rows, columns) if isinstance(traced, SymInt) else size
+            if isinstance(traced, SymInt):
+                found.setdefault(traced.node.expr, named)
+            sizes.append(named)
+        inputs.append(tuple(sizes))
+    for i, (node, value) in enumerate(zip(placeholders, args, strict=True)):
+        example = node.meta.get("example_value")
+        if inputs[i] is None:
+            inputs[i] = found.get(example.node.expr, value) if isinstance(example, SymInt) else value
+    pattern = Pattern(tuple(inputs))
+    given = {ROWS: rows, COLUMNS: columns}
+    return pattern, {symbol: given[symbol] for symbol in pattern.symbols}
+
+
+def _named(size: int, dim: int, rows: int, columns: int) -> Any:
+    """A size in rows and columns; where several names fit, the first dimension counts rows and the others columns."""
+    names = [(rows, ROWS), (columns, COLUMNS)] if dim == 0 else [(columns, COLUMNS), (rows, ROWS)]
+    names += [(columns - 1, COLUMNS - 1), (columns + 1, COLUMNS + 1)]
+    names += [(rows * columns, ROWS * COLUMNS), (rows * (columns - 1), ROWS * (COLUMNS - 1))]
+    return next((name for value, name in names if value == size and size > 1), size)
+
+
+def inline_sizes(gm: fx.GraphModule) -> None:
+    """Write sizes into the operators that take them, as the symbols they are, and erase what computed them.
+
+    Asking a tensor for its size then does not count as reading it, and laws see sizes where numbers are.
+    """
+    for node in gm.graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _size_or_node)
+        node.args, node.kwargs = args, kwargs
+    for node in reversed(gm.graph.nodes):
+        if node.op == "call_function" and isinstance(node.meta.get("val"), SymInt):
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _size_or_node(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return value if isinstance(value, SymInt) else node
+
+
+def concrete(value: Any, sizes: Mapping[Any, int]) -> Any:
+    """Arguments of an operator with the numbers of a call in place of symbols."""
+    return tree_map_only(SymInt, lambda size: int(size.node.expr.xreplace(sizes)), value)
