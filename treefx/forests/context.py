@@ -3,6 +3,7 @@
 Also the tree of the forward that is running under ``treefx.distribute``.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +14,13 @@ from torch import Tensor
 from treefx.errors import ForestError
 from treefx.forests.forest import Forest
 
-__all__ = ["RunningTree", "current_forest", "current_tree", "set_tree", "use"]
+__all__ = ["RunningTree", "current_forest", "current_tree", "ran_on_forest", "set_tree", "use"]
+
+_NOTHING_RAN = (
+    "a forest was in use, and no compiled model ran on it: any other lets the rows of a packed row see each other. "
+    "Call the compiled model inside of the context (Dynamo runs a model uncompiled that it has compiled too often: "
+    "raise torch._dynamo.config.recompile_limit)"
+)
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,16 @@ class RunningTree:
     """The model's parameters as its owner sees them: FSDP swaps others in while a block runs."""
 
 
+@dataclass
+class _Use:
+    """A forest in use, and whether a compiled model has run on it."""
+
+    forest: Forest
+    ran: bool = False
+
+
 _TREE: ContextVar[RunningTree | None] = ContextVar("treefx_tree", default=None)
-_CURRENT: ContextVar[Forest | None] = ContextVar("treefx_forest", default=None)
+_CURRENT: ContextVar[_Use | None] = ContextVar("treefx_forest", default=None)
 
 
 @contextmanager
@@ -42,6 +57,9 @@ def use(forest: Forest) -> Iterator[Forest]:
     Raises:
         ForestError: `forest` is not a Forest.
 
+    Warns:
+        UserWarning: No compiled model ran inside; any other lets the rows of the forest see each other.
+
     Example:
         >>> with treefx.use(forest):
         ...     out = compiled(**forest.model_inputs(), use_cache=False)
@@ -50,16 +68,27 @@ def use(forest: Forest) -> Iterator[Forest]:
         raise ForestError(
             f"treefx.use expected a Forest, got {type(forest).__name__}; build one with Forest.from_sequences"
         )
-    token = _CURRENT.set(forest)
+    current = _Use(forest)
+    token = _CURRENT.set(current)
     try:
         yield forest
     finally:
         _CURRENT.reset(token)
+    if not current.ran:
+        warnings.warn(_NOTHING_RAN, stacklevel=3)
 
 
 def current_forest() -> Forest | None:
     """Return the forest of the innermost `use` of this thread, None outside of one."""
-    return _CURRENT.get()
+    current = _CURRENT.get()
+    return None if current is None else current.forest
+
+
+def ran_on_forest() -> None:
+    """Note that a compiled graph has run on the forest in use."""
+    current = _CURRENT.get()
+    assert current is not None
+    current.ran = True
 
 
 def set_tree(tree: RunningTree | None) -> None:

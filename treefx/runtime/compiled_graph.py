@@ -14,6 +14,7 @@ from treefx.forests.forest import Forest
 from treefx.passes.analysis import Rewritten
 from treefx.passes.pipeline import build_passes
 from treefx.runtime.analyses import Analyses
+from treefx.runtime.dynamo import why_cut
 from treefx.runtime.records import Records
 from treefx.runtime.report import GraphReport
 from treefx.runtime.ways.native import NativeRun, wrong_row
@@ -22,6 +23,9 @@ from treefx.runtime.ways.packed import PackedRun
 from treefx.runtime.ways.rows import RowsRun
 
 __all__ = ["CompiledGraph"]
+
+_WHOLE = "under treefx.use(forest) the model must be one whole graph, because nobody sees what runs beside it, but "
+_WHERE = "call it on a padded batch without treefx.use (TORCH_LOGS=graph_breaks shows the line)"
 
 _OFF_TREE = (
     "under treefx.distribute every compiled graph must start from the hidden states of a block, got one that does not: "
@@ -64,6 +68,9 @@ class CompiledGraph:
         if current_tree() is not None:
             raise UnsupportedError(_OFF_TREE)
         forest = current_forest()
+        cut = why_cut(self.gm) if forest is not None and "parameter" in self.roles else None
+        if cut is not None:
+            raise UnsupportedError(f"{_WHOLE}Dynamo cut it: {cut}; {_WHERE}")
         by_column = None if forest is None else self._native.by_column(args, forest)
         shape = self._analyses.shape(args if by_column is None else by_column)
         if isinstance(shape, str):
@@ -79,4 +86,6 @@ class CompiledGraph:
     def _run_ordinary(self, args: Sequence[Any], fallback: str | None, forest: Forest | None) -> Any:
         if forest is not None and (fallback or self._records.report.has_tokens):
             raise UnsupportedError(f"under treefx.use(forest) the model must run packed, but {fallback}")
+        if forest is not None and "parameter" in self.roles:
+            raise UnsupportedError(_WHOLE + "one of its graphs gets no token ids; give the model input_ids")
         return self._ordinary.instead(args, fallback=fallback)

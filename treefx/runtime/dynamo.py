@@ -12,11 +12,12 @@ import sys
 from typing import Any
 
 import torch
+from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.tensor import TensorVariable
 
-__all__ = ["keep_graphs_whole"]
+__all__ = ["keep_graphs_whole", "why_cut"]
 
 
 @functools.cache
@@ -25,6 +26,14 @@ def keep_graphs_whole() -> None:
     _pass_warnings()
     _pass_requires_grad()
     _install_hooks_first()
+
+
+def why_cut(gm: fx.GraphModule) -> str | None:
+    """Why Dynamo ended a graph before the function it comes from did; None where it is the last of that function."""
+    ending = getattr(gm, "compile_subgraph_reason", None)
+    if ending is None or not ending.graph_break:
+        return None
+    return next(iter(str(ending.reason).splitlines()), "for a reason it does not name")
 
 
 def _pass_warnings() -> None:

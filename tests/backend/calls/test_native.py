@@ -192,3 +192,54 @@ def test_second_forest_with_the_input_of_the_first() -> None:
     run_native(compiled, model, forest)
     with refused(), treefx.use(other):
         compiled(**forest.model_inputs(), use_cache=False)
+
+
+class Recurrent(nn.Module):
+    """Dynamo leaves it to eager execution, which runs it along the packed row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gru(x)[0]  # type: ignore[no-any-return]
+
+
+class Mean(nn.Module):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+FOREST = treefx.Forest.from_sequences([[5, 6, 7, 9], [5, 6, 8, 9]])
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("module", [Recurrent, Mean])
+def test_a_model_that_dynamo_cuts_is_refused(module: type[nn.Module], place: str) -> None:
+    """What runs between two graphs runs along the packed row, through all branches."""
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16, **{place: module()})
+    with refused("one whole graph", "Dynamo cut it"), treefx.use(FOREST):
+        compile_with(TakesCacheFlag(model))(**FOREST.model_inputs())
+
+
+class Embedded(nn.Module):
+    """Takes hidden states, as a model does whose embedding runs elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(x)[:, None].chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0]
+
+
+def test_a_graph_without_token_ids_is_refused() -> None:
+    with refused("no token ids"), treefx.use(FOREST):
+        compile_with(Embedded())(torch.randn(1, FOREST.num_tokens, 16))
+
+
+def test_a_model_that_runs_uncompiled_is_told_of() -> None:
+    with pytest.warns(UserWarning, match="no compiled model ran"), treefx.use(FOREST):
+        TinyLM(SPELLINGS["sdpa_is_causal"], layers=1)(FOREST.model_inputs()["input_ids"])

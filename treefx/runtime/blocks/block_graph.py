@@ -10,16 +10,23 @@ from torch import Tensor, fx
 from torch._guards import CompileContext
 
 from treefx.config import Config
+from treefx.errors import UnsupportedError
 from treefx.forests.context import current_tree
 from treefx.kernels.lasting import lasting
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.compile_inner import Compiled, compile_inner
 from treefx.runtime.blocks.on_tree import OnTree, rewrite_on_tree
 from treefx.runtime.compiling import compiling
+from treefx.runtime.dynamo import why_cut
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.report import GraphReport, Reports
 
 __all__ = ["BlockGraph"]
+
+_WHOLE = (
+    "under treefx.distribute every block must be one whole graph, because what runs beside it lets the rows see each "
+    "other, but Dynamo cut one: {}; run it without treefx.distribute (TORCH_LOGS=graph_breaks shows the line)"
+)
 
 
 class BlockGraph:
@@ -49,6 +56,9 @@ class BlockGraph:
         return []
 
     def __call__(self, *args: Any) -> Any:
+        cut = why_cut(self.gm)
+        if cut is not None:
+            raise UnsupportedError(_WHOLE.format(cut))
         parameters = [x for x, role in zip(args, self.roles, strict=True) if role == "parameter"]
         report = self._reports.of(parameters)
         report.count_call()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import ForestError, UnsupportedError
+from treefx.forests.context import ran_on_forest
 from treefx.forests.forest import Forest
 from treefx.passes.analysis import Variant
 from treefx.passes.labels.rows import rows_in_order
@@ -65,6 +66,7 @@ class NativeRun:
         by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
         cut = forest.cut if isinstance(forest, PartRow) else None
         variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
+        ran_on_forest()
         results = self._packed.run(shape, variant, by_column, batch, cut)
         if results is None:
             raise UnsupportedError(UNHIDDEN)
