@@ -21,6 +21,7 @@ from treefx.passes.labels.label_tokens import (
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.purity import has_effects
 from treefx.passes.packing.pack_tokens import Output, is_packed_output
+from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 from treefx.passes.trace.token_count import TokenCount
 from treefx.passes.scores.attention_facts import Attention
 
@@ -74,6 +75,8 @@ class Analysis:
     """Values [B, T] that do so where rows start in different columns; None where tokens are known by their column."""
     known: InputValues = field(default_factory=InputValues)
     """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
+    batch: BatchSizes | None = None
+    """Rows and columns where they are symbols."""
     constants: Constants | None = None
     attentions: list[Attention] = field(default_factory=list)
     recurrences: int = 0
@@ -83,6 +86,16 @@ class Analysis:
     """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def values(self, args: Sequence[Any]) -> dict[Any, int]:
+        """What the tensors of a call give to the symbols."""
+        return {} if self.batch is None else self.batch.values(args)
+
+    def extent(self, args: Sequence[Any]) -> tuple[int, int]:
+        """Rows and columns of a call."""
+        assert self.tokens is not None
+        rows, columns = concrete((self.tokens.rows, self.tokens.columns), self.values(args))
+        return rows, columns
 
     def identity_without(self, redundant: frozenset[Expr]) -> list[int]:
         """Positions of the inputs whose values tell tokens apart where some conditions on keys are left out."""

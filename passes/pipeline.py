@@ -50,6 +50,8 @@ from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
 from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import PackingInterpreter
+from treefx.passes.trace.batch_sizes import BatchSizes
+from treefx.passes.trace.pattern import Pattern, inline_sizes
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
@@ -139,9 +141,14 @@ def _run_stage(stage: str, passes: Sequence[Pass], gm: fx.GraphModule, work: _Wo
 
 
 def analyse(
-    gm: fx.GraphModule, inputs: Sequence[Any], roles: list[Role], known: InputValues, passes: Sequence[Pass]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    roles: list[Role],
+    known: InputValues,
+    passes: Sequence[Pass],
+    batch: Pattern | None = None,
 ) -> Analysis:
-    """Trace and label Dynamo's graph for inputs of the given shapes.
+    """Trace and label Dynamo's graph for inputs of the given shapes, or of all shapes of a pattern.
 
     Numbers among the inputs (symbolic sizes of Dynamo) become part of the graph; everything that counts positions of
     inputs counts tensors alone.
@@ -152,9 +159,15 @@ def analyse(
         roles: What each tensor among the inputs is.
         known: What the values of the inputs prove, in this and all later calls of the analysis.
         passes: From ``build_passes``.
+        batch: Names the sizes of the inputs in rows and columns, which are then symbols.
+
+    Raises:
+        Specialised: The sizes cannot be symbols.
     """
-    analysis = Analysis(gm, roles, None, [], known=known)
+    analysis = Analysis(gm, roles, None, [], known=known, batch=None if batch is None else BatchSizes(batch, inputs))
     analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
+    if analysis.batch is not None:
+        analysis.batch.check(inputs)
     if analysis.tokens is not None:
         live = live_nodes(analysis.gm)
         analysis.expansions = _expansions(analysis.gm, live)
@@ -165,8 +178,10 @@ def analyse(
 
 
 def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    traced = trace_forward(gm, fake_inputs(work.inputs, mode), mode)
+    batch = work.analysis.batch
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) if batch is None else batch.mode
+    traced = trace_forward(gm, fake_inputs(work.inputs, mode) if batch is None else batch.fakes(work.inputs), mode)
+    inline_sizes(traced)
     for node, value in zip(traced.graph.find_nodes(op="placeholder"), work.inputs, strict=True):
         if not isinstance(value, Tensor):
             traced.graph.erase_node(node)
@@ -178,12 +193,13 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
 
 def _add_parts_of_masks(gm: fx.GraphModule, work: _Work, mode: FakeTensorMode) -> None:
     """What is known of the caller's masks is said in values [B, T]: inputs behind the caller's."""
-    count = len(work.inputs)
+    count, batch = len(work.inputs), work.analysis.batch
     work.inputs = work.known.with_parts(work.inputs)
     work.analysis.roles = [*work.analysis.roles, *["input"] * (len(work.inputs) - count)]
     for i, part in enumerate(work.inputs[count:]):
         with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
-            gm.graph.placeholder(f"part_of_mask_{i}").meta["val"] = mode.from_tensor(part, static_shapes=True)
+            fake = mode.from_tensor(part, static_shapes=True) if batch is None else batch.batch(part, work.inputs)
+            gm.graph.placeholder(f"part_of_mask_{i}").meta["val"] = fake
     gm.recompile()
 
 
@@ -192,7 +208,8 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | Non
     found.tokens = find_tokens(gm, found.roles)
     if found.tokens is None:
         return gm
-    found.constants = Constants(gm, work.inputs, found.roles, work.known)
+    found.constants = Constants(gm, work.inputs, found.roles, work.known, found.batch)
+    improve = improve if found.batch is None else None  # mixers are read at columns that are numbers
     identity = label_tokens(gm, found.roles, found.tokens, improve=improve, pick_losses=pick_losses)
     placeholders = gm.graph.find_nodes(op="placeholder")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -209,7 +226,7 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | Non
 
 def _tree_scans(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     tokens = work.analysis.tokens
-    if tokens is not None:
+    if tokens is not None and work.analysis.batch is None:
         find_tree_scans(gm, tokens.rows, tokens.columns)
     return gm
 
@@ -289,10 +306,8 @@ def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any], passes:
 def _pack_tokens(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     tokens, variant = work.analysis.tokens, work.variant
     assert tokens is not None
-    count = TokenCount(_FOREST_TOKENS if variant.native else tokens.rows * tokens.columns)
-    mode = FakeTensorMode(shape_env=count, allow_non_fake_inputs=True)
+    count, mode, fakes = _inputs(work)
     metadata = _metadata(tokens, work.inputs[0].device, count, mode)
-    fakes = fake_inputs(work.inputs, mode)
     if variant.native:
         position = gm.graph.find_nodes(op="placeholder").index(tokens.ids)
         with mode:
@@ -303,10 +318,24 @@ def _pack_tokens(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     )  # fmt: skip
     packed = trace_function(packer.run, [*fakes, *metadata], mode)
     add_count_input(packed, count.count)
+    symbols = [] if work.analysis.batch is None else work.analysis.batch.symbols()
+    for size in symbols:
+        add_count_input(packed, size, str(size.node.expr))
     work.rewritten = Rewritten(
-        packed, gm, packer.outputs, [*fakes, *metadata, count.count], mode, count, asks=bool(packer.hidden)
+        packed, gm, packer.outputs, [*fakes, *metadata, count.count, *symbols], mode, count, asks=bool(packer.hidden)
     )  # fmt: skip
     return packed
+
+
+def _inputs(work: _Work) -> tuple[TokenCount, FakeTensorMode, list[Any]]:
+    """The environment of the rewritten graph, its mode and the fake inputs."""
+    tokens, batch = work.analysis.tokens, work.analysis.batch
+    assert tokens is not None
+    if batch is not None:
+        return batch, batch.mode, [node.meta["val"] for node in work.analysis.gm.graph.find_nodes(op="placeholder")]
+    count = TokenCount(_FOREST_TOKENS if work.variant.native else tokens.rows * tokens.columns)
+    mode = FakeTensorMode(shape_env=count, allow_non_fake_inputs=True)
+    return count, mode, fake_inputs(work.inputs, mode)
 
 
 def _boundary_kv(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
@@ -320,8 +349,8 @@ def _boundary_kv(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
 def _metadata(tokens: Tokens, device: torch.device, count: TokenCount, mode: FakeTensorMode) -> list[Any]:
     """row, column, subtree_end of a symbolic length N, and token_of [B, T]."""
     vectors = count.vectors([torch.int64, torch.int64, torch.int32], device, mode)
-    token_of = torch.zeros(tokens.rows, tokens.columns, dtype=torch.int64, device=device)
-    return [*vectors, mode.from_tensor(token_of, static_shapes=True)]
+    with mode:
+        return [*vectors, torch.empty(tokens.rows, tokens.columns, dtype=torch.int64, device=device)]
 
 
 def compile_variant(analysis: Analysis, rewritten: Rewritten, observe: Observer, passes: Sequence[Pass]) -> Compiled:

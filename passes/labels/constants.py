@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 
 from treefx.kernels.score import Expr, evaluate, walk
+from treefx.passes.labels.corners import is_corner
 from treefx.passes.labels.facts import Kind, ancestors, fact_of
 from treefx.passes.labels.given_masks import GivenMask, parts_of_mask, prove_mask
 from treefx.passes.labels.purity import changed_inputs, impurity
+from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 
 __all__ = ["MASKING", "Constants", "InputValues", "constants_of", "input_values"]
 
@@ -71,9 +73,19 @@ class Constants:
         roles: What each placeholder is; the values of "input" ones may differ from call to call and prove nothing, nor
             do those of buffers that the graph changes.
         known: What the values of the inputs prove nevertheless.
+        batch: Rows and columns where they are symbols: only what holds for all of them is a constant then.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], roles: Sequence[str], known: InputValues) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        roles: Sequence[str],
+        known: InputValues,
+        batch: BatchSizes | None = None,
+    ) -> None:
+        self._batch, self._inputs = batch, inputs
+        self._sizes: dict[Any, int] = {} if batch is None else batch.values(inputs)
         self._values: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._gm = gm
         self._tables: dict[Expr, Tensor | None] = {}
@@ -92,12 +104,15 @@ class Constants:
         """Whether a value is an input of the caller's, which may differ from call to call."""
         return node in self._per_call
 
-    def value(self, node: fx.Node) -> Tensor | None:
-        """The value of an invariant node; None if it depends on rows or a parameter, or is another one each time."""
+    def _is_constant(self, node: fx.Node) -> bool:
         fact = fact_of(node)
         if fact.kind is not Kind.INVARIANT or fact.learned or self._per_call & {node, *ancestors(node)}:
-            return None
-        if impurity(node) is not None:
+            return False
+        return impurity(node) is None and (self._batch is None or is_corner(node))
+
+    def value(self, node: fx.Node) -> Tensor | None:
+        """The value of an invariant node; None if it depends on rows or a parameter, or is another one each time."""
+        if not self._is_constant(node):
             return None
         with torch.no_grad():
             result = self._run(node)
@@ -124,7 +139,7 @@ class Constants:
             if node.op == "get_attr":
                 self._values[node] = getattr(self._gm, str(node.target))
             else:
-                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._run)
+                args, kwargs = fx.node.map_arg(concrete((node.args, dict(node.kwargs)), self._sizes), self._run)
                 self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self._values[node]
 
@@ -135,7 +150,11 @@ class Constants:
         return self._tables[expr]
 
     def _tabulate(self, expr: Expr, columns: int, heads: int) -> Tensor | None:
-        if any(item[0] in ("dot", "b") for item in walk(expr)) or heads * columns**2 > _LARGEST_TABLE:
+        loads = [item[1] for item in walk(expr) if item[0] == "load"]
+        if any(item[0] in ("dot", "b") for item in walk(expr)) or not all(map(self._is_constant, loads)):
+            return None
+        columns = self._wide(columns)
+        if heads * columns**2 > _LARGEST_TABLE:
             return None
         buffers: list[Tensor] = []
         resolved = self._resolve(expr, buffers)
@@ -147,6 +166,16 @@ class Constants:
         value = evaluate(resolved, dot=zero, batch=zero, buffers=[b.cpu() for b in buffers], **grid)
         shape = torch.broadcast_shapes(value.shape, (1, columns, columns))  # type: ignore[no-untyped-call]
         return value.expand(shape)
+
+    def _wide(self, columns: Any) -> int:
+        """The columns of a table; where they are a symbol, as many as any batch may have that it is to hold for."""
+        if self._batch is None or not isinstance(columns, SymInt):
+            return columns  # type: ignore[no-any-return]
+        wide = self._batch.table_columns(columns, self._inputs)
+        if self._sizes[columns.node.expr] != wide:
+            self._sizes[columns.node.expr] = wide
+            self._values = dict(zip(self._positions, self._inputs, strict=True))
+        return wide
 
     def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr | None:
         """Replace nodes by buffers and columns by indices of the grid."""

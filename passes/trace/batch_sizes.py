@@ -7,71 +7,114 @@ good for nothing else and is not used.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.utils._pytree import tree_map_only
 from torch.utils._sympy.value_ranges import bound_sympy
 
+from treefx.passes.trace.pattern import COLUMNS, ROWS, Pattern, name_size
 from treefx.passes.trace.token_count import TokenCount
 
-__all__ = ["BatchSizes"]
+__all__ = ["BatchSizes", "Specialised", "concrete"]
 
 _LEAST_HINT = 13
 """Sizes of models are often smaller primes."""
 _TABLE = 1024
 """Constants are evaluated for at least so many columns, where a smaller batch sees a corner of the same."""
+Values = Mapping[Any, int]
+"""What a call gives to the symbols of an environment."""
+
+
+class Specialised(Exception):
+    """A size has to be known; the message says which question asked for it."""
 
 
 class BatchSizes(TokenCount):
-    """The shape environment of an analysis that holds for many batches.
+    """The shape environment of an analysis that holds for all batches of a pattern.
 
     Args:
-        sizes: The sizes of a call by the symbols of its pattern.
-        avoid: Sizes in the model, which no hint may be equal to.
+        pattern: Names the sizes of the inputs.
+        inputs: The values of a call, one per placeholder.
     """
 
-    def __init__(self, sizes: Mapping[sympy.Symbol, int], avoid: Collection[int]) -> None:
+    def __init__(self, pattern: Pattern, inputs: Sequence[Any]) -> None:
+        shapes = [item for item in pattern.inputs if isinstance(item, tuple)]
+        self._where = {
+            symbol: next((i, shape.index(symbol)) for i, shape in enumerate(shapes) if symbol in shape)
+            for symbol in pattern.symbols()
+        }
+        self._pattern = pattern
+        sizes = self._sizes(_tensors(inputs))
         super().__init__(math.prod(sizes.values()))
-        taken = {*avoid, *sizes.values(), self.hint}
-        self._hints: dict[sympy.Symbol, int] = {}
-        self._made: dict[sympy.Symbol, Any] = {}
-        mode = FakeTensorMode(shape_env=self)
+        self.mode = FakeTensorMode(shape_env=self, allow_non_fake_inputs=True)
+        taken = {*sizes.values(), self.hint, *(size for x in _tensors(inputs) for size in x.shape)}
+        self._hints = {symbol: _prime(size, taken) for symbol, size in sizes.items()}
+        self._made = {symbol: self._symbol(hint) for symbol, hint in self._hints.items()}
+
+    def _symbol(self, hint: int) -> Any:
         context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
-        for symbol, size in sizes.items():
-            self._hints[symbol] = hint = _prime(size, taken)
-            taken.add(hint)
-            fake: Any = mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=context)
-            self._made[symbol] = fake.shape[0].node.expr
+        fake: Any = self.mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=context)
+        return fake.shape[0].node.expr
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> dict[sympy.Symbol, int]:
+        return {symbol: tensors[i].shape[d] for symbol, (i, d) in self._where.items()}
+
+    def values(self, tensors: Sequence[Tensor]) -> dict[Any, int]:
+        """What a call gives to the symbols; ``tensors`` are those among its inputs."""
+        return {self._made[symbol]: size for symbol, size in self._sizes(tensors).items()}
+
+    def symbols(self) -> list[SymInt]:
+        """The sizes that are symbols, in the order of ``values``."""
+        return [self.size(symbol) for symbol in self._made]
 
     def size(self, expr: Any) -> Any:
-        """A size of a pattern as a ``torch.SymInt`` of this environment; numbers stay."""
+        """A size of a pattern as a ``torch.SymInt``; numbers stay."""
         if not isinstance(expr, sympy.Expr):
             return expr
         hint = int(expr.xreplace(self._hints))
         return self.create_symintnode(expr.xreplace(self._made), hint=hint)
 
-    def fake(self, shape: tuple[Any, ...], like: Tensor, mode: FakeTensorMode) -> Tensor:
-        """A fake tensor of a shape of the pattern, contiguous, otherwise like a real one; ``mode`` has this."""
-        with mode:
-            return torch.empty(
-                [self.size(size) for size in shape],
-                dtype=like.dtype,
-                device=like.device,
-                requires_grad=like.requires_grad,
-            )
+    def fakes(self, inputs: Sequence[Any]) -> list[Any]:
+        """Fake inputs of the sizes of the pattern, contiguous, otherwise like those of a call."""
+        return [self._fake(x, named) for x, named in zip(inputs, self._pattern.inputs, strict=True)]
 
-    def values(self, sizes: Mapping[sympy.Symbol, int]) -> dict[Any, int]:
-        """The sizes of a call by the symbols of this environment."""
-        return {made: sizes[symbol] for symbol, made in self._made.items()}
+    def _fake(self, x: Any, named: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return self.size(named)
+        if not any(isinstance(size, sympy.Expr) for size in named) and not x.is_inference():
+            return self.mode.from_tensor(x, static_shapes=True)
+        return self.like(x, named)
 
-    def table_columns(self, columns: Any, actual: int) -> int:
-        """How many columns constants are to be evaluated for, so that what is proved holds for as many; recorded."""
+    def like(self, x: Tensor, shape: Sequence[Any]) -> Tensor:
+        """A fake tensor of a shape of the pattern."""
+        sizes = [self.size(size) for size in shape]
+        with self.mode:
+            return torch.empty(sizes, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+    def batch(self, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """A fake of a value made beside the graph, its sizes named by those of the call."""
+        sizes = self._sizes(inputs)
+        rows, columns = sizes.get(ROWS, 0), sizes.get(COLUMNS, 0)
+        return self.like(x, [name_size(size, d, rows, columns) for d, size in enumerate(x.shape)])
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raise ``Specialised`` if what was recorded does not hold for the call that the hints stand for."""
+        values = self.values(_tensors(inputs))
+        for guard in self.guards:
+            if guard.expr.free_symbols <= values.keys() and not bool(guard.expr.xreplace(values)):
+                raise Specialised(str(guard.expr))
+
+    def table_columns(self, columns: SymInt, tensors: Sequence[Tensor]) -> int:
+        """For how many columns constants are evaluated, so that what they prove holds for as many; recorded."""
+        actual = int(columns.node.expr.xreplace(self.values(tensors)))
         bound = bound_sympy(columns.node.expr, self.var_to_range).upper
         wanted = max(_TABLE, 1 << (actual - 1).bit_length())
         found = min(wanted, int(bound)) if bound.is_Integer else wanted
@@ -79,14 +122,19 @@ class BatchSizes(TokenCount):
         return found
 
 
-def _prime(near: int, taken: Collection[int]) -> int:
+def concrete(value: Any, values: Values) -> Any:
+    """Arguments of an operator with the numbers of a call in place of symbols."""
+    return tree_map_only(SymInt, lambda size: int(size.node.expr.xreplace(values)), value) if values else value
+
+
+def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+    return [x for x in inputs if isinstance(x, Tensor)]
+
+
+def _prime(near: int, taken: set[int]) -> int:
     """A prime at or below a size, which tables of the model bound from above; above it where there is none left."""
-    candidate = max(near, _LEAST_HINT) + 1
-    while candidate > _LEAST_HINT:
-        candidate = int(sympy.prevprime(candidate))
-        if candidate not in taken:
-            return candidate
-    candidate = max(near, _LEAST_HINT)
-    while candidate in taken or not sympy.isprime(candidate):
-        candidate = int(sympy.nextprime(candidate))
-    return candidate
+    start = max(near, _LEAST_HINT)
+    candidates = itertools.chain(range(start, _LEAST_HINT - 1, -1), itertools.count(start + 1))
+    found = next(n for n in candidates if n not in taken and sympy.isprime(n))
+    taken.add(found)
+    return found

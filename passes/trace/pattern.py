@@ -13,21 +13,17 @@ After, one pattern::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import SymInt, Tensor, fx
-from torch.utils._pytree import tree_map_only
 
-__all__ = ["COLUMNS", "ROWS", "Pattern", "Sizes", "concrete", "inline_sizes", "pattern_of"]
+__all__ = ["COLUMNS", "ROWS", "Pattern", "inline_sizes", "name_size", "pattern_of"]
 
 ROWS, COLUMNS = sympy.symbols("rows columns", integer=True, positive=True)
-Sizes = Mapping[sympy.Symbol, int]
-"""What a call gives to symbols."""
-
 
 @dataclass(frozen=True)
 class Pattern:
@@ -38,7 +34,6 @@ class Pattern:
 
     inputs: tuple[Any, ...]
 
-    @property
     def symbols(self) -> list[sympy.Symbol]:
         """Those that occur."""
         found = {symbol for item in _leaves(self.inputs) for symbol in getattr(item, "free_symbols", ())}
@@ -68,7 +63,7 @@ def pattern_of(gm: fx.GraphModule, args: Sequence[Any], ids: Tensor) -> tuple[Pa
             continue
         sizes = []
         for d, (size, traced) in enumerate(zip(value.shape, example.shape, strict=True)):
-            named = _named(size, d, rows, columns) if isinstance(traced, SymInt) else size
+            named = name_size(size, d, rows, columns) if isinstance(traced, SymInt) else size
             if isinstance(traced, SymInt):
                 found.setdefault(traced.node.expr, named)
             sizes.append(named)
@@ -79,10 +74,10 @@ def pattern_of(gm: fx.GraphModule, args: Sequence[Any], ids: Tensor) -> tuple[Pa
             inputs[i] = found.get(example.node.expr, value) if isinstance(example, SymInt) else value
     pattern = Pattern(tuple(inputs))
     given = {ROWS: rows, COLUMNS: columns}
-    return pattern, {symbol: given[symbol] for symbol in pattern.symbols}
+    return pattern, {symbol: given[symbol] for symbol in pattern.symbols()}
 
 
-def _named(size: int, dim: int, rows: int, columns: int) -> Any:
+def name_size(size: int, dim: int, rows: int, columns: int) -> Any:
     """A size in rows and columns; where several names fit, the first dimension counts rows and the others columns."""
     names = [(rows, ROWS), (columns, COLUMNS)] if dim == 0 else [(columns, COLUMNS), (rows, ROWS)]
     names += [(columns - 1, COLUMNS - 1), (columns + 1, COLUMNS + 1)]
@@ -107,8 +102,3 @@ def inline_sizes(gm: fx.GraphModule) -> None:
 def _size_or_node(node: fx.Node) -> Any:
     value = node.meta.get("val")
     return value if isinstance(value, SymInt) else node
-
-
-def concrete(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """Arguments of an operator with the numbers of a call in place of symbols."""
-    return tree_map_only(SymInt, lambda size: int(size.node.expr.xreplace(sizes)), value)

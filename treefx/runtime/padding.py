@@ -8,7 +8,7 @@ Any other condition on keys stays a condition: it is left out of the graph only 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
+from treefx.passes.trace.batch_sizes import concrete
 
 __all__ = ["Padding"]
 
@@ -30,9 +31,7 @@ class Padding:
     """Answers for the calls of one analysis, computed eagerly from the inputs alone: a few small operators."""
 
     def __init__(self, analysis: Analysis) -> None:
-        assert analysis.tokens is not None
         self._analysis = analysis
-        self._rows, self._columns = analysis.tokens.rows, analysis.tokens.columns
         self._mixes = mixes(analysis.gm)
         asking = [item for item in analysis.attentions if not item.zero_if_blind]
         blinding = dict.fromkeys((item.conditions + item.padding, item.heads) for item in asking)
@@ -47,7 +46,7 @@ class Padding:
         attentions = self._analysis.attentions
         grid = _Grid(self._analysis, args)
         if not attentions and self._mixes:
-            return torch.ones(self._rows, self._columns, dtype=torch.bool, device=grid.device)
+            return grid.everywhere()
         if not attentions or any(not attention.padding for attention in attentions):
             return None
         masks = [self._met(grid, conditions) for conditions in {attention.padding for attention in attentions}]
@@ -56,7 +55,7 @@ class Padding:
 
     def _met(self, grid: _Grid, conditions: Sequence[Expr], heads: int = 1) -> Tensor:
         """bool [B, T], whether a position as a key (seen by itself, in all heads) meets all the conditions."""
-        met = [grid.keys(condition, heads).all(0).reshape(self._rows, self._columns) for condition in conditions]
+        met = [grid.keys(condition, heads).all(0).reshape(grid.rows, grid.columns) for condition in conditions]
         return torch.stack(met).all(0)
 
     def needed(self, args: Sequence[Any], seen: Tensor) -> Tensor:
@@ -70,19 +69,18 @@ class Padding:
 
     def read(self, args: Sequence[Any]) -> Tensor:
         """bool [B, T], the positions whose own outputs something inside the graph reads."""
-        shape = (self._rows, self._columns)
         grid = _Grid(self._analysis, args)
         picks = [(node, fact_of(node).law) for node in self._analysis.picks]
         unclear = any(not item.contracted for item in self._analysis.expansions) or self._analysis.returns_reindexed
         if unclear or any(not self._can_tell(node, law) for node, law in picks):
-            return torch.ones(shape, dtype=torch.bool, device=grid.device)
-        read = torch.zeros(shape, dtype=torch.bool, device=grid.device)
-        positions = torch.arange(read.numel(), device=grid.device).reshape(shape)
+            return grid.everywhere()
+        read = ~grid.everywhere()
+        positions = torch.arange(read.numel(), device=grid.device).reshape(read.shape)
         for node, law in picks:
             source, target = node.args[:2]
             assert isinstance(source, fx.Node)
             wanted = (grid.value(target) != law.ignore_index).reshape(-1)
-            read.view(-1)[token_index(source, positions).reshape(-1)[wanted]] = True
+            read.view(-1)[token_index(source, positions, grid.sizes).reshape(-1)[wanted]] = True
         return read
 
     def _can_tell(self, node: fx.Node, law: Pick) -> bool:
@@ -101,7 +99,7 @@ class Padding:
         """The values, one number per row, that tell tokens apart, each as [B, T]."""
         grid = _Grid(self._analysis, args)
         values = [grid.value(node).reshape(-1, 1) for node in self._analysis.identity_of_rows]
-        return [value.expand(self._rows, self._columns) for value in values]
+        return [value.expand(grid.rows, grid.columns) for value in values]
 
     def redundant(self, args: Sequence[Any], keep: Tensor | None, *, native: bool = False) -> frozenset[Expr]:
         """The conditions that hold for all tokens that run, and so need not be asked of any pair.
@@ -111,14 +109,11 @@ class Padding:
         """
         attentions = self._analysis.attentions
         grid = _Grid(self._analysis, args)
-        kept = self._all(grid) if keep is None else keep
+        kept = grid.everywhere() if keep is None else keep
         asked = {item for attention in attentions for item in attention.conditions + attention.padding}
         asked = {item for item in asked if not (_is_learned(item) or (native and self._reads_ids(item)))}
         of_keys = [item for item in asked if reads_key_alone(item) and bool((self._met(grid, [item]) | ~kept).all())]
         return frozenset(of_keys + [item for item in asked if _compares_one_value(item) and grid.is_one(item, kept)])
-
-    def _all(self, grid: _Grid) -> Tensor:
-        return torch.ones(self._rows, self._columns, dtype=torch.bool, device=grid.device)
 
     def _reads_ids(self, condition: Expr) -> bool:
         assert self._analysis.tokens is not None
@@ -182,11 +177,14 @@ class _Grid:
     """
 
     def __init__(self, analysis: Analysis, args: Sequence[Any]) -> None:
-        assert analysis.tokens is not None
-        self._gm, self._columns = analysis.gm, analysis.tokens.columns
-        self._positions = analysis.tokens.rows * self._columns
+        self._gm, self.sizes = analysis.gm, analysis.values(args)
+        self.rows, self.columns = analysis.extent(args)
         self.device = next(x.device for x in args if isinstance(x, Tensor))
         self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
+
+    def everywhere(self) -> Tensor:
+        """True at all positions, bool [B, T]."""
+        return torch.ones(self.rows, self.columns, dtype=torch.bool, device=self.device)
 
     def value(self, node: Any) -> Any:
         """The full value of a node that no parameter takes part in, the same as in the graph (``purity``)."""
@@ -196,14 +194,14 @@ class _Grid:
             if node.op == "get_attr":
                 self._values[node] = getattr(self._gm, str(node.target))
             else:
-                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)
+                args, kwargs = fx.node.map_arg(concrete((node.args, dict(node.kwargs)), self.sizes), self.value)
                 with torch.no_grad():
                     self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self._values[node]
 
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
         """A condition on the key, where the query is the key itself, bool [heads, B * T]."""
-        flat = torch.arange(self._positions, device=self.device)
+        flat = torch.arange(self.rows * self.columns, device=self.device)
         return self._evaluate(condition, flat, flat, heads)[:, 0]
 
     def is_one(self, condition: Expr, kept: Tensor) -> bool:
@@ -214,11 +212,11 @@ class _Grid:
 
     def past(self, queries: Tensor) -> Tensor:
         """Whether each column is not after the query's, bool [queries, T]; ``queries`` is [queries, 1]."""
-        return torch.arange(self._columns, device=self.device) <= queries % self._columns
+        return torch.arange(self.columns, device=self.device) <= queries % self.columns
 
     def pairs(self, condition: Expr, queries: Tensor, heads: int) -> Tensor:
         """A condition on the query's row, bool broadcastable to [heads, queries, T]."""
-        keys = queries // self._columns * self._columns + torch.arange(self._columns, device=self.device)
+        keys = queries // self.columns * self.columns + torch.arange(self.columns, device=self.device)
         return self._evaluate(condition, queries, keys, heads)
 
     def _evaluate(self, condition: Expr, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
@@ -234,7 +232,7 @@ class _Grid:
 
     def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr:
         if expr[0] in ("cq", "ck"):
-            return ("mod", ("q" if expr[0] == "cq" else "k",), ("const", self._columns))
+            return ("mod", ("q" if expr[0] == "cq" else "k",), ("const", self.columns))
         if expr[0] != "load":
             return (
                 expr[0],
@@ -246,21 +244,21 @@ class _Grid:
             buffers.append(self.value(node))
             return ("load", len(buffers) - 1, *[self._resolve(item, buffers) for item in indices])
         if fact.kind is Kind.ROW:
-            numbers = self.value(node).reshape(-1, 1).expand(self._positions // self._columns, self._columns)
+            numbers = self.value(node).reshape(-1, 1).expand(self.rows, self.columns)
             buffers.append(numbers.reshape(-1))
             return ("load", len(buffers) - 1, ("q",))
         assert fact.dims is not None
-        buffers.append(_positions_first(self.value(node), fact.dims))
+        buffers.append(_positions_first(self.value(node), fact.dims, self.sizes))
         token, *rest = indices
         place = ("q",) if token == ("cq",) else ("k",)
         return ("load", len(buffers) - 1, place, *[self._resolve(item, buffers) for item in rest])
 
 
-def _positions_first(x: Tensor, dims: Dims) -> Tensor:
+def _positions_first(x: Tensor, dims: Dims, sizes: Mapping[Any, int]) -> Tensor:
     """A full labelled value as [B * T, ...], one dimension per plain dimension."""
     factors = [factor for dim in dims for factor in dim]
-    split = x.reshape([factor.size for factor in factors])
+    split = x.reshape(concrete([factor.size for factor in factors], sizes))
     axes = [factor.axis for factor in factors]
     front = split.movedim((axes.index(Axis.ROW), axes.index(Axis.TOKEN)), (0, 1))
-    plain = [math.prod(f.size for f in dim) for dim in dims if all(f.axis is Axis.PLAIN for f in dim)]
+    plain = [int(math.prod(f.size for f in dim)) for dim in dims if all(f.axis is Axis.PLAIN for f in dim)]
     return front.reshape([front.shape[0] * front.shape[1], *plain])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,10 +79,11 @@ class Shape:
     ) -> Executable:
         """What runs a variant for a number of tokens (and sizes of a cut); ``compiled`` is told of a new one."""
         known = self._executables.setdefault((variant, *process_state()), [])
-        found = _admitting(known, sizes)
+        values = self.analysis.values(args)
+        found = _admitting(known, sizes, values)
         if found is None:
             with compiling, lasting():
-                found = _admitting(known, sizes)
+                found = _admitting(known, sizes, values)
                 if found is None:
                     found = Executable(self.analysis, variant, args, passes)
                     known.append(found)
@@ -90,8 +91,8 @@ class Shape:
         return found
 
 
-def _admitting(known: Sequence[Executable], sizes: Sequence[int]) -> Executable | None:
-    return next((item for item in list(known) if item.rewritten.count.admits(*sizes)), None)
+def _admitting(known: Sequence[Executable], sizes: Sequence[int], values: Mapping[Any, int]) -> Executable | None:
+    return next((item for item in list(known) if item.rewritten.count.admits(*sizes, given=values)), None)
 
 
 @dataclass(frozen=True)

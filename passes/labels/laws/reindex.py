@@ -8,7 +8,7 @@ reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from treefx.passes.labels.dims import has_tokens
 from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of, shape_of
 from treefx.passes.labels.laws.base import Call
+from treefx.passes.trace.batch_sizes import concrete
 
 __all__ = ["Reindexed", "find_reindexed", "reindexed_entries", "token_index"]
 
@@ -72,18 +73,18 @@ def _acts_on_index(node: fx.Node, source: fx.Node) -> bool | None:
     return False if node.target in _COPIES else None
 
 
-def token_index(node: fx.Node, start: Tensor) -> Tensor:
-    """The index of a value, replayed on a ``[B, T]`` table such as ``token_of``."""
+def token_index(node: fx.Node, start: Tensor, sizes: Mapping[Any, int] | None = None) -> Tensor:
+    """The index of a value, replayed on a ``[B, T]`` table such as ``token_of``; beside the graph, for given sizes."""
     law = fact_of(node).law
     if not isinstance(law, Reindexed):
         return start
     source: Any = node.args[0]
-    index = token_index(source, start)
+    index = token_index(source, start, sizes)
     if not law.on_index:
         return index
     if node.target in _VIEWS:
-        return index.reshape(shape_of(node)[:-1])
-    args: Any = node.args
+        return index.reshape(concrete(list(shape_of(node)[:-1]), sizes or {}))
+    args: Any = concrete(node.args, sizes or {})
     sliced: Tensor = aten.slice.Tensor(index, args[1] % len(shape_of(source)), *args[2:])
     return sliced
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from treefx.config import Config
 from treefx.passes.analysis import Variant
 from treefx.passes.packing.layout import expand_rows
+from treefx.passes.trace.batch_sizes import concrete
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch
 from treefx.runtime.kept.given import Given, name_of_input
@@ -96,7 +97,8 @@ class Outputs:
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
 
         dims = shape.analysis.packed_outputs[position]
-        rows = [math.prod(factor.size for factor in dim) for dim in dims]
+        sizes = [math.prod(factor.size for factor in dim) for dim in dims]
+        rows = concrete(sizes, shape.analysis.values(self._analyses.tensors(args)))
         return lazy_rows(Deferred(rows, value, compute, differentiate, [x for x in args if _needs_grad(x)]))
 
 

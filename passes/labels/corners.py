@@ -1,0 +1,88 @@
+"""Constants of which a batch of fewer columns sees a corner: element by element the same, only fewer of them.
+
+What a table of constants proves for many columns holds for fewer only if no element depends on how many there are. So
+a number of columns may say how far a value extends (the end of an ``arange``, the sizes of an ``expand``), and never
+what it holds or where it begins: not in ``arange(T).flip(0)``, ``T - 1 - i`` or ``i / T``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from treefx.passes.labels.facts import ancestors, shape_of
+
+__all__ = ["is_corner"]
+
+aten = torch.ops.aten
+_SAME_PLACE = {
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.squeeze.default, aten.clone.default, aten.alias.default, aten.detach.default,
+    aten.lift_fresh_copy.default, aten._to_copy.default, aten.tril.default, aten.triu.default, aten.cumsum.default,
+    aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.where.self, aten.where.ScalarSelf,
+    aten.where.ScalarOther, aten.where.Scalar,
+}  # fmt: skip
+"""They move or combine elements by rules that hold no size."""
+_EXTENTS = {
+    aten.expand.default: (1,), aten.arange.default: (0,), aten.arange.start: (1,), aten.arange.start_step: (1,),
+    aten.full.default: (0,), aten.zeros.default: (0,), aten.ones.default: (0,), aten.new_full.default: (1,),
+    aten.new_zeros.default: (1,), aten.new_ones.default: (1,), aten.full_like.default: (), aten.zeros_like.default: (),
+    aten.ones_like.default: (),
+}  # fmt: skip
+"""Where these take how far their result extends; nothing else of them may be a size."""
+
+
+def is_corner(node: fx.Node) -> bool:
+    """Whether an invariant value for fewer columns is a corner of that for more."""
+    return all(_keeps_corners(item) for item in [node, *ancestors(node)] if _has_sizes(item))
+
+
+def _has_sizes(node: fx.Node) -> bool:
+    """Whether a size that may change takes part in an operator."""
+    shapes = [shape_of(item) for item in [node, *node.all_input_nodes] if isinstance(item.meta.get("val"), Tensor)]
+    return node.op == "call_function" and any(
+        isinstance(item, SymInt) for item in [*tree_leaves((node.args, node.kwargs)), *tree_leaves(shapes)]
+    )
+
+
+def _keeps_corners(node: fx.Node) -> bool:
+    rule = _RULES.get(node.target)
+    if rule is not None:
+        return rule(node)
+    extents = _EXTENTS.get(node.target)
+    rest = [item for i, item in enumerate(node.args) if extents is None or i not in extents]
+    if any(isinstance(item, SymInt) for item in tree_leaves((rest, dict(node.kwargs)))):
+        return False
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return extents is not None or pointwise or node.target in _SAME_PLACE
+
+
+def _begins_in_front(node: fx.Node) -> bool:
+    start = node.args[2] if len(node.args) > 2 else None
+    step = node.args[4] if len(node.args) > 4 else 1
+    return (start is None or (isinstance(start, int) and start >= 0)) and isinstance(step, int)
+
+
+def _selects_from_the_front(node: fx.Node) -> bool:
+    return isinstance(node.args[2], int) and node.args[2] >= 0
+
+
+def _only_adds_ones(node: fx.Node) -> bool:
+    """A view that inserts or removes dimensions of one."""
+    source: Any = node.args[0]
+    before, after = ([size for size in shape_of(item) if _is_other_than_one(size)] for item in (source, node))
+    return list(map(str, before)) == list(map(str, after))
+
+
+def _is_other_than_one(size: Any) -> bool:
+    return isinstance(size, SymInt) or size != 1
+
+
+_RULES: dict[Any, Callable[[fx.Node], bool]] = {
+    aten.slice.Tensor: _begins_in_front, aten.select.int: _selects_from_the_front, aten.view.default: _only_adds_ones,
+    aten.reshape.default: _only_adds_ones, aten._unsafe_view.default: _only_adds_ones,
+}  # fmt: skip
