@@ -161,7 +161,9 @@ def _nudged(model: Any) -> Any:
 def _allowed(program: Program, eager: Seen, want: Seen) -> float:
     low = next((mode for mode in program.modes if mode in _LEAST), None)
     if low is None:
-        return _LEAST["float32"] if any("single" in part.traits for part in parts_of(program)) else _TOLERANCE
+        rounding = ("single", "angles") if program.inner == "inductor" else ("single",)
+        rounded = any(trait in part.traits for part in parts_of(program) for trait in rounding)
+        return _LEAST["float32"] if rounded else _TOLERANCE
     return max(_LEAST[low], _ROUNDING * max(errors_of(eager, want).values(), default=0.0))
 
 

@@ -42,7 +42,7 @@ def attention_part(attention: Attention, sizes: Sizes) -> Part:
         "\n".join([*_modules(sizes), *[part.init for part in used if part.init], *_own_modules(attention)]),
         "\n".join(dict.fromkeys(part.top for part in used if part.top)),
         " ".join(part.inputs for part in used if part.inputs),
-        "random" if attention.spelling == "weights dropped" or any(part.is_random for part in used) else "",
+        " ".join([*["random"] * (attention.spelling == "weights dropped"), *[part.traits for part in used]]),
     )  # fmt: skip
 
 

@@ -23,7 +23,8 @@ class Part:
     inputs: str = ""
     """Names of inputs beside ids, am and labels, separated by blanks."""
     traits: str = ""
-    """Of "random" (draws numbers), "single" (computes in float32), "strange" (no token-wise law to be expected)."""
+    """Of "random" (draws numbers), "single" (computes in float32), "angles" (cosines in float32, which inductor rounds
+    otherwise), "strange" (no token-wise law to be expected)."""
 
     @property
     def is_random(self) -> bool:

@@ -52,9 +52,12 @@ SCORES = {
 """Each needs scores as a value: not for scaled_dot_product_attention."""
 
 QUERIES = {
-    "rotary": Part("q, k = turn(q, i), turn(k, i)", top=_TURN),
+    "rotary": Part("q, k = turn(q, i), turn(k, i)", top=_TURN, traits="angles"),
     "rotary with given positions": Part(
-        "q, k = turn(q, positions[:, None]), turn(k, positions[:, None])", top=_TURN, inputs="positions"
+        "q, k = turn(q, positions[:, None]), turn(k, positions[:, None])",
+        top=_TURN,
+        inputs="positions",
+        traits="angles",
     ),
     "normed queries and keys": Part("q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)"),
     "keys from the first column": Part("k = torch.cat([k[..., :1, :], k[..., :-1, :]], -2)"),
