@@ -44,37 +44,41 @@ def _leaves(inputs: Sequence[Any]) -> list[Any]:
     return [size for item in inputs for size in (item if isinstance(item, tuple) else (item,))]
 
 
-def pattern_of(gm: fx.GraphModule, args: Sequence[Any], ids: Tensor) -> tuple[Pattern, dict[sympy.Symbol, int]]:
-    """The pattern of a call of Dynamo's graph, and what the call gives to its symbols.
+def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) -> Pattern | None:
+    """The pattern of a call of Dynamo's graph; None where no size of the batch is a symbol in it.
 
     Args:
         gm: Dynamo's graph; a size that is a number in it stays one.
+        roles: What each placeholder is: rows and columns are those of the first integer "input" [B, T].
         args: One value per placeholder.
-        ids: The input [B, T] whose sizes the others are compared with.
     """
+    examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    ids = next((x for x, role in zip(args, roles, strict=True) if role == "input" and _may_be_ids(x)), None)
+    if ids is None:
+        return None
     rows, columns = ids.shape
-    found: dict[Any, Any] = {}
+    names: dict[Any, Any] = {}
     inputs: list[Any] = []
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    for node, value in zip(placeholders, args, strict=True):
-        example = node.meta.get("example_value")
-        if not isinstance(value, Tensor) or not isinstance(example, Tensor):
-            inputs.append(None)
+    for x, example in zip(args, examples, strict=True):
+        if not isinstance(x, Tensor) or not isinstance(example, Tensor):
+            inputs.append(x)
             continue
-        sizes = []
-        for d, (size, traced) in enumerate(zip(value.shape, example.shape, strict=True)):
-            named = name_size(size, d, rows, columns) if isinstance(traced, SymInt) else size
-            if isinstance(traced, SymInt):
-                found.setdefault(traced.node.expr, named)
-            sizes.append(named)
+        given = zip(x.shape, example.shape, strict=True)
+        sizes = [
+            name_size(size, d, rows, columns) if isinstance(traced, SymInt) else size
+            for d, (size, traced) in enumerate(given)
+        ]
+        names.update((t.node.expr, n) for t, n in zip(example.shape, sizes, strict=True) if isinstance(t, SymInt))
+        if any(isinstance(size, sympy.Expr) for size in sizes) and not x.is_contiguous():
+            return None
         inputs.append(tuple(sizes))
-    for i, (node, value) in enumerate(zip(placeholders, args, strict=True)):
-        example = node.meta.get("example_value")
-        if inputs[i] is None:
-            inputs[i] = found.get(example.node.expr, value) if isinstance(example, SymInt) else value
-    pattern = Pattern(tuple(inputs))
-    given = {ROWS: rows, COLUMNS: columns}
-    return pattern, {symbol: given[symbol] for symbol in pattern.symbols()}
+    numbers = [names.get(e.node.expr, x) if isinstance(e, SymInt) else x for x, e in zip(inputs, examples, strict=True)]
+    pattern = Pattern(tuple(numbers))
+    return pattern if pattern.symbols() else None
+
+
+def _may_be_ids(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)
 
 
 def name_size(size: int, dim: int, rows: int, columns: int) -> Any:

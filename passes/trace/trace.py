@@ -19,8 +19,10 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -66,11 +68,11 @@ def trace_function(
     function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode, *, functional: bool = False
 ) -> fx.GraphModule:
     """Trace a Python function over fake tensors into a graph, keeping the current node's meta."""
-    traced = torch.func.functionalize(function) if functional else function
+    traced = dispatch_functionalize(function, FunctionalTensorMode()) if functional else function
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cached cast would hand one trace the tensors of another
     try:
-        with torch.no_grad(), mode, fx_traceback.preserve_node_meta():
+        with torch.no_grad(), mode, fx_traceback.preserve_node_meta(), enable_python_dispatcher():
             gm = make_fx(traced, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     finally:
         torch.set_autocast_cache_enabled(cached)

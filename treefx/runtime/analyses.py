@@ -16,6 +16,7 @@ from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.labels.constants import InputValues, input_values
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass
+from treefx.passes.trace.pattern import Pattern, pattern_of
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.output_use import OutputUse
@@ -42,6 +43,7 @@ class Analyses:
         self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
         self._numbers = _positions_of_numbers(gm)
         self._shapes = KnownShapes(config.max_shapes)
+        self._batches = KnownShapes(config.max_shapes)
         self._has_no_tokens = False
         self.use = OutputUse(lazy=config.lazy_outputs)
         """Which outputs callers use."""
@@ -49,7 +51,7 @@ class Analyses:
     @property
     def rewrites(self) -> list[Rewritten]:
         """The rewritten graphs, one per variant of a shape."""
-        return [item for shape in self._shapes.shapes for item in shape.rewrites]
+        return [item for shape in self._batches.shapes + self._shapes.shapes for item in shape.rewrites]
 
     def shape(self, args: Sequence[Any]) -> Shape | str:
         """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none)."""
@@ -57,6 +59,17 @@ class Analyses:
             return ""
         tensors = self.tensors(args)
         values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None)
+        shape = self._of_batches(args, tensors, values) or self._of_sizes(args, tensors, values)
+        if isinstance(shape, Refusal):
+            return shape.reason
+        self._records.report.has_tokens = True
+        self._records.report.attention_rewritten = len(shape.analysis.attentions)
+        self._records.report.recurrences_rewritten = shape.analysis.recurrences
+        self._records.report.expansions = [asdict(item) for item in shape.analysis.expansions]
+        return shape
+
+    def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
+        """What is known of calls of these very sizes."""
         filled = zip(self._filled(args), self._roles, strict=True)
         inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
         key = (values, *[layout_of(x) if isinstance(x, Tensor) else x for x in inputs])
@@ -65,13 +78,20 @@ class Analyses:
             with compiling, lasting():
                 shape = self._shapes.find(key, tensors)
                 shape = self._shapes.add(key, lambda: self._analyse(args, values)) if shape is None else shape
-        if isinstance(shape, Refusal):
-            return shape.reason
-        self._records.report.has_tokens = True
-        self._records.report.attention_rewritten = len(shape.analysis.attentions)
-        self._records.report.recurrences_rewritten = shape.analysis.recurrences
-        self._records.report.expansions = [asdict(item) for item in shape.analysis.expansions]
         return shape
+
+    def _of_batches(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | None:
+        """What is known of calls with as many rows and columns as they like; None if sizes have to be known."""
+        pattern = pattern_of(self._gm, self._roles, args) if current_forest() is None else None
+        if pattern is None:
+            return None
+        key = (values, pattern)
+        found = self._batches.find(key, tensors)
+        if found is None:
+            with compiling, lasting():
+                found = self._batches.find(key, tensors)
+                found = self._batches.add(key, lambda: self._analyse(args, values, pattern)) if found is None else found
+        return found if isinstance(found, Shape) else None
 
     def _filled(self, args: Sequence[Any]) -> list[Any]:
         """The inputs with the values of the numbers that Dynamo passes as tensors."""
@@ -84,10 +104,10 @@ class Analyses:
     def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
         return [role for x, role in zip(self._filled(args), self._roles, strict=True) if isinstance(x, Tensor)]
 
-    def _analyse(self, args: Sequence[Any], values: InputValues) -> Shape | Refusal:
+    def _analyse(self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None) -> Shape | Refusal:
         tensors, roles = self.tensors(args), self._tensor_roles(args)
         try:
-            analysis = analyse(self._gm, self._filled(args), roles, values, self._passes)
+            analysis = analyse(self._gm, self._filled(args), roles, values, self._passes, batch)
         except TreefxError:
             raise
         except Exception as error:
@@ -103,6 +123,8 @@ class Analyses:
         self._records.report.has_tokens = True
         self._records.report.expansions = [asdict(item) for item in analysis.expansions]
         refusal = self._refusal(analysis)
+        if refusal is None and batch is not None and analysis.expansions:
+            refusal = f"sizes have to be known: {_listed(analysis.expansions)}"
         if refusal is not None:
             return Refusal(refusal, proof_of(analysis, tensors))
         shape = share_shape(analysis, tensors, self.use, values, self._config)

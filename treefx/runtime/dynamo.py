@@ -15,7 +15,9 @@ import torch
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 __all__ = ["keep_graphs_whole", "why_cut"]
 
@@ -26,6 +28,7 @@ def keep_graphs_whole() -> None:
     _pass_warnings()
     _pass_requires_grad()
     _install_hooks_first()
+    _take_batches_as_symbols()
 
 
 def why_cut(gm: fx.GraphModule) -> str | None:
@@ -103,3 +106,45 @@ def _install_hooks_first() -> None:
             raise RestartAnalysis(restart_reason="hooks were hung on the model")
 
     setattr(module, "maybe_install_capturing_hooks", install)
+
+
+def _take_batches_as_symbols() -> None:
+    """Let Dynamo take sizes of the inputs of a model as symbols from the first call on, where treefx compiles it.
+
+    Left to itself it takes them for numbers, and for symbols once it has seen two: two graphs more than it takes, and
+    the first has rows and columns burnt in. ``dynamic=False`` and dimensions marked static stay numbers.
+    """
+    original = getattr(builder, "_automatic_dynamic", None)
+    if original is None:  # another version of Dynamo
+        return
+
+    @functools.wraps(original)
+    def automatic_dynamic(e: Any, tx: Any, source: Any, static_shapes: bool, *args: Any, **kwargs: Any) -> Any:
+        context = original(e, tx, source, static_shapes, *args, **kwargs)
+        ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
+        if not ours or static_shapes or not torch._dynamo.config.automatic_dynamic_shapes:
+            return context
+        if not isinstance(context, StatefulSymbolicContext) or _is_of_module(source):
+            return context
+        marked = getattr(e, "_dynamo_static_indices", ())
+        for d in _dimensions_of_batches(e):
+            if context.dynamic_sizes[d] is DimDynamic.STATIC and d not in marked:
+                context.dynamic_sizes[d] = DimDynamic.DYNAMIC
+        return context
+
+    builder._automatic_dynamic = automatic_dynamic
+
+
+def _dimensions_of_batches(x: torch.Tensor) -> range | list[int]:
+    """The dimensions of an input that may count rows or columns: not the features of hidden states."""
+    if not x.is_floating_point() or x.dim() <= 2:
+        return range(x.dim())
+    if x.dim() == 4 and (x.shape[-1] == x.shape[-2] or x.shape[1] == 1):  # a mask
+        return [0, 2, 3]
+    return [0, 1] if x.dim() == 3 else []
+
+
+def _is_of_module(source: Any) -> bool:
+    kind = source.guard_source
+    kind = kind() if callable(kind) else kind
+    return bool(kind.is_specialized_nn_module() or kind.is_unspecialized_nn_module())

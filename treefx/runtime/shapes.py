@@ -64,6 +64,11 @@ class Shape:
         self.proof = proof_of(analysis, args)
         self._executables: dict[tuple[Any, ...], list[Executable]] = {}
 
+    def admits(self, args: Sequence[Tensor]) -> bool:
+        """Whether all that the analysis asked of sizes holds for a call."""
+        batch = self.analysis.batch
+        return batch is None or batch.holds(batch.values(args))
+
     @property
     def rewrites(self) -> list[Rewritten]:
         """What was rewritten so far, in no particular order."""
@@ -102,6 +107,10 @@ class Refusal:
     reason: str
     proof: Proof = field(default_factory=Proof)
 
+    def admits(self, args: Sequence[Tensor]) -> bool:
+        """It holds for all calls of its key."""
+        return True
+
 
 class KnownShapes:
     """What is known for the shapes of one graph: shapes and refusals, each as long as its proof holds.
@@ -121,7 +130,7 @@ class KnownShapes:
 
     def find(self, key: tuple[Any, ...], args: Sequence[Tensor]) -> Shape | Refusal | None:
         """What is known for a key and for the buffers among these tensors."""
-        return next((item for item in self._known.get(key, ()) if item.proof.holds(args)), None)
+        return next((item for item in self._known.get(key, ()) if item.admits(args) and item.proof.holds(args)), None)
 
     def add(self, key: tuple[Any, ...], find: Callable[[], Shape | Refusal]) -> Shape | Refusal:
         """Find out about a key."""
@@ -156,7 +165,8 @@ def share_shape(analysis: Analysis, args: Sequence[Tensor], outputs: OutputUse, 
         outputs: For a new shape.
         settings: What else decides about the compiled code: options, facts proved from the inputs.
     """
-    key = (fingerprint(analysis.gm), tuple(analysis.roles), *map(tensor_key, args), *process_state(), *settings)
+    keys = map(tensor_key, args) if analysis.batch is None else [object()]
+    key = (fingerprint(analysis.gm), tuple(analysis.roles), *keys, *process_state(), *settings)
     for shape in list(_shapes):
         if shape.key == key and shape.proof.holds(args):
             return shape
