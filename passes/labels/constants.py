@@ -145,13 +145,15 @@ class Constants:
 
     def table(self, expr: Expr, columns: int, heads: int) -> Tensor | None:
         """The values of an expression on the grid [head, query column, key column], or None if it is not constant."""
+        if any(item[0] in ("dot", "b") for item in walk(expr)):
+            return None
         if expr not in self._tables:
             self._tables[expr] = self._tabulate(expr, columns, heads)
         return self._tables[expr]
 
     def _tabulate(self, expr: Expr, columns: int, heads: int) -> Tensor | None:
         loads = [item[1] for item in walk(expr) if item[0] == "load"]
-        if any(item[0] in ("dot", "b") for item in walk(expr)) or not all(map(self._is_constant, loads)):
+        if not all(map(self._is_constant, loads)):
             return None
         columns = self._wide(columns)
         if heads * columns**2 > _LARGEST_TABLE:

@@ -75,6 +75,9 @@ class Factor:
     size: int
     repeated: bool = False
 
+    def __hash__(self) -> int:
+        return hash((self.axis, str(self.size), self.repeated))  # a symbol has no hash
+
     def __repr__(self) -> str:
         return f"{self.axis.value}{self.size}{'*' if self.repeated else ''}"
 

@@ -126,10 +126,10 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
         node, index = moved
     columns = extent(dims[1][-1:])
     score, sinks = _normalised(node, index, columns)
-    products = {(item[1], item[2]) for item in walk(score) if item[0] == "dot"}
-    if len(products) != 1:
+    products = [(item[1], item[2]) for item in walk(score) if item[0] == "dot"]
+    if not products or any(item != products[0] for item in products):
         raise NoLaw("a score with several products of queries and keys")
-    ((product, digits),) = products
+    product, digits = products[0]
     if digits != batch:
         raise NoLaw("heads change places between the scores and the values")
     query, key = product.args[-2:]
