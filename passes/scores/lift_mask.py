@@ -140,12 +140,13 @@ def _move_squeeze(node: fx.Node, source: fx.Node, index: Index) -> Index:
 def _move_slice(node: fx.Node, source: fx.Node, index: Index) -> Index:
     dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
     dim %= len(index)
-    size = shape_of(source)[dim]
-    if shape_of(node)[dim] == size:
-        return index
     start = node.args[2] if len(node.args) > 2 and node.args[2] is not None else 0
     stride = node.args[4] if len(node.args) > 4 else 1
-    assert isinstance(start, int) and isinstance(stride, int)
+    if (start == 0 and stride == 1) or shape_of(node)[dim] == shape_of(source)[dim]:
+        return index
+    size = shape_of(source)[dim]
+    if not isinstance(start, int) or not isinstance(stride, int):
+        raise NoLaw("reads a mask from a column that depends on the number of columns")
     start = max(0, min(start + size if start < 0 else start, size))
     moved = _add(_multiply(combined(index[dim]), stride), start)
     return index[:dim] + (((moved, size),),) + index[dim + 1 :]

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import disable_functional_mode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from treefx.passes.trace import opaque_ops
@@ -50,7 +51,7 @@ def call_custom_function(
     if dirty_idx:
         raise NotImplementedError("an autograd.Function marks an input dirty; return a new tensor instead")
     tensors = [x for x in inputs if isinstance(x, Tensor)]
-    with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing():
+    with temporarily_clear_interpreter_stack(), disable_functional_mode(), disable_proxy_modes_tracing():
         bodies = _Bodies(trace, forward, backward, [_example(x) if isinstance(x, Tensor) else x for x in inputs])
     results = opaque_ops.custom_function(tensors, opaque_ops.register_function(bodies.function))
     made = iter(results[: bodies.function.outputs])

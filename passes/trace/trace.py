@@ -58,7 +58,11 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
         A graph with the same placeholders in the same order; each node has ``meta["val"]`` and the stack of the
         user's line.
     """
-    traced = trace_function(_ForwardTracer(gm).run, inputs, mode, functional=True)
+    tracer = _ForwardTracer(gm)
+    try:
+        traced = trace_function(tracer.run, inputs, mode, functional=True)
+    finally:
+        tracer.close()
     if torch.is_grad_enabled():
         read_changed_inputs_once(traced)
     return traced
@@ -90,6 +94,12 @@ class _ForwardTracer(fx.Interpreter):
         self.grad_enabled = grad_enabled
         self.batch_levels: list[int] = []
         """The levels that vmap has here, by nesting; functionalisation is one below."""
+
+    def close(self) -> None:
+        """Leave the levels of vmap that a trace which failed has left open."""
+        while self.batch_levels:
+            self.batch_levels.pop()
+            predispatch._vmap_decrement_nesting()
 
     def run_node(self, n: fx.Node) -> Any:
         check_changes(n, self.grad_enabled)

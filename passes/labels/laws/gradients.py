@@ -66,10 +66,10 @@ def custom_function_reason(key: str) -> str | None:
 
 def _is_pointwise_body(body: fx.GraphModule) -> bool:
     """Whether all values have the shape of the inputs, and each element is made of elements at its place."""
-    shapes = {tuple(node.meta["val"].shape) for node in body.graph.find_nodes(op="placeholder")}
-    if len(shapes) != 1:
+    shapes = [tuple(node.meta["val"].shape) for node in body.graph.find_nodes(op="placeholder")]
+    if not shapes or any(shape != shapes[0] for shape in shapes):
         return False
-    (shape,) = shapes
+    shape = shapes[0]
     return all(_is_pointwise_node(node, shape) for node in body.graph.nodes if node.op == "call_function")
 
 
