@@ -58,11 +58,7 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
         A graph with the same placeholders in the same order; each node has ``meta["val"]`` and the stack of the
         user's line.
     """
-    tracer = _ForwardTracer(gm)
-    try:
-        traced = trace_function(tracer.run, inputs, mode, functional=True)
-    finally:
-        tracer.close()
+    traced = trace_function(_ForwardTracer(gm).run, inputs, mode, functional=True)
     if torch.is_grad_enabled():
         read_changed_inputs_once(traced)
     return traced
@@ -95,11 +91,14 @@ class _ForwardTracer(fx.Interpreter):
         self.batch_levels: list[int] = []
         """The levels that vmap has here, by nesting; functionalisation is one below."""
 
-    def close(self) -> None:
-        """Leave the levels of vmap that a trace which failed has left open."""
-        while self.batch_levels:
-            self.batch_levels.pop()
-            predispatch._vmap_decrement_nesting()
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph, and leave the levels of vmap that it is in where it fails."""
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self.batch_levels:
+                self.batch_levels.pop()
+                predispatch._vmap_decrement_nesting()
 
     def run_node(self, n: fx.Node) -> Any:
         check_changes(n, self.grad_enabled)
