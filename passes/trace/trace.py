@@ -89,6 +89,15 @@ class _ForwardTracer(fx.Interpreter):
         self.batch_levels: list[int] = []
         """The levels that vmap has here, by nesting; functionalisation is one below."""
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph, and leave the levels of vmap that it is in where it fails."""
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self.batch_levels:
+                self.batch_levels.pop()
+                predispatch._vmap_decrement_nesting()
+
     def run_node(self, n: fx.Node) -> Any:
         check_changes(n, self.grad_enabled)
         return super().run_node(n)
