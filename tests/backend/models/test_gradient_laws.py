@@ -267,6 +267,12 @@ def test_gradients_that_a_graph_cannot_say_are_refused_by_name(function: Callabl
     assert word in compare(model_with(function), batch_with_forks()).stats["fallback"]
 
 
+def test_a_trace_that_ends_inside_of_vmap_leaves_no_level_of_it() -> None:
+    stats = compare(model_with(lambda x: torch.vmap(unseen_clamp)(x)), batch_with_forks()).stats
+    assert "could not be traced" in stats["fallback"]
+    assert torch._C._functorch.peek_interpreter_stack() is None
+
+
 class Doubling(Function):
     """Its backward changes what the forward saved."""
 
