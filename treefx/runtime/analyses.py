@@ -80,16 +80,24 @@ class Analyses:
                 shape = self._shapes.add(key, lambda: self._analyse(args, values)) if shape is None else shape
         return shape
 
-    def _of_batches(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | None:
+    def for_tokens(self, args: Sequence[Any], sizes: Sequence[int]) -> Shape:
+        """The analysis for a call whose number of tokens the first one found for its inputs does not serve."""
+        tensors = self.tensors(args)
+        values = input_values(tensors, self._tensor_roles(args))
+        return self._of_batches(args, tensors, values, sizes) or self.shape(args)
+
+    def _of_batches(
+        self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues, sizes: Sequence[int] = ()
+    ) -> Shape | None:
         """What is known of calls with as many rows and columns as they like; None if sizes have to be known."""
         pattern = pattern_of(self._gm, self._roles, args) if current_forest() is None else None
         if pattern is None:
             return None
         key = (values, pattern)
-        found = self._batches.find(key, tensors)
+        found = self._batches.find(key, tensors, sizes)
         if found is None:
             with compiling, lasting():
-                found = self._batches.find(key, tensors)
+                found = self._batches.find(key, tensors, sizes)
                 found = self._batches.add(key, lambda: self._analyse(args, values, pattern)) if found is None else found
         return found if isinstance(found, Shape) else None
 

@@ -26,7 +26,7 @@ from treefx.runtime.kept.proof import Proof
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.padding import Padding
 
-__all__ = ["Executable", "KnownShapes", "Refusal", "Shape", "forget_shapes", "layout_of", "proof_of", "share_shape"]
+__all__ = ["Executable", "KnownShapes", "Outgrown", "Refusal", "Shape", "forget_shapes", "layout_of", "proof_of", "share_shape"]
 
 
 class Executable:
@@ -69,6 +69,11 @@ class Shape:
         batch = self.analysis.batch
         return batch is None or batch.holds(batch.values(args))
 
+    def serves(self, args: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+        """Whether code compiled from the analysis may run this many tokens: all its graphs answer for one hint."""
+        batch = self.analysis.batch
+        return batch is None or batch.count is None or batch.admits(*sizes, given=batch.values(args))
+
     @property
     def rewrites(self) -> list[Rewritten]:
         """What was rewritten so far, in no particular order."""
@@ -89,11 +94,21 @@ class Shape:
         if found is None:
             with compiling, lasting():
                 found = _admitting(known, sizes, values)
+                if found is None and not self.serves(args, sizes):
+                    raise Outgrown(sizes)
                 if found is None:
                     found = Executable(self.analysis, variant, args, passes)
                     known.append(found)
                     compiled(found)
         return found
+
+
+class Outgrown(Exception):
+    """Compiled code asked something of the number of tokens that does not hold in a call: it needs another analysis."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(sizes)
+        self.sizes = sizes
 
 
 def _admitting(known: Sequence[Executable], sizes: Sequence[int], values: Mapping[Any, int]) -> Executable | None:
@@ -128,9 +143,12 @@ class KnownShapes:
         """Those that run packed."""
         return [item for known in list(self._known.values()) for item in known if isinstance(item, Shape)]
 
-    def find(self, key: tuple[Any, ...], args: Sequence[Tensor]) -> Shape | Refusal | None:
-        """What is known for a key and for the buffers among these tensors."""
-        return next((item for item in self._known.get(key, ()) if item.admits(args) and item.proof.holds(args)), None)
+    def find(
+        self, key: tuple[Any, ...], args: Sequence[Tensor], sizes: Sequence[int] = ()
+    ) -> Shape | Refusal | None:
+        """What is known for a key, for the buffers among these tensors and for a number of tokens where one is given."""
+        known = [item for item in self._known.get(key, ()) if item.admits(args) and item.proof.holds(args)]
+        return next((item for item in known if not sizes or isinstance(item, Shape) and item.serves(args, sizes)), None)
 
     def add(self, key: tuple[Any, ...], find: Callable[[], Shape | Refusal]) -> Shape | Refusal:
         """Find out about a key."""

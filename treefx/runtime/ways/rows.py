@@ -16,7 +16,7 @@ from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import build_batch
 from treefx.runtime.records import Records
-from treefx.runtime.shapes import Shape
+from treefx.runtime.shapes import Outgrown, Shape
 from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.outputs import Outputs
 from treefx.runtime.ways.packed import PackedRun
@@ -53,6 +53,12 @@ class RowsRun:
 
     def run(self, shape: Shape, args: Sequence[Any]) -> Any:
         """The transparent level: build the trie of the rows, then run packed if that pays."""
+        try:
+            return self._run(shape, args)
+        except Outgrown as call:
+            return self._run(self._analyses.for_tokens(args, call.sizes), args)
+
+    def _run(self, shape: Shape, args: Sequence[Any]) -> Any:
         self._analyses.use.settle(shape.analysis)
         tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
         seen, keep = self._keep(shape, tensors)
