@@ -1,18 +1,40 @@
 """Learning on trees: advantages, and the rollouts they are computed for.
 
 In: a tree of steps or a forest, and rewards. Out: advantages for ``treefx.losses``: one number per row (``rows``), or
-one per step of each row (``portool``). ``relative`` is the formula they share, ``steps`` the tree.
+one per step of each row (``portool``). ``relative`` is the formula they share, ``steps`` the tree. ``rollouts`` samples
+such trees from a policy and an environment.
 
 Order of imports, each only of what stands before an arrow::
 
-    relative, steps -> rows -> portool -> __init__
+    relative, steps -> rows -> portool -> rollouts -> __init__
 """
 
 from treefx.rl.portool import fork_relative, portool, step_rewards
+from treefx.rl.rollouts import (
+    Completion,
+    Environment,
+    Generate,
+    Group,
+    Outcome,
+    PortoolTree,
+    RandomExpansion,
+    Rollouts,
+    Scheme,
+    rollout,
+)
 from treefx.rl.rows import grpo, reinforce_plus_plus, reinforce_plus_plus_tokens, rloo, tree_grpo
 from treefx.rl.steps import StepTree
 
 __all__ = [
+    "Completion",
+    "Environment",
+    "Generate",
+    "Group",
+    "Outcome",
+    "PortoolTree",
+    "RandomExpansion",
+    "Rollouts",
+    "Scheme",
     "StepTree",
     "fork_relative",
     "grpo",
@@ -20,6 +42,7 @@ __all__ = [
     "reinforce_plus_plus",
     "reinforce_plus_plus_tokens",
     "rloo",
+    "rollout",
     "step_rewards",
     "tree_grpo",
 ]
