@@ -2,11 +2,11 @@
 
 In: a tree of steps or a forest, and rewards. Out: advantages for ``treefx.losses``: one number per row (``rows``), or
 one per step of each row (``portool``). ``relative`` is the formula they share, ``steps`` the tree. ``rollouts`` samples
-such trees from a policy and an environment.
+such trees from a policy and an environment, ``samplers`` are such policies.
 
 Order of imports, each only of what stands before an arrow::
 
-    relative, steps -> rows -> portool -> rollouts -> __init__
+    relative, steps -> rows -> portool -> rollouts -> samplers -> __init__
 """
 
 from treefx.rl.portool import fork_relative, portool, step_rewards
@@ -23,6 +23,7 @@ from treefx.rl.rollouts import (
     rollout,
 )
 from treefx.rl.rows import grpo, reinforce_plus_plus, reinforce_plus_plus_tokens, rloo, tree_grpo
+from treefx.rl.samplers import TransformersSampler
 from treefx.rl.steps import StepTree
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Rollouts",
     "Scheme",
     "StepTree",
+    "TransformersSampler",
     "fork_relative",
     "grpo",
     "portool",
