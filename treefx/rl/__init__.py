@@ -23,11 +23,12 @@ from treefx.rl.rollouts import (
     rollout,
 )
 from treefx.rl.rows import grpo, reinforce_plus_plus, reinforce_plus_plus_tokens, rloo, tree_grpo
-from treefx.rl.samplers import TransformersSampler
+from treefx.rl.samplers import CompletionsSampler, TransformersSampler
 from treefx.rl.steps import StepTree
 
 __all__ = [
     "Completion",
+    "CompletionsSampler",
     "Environment",
     "Generate",
     "Group",
