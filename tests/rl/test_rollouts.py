@@ -20,6 +20,7 @@ SCHEMES: list[Scheme] = [
     Group(5),
     PortoolTree(6, forks=3),
     PortoolTree(4, forks=1),
+    PortoolTree(6, forks=2, first_steps=1),
     RandomExpansion(2, nodes=2, rounds=2),
     RandomExpansion(3, nodes=1, rounds=1, from_prompt=False),
 ]
@@ -90,6 +91,17 @@ def test_portools_draw_is_uniform_over_candidates() -> None:
         first, second = next(growth)
         both += first.parent == second.parent
     assert 0.28 < both / 900 < 0.39
+
+
+def test_portool_widens_from_few_first_steps() -> None:
+    recorder = Recorder()
+    rollouts = rl.rollout(recorder, World(), [0], PortoolTree(8, forks=2, first_steps=2), seed=1, max_steps=5)
+    assert len(rollouts) <= 8 and recorder.calls[0][0] == [[90, 91, 60]] * 2
+    finished, live = 0, 0
+    for wave, (prefixes, seeds) in enumerate(recorder.calls):
+        assert len(prefixes) == (2 if wave == 0 else min(8 - finished, 2 * live))
+        ended = sum(7 in completion.tokens for completion in script(prefixes, seeds))
+        finished, live = finished + ended, len(prefixes) - ended
 
 
 @pytest.mark.parametrize("from_prompt", [True, False])
@@ -201,6 +213,8 @@ def says(*completions: Completion) -> Callable[..., list[Completion]]:
         (lambda: sample(Group(1), -1), "seed >= 0"),
         (lambda: Group(0), "trajectories must be at least 1, got 0"),
         (lambda: PortoolTree(2, forks=0), "forks must be at least 1"),
+        (lambda: PortoolTree(2, first_steps=3), r"first_steps must be in \[1, trajectories = 2\], got 3"),
+        (lambda: PortoolTree(2, first_steps=0), "first_steps must be in"),
         (lambda: RandomExpansion(1, nodes=0), "nodes must be at least 1"),
         (lambda: RandomExpansion(1, rounds=-1), "rounds must be at least 0"),
         (lambda: rl.rollout(says(), World(), [0], Group(1)), "one completion per prefix, 1, got 0"),

@@ -178,8 +178,10 @@ def test_prefixes_within_others_and_ends_inside_of_what_is_held() -> None:
 
 def test_the_mode_of_the_model_is_kept_and_dropout_is_off() -> None:
     model = zoo("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    model.transformer.h[0].eval()  # frozen by its owner
     first, second = (sample(model, Group(2)) for _ in range(2))
-    assert model.training and torch.equal(first.step_logprobs, second.step_logprobs)
+    assert model.training and not model.transformer.h[0].mlp.training and model.transformer.h[1].training
+    assert torch.equal(first.step_logprobs, second.step_logprobs)
     assert largest_error(model, first) < 1e-5
 
 

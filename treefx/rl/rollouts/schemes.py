@@ -50,28 +50,35 @@ class Group:
 class PortoolTree:
     """PORTool's tree (arXiv 2510.26020): one tree per task, in which every unfinished step may fork.
 
-    n first steps follow the prompt. In each later wave every unfinished trajectory has f candidate forks, of which n
-    minus the finished ones are kept, so that in the end n have finished. A trajectory of which none is kept is given
-    up. Which are kept is drawn uniformly, as nothing else is published. The draw does not depend on what the candidates
-    say, so it comes first, and only those that are kept are sampled: the same trees, for a fraction of the tokens.
+    n first steps follow the prompt. In each later wave every unfinished step has f candidate forks, of which n minus
+    the finished trajectories are kept, so that in the end n have finished. A step of which none is kept is given up.
+    Which are kept is drawn uniformly, as nothing else is published. The draw does not depend on what the candidates
+    say, so it comes first, and only those that are kept are sampled: the same trees, for a fraction 1 / f of the
+    tokens. That is as many tokens as independent trajectories have; to sample fewer, begin with fewer first steps.
 
     Attributes:
         trajectories: n, at least 1.
         forks: f, at least 1; with 1, all trajectories go on alone.
+        first_steps: how many steps follow the prompt, from 1 to n; n when None, as published. From fewer the tree
+            widens by f per wave until n is reached; where it finishes sooner, there are fewer trajectories than n.
     """
 
     trajectories: int
     forks: int = 2
+    first_steps: int | None = None
 
     def __post_init__(self) -> None:
         _check(trajectories=self.trajectories, forks=self.forks)
+        if self.first_steps is not None and not 1 <= self.first_steps <= self.trajectories:
+            raise InputError(f"first_steps must be in [1, trajectories = {self.trajectories}], got {self.first_steps}")
 
     def grow(self, tree: GrowingTree, random: np.random.Generator, /) -> Iterator[Sequence[Branch]]:
-        """Yield n minus the finished branches."""
-        yield [Branch(PROMPT, 0)] * self.trajectories
+        """Yield n minus the finished branches, or all candidates where there are fewer."""
+        yield [Branch(PROMPT, 0)] * (self.first_steps or self.trajectories)
         while live := tree.live():
             candidates = [Branch(step, 0) for step in live for _ in range(self.forks)]
-            kept = random.choice(len(candidates), self.trajectories - len(tree.ended()), replace=False)
+            keep = min(self.trajectories - len(tree.ended()), len(candidates))
+            kept = random.choice(len(candidates), keep, replace=False)
             yield [candidates[i] for i in sorted(kept.tolist())]
 
 

@@ -61,12 +61,13 @@ class PrefixCache:
             for pool, new in zip(self._pools.get(layer, (None, None)), (keys, values), strict=True)
         )
         for pool, new in zip(grown, (keys, values), strict=True):
-            pool[slots] = new
+            pool[slots.to(pool.device)] = new
         self._pools[layer] = (grown[0], grown[1])
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, H, L, D] and values [B, H, L, Dv] of a layer at slots [B, L]."""
         keys, values = self._pools[layer]
+        slots = slots.to(keys.device)  # a model may lie on several
         return keys[slots].transpose(1, 2), values[slots].transpose(1, 2)
 
     def missing_pieces(self, prefixes: Iterable[Sequence[int]]) -> list[tuple[list[int], list[int]]]:

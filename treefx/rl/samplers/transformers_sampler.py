@@ -76,12 +76,12 @@ class TransformersSampler:
         self._parameters = _forward_parameters(model)
         self._to_check = check
         self._cache: PrefixCache | None = None
-        self._was_training = False
+        self._training: list[tuple[nn.Module, bool]] = []
         self._weights: list[tuple[int, int]] = []
 
     def __enter__(self) -> "TransformersSampler":
         self._cache = PrefixCache()
-        self._was_training = self.model.training
+        self._training = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self._weights = self._fingerprint()
         return self
@@ -90,7 +90,8 @@ class TransformersSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cache = None
-        self.model.train(self._was_training)
+        for module, training in self._training:
+            module.training = training
 
     def __call__(self, prefixes: Sequence[list[int]], seeds: Sequence[int], /) -> list[Completion]:
         """Sample one completion after each prefix; see `Generate`."""
@@ -172,7 +173,8 @@ class TransformersSampler:
         return self._cache
 
     def _fingerprint(self) -> list[tuple[int, int]]:
-        return [(weight.data_ptr(), weight._version) for weight in self.model.parameters()]
+        local = (getattr(weight, "_local_tensor", weight) for weight in self.model.parameters())  # of a DTensor
+        return [(weight.data_ptr(), weight._version) for weight in local]
 
     def _check(self, prefix: list[int], completion: Completion) -> None:
         row = torch.tensor([[*prefix, *completion.tokens]], device=self._device)
@@ -240,10 +242,9 @@ class _Rows:
         width = real.shape[1]
         fed = [path[len(path) - count :] for path, count in zip(self.paths, real.sum(1).tolist(), strict=True)]
         slots = torch.tensor([slot for row in fed for slot in row], device=self.device)
-        real = real.to(self.device)
         for number, layer in enumerate(self.past.layers):
             if layer.is_initialized and layer.get_seq_length():  # not so in layers that read another one's
-                keys, values = (x[:, :, -width:].transpose(1, 2)[real] for x in (layer.keys, layer.values))
+                keys, values = (x[:, :, -width:].transpose(1, 2)[real.to(x.device)] for x in (layer.keys, layer.values))
                 self.cache.write(number, slots, keys, values)
 
 
