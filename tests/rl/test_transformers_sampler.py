@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import treefx
 from tests.models import double, zoo
 from treefx import InputError, UnsupportedError
 from treefx.rl import (
@@ -19,6 +20,7 @@ from treefx.rl import (
     Rollouts,
     Scheme,
     TransformersSampler,
+    portool,
     rollout,
 )
 
@@ -185,15 +187,24 @@ def test_the_mode_of_the_model_is_kept_and_dropout_is_off() -> None:
     assert largest_error(model, first) < 1e-5
 
 
-def test_a_compiled_model_is_sampled_and_then_trained() -> None:
-    model = zoo("llama", num_hidden_layers=1)
+def test_a_compiled_model_is_sampled_and_then_trained_on_the_forest() -> None:
+    """On the policy that sampled, every ratio is 1."""
+    model = double("llama", num_hidden_layers=1)
     expected = sample(model, PortoolTree(4))
     model.compile(backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
     rollouts = sample(model, PortoolTree(4))
     assert columns(rollouts) == columns(expected)
-    ids = torch.nn.utils.rnn.pad_sequence(rollouts.forest.sequences(), batch_first=True)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert all(weight.grad is not None for weight in model.parameters())
+    forest = rollouts.forest
+    with treefx.use(forest):
+        logits = model(**forest.model_inputs(), use_cache=False).logits
+    logp = treefx.edge_logprobs(logits, forest, TEMPERATURE)
+    edges = forest.edges
+    old = torch.cat(rollouts.old_logprobs)[edges.raw_index]
+    trained = edges.row_weight > 0
+    assert trained.any() and torch.allclose(logp[edges.edge_of_entry][trained], old[trained], rtol=0, atol=1e-10)
+    advantages = portool(rollouts.steps, rollouts.rewards)
+    treefx.losses.policy(logp, forest, rollouts.old_logprobs, rollouts.steps.to_tokens(advantages)).backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
 
 
 def test_adapters_are_part_of_the_policy() -> None:
