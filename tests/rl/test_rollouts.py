@@ -193,6 +193,13 @@ def test_a_rollout_goes_into_a_loss_as_it_is() -> None:
     assert not grad[forest.edges.weight == 0].any()
 
 
+def test_a_progress_bar_counts_waves(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = sample(Group(2), max_steps=3)
+    assert capsys.readouterr().out == ""
+    assert columns(sample(Group(2), max_steps=3, progress=True)) == columns(quiet)
+    assert "Sampling trees" in capsys.readouterr().out
+
+
 def answers(**changes: Any) -> Any:
     class Odd(World):
         def act(self, state: Any, tokens: list[int], seed: int) -> Outcome:

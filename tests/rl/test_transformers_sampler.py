@@ -207,6 +207,11 @@ def test_a_compiled_model_is_sampled_and_then_trained_on_the_forest() -> None:
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
 
 
+def test_what_torch_compile_returns_is_sampled_as_the_model_within() -> None:
+    model = double("llama")
+    assert columns(sample(torch.compile(model, backend="eager"), Group(2))) == columns(sample(model, Group(2)))
+
+
 def test_adapters_are_part_of_the_policy() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
@@ -231,18 +236,18 @@ def padding_in_sight(given: list[Tensor]) -> None:
 def test_mistakes_with_padding_are_found_by_the_check(
     mistake: Callable[[list[Tensor]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = TransformersSampler.forward
+    right = TransformersSampler._forward
 
-    def wrong(self: Any, past: Any, ids: Tensor, mask: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    def wrong(self: Any, past: Any, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         given = [mask, positions.clone()]
         mistake(given)
-        return right(self, past, ids, given[0], given[1], ends)
+        return right(self, past, ids, given[0], given[1])
 
     prompts = [[1, 2], [9, 8, 7, 6, 5, 4]]
     for name in ("llama", "gpt2"):
         with TransformersSampler(zoo(name), max_new_tokens=4, temperature=0) as sampler:
             sampler(prompts, [0, 1])
-    monkeypatch.setattr(TransformersSampler, "forward", wrong)
+    monkeypatch.setattr(TransformersSampler, "_forward", wrong)
     # Rotary positions are relative: the whole row may be shifted, so it takes learned ones to see that.
     model = zoo("gpt2")
     with (

@@ -1,7 +1,7 @@
 """Sampling trees of steps: the loop between a policy and its environment."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from treefx.rl.rollouts.schemes import Scheme
 
 __all__ = ["rollout"]
 
+Wave = list[tuple[int, int, Branch]]
+"""Branches to sample together: task, number of the step to be in its tree, and where it hangs."""
+
 
 def rollout(
     generate: Generate,
@@ -24,6 +27,7 @@ def rollout(
     seed: int = 0,
     max_steps: int = 16,
     max_length: int | None = None,
+    progress: bool = False,
 ) -> Rollouts:
     """Sample a tree of steps for every task.
 
@@ -39,6 +43,7 @@ def rollout(
         seed: at least 0.
         max_steps: a trajectory of so many steps is cut off: it ends with what the environment said last as its reward.
         max_length: a trajectory whose row has so many tokens is cut off likewise, at the end of a step.
+        progress: show a progress bar, which counts waves.
 
     Returns:
         The trajectories, rewards, old log-probabilities and masks; `Rollouts.forest` is what to train on.
@@ -61,7 +66,7 @@ def rollout(
         for number, tree in enumerate(trees)
     ]
     sampled = 0
-    while wave := _next_wave(trees, growths):
+    for wave in _tracked(_waves(trees, growths), progress):
         seeds = [_seeds(seed, task, number) for task, number, _ in wave]
         prefixes = [trees[task].prefix(branch.parent) for task, _, branch in wave]
         completions = _check(generate(prefixes, [own for own, _ in seeds]), len(wave))
@@ -73,10 +78,21 @@ def rollout(
     return Rollouts.from_trees(trees, {"seed": seed, "sampled_tokens": sampled, "tasks": list(tasks)})
 
 
-def _next_wave(
-    trees: Sequence[GrowingTree], growths: Sequence[Iterator[Sequence[Branch]]]
-) -> list[tuple[int, int, Branch]]:
-    """The branches to sample now: task, number of the step to be in its tree, and where it hangs."""
+def _tracked(waves: Iterator[Wave], progress: bool) -> Iterable[Wave]:
+    if not progress:
+        return waves
+    from rich.progress import track
+
+    return track(waves, "Sampling trees")
+
+
+def _waves(trees: Sequence[GrowingTree], growths: Sequence[Iterator[Sequence[Branch]]]) -> Iterator[Wave]:
+    """Wave after wave; the steps of one must be in the trees before the next is asked for."""
+    while wave := _next_wave(trees, growths):
+        yield wave
+
+
+def _next_wave(trees: Sequence[GrowingTree], growths: Sequence[Iterator[Sequence[Branch]]]) -> Wave:
     wave = []
     for task, (tree, growth) in enumerate(zip(trees, growths, strict=True)):
         branches = next(growth, ())

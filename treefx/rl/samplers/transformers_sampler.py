@@ -67,6 +67,7 @@ class TransformersSampler:
     ) -> None:
         if max_new_tokens < 1 or (max_rows is not None and max_rows < 1):
             raise InputError(f"max_new_tokens and max_rows must be at least 1, got {max_new_tokens} and {max_rows}")
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
         _refuse_unfit(model)
         self.model, self.max_new_tokens, self.max_rows = model, max_new_tokens, max_rows
         self.stop = frozenset(int(token) for token in stop)
@@ -114,19 +115,27 @@ class TransformersSampler:
 
     def _prefill(self, cache: PrefixCache, prefixes: Sequence[list[int]]) -> None:
         """Compute what the cache does not hold of the prefixes, from their common beginnings on."""
-        distinct = set(map(tuple, prefixes))
+        distinct = list(dict.fromkeys(map(tuple, prefixes)))
         while pieces := cache.missing_pieces(distinct):
-            rows = _Rows(self, cache, [path for path, _ in pieces])
-            logits = rows.feed([tokens for _, tokens in pieces])
+            paths, chunks = map(list, zip(*pieces, strict=True))
+            if len(set(map(len, chunks))) > 1:
+                # Logits are of one column for all: of chunks of unequal length, the last tokens come on their own.
+                longer = [(path, chunk[:-1]) for path, chunk in pieces if len(chunk) > 1]
+                _Rows(self, cache, [path for path, _ in longer]).feed([body for _, body in longer])
+                paths = [[*path, *cache.extend(path, chunk[:-1])] for path, chunk in pieces]
+                chunks = [chunk[-1:] for chunk in chunks]
+            rows = _Rows(self, cache, paths)
+            logits = rows.feed(chunks)
             cache.logits.update(zip((path[-1] for path in rows.paths), logits, strict=True))
 
     def _decode(self, cache: PrefixCache, paths: list[list[int]], numbers: Tensor) -> list[Completion]:
         """Sample after each path; members of one row have drawn the same tokens so far."""
         tokens: list[list[int]] = [[] for _ in paths]
         logprobs: list[list[float]] = [[] for _ in paths]
-        starts = list({path[-1]: path for path in paths}.values())
-        logits = torch.stack([cache.logits[path[-1]] for path in starts])
-        row_of = {member: starts.index(path) for member, path in enumerate(paths)}
+        starts = {path[-1]: path for path in paths}
+        logits = torch.stack([cache.logits[end] for end in starts])
+        place = {end: row for row, end in enumerate(starts)}
+        row_of = {member: place[path[-1]] for member, path in enumerate(paths)}
         rows: _Rows | None = None
         for step in range(self.max_new_tokens):
             members = list(row_of)
@@ -139,26 +148,30 @@ class TransformersSampler:
                 break
             branch_of = {member: (row_of[member], tokens[member][-1]) for member in going}
             branches = list(dict.fromkeys(branch_of.values()))
-            row_of = {member: branches.index(branch) for member, branch in branch_of.items()}
+            number = {branch: row for row, branch in enumerate(branches)}
+            row_of = {member: number[branch] for member, branch in branch_of.items()}
             source = [row for row, _ in branches]
             if rows is None:
-                rows = _Rows(self, cache, [starts[row] for row in source])
+                begun = list(starts.values())
+                rows = _Rows(self, cache, [begun[row] for row in source])
             else:
                 rows.select(source)
             logits = rows.feed([[token] for _, token in branches])
         return [Completion(*pair) for pair in zip(tokens, logprobs, strict=True)]
 
-    def forward(self, past: Any, ids: Tensor, mask: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-        """Run the model on `ids` [B, width] after `past`; returns logits [B, len(ends), V] at columns `ends`."""
+    def _forward(self, past: Any, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """Run the model on `ids` [B, width] after `past`; returns logits [B, V] of the last column."""
         self.fed_tokens += int(mask[:, -ids.shape[1] :].sum())
-        given = {
-            "attention_mask": mask.to(self._device, torch.int64),
-            "position_ids": positions.to(self._device),
-            "logits_to_keep": ends.to(self._device),
-        }
-        taken = {name: value for name, value in given.items() if name in self._parameters}
-        logits: Tensor = self.model(input_ids=ids, past_key_values=past, use_cache=True, **taken).logits
-        return logits if "logits_to_keep" in taken else logits[:, ends]
+        given = {"attention_mask": mask.to(self._device, torch.int64), "position_ids": positions.to(self._device)}
+        optional = {name: value for name, value in given.items() if name in self._parameters}
+        return self._last_logits(1, ids, past_key_values=past, use_cache=True, **optional)[:, 0]
+
+    def _last_logits(self, columns: int, ids: Tensor, **given: Any) -> Tensor:
+        """Logits [B, columns, V] of the last columns; others are not computed if the model can leave them out."""
+        if "logits_to_keep" in self._parameters:
+            given["logits_to_keep"] = columns
+        logits: Tensor = self.model(input_ids=ids, **given).logits
+        return logits[:, -columns:]
 
     def _open_cache(self) -> PrefixCache:
         if self._cache is None:
@@ -178,7 +191,7 @@ class TransformersSampler:
 
     def _check(self, prefix: list[int], completion: Completion) -> None:
         row = torch.tensor([[*prefix, *completion.tokens]], device=self._device)
-        logits = self.model(input_ids=row, use_cache=False).logits[0, len(prefix) - 1 : -1]
+        logits = self._last_logits(len(completion.tokens) + 1, row, use_cache=False)[0, :-1]
         logprobs = torch.log_softmax(logits.double() / (self.drawing.temperature or 1.0), -1)
         expected = logprobs.gather(1, row[0, len(prefix) :, None]).squeeze(1).cpu()
         error = float((expected - torch.tensor(completion.logprobs, dtype=torch.float64)).abs().mean())
@@ -217,10 +230,11 @@ class _Rows:
             self.past.batch_select_indices(torch.tensor(rows, device=self.device))
 
     def feed(self, chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Feed each row its tokens and keep their keys and values; after chunks of unequal length rows are spent.
+        """Feed each row its tokens and keep their keys and values.
 
         Returns:
-            [B, V]: logits at the last token of each.
+            [B, V]: logits at the last token of each, if all chunks are as long. Otherwise they mean nothing, and rows
+            cannot be fed again.
         """
         lengths = [len(chunk) for chunk in chunks]
         width = max(lengths)
@@ -230,12 +244,11 @@ class _Rows:
         # Padding repeats the last position: there may be none behind it.
         column = torch.arange(width).minimum(torch.tensor(lengths)[:, None] - 1)
         positions = column + torch.tensor([len(path) for path in self.paths])[:, None]
-        ends, place = torch.unique(torch.tensor(lengths) - 1, return_inverse=True)
-        logits = self.sampler.forward(self.past, ids, self.mask, positions, ends)
+        logits = self.sampler._forward(self.past, ids, self.mask, positions)
         for path, chunk in zip(self.paths, chunks, strict=True):
             path += self.cache.extend(path, chunk)
         self._keep(real)
-        return logits[torch.arange(len(chunks)), place]
+        return logits
 
     def _keep(self, real: Tensor) -> None:
         """Write the keys and values of the columns just fed, [B, width], where they are real tokens."""
