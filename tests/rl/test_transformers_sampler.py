@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from tests.models import double, zoo
+from tests.models import ZOO, double, zoo
 from treefx import InputError, UnsupportedError
 from treefx.rl import (
     Completion,
@@ -98,6 +98,21 @@ def test_old_logprobs_are_those_of_whole_rows(name: str) -> None:
         assert largest_error(model, sample(model, scheme)) < 1e-10
 
 
+REFUSED = {"mamba2", "qwen3_next", "jamba", "llama4_text", "minimax", "lfm2", "recurrent_gemma", "rwkv", "bamba"}
+"""Recurrent, or with attention in chunks."""
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", ZOO["models"])
+def test_every_architecture_is_sampled_exactly_or_refused_by_name(name: str) -> None:
+    model = zoo(name)
+    if name in REFUSED:
+        with pytest.raises(UnsupportedError, match=type(model).__name__):
+            sample(model, Group(1))
+    else:
+        assert largest_error(model, sample(model, PortoolTree(4))) < 2e-5
+
+
 def test_a_window_shorter_than_the_rows_is_kept() -> None:
     model = double("mistral", sliding_window=4)
     rollouts = sample(model, PortoolTree(4))
@@ -106,11 +121,6 @@ def test_a_window_shorter_than_the_rows_is_kept() -> None:
     wide = double("mistral", sliding_window=4096)
     wide.load_state_dict(model.state_dict())
     assert largest_error(wide, rollouts) > 1e-3
-
-
-def test_experts_in_float32() -> None:
-    model = zoo("qwen3_moe")
-    assert largest_error(model, sample(model, PortoolTree(4))) < 1e-5
 
 
 @pytest.mark.parametrize("scheme", [Group(4), PortoolTree(6, forks=3), RandomExpansion(2, nodes=2, rounds=2)])
@@ -205,6 +215,10 @@ def test_a_compiled_model_is_sampled_and_then_trained_on_the_forest() -> None:
     advantages = portool(rollouts.steps, rollouts.rewards)
     treefx.losses.policy(logp, forest, rollouts.old_logprobs, rollouts.steps.to_tokens(advantages)).backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
+    assert columns(sample(model, PortoolTree(4))) == columns(expected)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    assert columns(sample(model, PortoolTree(4))) != columns(expected)
 
 
 def test_what_torch_compile_returns_is_sampled_as_the_model_within() -> None:
@@ -302,6 +316,6 @@ def test_what_cannot_be_right_is_refused(call: Callable[[Any], Any], kind: type[
 
 
 @pytest.mark.parametrize(("name", "what"), [("mamba2", "LinearAttentionLayer"), ("llama4_text", "chunked_attention")])
-def test_models_without_keys_and_values_per_token_are_refused_by_name(name: str, what: str) -> None:
+def test_models_without_keys_and_values_per_token_are_refused_with_the_reason(name: str, what: str) -> None:
     with pytest.raises(UnsupportedError, match=f"has .*{what}"):
         TransformersSampler(zoo(name), max_new_tokens=1)

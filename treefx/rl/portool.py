@@ -50,7 +50,7 @@ def step_rewards(
         tree: the steps.
         rewards: [K], outcome reward R_out of each trajectory. PORTool: 1 correct, 0 not answered, -1 wrong.
         format_rewards: [S], R_fm of each step: its calls are well formed and succeed. 0 when None.
-        gamma: decay per step to the end, in [0, 1]; 0.95 is the best of PORTool's ablation.
+        gamma: decay per step to the end, in [0, 1]; 0.95 is reported as the best of PORTool's ablation.
         aggregate: G, see `Aggregate`.
         exponent: see `Exponent`.
 

@@ -49,7 +49,7 @@ def grpo(
 
 
 def rloo(tree: StepTree | Forest, rewards: Numbers) -> Tensor:
-    """Reward less the mean of the prompt's other trajectories (RLOO: Ahmadian et al. 2024, arXiv 2402.14740, eq. 8).
+    """Reward less the mean of the prompt's other trajectories (RLOO: Ahmadian et al. 2024, arXiv 2402.14740).
 
         A_k = R_k - sum_{i != k} R_i / (n - 1)  =  n / (n - 1) (R_k - mean over the prompt's n trajectories)
 
@@ -176,7 +176,7 @@ def tree_grpo(
     Args:
         tree: the trajectories; `tree.tree` says which tree each was sampled in, `tree.group` which prompt it answers.
         rewards: [K], outcome reward of each trajectory.
-        w_intra: weight of the comparison within a tree. The paper finds it unstable alone.
+        w_intra: weight of the comparison within a tree. Reviews report that it is unstable alone.
         w_inter: weight of the comparison over a prompt's trees.
         scale: which std, in both terms.
         epsilon: added to the std.
