@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from threading import Barrier, get_ident
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,39 @@ def test_a_rollout_goes_into_a_loss_as_it_is() -> None:
     assert not grad[forest.edges.weight == 0].any()
 
 
+def test_tools_run_in_threads_and_nothing_else_changes() -> None:
+    barrier = Barrier(4, timeout=10)
+
+    class Slow(World):
+        def act(self, state: Any, tokens: list[int], seed: int) -> Outcome:
+            barrier.wait()  # passes only when four calls run at a time
+            return super().act(state, tokens, seed)
+
+    together = rl.rollout(script, Slow(), [0], Group(4), max_steps=1, tool_threads=4)
+    assert columns(together) == columns(rl.rollout(script, World(), [0], Group(4), max_steps=1))
+
+
+def test_alone_tools_run_in_the_callers_thread() -> None:
+    threads = set()
+
+    class Bound(World):
+        def act(self, state: Any, tokens: list[int], seed: int) -> Outcome:
+            threads.add(get_ident())
+            return super().act(state, tokens, seed)
+
+    rl.rollout(script, Bound(), [0], Group(2))
+    assert threads == {get_ident()}
+
+
+def test_an_error_of_a_tool_is_the_callers() -> None:
+    class Broken(World):
+        def act(self, state: Any, tokens: list[int], seed: int) -> Outcome:
+            raise RuntimeError("the tool is out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        rl.rollout(script, Broken(), [0], Group(3), tool_threads=2)
+
+
 def test_a_progress_bar_counts_waves(capsys: pytest.CaptureFixture[str]) -> None:
     quiet = sample(Group(2), max_steps=3)
     assert capsys.readouterr().out == ""
@@ -218,6 +252,7 @@ def says(*completions: Completion) -> Callable[..., list[Completion]]:
         (lambda: sample(Group(1), tasks=[]), "expected a task"),
         (lambda: sample(Group(1), max_steps=0), "max_steps >= 1"),
         (lambda: sample(Group(1), -1), "seed >= 0"),
+        (lambda: sample(Group(1), tool_threads=0), "tool_threads >= 1"),
         (lambda: Group(0), "trajectories must be at least 1, got 0"),
         (lambda: PortoolTree(2, forks=0), "forks must be at least 1"),
         (lambda: PortoolTree(2, first_steps=3), r"first_steps must be in \[1, trajectories = 2\], got 3"),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ def rollout(
     seed: int = 0,
     max_steps: int = 16,
     max_length: int | None = None,
+    tool_threads: int = 1,
     progress: bool = False,
 ) -> Rollouts:
     """Sample a tree of steps for every task.
@@ -43,6 +45,7 @@ def rollout(
         seed: at least 0.
         max_steps: a trajectory of so many steps is cut off: it ends with what the environment said last as its reward.
         max_length: a trajectory whose row has so many tokens is cut off likewise, at the end of a step.
+        tool_threads: calls of `environment.act` at a time, in threads; the environment has to allow more than one.
         progress: show a progress bar, which counts waves.
 
     Returns:
@@ -58,23 +61,29 @@ def rollout(
         ...     logp, rollouts.forest, rollouts.old_logprobs, rollouts.steps.to_tokens(advantages)
         ... )
     """
-    if not len(tasks) or max_steps < 1 or seed < 0:
-        raise InputError(f"expected a task, max_steps >= 1 and seed >= 0, got {len(tasks)}, {max_steps} and {seed}")
+    if not len(tasks) or min(max_steps, tool_threads) < 1 or seed < 0:
+        raise InputError(
+            "expected a task, max_steps >= 1, tool_threads >= 1 and seed >= 0, "
+            f"got {len(tasks)} tasks, {max_steps}, {tool_threads} and {seed}"
+        )
     trees = [GrowingTree(*environment.start(task), f"task {number}") for number, task in enumerate(tasks)]
     growths = [
         scheme.grow(tree, np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,))))
         for number, tree in enumerate(trees)
     ]
     sampled = 0
-    for wave in _tracked(_waves(trees, growths), progress):
-        seeds = [_seeds(seed, task, number) for task, number, _ in wave]
-        prefixes = [trees[task].prefix(branch.parent) for task, _, branch in wave]
-        completions = _check(generate(prefixes, [own for own, _ in seeds]), len(wave))
-        for (task, _, branch), (_, tool_seed), completion in zip(wave, seeds, completions, strict=True):
-            tree = trees[task]
-            outcome = environment.act(tree.state_of(branch.parent), list(completion.tokens), tool_seed)
-            tree.add(branch, completion, outcome, max_steps, max_length)
-            sampled += len(completion.tokens)
+    with ThreadPoolExecutor(tool_threads) as pool:
+        run = map if tool_threads == 1 else pool.map  # alone, a tool may rely on its caller's thread
+        for wave in _tracked(_waves(trees, growths), progress):
+            seeds = [_seeds(seed, task, number) for task, number, _ in wave]
+            prefixes = [trees[task].prefix(branch.parent) for task, _, branch in wave]
+            completions = _check(generate(prefixes, [own for own, _ in seeds]), len(wave))
+            states = [trees[task].state_of(branch.parent) for task, _, branch in wave]
+            tokens = [list(completion.tokens) for completion in completions]
+            outcomes = run(environment.act, states, tokens, [tool_seed for _, tool_seed in seeds])
+            for (task, _, branch), completion, outcome in zip(wave, completions, outcomes, strict=True):
+                trees[task].add(branch, completion, outcome, max_steps, max_length)
+            sampled += sum(map(len, tokens))
     return Rollouts.from_trees(trees, {"seed": seed, "sampled_tokens": sampled, "tasks": list(tasks)})
 
 

@@ -105,17 +105,17 @@ class TransformersSampler:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for start in range(0, len(prefixes), size):
                 part = prefixes[start : start + size]
-                self._prefill(cache, part)
+                paths = self._prefill(cache, [tuple(prefix) for prefix in part])
                 numbers = uniforms(seeds[start : start + size], self.max_new_tokens)
-                completions += self._decode(cache, [cache.find(prefix) for prefix in part], numbers)
+                completions += self._decode(cache, paths, numbers)
             if self._to_check and completions:
                 self._check(prefixes[0], completions[0])
                 self._to_check = False
         return completions
 
-    def _prefill(self, cache: PrefixCache, prefixes: Sequence[list[int]]) -> None:
-        """Compute what the cache does not hold of the prefixes, from their common beginnings on."""
-        distinct = list(dict.fromkeys(map(tuple, prefixes)))
+    def _prefill(self, cache: PrefixCache, prefixes: list[tuple[int, ...]]) -> list[list[int]]:
+        """Compute what the cache does not hold, from common beginnings on; returns the slots of every prefix."""
+        distinct = list(dict.fromkeys(prefixes))
         while pieces := cache.missing_pieces(distinct):
             paths, chunks = map(list, zip(*pieces, strict=True))
             if len(set(map(len, chunks))) > 1:
@@ -127,6 +127,8 @@ class TransformersSampler:
             rows = _Rows(self, cache, paths)
             logits = rows.feed(chunks)
             cache.logits.update(zip((path[-1] for path in rows.paths), logits, strict=True))
+        found = {prefix: cache.find(prefix) for prefix in distinct}
+        return [found[prefix] for prefix in prefixes]
 
     def _decode(self, cache: PrefixCache, paths: list[list[int]], numbers: Tensor) -> list[Completion]:
         """Sample after each path; members of one row have drawn the same tokens so far."""
