@@ -13,13 +13,14 @@ The journey of one batch, by room:
 6. ``runtime.ways.outputs``: the outputs, expanded to rows where somebody reads them.
 7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
 
-``planning`` runs a forest in parts that fit into memory; ``data`` makes batches; ``bench`` measures; ``cli`` is the
-command. What a user imports lies open: ``backend``, ``config``, ``errors``, ``losses``, ``logprobs``.
+``planning`` runs a forest in parts that fit into memory; ``rl`` samples trees and gives credit on them; ``data`` makes
+batches; ``bench`` measures; ``cli`` is the command. What a user imports lies open: ``backend``, ``config``, ``errors``,
+``losses``, ``logprobs``.
 
 Order of imports, each only of what stands before an arrow::
 
-    errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> runtime -> backend -> inspection ->
-    planning -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
+    errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> rl -> runtime -> backend ->
+    inspection -> planning -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
 """
 
 from importlib import import_module
@@ -32,7 +33,7 @@ from treefx.forests.forest import Forest
 from treefx.logprobs import edge_logprobs
 
 if TYPE_CHECKING:
-    from treefx import kernels
+    from treefx import kernels, rl
     from treefx.config import Config
     from treefx.inspection.inspector import inspect
     from treefx.planning.execution.backward import backward
@@ -58,6 +59,7 @@ __all__ = [
     "losses",
     "plan",
     "profile",
+    "rl",
     "use",
 ]
 
@@ -73,9 +75,9 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     # The kernels register operators and the inspector reads compiled graphs: a program that only builds
-    # forests should not load either.
-    if name == "kernels":
-        return import_module("treefx.kernels")
+    # forests should not load what it does not use.
+    if name in ("kernels", "rl"):
+        return import_module(f"treefx.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
