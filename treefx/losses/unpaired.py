@@ -69,9 +69,9 @@ def kto(
     judged = torch.ones_like(good)
     if other is not None:
         judged[other] = False
-    sign = torch.where(good, 1.0, -1.0).to(sums.dtype)
-    weight = torch.where(good, desirable_weight, undesirable_weight).to(sums.dtype)
-    values = weight * (1 - torch.sigmoid(beta * sign * (log_ratio - point)))
+    gain = torch.where(good, log_ratio - point, point - log_ratio)
+    lost = 1 - torch.sigmoid(beta * gain)
+    values = torch.where(good, desirable_weight * lost, undesirable_weight * lost)
     if metrics is not None:
         _record(metrics, point, beta * log_ratio, sums, {"chosen": judged & good, "rejected": judged & ~good})
     return reduce_rows(values[judged], reduction)
