@@ -243,6 +243,29 @@ def test_equal_values_of_rows_collapse_to_edges_and_unequal_ones_do_not() -> Non
     assert losses.clipped(logp, forest, padded, given) == losses.clipped(logp, forest, per_edge, given)
 
 
+def test_tensors_of_a_padded_batch_fit_wherever_rows_do() -> None:
+    rows, old = [[1, 2, 3, 4], [1, 2, 5]], [torch.tensor([0.0, -1, -2, -3]), torch.tensor([0.0, -1.5, -2.5])]
+    steps = [torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1])]
+    padded = Forest.from_padded(torch.tensor([[1, 2, 3, 4], [0, 1, 2, 5]]), torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]))
+    plain = Forest.from_sequences(rows)
+    logp = edge_logprobs(SHARED.logits[:, :5], plain)
+
+    def both(x: list[Tensor]) -> Tensor:
+        return torch.stack([x[0], torch.cat([x[1].new_zeros(1), x[1]])])
+
+    def found(forest: Forest, given: list[Any]) -> list[Tensor]:
+        factors = losses.importance_weights(given[0], given[1], forest, (0.0, 1.5))
+        ratios: dict[str, Any] = {"level": "sequence", "groups": given[2]}
+        return [
+            losses.clipped(logp, forest, given[0], given[1], importance=factors, **ratios),
+            losses.kl(logp, forest, given[0]),
+            losses.dpo(logp, forest, given[0], [(0, 1)]),
+        ]
+
+    other = [row + torch.linspace(0, 1, len(row)) for row in old]
+    assert found(padded, [both(old), both(other), both(steps)]) == found(plain, [old, other, steps])
+
+
 def test_plausible_mistakes_are_told_apart() -> None:
     """Advantages averaged before the clip, and one row's old log-probabilities for all rows of an edge."""
     forest, logits, given = SHARED.forest, SHARED.logits, [1.5, -1.0, -0.7]

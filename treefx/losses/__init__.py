@@ -21,7 +21,7 @@ How terms of rows that share an edge become one term of the edge:
     by sign    it is max(c_b, 0) f(logp) + min(c_b, 0) g(logp): the edge's term is C+ f + C- g, where C+ sums the
                positive c_b and C- the negative ones. `clipped`, for which summed advantages would be wrong.
     per entry  f differs from row to row, as where rows recorded unequal old log-probabilities for an edge: one term per
-               (edge, row). The functions look whether they do, edge by edge, and take this form only then.
+               (edge, row). The functions look whether any do, and take this form only then.
     per row    f reads the whole row: `clipped(level="sequence")`, `dpo`, `ipo`, `kto`, `orpo`, `simpo`. The
                gradient of an edge is the sum over its rows of weight times the gradient of the row.
 

@@ -1,8 +1,12 @@
 """What trainers log beside the loss: means over the tokens or rows, as separate rows would give them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from torch import Tensor
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "all_or_nothing"]
 
 
 class Metrics:
@@ -41,6 +45,9 @@ class Metrics:
         """Add a weighted sum and its weight, scalars."""
         total = value.new_empty(2, dtype=value.double().dtype)
         total[0], total[1] = value.detach(), weight.detach()
+        changed = _CHANGED.get()
+        if changed is not None:
+            changed.setdefault(id(self), (self, dict(self.totals)))
         self.totals[name] = self.totals[name] + total if name in self.totals else total
 
     def means(self) -> dict[str, float]:
@@ -51,3 +58,22 @@ class Metrics:
     def clear(self) -> None:
         """Begin anew."""
         self.totals.clear()
+
+
+_CHANGED: ContextVar[dict[int, tuple[Metrics, dict[str, Tensor]]] | None] = ContextVar("changed", default=None)
+"""Metrics that were added to in `all_or_nothing`, and their totals before."""
+
+
+@contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Forget what was added to any metrics in here if an exception leaves: what is run again counts once."""
+    changed: dict[int, tuple[Metrics, dict[str, Tensor]]] = {}
+    token = _CHANGED.set(changed)
+    try:
+        yield
+    except BaseException:
+        for metrics, before in changed.values():
+            metrics.totals = before
+        raise
+    finally:
+        _CHANGED.reset(token)

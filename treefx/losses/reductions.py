@@ -15,7 +15,9 @@ __all__ = ["Constant", "PromptMean", "Reduction", "edge_scale", "entry_scale"]
 
 @dataclass(frozen=True)
 class Constant:
-    """Sum over tokens, divided by the rows and by a length that depends on no row (Dr. GRPO: Liu et al. 2025, eq. 4).
+    """Sum over tokens, divided by the rows and by a length that depends on no row.
+
+    Dr. GRPO: Liu et al. 2025, arXiv 2503.20783. `Constant(1)` is the mean over rows of their sums.
 
     Attributes:
         length: usually the largest number of tokens that could be sampled; greater than 0.
@@ -83,7 +85,7 @@ def _group_means(forest: Forest, group: Tensor) -> Tensor:
     if bool((has_weight & (totals == 0)).any()):
         raise ForestError("weights that sum to 0 without all being 0 have no mean; use reduction='sum'")
     inverse: Tensor = torch.where(has_weight, 1.0 / totals, 0.0)
-    return inverse[group] / count
+    return (inverse / count)[group]
 
 
 def _read_prompts(prompts: Sequence[int] | Tensor, forest: Forest) -> Tensor:

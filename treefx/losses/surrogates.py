@@ -78,8 +78,8 @@ def clipped(
 
     That needs weights of at least 0 and one ratio for all rows of the edge. Samplers give a shared token slightly
     different log-probabilities in each row; where rows of an edge differ, the same term is summed over (edge, row)
-    pairs instead. The ratio of a sequence (Zheng et al. 2025, GSPO) belongs to all of its tokens, so their advantages
-    collapse to one pair (A+, A-) per sequence.
+    pairs instead. The ratio of a sequence (GSPO: Zheng et al. 2025, arXiv 2507.18071) belongs to all of its tokens, so
+    their advantages collapse to one pair (A+, A-) per sequence.
 
     Args:
         logp: [E], log-probability of every edge under the policy that is trained.
@@ -90,8 +90,8 @@ def clipped(
         advantages: one number per row, or per token in either of these two forms.
         clip: the bound on both sides, or (low, high); at least 0.
         reduction: defined in `treefx.losses`.
-        dual_clip: an upper bound of r where A is negative, greater than 1 (dual-clip PPO: Ye et al. 2020, equation 5;
-            `delta` of two-sided GRPO, where it is at least 1 + high).
+        dual_clip: an upper bound of r where A is negative, greater than 1 (dual-clip PPO: Ye et al. 2020, arXiv
+            1912.09729; `delta` of two-sided GRPO, where it is at least 1 + high).
         level: whose ratio r is. "token"; "sequence": exp of the weighted mean of logp - old_logp over the row (GSPO,
             equation 7); "sequence_token": the value of that one, the gradient of the token's own (GSPO-token,
             equation 14), for advantages that differ from token to token.
@@ -150,7 +150,7 @@ def cispo(
     importance: PerRow | None = None,
     metrics: Metrics | None = None,
 ) -> Tensor:
-    """Clipped importance weights, and every token's gradient (CISPO: MiniMax-M1 2025, equation 4).
+    """Clipped importance weights, and every token's gradient (CISPO: MiniMax-M1 2025, arXiv 2506.13585).
 
     A row's term is -w A c logp with c = clamp(exp(logp - old_logp), 1 - low, 1 + high), through which no gradient goes.
     Given c it is linear in A: advantages are summed per edge where the rows of an edge have one c.

@@ -28,7 +28,7 @@ def kto(
     reduction: PairReduction = "mean",
     metrics: Metrics | None = None,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, equations 7 and 8).
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306).
 
     With h_b = L_b - ref L_b, L_b = sum_t w[b,t] logp[b,t], and the reference point z, a row's term is
 

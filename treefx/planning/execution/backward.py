@@ -11,6 +11,7 @@ from torch import Tensor
 from treefx.errors import CoupledLossError, InputError
 from treefx.forests.forest import Forest
 from treefx.inspection.compiled_modules import modules_of
+from treefx.losses.metrics import all_or_nothing
 from treefx.planning.execution.boundary import all_edges
 from treefx.planning.execution.execute import Executor, LogProbs, Loss, Model, logits_logprobs
 from treefx.planning.search.part import Step
@@ -31,8 +32,8 @@ def backward(
 ) -> Tensor:
     """Run a plan: the forward and the backward of all its parts.
 
-    Gradients add into `.grad`, once, when all are there: an exception in the middle leaves `.grad` as it was. Hooks on
-    parameters run once per part.
+    Gradients add into `.grad`, once, when all are there: an exception in the middle leaves `.grad` as it was, and
+    `treefx.losses.Metrics` too. Hooks on parameters run once per part.
 
     Args:
         compiled: a model compiled by treefx, which returns `.logits` [1, N, V] for `input_ids` and `position_ids`
@@ -85,7 +86,7 @@ def _run(model: Model, forest: Forest, plan: Plan, loss: Loss, additive: bool, p
     executor = Executor(model, forest, plan.schedule, loss, gradients.adopt)
     steps = _tracked(plan.steps, progress)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), all_or_nothing():
             value = _run_additive(executor, steps) if additive else _run_in_two_passes(executor, plan, steps)
     except BaseException:
         gradients.put_back()
