@@ -11,7 +11,7 @@ from tests.backend.native import rollouts
 from tests.planning.parts import Loss
 from treefx import losses
 
-__all__ = ["ADVANTAGES", "FOREST", "OLD", "OLD_ROWS", "PAIRS", "REF", "SUMS", "WHOLE_ROWS"]
+__all__ = ["ADVANTAGES", "FOREST", "OLD", "OLD_ROWS", "PAIRS", "REF", "ROWS", "SUMS", "WEIGHTS", "WHOLE_ROWS"]
 
 ROWS = rollouts()
 _DRAW = random.Random(1)

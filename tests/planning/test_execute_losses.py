@@ -1,17 +1,22 @@
 """Every loss of `treefx.losses` through a forest in parts: value and gradients of the whole forest, eagerly on rows."""
 
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import treefx
+from tests.backend.native import Rows, branches
 from tests.losses.every_loss import ADVANTAGES, FOREST, OLD, OLD_ROWS, PAIRS, REF, SUMS, WHOLE_ROWS
+from tests.losses.textbook import Batch
 from tests.oracle import FLOAT64, assert_close
 from tests.planning.cuts import every_node, random_cuts
+from tests.planning.parts import Loss, run, tiny, whole_forest
 from tests.planning.parts import reproducible as reproducible
-from tests.planning.parts import run, tiny, whole_forest
 from treefx import losses
 from treefx.planning.execution.backward import backward
 
@@ -25,6 +30,43 @@ def test_a_cut_forest_has_the_losses_of_the_whole_one(name: str) -> None:
     assert any(gradient is not None and gradient.any() for gradient in expected.gradients.values())
     for plan in (every_node(FOREST), random_cuts(FOREST, 5)):
         assert_close(run(compiled, model, plan, loss), expected, FLOAT64)
+
+
+def loss_of(batch: Batch, kind: str) -> Loss:
+    """A loss of numbers that are drawn for the batch."""
+    (old, _), (ref, _) = batch.policy(2, kind == "sequence"), batch.policy(3, True)
+    pairs = [(number, number + 1) for number in range(len(batch.rows) - 1)]
+
+    def loss(logp: Tensor, part: treefx.Forest) -> Tensor:
+        if kind == "dpo":
+            return losses.dpo(logp, part, ref, pairs) + losses.sft(logp, part, "token_mean")
+        level: Any = kind
+        clipped = losses.clipped(logp, part, old, batch.per_row(4), 0.1, "row_mean", level=level)
+        return clipped + 0.1 * losses.kl(logp, part, ref)
+
+    return loss
+
+
+def test_random_forests_and_cuts() -> None:
+    model, compiled = tiny(layers=1)
+
+    @settings(max_examples=4)
+    @given(
+        trees=st.lists(branches, min_size=1, max_size=2),
+        seed=st.integers(0, 99),
+        kind=st.sampled_from(["token", "sequence", "sequence_token", "dpo"]),
+    )
+    def check(trees: list[Rows], seed: int, kind: str) -> None:
+        rows = [row for tree in trees for row in tree]
+        rows = [*rows, [*rows[0], 4]]
+        draw = random.Random(seed)
+        batch = Batch(rows, [[draw.choice([0.0, 1.0, 2.0]) for _ in row] for row in rows], seed)
+        loss = loss_of(batch, kind)
+        expected = whole_forest(model, batch.forest, loss)
+        if any(gradient is not None and gradient.any() for gradient in expected.gradients.values()):
+            assert_close(run(compiled, model, random_cuts(batch.forest, seed, 0.4), loss), expected, FLOAT64)
+
+    check()
 
 
 @pytest.mark.parametrize("name", list(WHOLE_ROWS))

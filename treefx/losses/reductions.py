@@ -85,7 +85,7 @@ def _group_means(forest: Forest, group: Tensor) -> Tensor:
     if bool((has_weight & (totals == 0)).any()):
         raise ForestError("weights that sum to 0 without all being 0 have no mean; use reduction='sum'")
     inverse: Tensor = torch.where(has_weight, 1.0 / totals, 0.0)
-    return (inverse / count)[group]
+    return inverse[group] / count
 
 
 def _read_prompts(prompts: Sequence[int] | Tensor, forest: Forest) -> Tensor:
@@ -95,4 +95,5 @@ def _read_prompts(prompts: Sequence[int] | Tensor, forest: Forest) -> Tensor:
         raise ForestError(
             f"PromptMean(prompts) needs one integer per row, [{len(forest)}], got {values.dtype} {list(values.shape)}"
         )
-    return torch.unique(values, return_inverse=True)[1]
+    index: Tensor = torch.unique(values, return_inverse=True)[1]
+    return index
