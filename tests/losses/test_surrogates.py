@@ -316,6 +316,8 @@ def test_ratios_of_sequences_refuse_some_edges_by_name() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"clip": [0.1, 0.2, 0.3]}, r"a pair \(low, high\)"),
+        ({"clip": (0.1, -0.2)}, r"a pair \(low, high\)"),
         ({"dual_clip": 1.0}, "dual_clip must be greater than 1"),
         ({"level": "row"}, "level must be 'token', 'sequence' or 'sequence_token', got 'row'"),
         ({"groups": [0, 0, 1]}, "groups say what a sequence is"),

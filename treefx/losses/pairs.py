@@ -40,7 +40,8 @@ def dpo(
         logp: [E], log-probability of every edge under the policy that is trained.
         forest: the forest; its weights say which tokens a row's log-probability counts.
         ref_logp: of the reference: [E], or per row a vector as long as the row, or [B, T].
-        pairs: [P, 2] row numbers, (chosen, rejected).
+        pairs: [P, 2] row numbers, (chosen, rejected); where chosen rows come first and the rejected ones after them, as
+            in TRL's batches, `[(i, i + P) for i in range(P)]`.
         beta: greater than 0.
         label_smoothing: probability that a label is wrong, from 0 to below 0.5.
         reduction: "mean" or "sum" over the pairs.

@@ -71,10 +71,10 @@ def require_whole(forest: Forest, name: str) -> None:
 
 def read_bounds(clip: float | tuple[float, float]) -> tuple[float, float]:
     """(low, high) of a clip range [1 - low, 1 + high]."""
-    low, high = clip if isinstance(clip, tuple) else (clip, clip)
-    if not (0 <= low and 0 <= high):
+    bounds = (clip, clip) if isinstance(clip, int | float) else tuple(clip)
+    if len(bounds) != 2 or not all(bound >= 0 for bound in bounds):
         raise InputError(f"clip must be at least 0, or a pair (low, high) of such, got {clip}")
-    return float(low), float(high)
+    return float(bounds[0]), float(bounds[1])
 
 
 def read_per_edge(values: PerEdge, forest: Forest) -> Tensor | None:
