@@ -139,7 +139,7 @@ def test_estimators_are_told_apart() -> None:
     st.booleans(),
     st.sampled_from(["truncate", "mask"]),
     st.sampled_from(["token", "sequence"]),
-    st.sampled_from([(0.0, 1.1), (0.9, 1.2), (0.5, float("inf"))]),
+    st.sampled_from([(0.0, 1.1), (0.9, 1.2), (0.0, 0.8), (0.5, float("inf"))]),
 )
 def test_importance_weights(batch: Batch, per_edge: bool, mode: Any, level: Any, bounds: tuple[float, float]) -> None:
     (old, old_rows), (sampling, sampling_rows) = batch.policy(2, per_edge), batch.policy(3, False)

@@ -243,6 +243,14 @@ def test_equal_values_of_rows_collapse_to_edges_and_unequal_ones_do_not() -> Non
     assert losses.clipped(logp, forest, padded, given) == losses.clipped(logp, forest, per_edge, given)
 
 
+def test_what_rows_gave_for_tokens_of_weight_zero_does_not_keep_edges_apart() -> None:
+    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]], [[0, 1, 1], [0, 0, 1]])
+    logp = torch.tensor([-1.0, -2.0, -3.0])
+    old = [torch.tensor([0.0, -1.5, -2.5]), torch.tensor([0.0, 7.0, -3.5])]
+    terms = align(logp, forest, old, "old_logp", forest.edges.row_weight != 0)
+    assert terms.per_edge and terms.other.tolist() == [-1.5, -2.5, -3.5]
+
+
 def test_tensors_of_a_padded_batch_fit_wherever_rows_do() -> None:
     rows, old = [[1, 2, 3, 4], [1, 2, 5]], [torch.tensor([0.0, -1, -2, -3]), torch.tensor([0.0, -1.5, -2.5])]
     steps = [torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1])]
