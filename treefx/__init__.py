@@ -27,10 +27,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from treefx import losses
-from treefx.errors import ConfigError, ForestError, InputError, MemoryLimitError, TreefxError, UnsupportedError
+from treefx.errors import (
+    ConfigError,
+    CoupledLossError,
+    ForestError,
+    InputError,
+    MemoryLimitError,
+    TreefxError,
+    UnsupportedError,
+)
 from treefx.forests.context import current_forest, use
 from treefx.forests.forest import Forest
-from treefx.logprobs import edge_logprobs
+from treefx.logprobs import edge_entropy, edge_logprobs
 
 if TYPE_CHECKING:
     from treefx import kernels, rl
@@ -44,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "ConfigError",
+    "CoupledLossError",
     "Forest",
     "ForestError",
     "InputError",
@@ -53,6 +62,7 @@ __all__ = [
     "backward",
     "current_forest",
     "distribute",
+    "edge_entropy",
     "edge_logprobs",
     "inspect",
     "kernels",
