@@ -13,26 +13,35 @@ The journey of one batch, by room:
 6. ``runtime.ways.outputs``: the outputs, expanded to rows where somebody reads them.
 7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
 
-``planning`` runs a forest in parts that fit into memory; ``data`` makes batches; ``bench`` measures; ``cli`` is the
-command. What a user imports lies open: ``backend``, ``config``, ``errors``, ``losses``, ``logprobs``.
+``planning`` runs a forest in parts that fit into memory; ``rl`` samples trees and gives credit on them; ``data`` makes
+batches; ``bench`` measures; ``cli`` is the command. What a user imports lies open: ``backend``, ``config``, ``errors``,
+``losses``, ``logprobs``.
 
 Order of imports, each only of what stands before an arrow::
 
-    errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> runtime -> backend -> inspection ->
-    planning -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
+    errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> rl -> runtime -> backend ->
+    inspection -> planning -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from treefx import losses
-from treefx.errors import ConfigError, ForestError, InputError, MemoryLimitError, TreefxError, UnsupportedError
+from treefx.errors import (
+    ConfigError,
+    CoupledLossError,
+    ForestError,
+    InputError,
+    MemoryLimitError,
+    TreefxError,
+    UnsupportedError,
+)
 from treefx.forests.context import current_forest, use
 from treefx.forests.forest import Forest
-from treefx.logprobs import edge_logprobs
+from treefx.logprobs import edge_entropy, edge_logprobs
 
 if TYPE_CHECKING:
-    from treefx import kernels
+    from treefx import kernels, rl
     from treefx.config import Config
     from treefx.inspection.inspector import inspect
     from treefx.planning.execution.backward import backward
@@ -43,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "ConfigError",
+    "CoupledLossError",
     "Forest",
     "ForestError",
     "InputError",
@@ -52,12 +62,14 @@ __all__ = [
     "backward",
     "current_forest",
     "distribute",
+    "edge_entropy",
     "edge_logprobs",
     "inspect",
     "kernels",
     "losses",
     "plan",
     "profile",
+    "rl",
     "use",
 ]
 
@@ -73,9 +85,9 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     # The kernels register operators and the inspector reads compiled graphs: a program that only builds
-    # forests should not load either.
-    if name == "kernels":
-        return import_module("treefx.kernels")
+    # forests should not load what it does not use.
+    if name in ("kernels", "rl"):
+        return import_module(f"treefx.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,15 @@ Each message says what was expected, what came, and what to do. Errors of this f
 anything else that escapes treefx is a bug of treefx.
 """
 
-__all__ = ["ConfigError", "ForestError", "InputError", "MemoryLimitError", "TreefxError", "UnsupportedError"]
+__all__ = [
+    "ConfigError",
+    "CoupledLossError",
+    "ForestError",
+    "InputError",
+    "MemoryLimitError",
+    "TreefxError",
+    "UnsupportedError",
+]
 
 
 class TreefxError(Exception):
@@ -25,6 +33,10 @@ class ForestError(InputError):
 
 class UnsupportedError(TreefxError):
     """A computation that treefx cannot run exactly; the message names it and the way out."""
+
+
+class CoupledLossError(UnsupportedError):
+    """A loss that reads whole rows was called on the edges of one part of a forest."""
 
 
 class MemoryLimitError(TreefxError):

@@ -1,18 +1,20 @@
-"""Log-probabilities of a forest's edges, from logits or from hidden states and the LM head.
+"""Log-probabilities of a forest's edges, and entropies at their sources, from logits or hidden states and the LM head.
 
-Both forms compute in float32 (float64 for float64 input) and never hold a float32 copy of [N, V]: the first
-goes over rows of the logits in chunks, the second over the vocabulary (`treefx.passes.packing.vocab_tail`).
+All forms compute in float32 (float64 for float64 input) and never hold a float32 copy of [N, V]: those of logits, and
+entropies, go over rows in chunks, log-probabilities of hidden states over the vocabulary
+(`treefx.passes.packing.vocab_tail`).
 """
 
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from treefx.errors import ForestError, InputError
 from treefx.forests.forest import Forest
 
-__all__ = ["edge_logprobs"]
+__all__ = ["edge_entropy", "edge_logprobs"]
 
 _ROWS_PER_CHUNK = 512
 
@@ -53,14 +55,10 @@ def edge_logprobs(
         >>> logp = edge_logprobs(out.logits, forest)
         >>> logp = edge_logprobs(hidden, forest, weight=model.lm_head.weight)
     """
-    if not temperature > 0:
-        raise InputError(f"temperature must be greater than 0, got {temperature}")
+    _check_temperature(temperature)
     rows = _read_rows(x, forest)
     if weight is None:
-        if bias is not None or softcap is not None:
-            raise InputError(
-                "bias and softcap belong to the hidden-state form; pass weight=, or apply them to the logits"
-            )
+        _check_no_head(bias, softcap)
         _check_vocabulary(rows.shape[1], forest)
         edges = forest.edges
         logp = _LogitsLogprobs.apply(rows, edges.source, edges.token, temperature)  # type: ignore[no-untyped-call]
@@ -68,6 +66,61 @@ def edge_logprobs(
     _check_head(rows, weight, bias, softcap, chunk)
     _check_vocabulary(weight.shape[0], forest)
     return _hidden_logprobs(rows, forest, weight, bias, _Head(1.0 / temperature, softcap, chunk))
+
+
+def edge_entropy(
+    x: torch.Tensor,
+    forest: Forest,
+    temperature: float = 1.0,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Entropy, in nats, of the distribution that predicts every edge's token: one per source, given for each edge.
+
+    With p = softmax(z / T) and z the logits at the edge's source, H = -sum_v p_v log p_v.
+
+    Args:
+        x: as in `edge_logprobs`.
+        forest: the forest whose packed row the model ran on.
+        temperature: T above, greater than 0.
+        weight: LM-head weight [V, H]; logits are then computed for some rows at a time, and again in the backward.
+        bias: LM-head bias [V].
+        softcap: final logit cap.
+
+    Returns:
+        [E] in the order of `forest.edges`, float32, or float64 for float64 input. Differentiable once.
+
+    Raises:
+        ForestError: `x` does not have one row per token of the forest, or lies on another device.
+        InputError: an argument is out of range or does not fit the form.
+
+    Example:
+        >>> bonus = treefx.losses.entropy(edge_entropy(out.logits, forest), forest)
+    """
+    _check_temperature(temperature)
+    rows = _read_rows(x, forest)
+    sources, slot = torch.unique(forest.edges.source, return_inverse=True)
+    if weight is None:
+        _check_no_head(bias, softcap)
+        entropies = [_LogitsEntropy.apply(rows, sources, temperature)]  # type: ignore[no-untyped-call]
+    else:
+        _check_head(rows, weight, bias, softcap, 1)
+        given = (weight, bias, softcap, temperature)
+        chunks = torch.split(rows.index_select(0, sources), _ROWS_PER_CHUNK)
+        entropies = [checkpoint(_hidden_entropy, chunk, *given, use_reentrant=False) for chunk in chunks]
+    return torch.cat(entropies)[slot]
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise InputError(f"temperature must be greater than 0, got {temperature}")
+
+
+def _check_no_head(bias: torch.Tensor | None, softcap: float | None) -> None:
+    if bias is not None or softcap is not None:
+        raise InputError("bias and softcap belong to the hidden-state form; pass weight=, or apply them to the logits")
 
 
 def _read_rows(x: torch.Tensor, forest: Forest) -> torch.Tensor:
@@ -141,6 +194,52 @@ class _LogitsLogprobs(torch.autograd.Function):
         probs = (logits[source, token].to(lse.dtype) / ctx.temperature - lse[slot]).exp()
         grad_logits[source, token] = (grad - probs * total[slot]).to(logits.dtype)
         return grad_logits, None, None, None
+
+
+class _LogitsEntropy(torch.autograd.Function):
+    """Entropies of some rows of given logits; saves the logits, which the caller holds, and two numbers per row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
+        dtype = _accumulate_dtype(logits.dtype)
+        lse, entropy = torch.empty(2, len(rows), dtype=dtype, device=logits.device)
+        for part, bound, out in zip(*(torch.split(t, _ROWS_PER_CHUNK) for t in (rows, lse, entropy)), strict=True):
+            scaled = logits[part].to(dtype).div_(temperature)
+            torch.logsumexp(scaled, dim=1, out=bound)
+            torch.sum(torch.special.entr(scaled.sub_(bound[:, None]).exp_()), dim=1, out=out)
+        ctx.save_for_backward(logits, rows, lse, entropy)
+        ctx.temperature = temperature
+        return cast(torch.Tensor, entropy)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, rows, lse, entropy = ctx.saved_tensors
+        grad = grad.to(lse.dtype) / ctx.temperature
+        grad_logits = torch.zeros_like(logits)
+        parts = (torch.split(t, _ROWS_PER_CHUNK) for t in (rows, lse, entropy, grad))
+        for part, bound, value, size in zip(*parts, strict=True):
+            # dH / dz_v = -p_v (log p_v + H) / T = (entr(p_v) - p_v H) / T, and 0 where p_v is.
+            probs = logits[part].to(lse.dtype).div_(ctx.temperature).sub_(bound[:, None]).exp_()
+            slope = torch.special.entr(probs).sub_(probs.mul_(value[:, None]))
+            grad_logits[part] = slope.mul_(size[:, None]).to(logits.dtype)
+            del probs, slope
+        return grad_logits, None, None
+
+
+def _hidden_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    softcap: float | None,
+    temperature: float,
+) -> torch.Tensor:
+    """Entropies of a few rows of hidden states; under ambient autocast the linear layer rounds as the model's does."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.to(_accumulate_dtype(logits.dtype))
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    rows = torch.arange(len(logits), device=logits.device)
+    return cast(torch.Tensor, _LogitsEntropy.apply(logits, rows, temperature))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class PackingInterpreter:
     def _output(self, item: Any) -> tuple[Any, Output]:
         if not isinstance(item, fx.Node):
             return item, Output()
-        held = next((source for source, value in self.changed.items() if value is item), None)
+        held = next((source for source, value in self.changed.items() if _is_same(item, value)), None)
         if held is not None:  # changed in place: what the caller has is that tensor, and others may have it too
             return self.full(held), Output()
         fact = fact_of(item)
@@ -263,6 +263,17 @@ class PackingInterpreter:
     def shape(self, dims: Dims) -> list[Any]:
         """The packed shape of labelled dimensions."""
         return packed_shape(dims, self.metadata.tokens, self.positions)
+
+
+def _is_same(item: fx.Node, value: Any) -> bool:
+    """Whether an output is the new value of a changed input, or that without its gradient (changed under no_grad)."""
+    return item is value or (item.target is aten.detach.default and _undetached(item) is _undetached(value))
+
+
+def _undetached(node: Any) -> Any:
+    while isinstance(node, fx.Node) and node.target is aten.detach.default:
+        node = node.args[0]
+    return node
 
 
 def is_packed_output(fact: Fact) -> bool:

@@ -13,6 +13,8 @@ from tests.models import TinyLM
 from tests.oracle import loss_of, refused, stats_of
 from tests.spellings import SPELLINGS
 
+pytestmark = pytest.mark.sample(2)
+
 VOCAB = 61
 
 

@@ -42,6 +42,11 @@ def test_expand_and_restore(lay: Callable[[Tensor], Tensor], dtype: torch.dtype)
         opcheck(_ops.restore.default, (lay(torch.randn(*token_of.shape, *shape[1:]).to(dtype)), token_of, x))
 
 
+def test_as_read(lay: Callable[[Tensor], Tensor]) -> None:
+    for x in (leaf(lay(torch.randn(4, 6))), lay(torch.randn(4, 6)).long(), torch.zeros((), dtype=torch.float64)):
+        opcheck(_ops.as_read.default, (x,))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pick_and_restore_pick(lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     x = lay(torch.randn(4, 6, dtype=dtype))
@@ -125,7 +130,7 @@ def test_every_operator_has_its_check() -> None:
     """``on_tree`` is a mark: the rewrite takes it out, and it refuses to run."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
-        "attention", "custom_function", "custom_function_backward", "expand", "on_tree", "pick", "restore",
+        "as_read", "attention", "custom_function", "custom_function_backward", "expand", "on_tree", "pick", "restore",
         "restore_pick", "restore_surprise", "surprise", "tree_attention", "tree_attention_backward", "tree_scan",
         "tree_scan_backward",
     }  # fmt: skip

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 import treefx
 from tests.backend.native import Rows, TakesCacheFlag, random_weights, rollouts
 from tests.models import TinyLM
-from tests.oracle import FLOAT64, Outcome, assert_close, compile_with
+from tests.oracle import FLOAT64, Outcome, assert_close, compile_with, outcome
 from tests.planning.cuts import cut_at, every_node, inside_nodes, random_cuts, uncut
 from tests.spellings import GROUPED, SPELLINGS
+from treefx.planning.execution import boundary
 from treefx.planning.execution.backward import backward
 from treefx.planning.search.plan import Plan
 from treefx.runtime.cut import EdgeSubset
@@ -35,6 +36,32 @@ def run(compiled: Any, model: nn.Module, plan: Plan, loss: Loss = sft, **options
     value = backward(compiled, plan, loss, **options)
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     return Outcome(value, gradients)
+
+
+def whole_forest(model: nn.Module, forest: treefx.Forest, loss: Any, entropies: bool = False) -> Outcome:
+    """The loss on all edges at once, their log-probabilities from the model itself on every row alone.
+
+    Args:
+        model: runs eagerly.
+        forest: the forest.
+        loss: gets [E]; [E, 2] where entropies are asked for.
+        entropies: of the distributions that predict the edges.
+    """
+    edge_to = {int(target): edge for edge, target in enumerate(forest.edges.target)}
+
+    def step() -> Tensor:
+        found: dict[int, Tensor] = {}
+        for row, path in zip(forest.sequences(), forest.token_of, strict=True):
+            ids = torch.as_tensor(row)
+            logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            entropy = -(logp.exp() * logp).sum(-1)
+            for place in range(1, len(ids)):
+                both = torch.stack([logp[place - 1, ids[place]], entropy[place - 1]])
+                found[edge_to[int(path[place])]] = both if entropies else both[0]
+        values = torch.stack([found[edge] for edge in range(len(edge_to))])
+        return loss(values, boundary.all_edges(forest))  # type: ignore[no-any-return]
+
+    return outcome(model, step)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ import treefx
 from tests.backend.native import Rows, TakesCacheFlag, branches, random_weights, rollouts
 from tests.mixers import CumulativeSum
 from tests.models import TinyLM, double, zoo
-from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, compile_with, outcome, separate_rows, stats_of
+from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, outcome, separate_rows, stats_of
 from tests.planning.cuts import cut_at, every_node, random_cuts, uncut
 from tests.planning.parts import (
     TRAIN_AND_KV,
@@ -24,10 +24,10 @@ from tests.planning.parts import (
     sft,
     tiny,
     weighted_forest,
+    whole_forest,
 )
 from tests.planning.parts import reproducible as reproducible
 from tests.spellings import SPELLINGS
-from treefx.planning.execution import boundary
 from treefx.planning.execution.backward import backward
 from treefx.runtime import report
 from treefx.runtime.cut import EdgeSubset
@@ -129,22 +129,6 @@ def test_deep_chain_of_parts() -> None:
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
-
-
-def whole_forest(model: nn.Module, forest: treefx.Forest, loss: Any) -> Outcome:
-    """The loss on all edges at once, their log-probabilities from the model itself on every row alone."""
-    edge_to = {int(target): edge for edge, target in enumerate(forest.edges.target)}
-
-    def step() -> Tensor:
-        found: dict[int, Tensor] = {}
-        for row, path in zip(forest.sequences(), forest.token_of, strict=True):
-            ids = torch.as_tensor(row)
-            logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-            found |= {edge_to[int(path[place])]: logp[place - 1, ids[place]] for place in range(1, len(ids))}
-        logp = torch.stack([found[edge] for edge in range(len(edge_to))])
-        return loss(logp, boundary.all_edges(forest))  # type: ignore[no-any-return]
-
-    return outcome(model, step)
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "row_mean"])

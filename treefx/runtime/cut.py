@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from treefx.forests.edges import Edges
-from treefx.forests.forest import Forest
-from treefx.kernels.lasting import lasting_property
+from treefx.forests.subset import EdgeSubset
 from treefx.passes.cuts.boundary_kv import CutGraph, Run, StandIn
 
-__all__ = ["Cut", "EdgeSubset", "PartRow", "select_edges"]
+__all__ = ["Cut", "EdgeSubset", "PartRow"]
 
 
 @dataclass(eq=False)
@@ -59,26 +56,6 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class EdgeSubset(Forest):
-    """An uncut forest of which only some edges count, as a loss sees a part.
-
-    Everything about rows is the uncut forest's, so that means over tokens or rows add up over the parts.
-
-    Attributes:
-        uncut: the forest itself.
-        edge_index: int64 [E_p], the edges that count, as indices into those of the uncut forest.
-    """
-
-    uncut: Forest
-    edge_index: Tensor
-
-    @lasting_property
-    def edges(self) -> Edges:
-        """The edges that count, ordered by target."""
-        return select_edges(self.uncut.edges, self.edge_index)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class PartRow(EdgeSubset):
     """The packed row of one part: tokens, depth and subtree_end are the part's own, N' = max(n, 2) long.
 
@@ -94,10 +71,3 @@ class PartRow(EdgeSubset):
     def deepest(self) -> int:
         """Depth of the uncut forest's deepest token: parts of one forest share their compiled code."""
         return self.uncut.deepest
-
-
-def select_edges(edges: Edges, chosen: Tensor, **changes: Tensor) -> Edges:
-    """Some edges, in order, with some of their columns changed."""
-    along = ("source", "target", "token", "weight", "depth", "multiplicity", "first_rank")
-    selected = {name: getattr(edges, name)[chosen] for name in along}
-    return dataclasses.replace(edges, **{**selected, **changes})

@@ -26,6 +26,8 @@ from tests.oracle import (
 )
 from tests.spellings import GROUPED, SPELLINGS
 
+pytestmark = pytest.mark.sample(2)
+
 NATIVE = ("llama", "qwen3", "gpt2", "mistral", "gemma2")
 """Plain, normalised heads, learned positions, sliding window, softcap with alternating windows."""
 

@@ -26,21 +26,36 @@ class Counter(nn.Module):
         super().__init__()
         self.register_buffer("steps", steps)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def count(self) -> None:
         self.steps += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
         return x * (1 + 0.1 * self.steps)
 
 
+class CounterWithoutGradient(Counter):
+    @torch.no_grad()
+    def count(self) -> None:
+        self.steps += 1
+
+
+class CounterThatReturns(Counter):
+    def count(self) -> None:
+        with torch.no_grad():
+            self.steps = self.steps.mul_(1).add_(1)
+
+
 class Counting(nn.Module):
-    def __init__(self, shared: bool) -> None:
+    def __init__(self, shared: bool, kind: type[Counter] = Counter, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.embed, self.mix, self.head = (
             nn.Embedding(VOCAB, WIDTH),
             nn.Linear(WIDTH, 3 * WIDTH),
             nn.Linear(WIDTH, VOCAB),
         )
-        first = torch.zeros((), dtype=torch.float64)
-        self.before, self.behind = Counter(first), Counter(first if shared else first.clone())
+        first = torch.zeros((), dtype=dtype)
+        self.before, self.behind = kind(first), kind(first if shared else first.clone())
 
     def forward(self, ids: Tensor) -> Tensor:
         query, key, value = self.mix(self.before(self.embed(ids)))[:, None].chunk(3, -1)
@@ -56,10 +71,19 @@ def three_calls(model: nn.Module, run: Any) -> Any:
     return outcome(model, lambda: run(IDS))
 
 
-@pytest.mark.parametrize("shared, inner", [*product([False, True], ["eager", "aot_eager"]), (True, "inductor")])
-def test_a_counter_is_the_same_tensor_in_every_call(shared: bool, inner: str) -> None:
+KINDS = [Counter, CounterWithoutGradient, CounterThatReturns]
+
+
+@pytest.mark.parametrize(
+    "shared, inner, kind",
+    [*product([False, True], ["eager", "aot_eager"], KINDS), (True, "inductor", CounterWithoutGradient)],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_counter_is_the_same_tensor_in_every_call(
+    shared: bool, inner: str, kind: type[Counter], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    reference = Counting(shared).double()
+    reference = Counting(shared, kind, dtype).double()
     model = copy.deepcopy(reference)
     held = model.before.steps
     compiled = compile_with(model, inner=inner)

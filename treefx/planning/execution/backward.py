@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.errors import InputError
+from treefx.errors import CoupledLossError, InputError
+from treefx.forests.forest import Forest
 from treefx.inspection.compiled_modules import modules_of
+from treefx.losses.metrics import all_or_nothing
 from treefx.planning.execution.boundary import all_edges
 from treefx.planning.execution.execute import Executor, LogProbs, Loss, Model, logits_logprobs
 from treefx.planning.search.part import Step
@@ -23,15 +25,15 @@ def backward(
     plan: Plan,
     loss: Loss,
     *,
-    additive: bool = True,
+    additive: bool | None = None,
     logprobs: LogProbs = logits_logprobs,
     model_kwargs: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> Tensor:
     """Run a plan: the forward and the backward of all its parts.
 
-    Gradients add into `.grad`, once, when all are there: an exception in the middle leaves `.grad` as it was. Hooks on
-    parameters run once per part.
+    Gradients add into `.grad`, once, when all are there: an exception in the middle leaves `.grad` as it was, and
+    `treefx.losses.Metrics` too. Hooks on parameters run once per part.
 
     Args:
         compiled: a model compiled by treefx, which returns `.logits` [1, N, V] for `input_ids` and `position_ids`
@@ -40,13 +42,16 @@ def backward(
         loss: `loss(logp, forest)` -> scalar. `logp` [E_p] are log-probabilities of the edges of `forest`, which is the
             plan's forest with some of its edges: `forest.edge_index` [E_p] says which. It is called once per part that
             has edges, and the sum is the loss; losses of `treefx.losses` fit as they are, means included. Tensors [E]
-            of your own are indexed by `forest.edge_index`.
+            of your own are indexed by `forest.edge_index`; those of `treefx.losses` that take tensors [E] do it.
         additive: whether the loss is such a sum over edges. If not (ratios of sequences, DPO), `loss` is called once,
             on all edges: log-probabilities run over the parts without gradients, then the parts run again with the
-            gradient of the loss. That costs one more forward.
+            gradient of the loss. That costs one more forward. By default losses of `treefx.losses` say themselves what
+            they are, when they get the first part, which is then run again, and any other loss counts as a sum: a loss
+            of your own that is none needs `additive=False`.
         logprobs: `logprobs(output, row)` -> [E_p], from what the model returns and the packed row it ran on; by
             default from `output.logits`. With hidden states and `edge_logprobs(..., weight=)` the logits of a part
-            never exist at once.
+            never exist at once. May have further dimensions, as `torch.stack([edge_logprobs(...),
+            edge_entropy(...)], 1)` has, for a loss that reads both.
         model_kwargs: further keyword arguments of the model; `{"use_cache": False}` by default.
         progress: show a progress bar.
 
@@ -57,6 +62,7 @@ def backward(
         InputError: `plan` is not a Plan, or the loss is no scalar tensor.
         UnsupportedError: the model cannot run in parts; the message says why.
         ForestError: the log-probabilities or the loss do not fit the forest.
+        CoupledLossError: a loss reads whole rows, and `additive` is True.
 
     Example:
         >>> plan = treefx.plan(forest, profile, memory_limit_bytes=24 * 2**30)
@@ -65,12 +71,22 @@ def backward(
     if not isinstance(plan, Plan):
         raise InputError(f"backward expected a plan from treefx.plan, got {type(plan).__name__}")
     kwargs = {"use_cache": False} if model_kwargs is None else model_kwargs
-    gradients = _Gradients()
     forest = plan.forest.to(_device_of(compiled, plan))
-    executor = Executor(Model(compiled, kwargs, logprobs), forest, plan.schedule, loss, gradients.adopt)
+    model = Model(compiled, kwargs, logprobs)
+    try:
+        return _run(model, forest, plan, loss, additive is not False, progress)
+    except CoupledLossError:
+        if additive is not None:
+            raise
+    return _run(model, forest, plan, loss, False, progress)
+
+
+def _run(model: Model, forest: Forest, plan: Plan, loss: Loss, additive: bool, progress: bool) -> Tensor:
+    gradients = _Gradients()
+    executor = Executor(model, forest, plan.schedule, loss, gradients.adopt)
     steps = _tracked(plan.steps, progress)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), all_or_nothing():
             value = _run_additive(executor, steps) if additive else _run_in_two_passes(executor, plan, steps)
     except BaseException:
         gradients.put_back()

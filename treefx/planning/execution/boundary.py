@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from treefx.forests.forest import Forest
+from treefx.forests.subset import EdgeSubset, select_edges
 from treefx.kernels.common import accumulation_dtype
 from treefx.passes.cuts.boundary_kv import Run
 from treefx.planning.search.part import Part, boundary, edge_ids, outgoing
-from treefx.runtime.cut import Cut, EdgeSubset, PartRow, select_edges
+from treefx.runtime.cut import Cut, PartRow
 
 __all__ = ["Crossing", "Store", "all_edges", "edges_of", "make_row"]
 

@@ -17,18 +17,19 @@ from torch import Tensor
 from treefx.errors import InputError, UnsupportedError
 from treefx.forests.context import use
 from treefx.forests.forest import Forest
+from treefx.forests.subset import EdgeSubset
 from treefx.kernels.tiles.structure import forget_structures
 from treefx.logprobs import edge_logprobs
 from treefx.planning.execution.boundary import Crossing, Store, edges_of, make_row
 from treefx.planning.search.part import Part, Schedule, Step
-from treefx.runtime.cut import Cut, EdgeSubset, PartRow
+from treefx.runtime.cut import Cut, PartRow
 
 __all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs"]
 
 Loss = Callable[[Tensor, EdgeSubset], Tensor]
 """Log-probabilities [E_p] and the forest with these edges -> scalar."""
 LogProbs = Callable[[Any, Forest], Tensor]
-"""What the model returns for a packed row, and the row -> log-probabilities [E_p] of its edges."""
+"""What the model returns for a packed row, and the row -> log-probabilities [E_p] of its edges, or [E_p, ...]."""
 
 
 def logits_logprobs(output: Any, row: Forest) -> Tensor:
@@ -112,7 +113,7 @@ class Executor:
             actions[step.kind](self.schedule.parts[step.part])
 
     def logprobs(self, parts: Iterable[Part]) -> Tensor:
-        """Log-probabilities [E] of all edges without gradients; K/V of one path are held at a time.
+        """What `logprobs` gives for all edges, [E, ...], without gradients; K/V of one path are held at a time.
 
         Args:
             parts: all parts, depth first.
@@ -126,7 +127,7 @@ class Executor:
             row, _ = make_row(self.store, part, "infer")
             logp = self.model.logprobs(self.model.run(row), row).detach()
             self.store.put(part, row.cut.handed)
-            result = logp.new_zeros(len(self.forest.edges)) if result is None else result
+            result = logp.new_zeros(len(self.forest.edges), *logp.shape[1:]) if result is None else result
             result[row.edge_index] = logp
         while path:
             self.store.drop(path.pop())

@@ -1,0 +1,116 @@
+"""Check what losses are given and bring it to one value per edge, per entry or per raw token."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from treefx.errors import CoupledLossError, ForestError, InputError
+from treefx.forests.forest import Forest
+from treefx.forests.subset import EdgeSubset
+
+__all__ = [
+    "PerEdge",
+    "PerRow",
+    "check_finite",
+    "check_logp",
+    "check_weights",
+    "read_bounds",
+    "read_per_edge",
+    "read_per_row",
+    "read_per_token",
+    "require_whole",
+]
+
+PerEdge: TypeAlias = Tensor | Sequence[Tensor]
+"""[E]; or per row a vector as long as the row; or [B, T] for a forest from a padded batch."""
+PerRow: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
+"""[R]; or per row a vector as long as the row; or [B, T] for a forest from a padded batch."""
+
+
+def check_logp(logp: Tensor, forest: Forest, what: str = "log-probability", source: str = "edge_logprobs") -> None:
+    """Refuse what is not one floating-point number per edge, on the forest's device.
+
+    Args:
+        logp: what is given.
+        forest: the forest.
+        what: it should be, for messages.
+        source: the function that gives it.
+    """
+    count = len(forest.edges)
+    if not isinstance(logp, Tensor) or logp.shape != (count,) or not logp.is_floating_point():
+        got = f"{logp.dtype} {list(logp.shape)}" if isinstance(logp, Tensor) else type(logp).__name__
+        raise ForestError(f"expected one {what} per edge, floats [{count}], got {got}; use {source}")
+    if logp.device != forest.device:
+        raise ForestError(f"{what[:-1]}ies are on {logp.device}, the forest on {forest.device}; use forest.to(...)")
+
+
+def check_weights(forest: Forest, name: str) -> None:
+    """Refuse negative weights."""
+    if bool((forest.raw_weight < 0).any()):
+        raise ForestError(f"{name} needs weights of at least 0; put the sign into the advantages")
+
+
+def check_finite(values: Tensor, name: str, counts: Tensor) -> Tensor:
+    """Refuse NaN and infinity where an entry counts; elsewhere they become 0."""
+    finite = values.isfinite()
+    if bool((counts & ~finite).any()):
+        raise ForestError(f"{name} must be finite wherever a weight is not 0, got NaN or infinity")
+    return values.where(finite, 0.0)
+
+
+def require_whole(forest: Forest, name: str) -> None:
+    """Refuse some of a forest's edges, where a term reads all edges of a row."""
+    if isinstance(forest, EdgeSubset) and len(forest.edges) != len(forest.uncut.edges):
+        raise CoupledLossError(
+            f"{name} reads whole rows, but was called on {len(forest.edges)} of {len(forest.uncut.edges)} edges; "
+            "call treefx.backward with additive=False, so that it gets the log-probabilities of all of them"
+        )
+
+
+def read_bounds(clip: float | tuple[float, float]) -> tuple[float, float]:
+    """(low, high) of a clip range [1 - low, 1 + high]."""
+    bounds = (clip, clip) if isinstance(clip, int | float) else tuple(clip)
+    if len(bounds) != 2 or not all(bound >= 0 for bound in bounds):
+        raise InputError(f"clip must be at least 0, or a pair (low, high) of such, got {clip}")
+    return float(bounds[0]), float(bounds[1])
+
+
+def read_per_edge(values: PerEdge, forest: Forest) -> Tensor | None:
+    """[E] without gradient where that is what is given, in a part also for all edges of the uncut forest; else None."""
+    if not isinstance(values, Tensor) or values.ndim != 1:
+        return None
+    if len(values) == len(forest.edges):
+        return values.detach().to(forest.device)
+    if isinstance(forest, EdgeSubset) and len(values) == len(forest.uncut.edges):
+        return values.detach().to(forest.device)[forest.edge_index]
+    return None
+
+
+def read_per_row(values: PerRow, forest: Forest, name: str) -> Tensor:
+    """float64 [raw]: the value of every raw token, from one number per row or what `read_per_token` takes."""
+    if isinstance(values, Tensor) and values.ndim == 1 and len(values) == len(forest):
+        numbers = values.detach().to(forest.device, torch.float64)
+        return torch.repeat_interleave(numbers, forest.row_lengths)
+    if not isinstance(values, Tensor) and all(isinstance(value, int | float) for value in values):
+        return read_per_row(torch.tensor(values, dtype=torch.float64), forest, name)
+    return read_per_token(values, forest, name)  # type: ignore[arg-type]
+
+
+def read_per_token(values: PerEdge, forest: Forest, name: str) -> Tensor:
+    """float64 [raw]: values of all rows end to end, from a vector per row or the padded batch's [B, T]."""
+    if isinstance(values, Tensor):
+        got = str(list(values.shape))
+        if values.shape == (len(forest), forest.padded_width):
+            return values.detach().to(forest.device, torch.float64)[forest.padded_token_of() >= 0]
+    else:
+        rows = [torch.as_tensor(row).detach().to(forest.device, torch.float64) for row in values]
+        got = ", ".join(str(list(row.shape)) for row in rows)
+        if [row.shape for row in rows] == [(length,) for length in forest.row_lengths.tolist()]:
+            return torch.cat(rows)
+    raise ForestError(
+        f"{name} must be a tensor [{len(forest.edges)}] (log-probabilities, per edge) or [{len(forest)}] (advantages, "
+        f"per row), a list of {len(forest)} vectors as long as their rows, or a tensor of the padded batch's "
+        f"shape; got shape {got[:80]}"
+    )
