@@ -1,8 +1,8 @@
 """The outcome of a program: it runs eagerly in float64 and compiled, and everything the caller saw is compared.
 
 A value is judged by its largest difference over its largest entry; a gradient that is small beside the largest one of
-its step is judged against that. In float32 and bfloat16 the compiled run may be as far from float64 as eager is, up to
-a factor.
+its step, or beside its loss, is judged against that. In float32 and bfloat16 the compiled run may be as far from
+float64 as eager is, up to a factor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ FAILURES = ("crashed", "hung", "wrong")
 
 _TOLERANCE = 1e-10
 _SMALL = 1e-4
-"""Gradients below this share of the largest one of their step are judged against it."""
+"""Gradients below this share of the largest one of their step, or of its loss, are judged against it."""
+_STEEP = 1.0
+"""The same where scores are scaled up, and with them the rounding of a softmax that is nearly one key."""
 _ROUNDING = 6.0
 """How much further from float64 than eager a run in low precision may be: the programs are small, errors few."""
 _ROUNDED, _SENSITIVE = 1e-4, 30.0
@@ -137,7 +139,8 @@ def _compared(
 ) -> Outcome:
     if any(not value.isfinite().all() for name, value in want.items() if "loss" in name or "gradient" in name):
         return Outcome("nan", "eager is not finite", stats=watch.stats)
-    errors, allowed = errors_of(got, want), _allowed(program, eager, want)
+    small = _STEEP if _has_trait(program, "steep") else _SMALL
+    errors, allowed = errors_of(got, want, small), _allowed(program, eager, want)
     if allowed < max(errors.values(), default=0.0) < _ROUNDED:
         allowed = max(allowed, _SENSITIVE * max(errors_of(play(_nudged, dtype), want).values()))
     wrong = {name: error for name, error in errors.items() if not error <= allowed}
@@ -162,9 +165,12 @@ def _allowed(program: Program, eager: Seen, want: Seen) -> float:
     low = next((mode for mode in program.modes if mode in _LEAST), None)
     if low is None:
         rounding = ("single", "angles") if program.inner == "inductor" else ("single",)
-        rounded = any(trait in part.traits for part in parts_of(program) for trait in rounding)
-        return _LEAST["float32"] if rounded else _TOLERANCE
+        return _LEAST["float32"] if _has_trait(program, *rounding) else _TOLERANCE
     return max(_LEAST[low], _ROUNDING * max(errors_of(eager, want).values(), default=0.0))
+
+
+def _has_trait(program: Program, *traits: str) -> bool:
+    return any(trait in part.traits for part in parts_of(program) for trait in traits)
 
 
 def _torch_differs(
@@ -179,15 +185,19 @@ def _torch_differs(
     return all(not errors[name] <= allowed for name in names if name in errors)
 
 
-def errors_of(got: Seen, want: Seen) -> dict[str, float]:
-    """The relative difference of everything seen, by name; infinite where one side alone has a value."""
+def errors_of(got: Seen, want: Seen, small: float = _SMALL) -> dict[str, float]:
+    """The relative difference of everything seen, by name; infinite where one side alone has a value.
+
+    Gradients below a share ``small`` of the largest one of their step, or of its loss where all gradients cancel, are
+    judged against that share.
+    """
     largest: dict[str, float] = {}
     for name, value in want.items():
-        if "gradient" in name and value.numel():
+        if ("gradient" in name or name.endswith("loss")) and value.numel():
             step = name.split(" ")[0]
             largest[step] = max(largest.get(step, 0.0), float(value.double().abs().max()))
     floors = {
-        name: _SMALL * largest.get(name.split(" ")[0], 0.0) if "gradient" in name else 0.0 for name in {**want, **got}
+        name: small * largest.get(name.split(" ")[0], 0.0) if "gradient" in name else 0.0 for name in {**want, **got}
     }
     return {name: _relative(got.get(name), want.get(name), floor) for name, floor in floors.items()}
 

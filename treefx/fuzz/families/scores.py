@@ -47,7 +47,7 @@ SCORES = {
         "self.near{n} = nn.Parameter(torch.randn(8, D // H))",
     ),
     "second scores": Part("scores = scores - 0.3 * (k @ q.mT).mT"),
-    "large scores": Part("scores = scores * 1e4"),
+    "large scores": Part("scores = scores * 1e4", traits="steep"),
 }
 """Each needs scores as a value: not for scaled_dot_product_attention."""
 
