@@ -198,7 +198,7 @@ def _add_parts_of_masks(gm: fx.GraphModule, work: _Work, mode: FakeTensorMode) -
     work.analysis.roles = [*work.analysis.roles, *["input"] * (len(work.inputs) - count)]
     for i, part in enumerate(work.inputs[count:]):
         with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
-            fake = mode.from_tensor(part, static_shapes=True) if batch is None else batch.batch(part, work.inputs)
+            fake = mode.from_tensor(part, static_shapes=True) if batch is None else batch.fake_beside(part, work.inputs)
             gm.graph.placeholder(f"part_of_mask_{i}").meta["val"] = fake
     gm.recompile()
 
@@ -332,7 +332,7 @@ def _inputs(work: _Work) -> tuple[TokenCount, FakeTensorMode, list[Any]]:
     tokens, batch = work.analysis.tokens, work.analysis.batch
     assert tokens is not None
     if batch is not None:
-        return batch, batch.mode, [node.meta["val"] for node in work.analysis.gm.graph.find_nodes(op="placeholder")]
+        return batch, batch.mode, list(batch.inputs)
     count = TokenCount(_FOREST_TOKENS if work.variant.native else tokens.rows * tokens.columns)
     mode = FakeTensorMode(shape_env=count, allow_non_fake_inputs=True)
     return count, mode, fake_inputs(work.inputs, mode)

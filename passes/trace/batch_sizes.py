@@ -58,6 +58,8 @@ class BatchSizes(TokenCount):
         taken = {*sizes.values(), self.hint, *(size for x in _tensors(inputs) for size in x.shape)}
         self._hints = {symbol: _prime(size, taken) for symbol, size in sizes.items()}
         self._made = {symbol: self._symbol(hint) for symbol, hint in self._hints.items()}
+        self.inputs: list[Tensor] = []
+        """The fake inputs that are tensors, in the order made."""
 
     def _symbol(self, hint: int) -> Any:
         context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
@@ -84,7 +86,9 @@ class BatchSizes(TokenCount):
 
     def fakes(self, inputs: Sequence[Any]) -> list[Any]:
         """Fake inputs of the sizes of the pattern, contiguous, otherwise like those of a call."""
-        return [self._fake(x, named) for x, named in zip(inputs, self._pattern.inputs, strict=True)]
+        made = [self._fake(x, named) for x, named in zip(inputs, self._pattern.inputs, strict=True)]
+        self.inputs += _tensors(made)
+        return made
 
     def _fake(self, x: Any, named: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -99,11 +103,12 @@ class BatchSizes(TokenCount):
         with self.mode:
             return torch.empty(sizes, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
-    def batch(self, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """A fake of a value made beside the graph, its sizes named by those of the call."""
+    def fake_beside(self, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """A fake input for a value made beside the graph, its sizes named by those of the call."""
         sizes = self._sizes(inputs)
         rows, columns = sizes.get(ROWS, 0), sizes.get(COLUMNS, 0)
-        return self.like(x, [name_size(size, d, rows, columns) for d, size in enumerate(x.shape)])
+        self.inputs.append(self.like(x, [name_size(size, d, rows, columns) for d, size in enumerate(x.shape)]))
+        return self.inputs[-1]
 
     def check(self, inputs: Sequence[Any]) -> None:
         """Raise ``Specialised`` if what was recorded does not hold for the call that the hints stand for."""

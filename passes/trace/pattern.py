@@ -13,6 +13,7 @@ After, one pattern::
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,18 @@ def inline_sizes(gm: fx.GraphModule) -> None:
     for node in reversed(gm.graph.nodes):
         if node.op == "call_function" and isinstance(node.meta.get("val"), SymInt):
             gm.graph.erase_node(node)
+        elif _takes_everything(node):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
     gm.recompile()
+
+
+def _takes_everything(node: fx.Node) -> bool:
+    """A slice from the first to the last: torch writes none where sizes are numbers."""
+    if node.target is not torch.ops.aten.slice.Tensor or node.args[0].op == "placeholder":  # type: ignore[union-attr]
+        return False
+    start, end, step = [*node.args[2:], *(None, None, 1)[len(node.args) - 2 :]]
+    return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end >= sys.maxsize))
 
 
 def _size_or_node(node: fx.Node) -> Any:

@@ -18,7 +18,8 @@ __all__ = ["attention_nodes", "describe_attentions", "format_expression"]
 
 aten = torch.ops.aten
 _METADATA = ("row", "column", "subtree_end", "token_of", "tokens")
-"""What the rewritten graph gets beside the inputs of the captured one, as its last placeholders."""
+"""What the rewritten graph gets beside the inputs of the captured one and what is known of masks among them; behind it
+stand the sizes of the batch where they are symbols."""
 _READS = {
     aten.view, aten.reshape, aten.permute, aten.transpose, aten.unsqueeze, aten.squeeze, aten.index,
     aten.index_select, aten.select, aten.slice, aten.expand, aten.clone, aten.alias, aten.detach,
@@ -40,7 +41,10 @@ def describe_attentions(captured: fx.GraphModule, rewritten: fx.GraphModule) -> 
     """
     placeholders = captured.graph.find_nodes(op="placeholder")
     names = [_input_name(node) for node in placeholders if not isinstance(_example(node), torch.SymInt | int)]
-    inputs = dict(zip(rewritten.graph.find_nodes(op="placeholder"), [*names, *_METADATA], strict=True))
+    given = rewritten.graph.find_nodes(op="placeholder")
+    sizes = [node for node in given if isinstance(node.meta["val"], torch.SymInt)][1:]  # the first one counts tokens
+    masks = [f"mask {i}" for i in range(len(given) - len(names) - len(_METADATA) - len(sizes))]
+    inputs = dict(zip(given, [*names, *masks, *_METADATA, *map(str, sizes)], strict=True))
     nodes = attention_nodes(rewritten)
     return {node.name: f"{_describe(node, inputs)}\n\n{kernel_source_of(node)}" for node in nodes}
 
