@@ -91,6 +91,10 @@ class Analysis:
         """What the tensors of a call give to the symbols."""
         return {} if self.batch is None else self.batch.values(args)
 
+    def laid_out(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The tensors of a call as compiled code takes them."""
+        return args if self.batch is None else self.batch.laid_out(args)
+
     def extent(self, args: Sequence[Any]) -> tuple[int, int]:
         """Rows and columns of a call."""
         assert self.tokens is not None

@@ -47,10 +47,11 @@ from treefx.passes.labels.label_tokens import (
 )
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.liveness import live_nodes
+from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
 from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import PackingInterpreter
-from treefx.passes.trace.batch_sizes import BatchSizes
+from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
 from treefx.passes.trace.pattern import Pattern, inline_sizes
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.runner import Pass, run_passes
@@ -168,6 +169,8 @@ def analyse(
     analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
     if analysis.batch is not None:
         analysis.batch.check(inputs)
+        if any(has_symbols(node.meta["val"]) for node in changed_inputs(analysis.gm)):
+            raise Specialised("an input of rows and columns is changed in place")
     if analysis.tokens is not None:
         live = live_nodes(analysis.gm)
         analysis.expansions = _expansions(analysis.gm, live)

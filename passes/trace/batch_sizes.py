@@ -23,7 +23,7 @@ from torch.utils._sympy.value_ranges import bound_sympy
 from treefx.passes.trace.pattern import COLUMNS, ROWS, Pattern, name_size
 from treefx.passes.trace.token_count import TokenCount
 
-__all__ = ["BatchSizes", "Specialised", "concrete"]
+__all__ = ["BatchSizes", "Specialised", "concrete", "has_symbols"]
 
 _LEAST_HINT = 13
 """Sizes of models are often smaller primes."""
@@ -117,6 +117,11 @@ class BatchSizes(TokenCount):
             if guard.expr.free_symbols <= values.keys() and not bool(guard.expr.xreplace(values)):
                 raise Specialised(str(guard.expr))
 
+    def laid_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of a call as compiled code takes them: those with sizes of the batch contiguous."""
+        pairs = zip(tensors, self.inputs, strict=True)
+        return [x.contiguous() if has_symbols(fake) else x for x, fake in pairs]
+
     def table_columns(self, columns: SymInt, tensors: Sequence[Tensor]) -> int:
         """For how many columns constants are evaluated, so that what they prove holds for as many; recorded."""
         actual = int(columns.node.expr.xreplace(self.values(tensors)))
@@ -130,6 +135,11 @@ class BatchSizes(TokenCount):
 def concrete(value: Any, values: Values) -> Any:
     """Arguments of an operator with the numbers of a call in place of symbols."""
     return tree_map_only(SymInt, lambda size: int(size.node.expr.xreplace(values)), value) if values else value
+
+
+def has_symbols(x: Tensor) -> bool:
+    """Whether a size of a fake tensor is a symbol."""
+    return any(isinstance(size, SymInt) for size in x.shape)
 
 
 def _tensors(inputs: Sequence[Any]) -> list[Tensor]:

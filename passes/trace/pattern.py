@@ -53,7 +53,8 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
         roles: What each placeholder is: rows and columns are those of the first integer "input" [B, T].
         args: One value per placeholder.
     """
-    examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    examples = [node.meta.get("example_value") for node in placeholders]
     ids = next((x for x, role in zip(args, roles, strict=True) if role == "input" and _may_be_ids(x)), None)
     if ids is None:
         return None
@@ -70,11 +71,13 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
             for d, (size, traced) in enumerate(given)
         ]
         names.update((t.node.expr, n) for t, n in zip(example.shape, sizes, strict=True) if isinstance(t, SymInt))
-        if any(isinstance(size, sympy.Expr) for size in sizes) and not x.is_contiguous():
+        if any(isinstance(size, sympy.Expr) for size in sizes) and x.requires_grad and not x.is_contiguous():
             return None
         inputs.append(tuple(sizes))
-    numbers = [names.get(e.node.expr, x) if isinstance(e, SymInt) else x for x, e in zip(inputs, examples, strict=True)]
-    pattern = Pattern(tuple(numbers))
+    for i, (node, example) in enumerate(zip(placeholders, examples, strict=True)):
+        if isinstance(example, SymInt):
+            inputs[i] = names.get(example.node.expr, inputs[i]) if node.users else 0  # an unread one may be a stride
+    pattern = Pattern(tuple(inputs))
     return pattern if pattern.symbols() else None
 
 

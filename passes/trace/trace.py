@@ -22,7 +22,6 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -30,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from treefx.passes.trace import opaque_ops
 from treefx.passes.trace.changed_inputs import read_changed_inputs_once
 from treefx.passes.trace.custom_functions import call_custom_function
+from treefx.passes.trace.functional import functionalised
 from treefx.passes.trace.inline_flex import flex_attention
 from treefx.passes.trace.inline_scan import associative_scan
 from treefx.passes.trace.unseen_changes import check_changes
@@ -68,7 +68,7 @@ def trace_function(
     function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode, *, functional: bool = False
 ) -> fx.GraphModule:
     """Trace a Python function over fake tensors into a graph, keeping the current node's meta."""
-    traced = dispatch_functionalize(function, FunctionalTensorMode()) if functional else function
+    traced = functionalised(function) if functional else function
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cached cast would hand one trace the tensors of another
     try:

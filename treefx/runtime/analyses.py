@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +26,13 @@ from treefx.runtime.shapes import KnownShapes, Refusal, Shape, layout_of, proof_
 
 __all__ = ["Analyses"]
 
+_DYNAMO = "Dynamo traced them as numbers (dynamic=False, or a dimension marked static)"
+_MANY_SHAPES = (
+    "one graph of this model compiles anew for every number of rows and columns, because {why}; it keeps {limit} of "
+    "them (option max_shapes), and runs others without sharing until they come again. Pad batches to a few lengths "
+    "(pad_to_multiple_of), or keep more"
+)
+
 
 class Analyses:
     """The analyses of one graph, made when a call of another shape comes.
@@ -45,6 +53,7 @@ class Analyses:
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
         self._has_no_tokens = False
+        self._why_numbers, self._has_warned = _DYNAMO, False
         self.use = OutputUse(lazy=config.lazy_outputs)
         """Which outputs callers use."""
 
@@ -78,7 +87,15 @@ class Analyses:
             with compiling, lasting():
                 shape = self._shapes.find(key, tensors)
                 shape = self._shapes.add(key, lambda: self._analyse(args, values)) if shape is None else shape
+        if isinstance(shape, Refusal) and shape.passing:
+            self._warn_of_shapes()
         return shape
+
+    def _warn_of_shapes(self) -> None:
+        """Say once why more shapes come than are kept, and what to do."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_MANY_SHAPES.format(limit=self._config.max_shapes, why=self._why_numbers), stacklevel=2)
 
     def for_tokens(self, args: Sequence[Any], sizes: Sequence[int]) -> Shape:
         """The analysis for a call whose number of tokens the first one found for its inputs does not serve."""
@@ -99,6 +116,8 @@ class Analyses:
             with compiling, lasting():
                 found = self._batches.find(key, tensors, sizes)
                 found = self._batches.add(key, lambda: self._analyse(args, values, pattern)) if found is None else found
+        if isinstance(found, Refusal):
+            self._why_numbers = found.reason
         return found if isinstance(found, Shape) else None
 
     def _filled(self, args: Sequence[Any]) -> list[Any]:

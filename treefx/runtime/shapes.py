@@ -26,7 +26,11 @@ from treefx.runtime.kept.proof import Proof
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.padding import Padding
 
-__all__ = ["Executable", "KnownShapes", "Outgrown", "Refusal", "Shape", "forget_shapes", "layout_of", "proof_of", "share_shape"]
+__all__ = [
+    "Executable", "KnownShapes", "Outgrown", "Refusal", "Shape", "forget_shapes", "layout_of", "proof_of", "share_shape",
+]  # fmt: skip
+_ASKING = 16
+"""How many shapes without a place are remembered for each one that has one."""
 
 
 class Executable:
@@ -121,6 +125,8 @@ class Refusal:
 
     reason: str
     proof: Proof = field(default_factory=Proof)
+    passing: bool = False
+    """Whether the same call may be served another time."""
 
     def admits(self, args: Sequence[Tensor]) -> bool:
         """It holds for all calls of its key."""
@@ -130,13 +136,18 @@ class Refusal:
 class KnownShapes:
     """What is known for the shapes of one graph: shapes and refusals, each as long as its proof holds.
 
+    Where there are as many shapes as may be, a further one is refused when it comes for the first time (of shapes that
+    never come again none would pay for its compilation), and takes the place of the one that was used the longest time
+    ago when it comes again.
+
     Args:
         limit: How many shapes there may be, and how many of one key.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._known: dict[tuple[Any, ...], list[Shape | Refusal]] = {}
+        self._known: dict[tuple[Any, ...], list[Shape | Refusal]] = {}  # the one used last is the last
+        self._seen: dict[tuple[Any, ...], None] = {}
 
     @property
     def shapes(self) -> list[Shape]:
@@ -146,19 +157,40 @@ class KnownShapes:
     def find(
         self, key: tuple[Any, ...], args: Sequence[Tensor], sizes: Sequence[int] = ()
     ) -> Shape | Refusal | None:
-        """What is known for a key, for the buffers among these tensors and for a number of tokens where one is given."""
-        known = [item for item in self._known.get(key, ()) if item.admits(args) and item.proof.holds(args)]
-        return next((item for item in known if not sizes or isinstance(item, Shape) and item.serves(args, sizes)), None)
+        """What is known for a key, for the buffers among these tensors, and for a number of tokens where one is given."""
+        known = self._known.get(key, ())
+        admitting = [item for item in known if item.admits(args) and item.proof.holds(args)]
+        found = next((x for x in admitting if not sizes or isinstance(x, Shape) and x.serves(args, sizes)), None)
+        if found is not None and next(reversed(self._known)) != key:
+            self._known[key] = self._known.pop(key)
+        return found
 
     def add(self, key: tuple[Any, ...], find: Callable[[], Shape | Refusal]) -> Shape | Refusal:
         """Find out about a key."""
         known = self._known.get(key, [])
-        if max(len(self.shapes), len(known)) >= self._limit:
-            what = "shapes of inputs" if len(known) < self._limit else "values of buffers for one shape of inputs"
-            return Refusal(f"more than {self._limit} {what} (option max_shapes)")
+        if len(known) >= self._limit:
+            return Refusal(f"more than {self._limit} values of buffers for one shape of inputs (option max_shapes)")
+        if not known and len(self.shapes) >= self._limit:
+            if not self._returns(key):
+                return Refusal(f"more than {self._limit} shapes of inputs (option max_shapes)", passing=True)
+            self._make_room()
         found = find()
         self._known[key] = [*known, found]
         return found
+
+    def _returns(self, key: tuple[Any, ...]) -> bool:
+        """Whether a key without a place has asked for one before, not too long ago."""
+        if key in self._seen:
+            del self._seen[key]
+            return True
+        self._seen[key] = None
+        if len(self._seen) > _ASKING * self._limit:
+            del self._seen[next(iter(self._seen))]
+        return False
+
+    def _make_room(self) -> None:
+        oldest = next(key for key, known in self._known.items() if any(isinstance(item, Shape) for item in known))
+        del self._known[oldest]
 
 
 def layout_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -34,14 +34,12 @@ class PackedRun:
     ) -> Any:
         """The results of a variant; None where its masks do not hide what they are to hide."""
         sizes = [batch.size, *([] if cut is None else cut.sizes)]
-        values = shape.analysis.values(tensors)
-        given = [*tensors, *batch.metadata, batch.size, *values.values()]
+        sizes_of_batch = shape.analysis.values(tensors).values()
+        given = [*shape.analysis.laid_out(tensors), *batch.metadata, batch.size, *sizes_of_batch]
         # Not outside: whether gradients are on is a condition of what Dynamo compiles.
         gradients = torch.is_grad_enabled() and (cut is None or cut.run == "train")
         with torch.set_grad_enabled(gradients):
-            executable = shape.executable(
-                variant, tensors, sizes, self._passes, self._records.count_compiled
-            )
+            executable = shape.executable(variant, tensors, sizes, self._passes, self._records.count_compiled)
             self._records.show(executable)
             self._records.report.fallback, self._records.report.ran = None, "packed"
             with torch._C._DisableAutocast():
