@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.score import walk
 from treefx.passes.analysis import Analysis, Expansion, Rewritten, Variant
 from treefx.passes.causal.contract import contracting, leaks, mixes
 from treefx.passes.causal.tree_mixers import TreeScan
@@ -169,8 +170,7 @@ def analyse(
     analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
     if analysis.batch is not None:
         analysis.batch.check(inputs)
-        if any(has_symbols(node.meta["val"]) for node in changed_inputs(analysis.gm)):
-            raise Specialised("an input of rows and columns is changed in place")
+        _check_symbols(analysis)
     if analysis.tokens is not None:
         live = live_nodes(analysis.gm)
         analysis.expansions = _expansions(analysis.gm, live)
@@ -178,6 +178,16 @@ def analyse(
         analysis.own_positions = find_own_positions(analysis.gm, analysis.tokens, analysis.attentions, live)
         analysis.recurrences = sum(node.op == "call_function" and _is_scan(node) for node in live)
     return analysis
+
+
+def _check_symbols(analysis: Analysis) -> None:
+    """Check that symbols stand only where the later passes expect them."""
+    if any(has_symbols(node.meta["val"]) for node in changed_inputs(analysis.gm)):
+        raise Specialised("an input of rows and columns is changed in place")
+    for attention in analysis.attentions:
+        expressions = [*attention.tells_apart(), *attention.hides(), *(attention.doubt or ())]
+        if any(isinstance(leaf, SymInt) for item in expressions for part in walk(item) for leaf in part):
+            raise Specialised("a mask or bias is made from the number of rows or columns")
 
 
 def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:

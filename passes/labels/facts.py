@@ -63,6 +63,11 @@ class Axis(enum.Enum):
     PLAIN = ""
 
 
+def as_number(size: Any) -> Any:
+    """A size that is the same in every batch as a number; a symbol otherwise."""
+    return int(size) if isinstance(size, torch.SymInt) and size.node.expr.is_Integer else size
+
+
 @dataclass(frozen=True)
 class Factor:
     """One factor of a dimension.
@@ -74,6 +79,9 @@ class Factor:
     axis: Axis
     size: int
     repeated: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", as_number(self.size))
 
     def __hash__(self) -> int:
         return hash((self.axis, str(self.size), self.repeated))  # a symbol has no hash
@@ -156,9 +164,9 @@ def token_axes(dims: Dims) -> set[Axis]:
 
 
 def shape_of(node: fx.Node) -> torch.Size:
-    """The full shape of a node with one tensor result."""
+    """The full shape of a node with one tensor result; what rows and columns cancel from is a number."""
     shape: torch.Size = node.meta["val"].shape
-    return shape
+    return torch.Size(map(as_number, shape))
 
 
 def ancestors(*nodes: fx.Node) -> Iterable[fx.Node]:

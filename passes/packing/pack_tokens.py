@@ -27,6 +27,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
@@ -202,8 +203,11 @@ class PackingInterpreter:
         """A full value, dense in memory where it was in the trace: an expanded one may lie in another order, and some
         operators (group norm) count on the order they were traced with."""
         value, traced = self.full(node), node.meta.get("val")
-        lies_otherwise = isinstance(traced, Tensor) and traced.is_contiguous() and not value.is_contiguous()
-        return value.contiguous() if lies_otherwise else value
+        if not isinstance(traced, Tensor):
+            return value
+        with disable_proxy_modes_tracing():  # sizes of the trace before this one are not sizes of it
+            was_dense = traced.is_contiguous()
+        return value.contiguous() if was_dense and not value.is_contiguous() else value
 
     def _make_packed(self, node: fx.Node) -> Any:
         if node.op == "placeholder" or not self._runs_packed(node):

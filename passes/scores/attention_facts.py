@@ -17,7 +17,7 @@ from torch import fx
 from treefx.kernels.score import Expr, walk
 from treefx.passes.labels.constants import MASKING, Constants, constants_of
 from treefx.passes.labels.dims import NoLaw, extent
-from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, Lifted, fact_of, shape_of
+from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, Lifted, as_number, fact_of, shape_of
 from treefx.passes.scores.digits import Digit, Index, offset_of_keys
 from treefx.passes.scores.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.scores.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
@@ -133,7 +133,7 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     if digits != batch:
         raise NoLaw("heads change places between the scores and the values")
     query, key = product.args[-2:]
-    heads = math.prod(size for expr, size in batch if expr != ("b",))
+    heads = as_number(math.prod(size for expr, size in batch if expr != ("b",)))
     safe = node.target is aten._safe_softmax.default
     return _prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
 

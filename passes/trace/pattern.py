@@ -120,4 +120,6 @@ def _takes_everything(node: fx.Node) -> bool:
 
 def _size_or_node(node: fx.Node) -> Any:
     value = node.meta.get("val")
-    return value if isinstance(value, SymInt) else node
+    if not isinstance(value, SymInt):
+        return node
+    return int(value) if value.node.expr.is_Integer else value

@@ -97,11 +97,17 @@ class Analyses:
             self._has_warned = True
             warnings.warn(_MANY_SHAPES.format(limit=self._config.max_shapes, why=self._why_numbers), stacklevel=2)
 
-    def for_tokens(self, args: Sequence[Any], sizes: Sequence[int]) -> Shape:
-        """The analysis for a call whose number of tokens the first one found for its inputs does not serve."""
+    def for_tokens(self, args: Sequence[Any], sizes: Sequence[int]) -> Shape | str:
+        """The analysis for a call whose number of tokens the first one found for its inputs does not serve, or why
+        there is none."""
         tensors = self.tensors(args)
         values = input_values(tensors, self._tensor_roles(args))
         return self._of_batches(args, tensors, values, sizes) or self.shape(args)
+
+    def with_numbers(self, shape: Shape, args: Sequence[Any], reason: str) -> Shape | str:
+        """The analysis for these sizes where one for all sizes could not be compiled, or why not."""
+        self._batches.refuse(shape, reason)
+        return self.shape(args)
 
     def _of_batches(
         self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues, sizes: Sequence[int] = ()

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from treefx.errors import TreefxError
 from treefx.kernels.lasting import lasting
 from treefx.passes.analysis import Analysis, Rewritten, Variant
 from treefx.passes.pipeline import compile_variant, rewrite
@@ -27,7 +28,8 @@ from treefx.runtime.output_use import OutputUse
 from treefx.runtime.padding import Padding
 
 __all__ = [
-    "Executable", "KnownShapes", "Outgrown", "Refusal", "Shape", "forget_shapes", "layout_of", "proof_of", "share_shape",
+    "Executable", "KnownShapes", "Outgrown", "Refusal", "Shape", "forget_shapes", "Unfit", "layout_of",
+    "proof_of", "share_shape",
 ]  # fmt: skip
 _ASKING = 16
 """How many shapes without a place are remembered for each one that has one."""
@@ -101,10 +103,24 @@ class Shape:
                 if found is None and not self.serves(args, sizes):
                     raise Outgrown(sizes)
                 if found is None:
-                    found = Executable(self.analysis, variant, args, passes)
+                    found = self._make(variant, args, passes)
                     known.append(found)
                     compiled(found)
         return found
+
+    def _make(self, variant: Variant, args: Sequence[Tensor], passes: Sequence[Pass]) -> Executable:
+        try:
+            return Executable(self.analysis, variant, args, passes)
+        except TreefxError:
+            raise
+        except Exception as error:
+            if self.analysis.batch is None:
+                raise
+            raise Unfit(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+
+
+class Unfit(Exception):
+    """A graph cannot be compiled with rows and columns as symbols; the message says why."""
 
 
 class Outgrown(Exception):
@@ -164,6 +180,11 @@ class KnownShapes:
         if found is not None and next(reversed(self._known)) != key:
             self._known[key] = self._known.pop(key)
         return found
+
+    def refuse(self, shape: Shape, reason: str) -> None:
+        """Forget a shape that turned out not to serve, and why."""
+        for key, known in self._known.items():
+            self._known[key] = [Refusal(reason, item.proof) if item is shape else item for item in known]
 
     def add(self, key: tuple[Any, ...], find: Callable[[], Shape | Refusal]) -> Shape | Refusal:
         """Find out about a key."""

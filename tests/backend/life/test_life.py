@@ -38,7 +38,7 @@ def test_other_sharing_compiles_nothing() -> None:
 def test_other_shapes() -> None:
     """New lengths and numbers of rows are exact, and shapes seen before compile nothing.
 
-    Dynamo captures the first as it is, the second with symbolic sizes, and takes that graph for all from then on.
+    Rows and columns are symbols from the first call on.
     """
     model = llama()
     compiled = compile_with(model)
@@ -47,7 +47,7 @@ def test_other_shapes() -> None:
     for batch in batches:
         assert check(compiled, model, batch)["tokens"] == distinct_tokens(batch)
     compiles = stats_of(compiled)["compiles"]
-    assert compiles == len(batches)
+    assert compiles == 1
     for batch in reversed(batches):
         assert check(compiled, model, batch)["compiles"] == compiles
 
@@ -56,11 +56,11 @@ def test_dynamic_shapes_asked_for() -> None:
     model = llama()
     options = {"inner": "aot_eager", "min_sharing": 1.0}
     compiled = torch.compile(model, backend="treefx", options=options, dynamic=True)
-    for length, compiles in ((12, 1), (17, 2), (12, 2)):
+    for length in (12, 17, 12):
         batch = shared_batch(rows=4, length=length, shared=5)
         stats = check(compiled, model, batch)
         assert stats["ran"] == "packed" and stats["tokens"] == distinct_tokens(batch)
-        assert stats["compiles"] == compiles
+        assert stats["compiles"] == 1
 
 
 def test_raw_tokens_and_ratio() -> None:

@@ -16,7 +16,7 @@ from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import build_batch
 from treefx.runtime.records import Records
-from treefx.runtime.shapes import Outgrown, Shape
+from treefx.runtime.shapes import Outgrown, Shape, Unfit
 from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.outputs import Outputs
 from treefx.runtime.ways.packed import PackedRun
@@ -56,7 +56,10 @@ class RowsRun:
         try:
             return self._run(shape, args)
         except Outgrown as call:
-            return self._run(self._analyses.for_tokens(args, call.sizes), args)
+            other = self._analyses.for_tokens(args, call.sizes)
+        except Unfit as error:
+            other = self._analyses.with_numbers(shape, args, str(error))
+        return self._ordinary.instead(args, fallback=other or None) if isinstance(other, str) else self.run(other, args)
 
     def _run(self, shape: Shape, args: Sequence[Any]) -> Any:
         self._analyses.use.settle(shape.analysis)
