@@ -28,7 +28,7 @@ __all__ = ["Analyses"]
 
 _DYNAMO = "Dynamo traced them as numbers (dynamic=False, or a dimension marked static)"
 _MANY_SHAPES = (
-    "one graph of this model compiles anew for every number of rows and columns, because {why}; it keeps {limit} of "
+    "one graph of this model compiles anew for every number of rows and columns ({why}); it keeps {limit} of "
     "them (option max_shapes), and runs others without sharing until they come again. Pad batches to a few lengths "
     "(pad_to_multiple_of), or keep more"
 )
@@ -113,7 +113,7 @@ class Analyses:
         self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues, sizes: Sequence[int] = ()
     ) -> Shape | None:
         """What is known of calls with as many rows and columns as they like; None if sizes have to be known."""
-        pattern = pattern_of(self._gm, self._roles, args) if current_forest() is None else None
+        pattern = pattern_of(self._gm, self._roles, self._filled(args)) if current_forest() is None else None
         if pattern is None:
             return None
         key = (values, pattern)
@@ -148,16 +148,17 @@ class Analyses:
             buffers = [i for i, role in enumerate(roles) if role == "buffer"]  # any may have been read
             reason = f"the graph could not be traced: {type(error).__name__}: {first_line}"
             return Refusal(reason, Proof(tensors, buffers))
-        self._records.report.shapes += 1
         self._records.report.seconds.update(analysis.seconds)
         if analysis.tokens is None:
             self._has_no_tokens = True
             return Refusal("")
+        if batch is not None and analysis.expansions:  # where sizes are numbers, more may be proved
+            reason = f"sizes have to be known: {_listed(analysis.expansions)}"
+            return Refusal(reason, proof_of(analysis, tensors))
+        self._records.report.shapes += 1
         self._records.report.has_tokens = True
         self._records.report.expansions = [asdict(item) for item in analysis.expansions]
         refusal = self._refusal(analysis)
-        if refusal is None and batch is not None and analysis.expansions:
-            refusal = f"sizes have to be known: {_listed(analysis.expansions)}"
         if refusal is not None:
             return Refusal(refusal, proof_of(analysis, tensors))
         shape = share_shape(analysis, tensors, self.use, values, self._config)
