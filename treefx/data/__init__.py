@@ -1,13 +1,24 @@
-"""Agent trajectories: loaders, a scripted agent, tokenizers, and the way from messages to padded batches."""
+"""Agent trajectories: from files to batches of rows that share prefixes.
+
+In: files of conversations, of compared answers or of judged ones. Out: samples (token ids and labels), padded batches
+for an unmodified trainer, or forests with the indices that ``treefx.losses`` take. ``files`` reads records, ``formats``
+says what they mean, ``trajectories`` is what they become; ``tokenization`` and ``template`` are tokenizers of our own.
+
+Order of imports, each only of what stands before an arrow::
+
+    files -> trajectories, tokenization -> formats, template, scripted -> loading, samples -> batching, statistics,
+    batch_sampler -> __init__
+"""
 
 from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_fit_batches
 from treefx.data.batching import Batch, batches, collate, prefix_order
-from treefx.data.loading import load
+from treefx.data.files import Place, ReadReport, Value, read_records
+from treefx.data.loading import load, read_conversations
 from treefx.data.samples import IGNORED, Form, Sample, make_samples, merge_turns, turn_samples, whole_sample
 from treefx.data.scripted import scripted_conversations
 from treefx.data.statistics import SharingStatistics, group_by_task, sharing_statistics
 from treefx.data.tokenization import BpeTokenizer, ByteTokenizer, Tokenizer, train_tokenizer
-from treefx.data.trajectories import Conversation, Message, Role, ToolCall
+from treefx.data.trajectories import Conversation, Judged, Message, Preference, Role, Text, ToolCall
 
 __all__ = [
     "IGNORED",
@@ -16,13 +27,19 @@ __all__ = [
     "ByteTokenizer",
     "Conversation",
     "Form",
+    "Judged",
     "Message",
+    "Place",
+    "Preference",
+    "ReadReport",
     "Role",
     "Sample",
     "SharingStatistics",
+    "Text",
     "Tokenizer",
     "ToolCall",
     "TreeBatchSampler",
+    "Value",
     "batches",
     "collate",
     "distinct_tokens",
@@ -32,6 +49,8 @@ __all__ = [
     "make_samples",
     "merge_turns",
     "prefix_order",
+    "read_conversations",
+    "read_records",
     "scripted_conversations",
     "sharing_statistics",
     "train_tokenizer",
