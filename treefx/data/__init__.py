@@ -6,14 +6,26 @@ says what they mean, ``trajectories`` is what they become; ``tokenization`` and 
 
 Order of imports, each only of what stands before an arrow::
 
-    files -> trajectories, tokenization -> formats, template, scripted -> loading, samples -> batching, statistics,
-    batch_sampler -> __init__
+    files -> trajectories, tokenization -> formats, rows, scripted -> loading, template, chat ->
+    grouping, samples -> batching, statistics, forest_batches, batch_sampler -> __init__
 """
 
 from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_fit_batches
 from treefx.data.batching import Batch, batches, collate, prefix_order
+from treefx.data.chat import ChatTokenizer
+from treefx.data.chat.drift import Drift, DriftReport, find_drift, find_row_drift
 from treefx.data.files import Place, ReadReport, Value, read_records
-from treefx.data.loading import load, read_conversations
+from treefx.data.forest_batches import (
+    GroupBatch,
+    JudgedBatch,
+    PreferenceBatch,
+    forest_of,
+    group_batch,
+    judged_batch,
+    preference_batch,
+)
+from treefx.data.grouping import TrialGroup, group_trials, read_groups
+from treefx.data.loading import load, read_conversations, read_judged, read_preferences
 from treefx.data.samples import IGNORED, Form, Sample, make_samples, merge_turns, turn_samples, whole_sample
 from treefx.data.scripted import scripted_conversations
 from treefx.data.statistics import SharingStatistics, group_by_task, sharing_statistics
@@ -25,12 +37,18 @@ __all__ = [
     "Batch",
     "BpeTokenizer",
     "ByteTokenizer",
+    "ChatTokenizer",
     "Conversation",
+    "Drift",
+    "DriftReport",
     "Form",
+    "GroupBatch",
     "Judged",
+    "JudgedBatch",
     "Message",
     "Place",
     "Preference",
+    "PreferenceBatch",
     "ReadReport",
     "Role",
     "Sample",
@@ -39,17 +57,28 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "TreeBatchSampler",
+    "TrialGroup",
     "Value",
     "batches",
     "collate",
     "distinct_tokens",
+    "find_drift",
+    "find_row_drift",
     "first_fit_batches",
+    "forest_of",
+    "group_batch",
     "group_by_task",
+    "group_trials",
+    "judged_batch",
     "load",
     "make_samples",
     "merge_turns",
+    "preference_batch",
     "prefix_order",
     "read_conversations",
+    "read_groups",
+    "read_judged",
+    "read_preferences",
     "read_records",
     "scripted_conversations",
     "sharing_statistics",

@@ -1,16 +1,17 @@
-"""Read trajectories of any known format."""
+"""Read trajectories of any known format, compared answers and judged ones."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from treefx.data.files import OnError, ReadReport, Value, read_records
 from treefx.data.formats.openai_chat import is_openai_chat, parse_openai_chat
+from treefx.data.formats.preferences import parse_judged, parse_preference
 from treefx.data.formats.tau_bench import is_tau_bench, parse_tau_bench
 from treefx.data.formats.toolbench import is_toolbench, parse_toolbench
 from treefx.data.formats.trials import is_trials, parse_trials
-from treefx.data.trajectories import Conversation
+from treefx.data.trajectories import Conversation, Judged, Preference
 
-__all__ = ["load", "read_conversations"]
+__all__ = ["load", "read_conversations", "read_judged", "read_preferences"]
 
 _FORMATS = (
     "a tau-bench trajectory {task_id, traj}, a ToolBench decision tree {tree: {tree}}, a chat {messages}, "
@@ -46,6 +47,41 @@ def load(path: str | Path, *, on_error: OnError = "raise", report: ReadReport | 
         RecordError: a record is broken, or of no known format.
     """
     return list(read_conversations(path, on_error=on_error, report=report))
+
+
+def read_preferences(
+    path: str | Path,
+    *,
+    on_error: OnError = "raise",
+    report: ReadReport | None = None,
+    progress: bool = True,
+) -> Iterator[Preference]:
+    """Read pairs of a chosen and a rejected answer one by one; see ``treefx.data.formats.preferences`` for spellings.
+
+    Example:
+        >>> pairs = list(read_preferences("pairs.jsonl"))  # doctest: +SKIP
+
+    Raises:
+        InputError: there is nothing to read.
+        RecordError: while reading; a record is broken, or is no pair. See `read_records` for files and arguments.
+    """
+    return read_records(path, parse_preference, on_error=on_error, report=report, progress=progress)
+
+
+def read_judged(
+    path: str | Path,
+    *,
+    on_error: OnError = "raise",
+    report: ReadReport | None = None,
+    progress: bool = True,
+) -> Iterator[Judged]:
+    """Read answers that are each judged good or bad one by one (KTO); a pair is a good answer and a bad one.
+
+    Raises:
+        InputError: there is nothing to read.
+        RecordError: while reading; a record is broken. See `read_records` for files and arguments.
+    """
+    return read_records(path, parse_judged, on_error=on_error, report=report, progress=progress)
 
 
 def _parse_record(record: Value) -> list[Conversation]:

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treefx.data.samples import Sample, make_samples
-from treefx.data.tokenization import Tokenizer
+from treefx.data.samples import AnyTokenizer, Sample, make_samples
 from treefx.data.trajectories import Conversation
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
@@ -68,7 +67,7 @@ def group_by_task(conversations: Iterable[Conversation]) -> dict[tuple[str, str]
     return groups
 
 
-def sharing_statistics(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> SharingStatistics:
+def sharing_statistics(conversations: Sequence[Conversation], tokenizer: AnyTokenizer) -> SharingStatistics:
     """Count what the conversations share, task by task.
 
     Raises:

@@ -1,0 +1,194 @@
+"""One conversation through a chat template: the text and the tokens of each of its beginnings."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from treefx.data.chat.messages import to_template
+from treefx.data.rows import Tokens, common_length
+from treefx.data.trajectories import Message
+from treefx.errors import InputError
+
+__all__ = ["Engine", "RenderedChat", "encode_text"]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Engine(Protocol):
+    """What a Hugging Face tokenizer can do, as far as it is needed."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Text, or token ids, of a conversation."""
+        ...
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        """Token ids of a text, under "input_ids"."""
+        ...
+
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        """Text of token ids."""
+        ...
+
+
+def encode_text(engine: Engine, text: str) -> tuple[Tokens, Tokens | None]:
+    """Token ids of a text as it stands, none added, and behind which character each ends, where the tokenizer tells."""
+    if not getattr(engine, "is_fast", False):
+        return np.asarray(engine(text, add_special_tokens=False)["input_ids"], dtype=np.int64), None
+    found = engine(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    return np.asarray(found["input_ids"], dtype=np.int64), offsets[:, 1]
+
+
+class RenderedChat:
+    """Beginnings of one conversation: ``count`` messages, and whether the agent is asked to speak after them.
+
+    Args:
+        engine: the tokenizer.
+        messages: the conversation.
+        tools: JSON schemas of the tools it was told of.
+        options: for ``apply_chat_template``.
+        cut_at_turns: whether the text is cut where messages begin and end before it is encoded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        options: dict[str, Any],
+        cut_at_turns: bool,
+    ) -> None:
+        self.messages = messages
+        self._engine, self._cut = engine, cut_at_turns
+        self._entries = [to_template(message) for message in messages]
+        # Some templates write a heading for an empty list of tools.
+        self._options = options | {"tools": list(tools) or None}
+        self._texts: dict[tuple[int, bool], str] = {}
+        self._tokens: dict[tuple[int, bool], Tokens] = {}
+        self._ends: dict[tuple[int, bool], Tokens] = {}
+
+    def text(self, count: int, ask: bool = False) -> str:
+        """The text of the first messages; with ``ask``, the header of the agent's next message follows.
+
+        Raises:
+            InputError: the template refuses them.
+        """
+        if (count, ask) not in self._texts:
+            self._texts[count, ask] = str(self._apply(self._entries[:count], tokenize=False, add_generation_prompt=ask))
+        return self._texts[count, ask]
+
+    def tokens(self, count: int, ask: bool = False) -> Tokens:
+        """Token ids of `text`.
+
+        Raises:
+            InputError: the template refuses the messages, or pieces of the text do not encode to the whole's text.
+        """
+        if (count, ask) not in self._tokens:
+            self._tokens[count, ask] = self._encode(count, ask)
+        return self._tokens[count, ask]
+
+    def marked(self, count: int) -> npt.NDArray[np.bool_] | None:
+        """bool [T]: what the template's ``{% generation %}`` markers say of `tokens`; None without markers.
+
+        Raises:
+            InputError: the tokenizer cannot tell.
+        """
+        if self._cut or not _GENERATION.search(self._template()):
+            return None
+        if not getattr(self._engine, "is_fast", False):
+            raise InputError(
+                "the template marks what the assistant wrote by {% generation %}, and only a fast tokenizer knows which"
+                " tokens those are: take one, or ChatTokenizer(..., markers=False)"
+            )
+        found = self._apply(self._entries[:count], tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        if not np.array_equal(found["input_ids"], self.tokens(count)):
+            raise InputError(
+                "the tokenizer encodes a conversation and its text to different tokens: markers=False helps"
+            )
+        return np.asarray(found["assistant_masks"], dtype=np.bool_)
+
+    def span(self, at: int, count: int) -> tuple[int, int]:
+        """Tokens [start, stop) that assistant message ``at`` is, within the row of ``count`` messages.
+
+        It begins where the row's text leaves that of the prompt, which is the messages before with the header behind
+        them. A token that reaches over the beginning is the message's, one that reaches over its end is not.
+
+        Raises:
+            InputError: the template writes something else for the messages up to it when others follow.
+        """
+        if at == 0:
+            raise InputError(
+                "a conversation must not begin with the assistant: nothing says where the header of its message ends; "
+                "put a system or user message before it"
+            )
+        row, begun = self.text(count), self.text(at + 1)
+        if not row.startswith(begun):
+            raise InputError(
+                f"the chat template writes messages 0 to {at} differently when others follow (it drops thinking, or "
+                "treats the last message in a special way), so that one row cannot train both as they were seen: use "
+                "the form 'turns' or 'merged', with one row per way of writing"
+            )
+        start = common_length(self.text(at, ask=True), row)
+        if start < self._end_of(at - 1, count):
+            raise InputError(
+                f"the chat template writes messages 0 to {at - 1} differently when the agent is asked to answer them, "
+                "so that its answer does not follow the prompt that it saw: mend the template"
+            )
+        return self._token_at(start, self.tokens(at, ask=True), count), self._token_at(
+            len(begun), self.tokens(at + 1), count
+        )
+
+    def _end_of(self, at: int, count: int) -> int:
+        """A character of the row near the end of message ``at``, behind the middle of its content.
+
+        The row is written again with a letter more there: behind it, both are the same.
+        """
+        content = self._entries[at]["content"]
+        middle = len(content) // 2
+        altered = {**self._entries[at], "content": f"{content[:middle]}x{content[middle:]}"}
+        entries = [*self._entries[:at], altered, *self._entries[at + 1 : count]]
+        row = self.text(count)
+        again = str(self._apply(entries, tokenize=False))
+        return len(row) - common_length(row[::-1], again[::-1])
+
+    def _token_at(self, character: int, before: Tokens, count: int) -> int:
+        """The first token that reaches over a character's beginning; by the text's tokens up to it if nothing else."""
+        tokens = self.tokens(count)
+        ends = self._ends.get((count, False))
+        return common_length(before, tokens) if ends is None else int(np.searchsorted(ends, character, side="right"))
+
+    def _encode(self, count: int, ask: bool) -> Tokens:
+        text = self.text(count, ask)
+        cuts = [0, len(text)]
+        if self._cut:
+            begun = [self.text(n, also) for n in range(1, count + 1) for also in (False, True)]
+            cuts = sorted({*cuts, *(len(each) for each in begun if text.startswith(each))})
+        pieces = [encode_text(self._engine, text[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        tokens = np.concatenate([piece for piece, _ in pieces])
+        if len(pieces) > 1 and self._decode(tokens) != self._decode(encode_text(self._engine, text)[0]):
+            raise InputError(
+                "cut_at_turns=True needs a tokenizer whose tokens of pieces are the text's, but this one adds or drops "
+                "something where a text begins (such as a space): leave it at False"
+            )
+        ends = [start + found for start, (_, found) in zip(cuts, pieces, strict=False) if found is not None]
+        if len(ends) == len(pieces):
+            self._ends[count, ask] = np.concatenate(ends)
+        return tokens
+
+    def _decode(self, tokens: Tokens) -> str:
+        return str(self._engine.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _template(self) -> str:
+        given = self._options.get("chat_template")
+        if hasattr(self._engine, "get_chat_template"):
+            return str(self._engine.get_chat_template(given, self._options["tools"]))
+        return str(given or getattr(self._engine, "chat_template", ""))
+
+    def _apply(self, entries: list[dict[str, Any]], **how: Any) -> Any:
+        try:
+            return self._engine.apply_chat_template(entries, **self._options, **how)
+        except Exception as error:  # whatever a template raises
+            raise InputError(f"the chat template refused messages 0 to {len(entries) - 1}: {error}") from error
