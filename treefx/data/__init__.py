@@ -6,8 +6,8 @@ says what they mean, ``trajectories`` is what they become; ``tokenization`` and 
 
 Order of imports, each only of what stands before an arrow::
 
-    files -> trajectories, tokenization -> formats, rows, scripted -> loading, template, chat ->
-    grouping, samples -> batching, statistics, forest_batches, batch_sampler -> __init__
+    files -> trajectories, tokenization -> formats, rows, scripted -> loading, template, chat -> grouping, samples ->
+    batching, forest_batches, batch_sampler -> statistics -> __init__
 """
 
 from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_fit_batches
@@ -28,7 +28,7 @@ from treefx.data.grouping import TrialGroup, group_trials, read_groups
 from treefx.data.loading import load, read_conversations, read_judged, read_preferences
 from treefx.data.samples import IGNORED, Form, Sample, make_samples, merge_turns, turn_samples, whole_sample
 from treefx.data.scripted import scripted_conversations
-from treefx.data.statistics import SharingStatistics, group_by_task, sharing_statistics
+from treefx.data.statistics import SharingStatistics, group_by_task, pair_statistics, sharing_statistics
 from treefx.data.tokenization import BpeTokenizer, ByteTokenizer, Tokenizer, train_tokenizer
 from treefx.data.trajectories import Conversation, Judged, Message, Preference, Role, Text, ToolCall
 
@@ -74,6 +74,7 @@ __all__ = [
     "make_samples",
     "merge_turns",
     "preference_batch",
+    "pair_statistics",
     "prefix_order",
     "read_conversations",
     "read_groups",

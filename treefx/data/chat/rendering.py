@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,19 @@ def encode_text(engine: Engine, text: str) -> tuple[Tokens, Tokens | None]:
     return np.asarray(found["input_ids"], dtype=np.int64), offsets[:, 1]
 
 
+class _Piece(NamedTuple):
+    """Tokens of a piece of text, behind which character each ends, and whether they are the text again."""
+
+    tokens: Tokens
+    ends: Tokens | None
+    characters: int
+    is_kept: bool
+
+
+def _decode(engine: Engine, tokens: Tokens) -> str:
+    return str(engine.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 class RenderedChat:
     """Beginnings of one conversation: ``count`` messages, and whether the agent is asked to speak after them.
 
@@ -69,6 +82,7 @@ class RenderedChat:
         self._texts: dict[tuple[int, bool], str] = {}
         self._tokens: dict[tuple[int, bool], Tokens] = {}
         self._ends: dict[tuple[int, bool], Tokens] = {}
+        self._pieces: dict[str, _Piece] = {}
 
     def text(self, count: int, ask: bool = False) -> str:
         """The text of the first messages; with ``ask``, the header of the agent's next message follows.
@@ -137,9 +151,7 @@ class RenderedChat:
                 f"the chat template writes messages 0 to {at - 1} differently when the agent is asked to answer them, "
                 "so that its answer does not follow the prompt that it saw: mend the template"
             )
-        return self._token_at(start, self.tokens(at, ask=True), count), self._token_at(
-            len(begun), self.tokens(at + 1), count
-        )
+        return self._token_at(start, count, (at, True)), self._token_at(len(begun), count, (at + 1, False))
 
     def _end_of(self, at: int, count: int) -> int:
         """A character of the row near the end of message ``at``, behind the middle of its content.
@@ -154,32 +166,46 @@ class RenderedChat:
         again = str(self._apply(entries, tokenize=False))
         return len(row) - common_length(row[::-1], again[::-1])
 
-    def _token_at(self, character: int, before: Tokens, count: int) -> int:
-        """The first token that reaches over a character's beginning; by the text's tokens up to it if nothing else."""
+    def _token_at(self, character: int, count: int, beginning: tuple[int, bool]) -> int:
+        """The first token of a row that reaches over a character; untold where, the first that a beginning lacks."""
         tokens = self.tokens(count)
         ends = self._ends.get((count, False))
-        return common_length(before, tokens) if ends is None else int(np.searchsorted(ends, character, side="right"))
+        if ends is None:
+            return common_length(self.tokens(*beginning), tokens)
+        return int(np.searchsorted(ends, character, side="right"))
 
     def _encode(self, count: int, ask: bool) -> Tokens:
         text = self.text(count, ask)
-        cuts = [0, len(text)]
-        if self._cut:
-            begun = [self.text(n, also) for n in range(1, count + 1) for also in (False, True)]
-            cuts = sorted({*cuts, *(len(each) for each in begun if text.startswith(each))})
-        pieces = [encode_text(self._engine, text[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
-        tokens = np.concatenate([piece for piece, _ in pieces])
-        if len(pieces) > 1 and self._decode(tokens) != self._decode(encode_text(self._engine, text)[0]):
-            raise InputError(
-                "cut_at_turns=True needs a tokenizer whose tokens of pieces are the text's, but this one adds or drops "
-                "something where a text begins (such as a space): leave it at False"
-            )
-        ends = [start + found for start, (_, found) in zip(cuts, pieces, strict=False) if found is not None]
+        pieces = [self._encode_piece(piece) for piece in self._cut_text(count, text)]
+        tokens = np.concatenate([piece.tokens for piece in pieces])
+        if not all(piece.is_kept for piece in pieces):
+            whole, _ = encode_text(self._engine, text)
+            if _decode(self._engine, tokens) != _decode(self._engine, whole):
+                raise InputError(
+                    "cut_at_turns=True needs a tokenizer whose tokens of pieces are the text's, but this one adds or "
+                    "drops something where a text begins (such as a space): leave it at False"
+                )
+        ends = [piece.ends for piece in pieces if piece.ends is not None]
         if len(ends) == len(pieces):
-            self._ends[count, ask] = np.concatenate(ends)
+            starts = np.cumsum([0, *(piece.characters for piece in pieces)])
+            self._ends[count, ask] = np.concatenate([start + found for start, found in zip(starts, ends, strict=False)])
         return tokens
 
-    def _decode(self, tokens: Tokens) -> str:
-        return str(self._engine.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def _cut_text(self, count: int, text: str) -> list[str]:
+        """The text in one piece, or cut wherever a message begins, ends, or has its header end."""
+        if not self._cut:
+            return [text]
+        begun = [self.text(n, ask) for n in range(1, count + 1) for ask in (False, True)]
+        cuts = sorted({0, len(text), *(len(each) for each in begun if text.startswith(each))})
+        return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    def _encode_piece(self, text: str) -> "_Piece":
+        if not self._cut:
+            return _Piece(*encode_text(self._engine, text), len(text), True)
+        if text not in self._pieces:
+            tokens, ends = encode_text(self._engine, text)
+            self._pieces[text] = _Piece(tokens, ends, len(text), _decode(self._engine, tokens) == text)
+        return self._pieces[text]
 
     def _template(self) -> str:
         given = self._options.get("chat_template")
