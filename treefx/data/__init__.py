@@ -25,7 +25,7 @@ from treefx.data.forest_batches import (
     preference_batch,
 )
 from treefx.data.grouping import TrialGroup, group_trials, read_groups
-from treefx.data.loading import load, read_conversations, read_judged, read_preferences
+from treefx.data.loading import holds_preferences, load, read_conversations, read_judged, read_preferences
 from treefx.data.samples import IGNORED, Form, Sample, make_samples, merge_turns, turn_samples, whole_sample
 from treefx.data.scripted import scripted_conversations
 from treefx.data.statistics import SharingStatistics, group_by_task, pair_statistics, sharing_statistics
@@ -69,6 +69,7 @@ __all__ = [
     "group_batch",
     "group_by_task",
     "group_trials",
+    "holds_preferences",
     "judged_batch",
     "load",
     "make_samples",

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from treefx.data.files import OnError, ReadReport, Value, read_records
 from treefx.data.formats.openai_chat import is_openai_chat, parse_openai_chat
-from treefx.data.formats.preferences import parse_judged, parse_preference
+from treefx.data.formats.preferences import is_preference, parse_judged, parse_preference
 from treefx.data.formats.tau_bench import is_tau_bench, parse_tau_bench
 from treefx.data.formats.toolbench import is_toolbench, parse_toolbench
 from treefx.data.formats.trials import is_trials, parse_trials
 from treefx.data.trajectories import Conversation, Judged, Preference
 
-__all__ = ["load", "read_conversations", "read_judged", "read_preferences"]
+__all__ = ["holds_preferences", "load", "read_conversations", "read_judged", "read_preferences"]
 
 _FORMATS = (
     "a tau-bench trajectory {task_id, traj}, a ToolBench decision tree {tree: {tree}}, a chat {messages}, "
@@ -82,6 +82,18 @@ def read_judged(
         RecordError: while reading; a record is broken. See `read_records` for files and arguments.
     """
     return read_records(path, parse_judged, on_error=on_error, report=report, progress=progress)
+
+
+def holds_preferences(path: str | Path) -> bool:
+    """Whether the first record of a file or folder that can be read is a pair of a chosen and a rejected answer.
+
+    Raises:
+        InputError: there is nothing to read.
+    """
+    kinds = read_records(
+        path, lambda record: [is_preference(record.raw)], on_error="skip", report=ReadReport(), progress=False
+    )
+    return next(kinds, False)
 
 
 def _parse_record(record: Value) -> list[Conversation]:

@@ -20,8 +20,8 @@ see; *template* is what the model is going to see, and rows that fork there are 
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,11 @@ class DriftReport:
     def unshared_tokens(self) -> int:
         """Tokens of earlier rows that the next row says again in other tokens: of history and recorded."""
         return sum(drift.tokens for drift in self.found if drift.kind in ("history", "recorded"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts, and every place, for JSON."""
+        totals = {"rows": self.rows, "tokens": self.tokens, "unshared_tokens": self.unshared_tokens}
+        return totals | self.counts | {"places": [asdict(drift) for drift in self.found]}
 
     def summary(self, places: int = 5) -> str:
         """Counts, and the first places of each kind."""
