@@ -22,6 +22,7 @@ from tests.spellings import SPELLINGS  # noqa: E402
 from treefx import Forest, edge_logprobs, losses, use  # noqa: E402
 from treefx.data import (  # noqa: E402
     IGNORED,
+    ByteTokenizer,
     ChatTokenizer,
     Conversation,
     Message,
@@ -148,6 +149,24 @@ def test_tools_and_options_reach_the_template() -> None:
     assert engine.decode(turn_samples(told, engine)[0].tokens).startswith('<|im_start|>tools\n[{"type": "function"')
     other = ChatTokenizer(engine, chat_template="{{ mark }}" + TEMPLATES["chatml"], mark="seen")
     assert engine.decode(turn_samples(CHAT, other)[0].tokens).startswith("seen<|im_start|>system")
+
+
+def test_options_of_a_record_reach_the_template() -> None:
+    engine = make_engine("chatml")
+    engine.chat_template = "{{ mark }}" + TEMPLATES["chatml"]
+    marked = dataclasses.replace(CHAT, template_options={"mark": "seen"})
+    assert engine.decode(turn_samples(marked, ChatTokenizer(engine, mark="unseen"))[0].tokens).startswith("seen")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_message_of_weight_0_is_read_only(own: bool) -> None:
+    tokenizer = ByteTokenizer() if own else make_engine("chatml")
+    unsaid = dataclasses.replace(CHAT.messages[4], trained=False)
+    chat = dataclasses.replace(CHAT, messages=(*CHAT.messages[:4], unsaid, *CHAT.messages[5:]))
+    first, _, third = turn_samples(CHAT, tokenizer)
+    kept = turn_samples(chat, tokenizer)
+    assert [row.labels.tolist() for row in kept] == [first.labels.tolist(), third.labels.tolist()]
+    assert [len(trained(whole_sample(each, tokenizer), tokenizer)) for each in (chat, CHAT)] == [2, 3]
 
 
 def test_recorded_ids_are_the_turns_tokens() -> None:

@@ -176,6 +176,8 @@ def test_load_folder_reads_all_formats(tmp_path: Path) -> None:
             [{"messages": [{"role": "assistant", "token_ids": [4, -1]}]}],
             r"messages\[0\].token_ids\[1\]: expected a token id of at least 0, got the number -1",
         ),
+        ("a.json", [{"messages": [{"role": "assistant", "weight": 0.5}]}], "weight: expected a weight of 0 or 1, got"),
+        ("a.json", [{"messages": [{"role": "user"}], "chat_template_kwargs": []}], "kwargs: expected an object of opt"),
         ("a.json", [{"messages": [{"role": "user"}], "reward": "1"}], "field reward: expected a finite number"),
         ("a.json", [{"messages": [{"role": "user"}], "trial": 1.5}], "field trial: expected a whole number"),
         ("a.json", [{"messages": [{"role": "user"}], "tools": ["t"]}], r"tools\[0\]: expected a tool's JSON schema"),
@@ -216,6 +218,21 @@ def test_load_keeps_what_chat_templates_ask_for(tmp_path: Path) -> None:
     assert conversation.messages[1].tool_calls[0].id == conversation.messages[2].tool_call_id == "c1"
     assert conversation.messages[1].token_ids == (5, 6)
     assert conversation.place is not None and str(conversation.place) == f"{path}, line 2"
+
+
+def test_load_reads_what_other_programs_write(tmp_path: Path) -> None:
+    call = {"name": "get_user", "arguments": '{"id": 7}'}
+    messages = [
+        {"role": "assistant", "function_call": call, "weight": 0, "reasoning": "r"},
+        {"role": "assistant", "content": "x", "weight": 1, "thinking": "t"},
+    ]
+    options = {"enable_thinking": False}
+    (chat,) = load(_write(tmp_path, "chat.json", {"messages": messages, "chat_template_kwargs": options}))
+    assert chat.messages == (
+        Message("assistant", "", (ToolCall("get_user", '{"id": 7}'),), reasoning="r", trained=False),
+        Message("assistant", "x", reasoning="t"),
+    )
+    assert chat.template_options == options
 
 
 def test_load_a_group_of_trials_in_one_record(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Files of compared and judged answers: every spelling, every refusal, and the step from a file to a loss."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
 
@@ -20,13 +23,16 @@ from treefx.data import (  # noqa: E402
     ChatTokenizer,
     Judged,
     Message,
+    Place,
     Preference,
+    Value,
     collate,
     judged_batch,
     preference_batch,
     read_judged,
     read_preferences,
 )
+from treefx.data.formats.preferences import parse_preference  # noqa: E402
 from treefx.errors import InputError, RecordError  # noqa: E402
 
 ASKED = {"role": "user", "content": "what time is it?"}
@@ -91,6 +97,16 @@ def test_judged_answers(tmp_path: Path) -> None:
     first, second = read_judged(write(tmp_path, *records))
     assert first == Judged("a", "b", False)
     assert second == Judged((USER,), (NOON,), True, tuple(tools))
+
+
+@given(st.text("ab ", min_size=1), st.text("ab "), st.text("ab "))
+def test_the_prompt_inside_text_is_what_trl_extracts(prompt: str, chosen: str, rejected: str) -> None:
+    trl = pytest.importorskip("trl", reason=NEEDS_TRAINERS)
+    record = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+    size = len(os.path.commonprefix([*record.values()]))
+    assume(size < min(map(len, record.values())) and record["chosen"][0] != " ")  # TRL has no rule for these
+    (pair,) = parse_preference(Value(record, Place("memory")))
+    assert {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} == trl.extract_prompt(record)
 
 
 WRONG = [

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from treefx.data import (
     Conversation,
     DriftReport,
     Message,
+    OnError,
     Preference,
     ReadReport,
     Sample,
@@ -50,7 +51,7 @@ def data(
     ] = "bpe",
     vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of the BPE.")] = 16384,
     on_error: Annotated[
-        Literal["raise", "skip"], typer.Option(help="A broken record ends the reading, or is left out and counted.")
+        OnError, typer.Option(help="A broken record ends the reading, or is left out and counted.")
     ] = "raise",
     drift: Annotated[
         bool,
@@ -74,11 +75,7 @@ def data(
     turn's prompt encodes what was said before in other tokens, so that rows fork which say the same.
     """
     report = ReadReport()
-    if path is not None and holds_preferences(path):
-        pairs, conversations = list(read_preferences(path, on_error=on_error, report=report)), []
-    else:
-        pairs = []
-        conversations = scripted_conversations() if path is None else load(path, on_error=on_error, report=report)
+    pairs, conversations = _read(path, on_error, report)
     encoder = _make_encoder([*conversations, *map(_spoken, pairs)], tokenizer, vocab_size)
     statistics = pair_statistics(pairs, encoder) if pairs else sharing_statistics(conversations, encoder)
     found = _find_drift(conversations, encoder) if drift else None
@@ -92,10 +89,17 @@ def data(
         print_json(about | statistics.to_dict() | ({"drift": found.to_dict()} if found else {}))
         return
     _print(statistics, "pairs" if pairs else "tasks")
-    if found is not None:
-        print_line(found.summary())
-    if draw is not None:
-        print_line(f"tree of the first {'pair' if pairs else 'task'}: {draw}")
+    for line in (found and found.summary(), draw and f"tree of the first {'pair' if pairs else 'task'}: {draw}"):
+        if line:
+            print_line(line)
+
+
+def _read(path: Path | None, on_error: OnError, report: ReadReport) -> tuple[list[Preference], list[Conversation]]:
+    if path is None:
+        return [], scripted_conversations()
+    if holds_preferences(path):
+        return list(read_preferences(path, on_error=on_error, report=report)), []
+    return [], load(path, on_error=on_error, report=report)
 
 
 def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: int) -> Tokenizer | ChatTokenizer:

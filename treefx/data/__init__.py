@@ -14,7 +14,7 @@ from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_f
 from treefx.data.batching import Batch, batches, collate, prefix_order
 from treefx.data.chat import ChatTokenizer
 from treefx.data.chat.drift import Drift, DriftReport, find_drift, find_row_drift
-from treefx.data.files import Place, ReadReport, Value, read_records
+from treefx.data.files import OnError, Place, ReadReport, Value, read_records
 from treefx.data.forest_batches import (
     GroupBatch,
     JudgedBatch,
@@ -46,6 +46,7 @@ __all__ = [
     "Judged",
     "JudgedBatch",
     "Message",
+    "OnError",
     "Place",
     "Preference",
     "PreferenceBatch",

@@ -72,7 +72,7 @@ def preference_batch(preferences: Iterable[Preference], tokenizer: AnyTokenizer)
     rejected: list[Sample] = []
     for number, pair in enumerate(preferences):
         with named_place(pair.place):
-            rows = encoder.answers(pair.prompt, (pair.chosen, pair.rejected), pair.tools)
+            rows = encoder.answers(pair.prompt, (pair.chosen, pair.rejected), pair.tools, pair.template_options)
         for row, side in zip(rows, (chosen, rejected), strict=True):
             side.append(sample_of(row, str(number)))
     if not chosen:
@@ -181,7 +181,7 @@ def _trial_rows(trial: Conversation, tokenizer: AnyTokenizer, form: Form) -> lis
 
 def _encode_judged(judged: Judged, encoder: Encoder) -> EncodedRow:
     with named_place(judged.place):
-        (row,) = encoder.answers(judged.prompt, (judged.completion,), judged.tools)
+        (row,) = encoder.answers(judged.prompt, (judged.completion,), judged.tools, judged.template_options)
     return row
 
 

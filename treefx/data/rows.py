@@ -1,15 +1,15 @@
 """Token ids of one row, and which of them are trained: what every encoder makes of conversations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from treefx.data.trajectories import Conversation, Text
+from treefx.data.trajectories import Conversation, Message, Text
 
-__all__ = ["EncodedRow", "Encoder", "Tokens", "common_length"]
+__all__ = ["EncodedRow", "Encoder", "Tokens", "common_length", "is_trained"]
 
 Tokens = npt.NDArray[np.int64]
 
@@ -31,16 +31,27 @@ class Encoder(Protocol):
         ...
 
     def turns(self, conversation: Conversation) -> list[EncodedRow]:
-        """One row per assistant message: what was before, and the message, which is trained."""
+        """One row per assistant message that is trained: what was before, and the message."""
         ...
 
     def whole(self, conversation: Conversation) -> EncodedRow:
         """The conversation as one row, every assistant message trained."""
         ...
 
-    def answers(self, prompt: Text, answers: Sequence[Text], tools: Sequence[dict[str, Any]] = ()) -> list[EncodedRow]:
+    def answers(
+        self,
+        prompt: Text,
+        answers: Sequence[Text],
+        tools: Sequence[dict[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[EncodedRow]:
         """One row per answer: the prompt, and the answer, of which is trained what the assistant wrote."""
         ...
+
+
+def is_trained(message: Message) -> bool:
+    """Whether the agent is trained to say a message."""
+    return message.role == "assistant" and message.trained
 
 
 def common_length(first: str | Tokens, second: str | Tokens) -> int:

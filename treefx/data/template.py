@@ -8,12 +8,12 @@ tokens, no matter what follows: with a tokenizer that merges over piece borders,
 their last token and prefixes would be lost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from treefx.data.rows import EncodedRow, Tokens
+from treefx.data.rows import EncodedRow, Tokens, is_trained
 from treefx.data.tokenization import Tokenizer
 from treefx.data.trajectories import Conversation, Message, Text
 
@@ -24,7 +24,7 @@ class TemplateEncoder:
     """Rows of conversations by this template; see `Encoder`.
 
     The role header of a completion belongs to the prompt: the agent is asked to speak, it does not choose to. The
-    template has no place for descriptions of tools.
+    template has no place for descriptions of tools, and no options.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -40,7 +40,7 @@ class TemplateEncoder:
         prompt: list[Tokens] = []
         rows = []
         for message in conversation.messages:
-            if message.role == "assistant":
+            if is_trained(message):
                 rows.append(self._row(prompt, [message]))
             prompt.append(encode_message(message, self.tokenizer, keep_reasoning=False))
         return rows
@@ -49,7 +49,13 @@ class TemplateEncoder:
         """The conversation as one row, every assistant message with its reasoning in place."""
         return self._row([], conversation.messages)
 
-    def answers(self, prompt: Text, answers: Sequence[Text], tools: Sequence[dict[str, Any]] = ()) -> list[EncodedRow]:
+    def answers(
+        self,
+        prompt: Text,
+        answers: Sequence[Text],
+        tools: Sequence[dict[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[EncodedRow]:
         """One row per answer; plain text has no headers, and <end> behind it."""
         if isinstance(prompt, str):
             before = [self.tokenizer.encode(prompt)]
@@ -62,7 +68,7 @@ class TemplateEncoder:
         parts = [encode_message(message, self.tokenizer, keep_reasoning=True) for message in messages]
         trained = [np.zeros(len(part), dtype=np.bool_) for part in (*before, *parts)]
         for message, mask in zip(messages, trained[len(before) :], strict=True):
-            mask[opening:] = message.role == "assistant"
+            mask[opening:] = is_trained(message)
         return EncodedRow(np.concatenate([*before, *parts]), np.concatenate(trained))
 
     def _text(self, before: Sequence[Tokens], text: str) -> EncodedRow:

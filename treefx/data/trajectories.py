@@ -35,6 +35,8 @@ class Message:
     """Of a tool message: the call it answers."""
     token_ids: tuple[int, ...] | None = field(default=None, compare=False)
     """Of an assistant message: the ids that were sampled, where they were recorded."""
+    trained: bool = True
+    """Of an assistant message: whether the agent is trained to say it; else it is only read."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Conversation:
     source: str = ""
     tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)
     """JSON schemas of the tools that the agent was told of."""
+    template_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """For the chat template, in addition to those of `ChatTokenizer`."""
     place: Place | None = field(default=None, compare=False)
     """The file and line it was read from."""
 
@@ -71,6 +75,7 @@ class Preference:
     chosen: Text
     rejected: Text
     tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    template_options: dict[str, Any] = field(default_factory=dict, hash=False)
     place: Place | None = field(default=None, compare=False)
 
 
@@ -82,4 +87,5 @@ class Judged:
     completion: Text
     label: bool
     tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    template_options: dict[str, Any] = field(default_factory=dict, hash=False)
     place: Place | None = field(default=None, compare=False)

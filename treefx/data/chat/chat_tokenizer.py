@@ -1,13 +1,13 @@
 """Rows of conversations by the chat template of any Hugging Face tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from treefx.data.chat.rendering import Engine, RenderedChat
-from treefx.data.rows import EncodedRow, Tokens, common_length
+from treefx.data.rows import EncodedRow, Tokens, common_length, is_trained
 from treefx.data.trajectories import Conversation, Message, Text
 from treefx.errors import InputError
 
@@ -72,21 +72,26 @@ class ChatTokenizer:
         """Number of token ids, added tokens included."""
         return len(self.engine)  # type: ignore[arg-type]
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> RenderedChat:
-        """The conversation through the template."""
-        return RenderedChat(self.engine, messages, tools, self._options, self._cut)
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """The conversation through the template, with options in addition to the tokenizer's own."""
+        return RenderedChat(self.engine, messages, tools, {**self._options, **(template_options or {})}, self._cut)
 
     def turns(self, conversation: Conversation) -> list[EncodedRow]:
-        """One row per assistant message: what was before, and the message, which is trained.
+        """One row per assistant message that is trained: what was before, and the message.
 
         Raises:
             InputError: the template refuses the messages, or gives the message no place of its own.
         """
-        chat = self.render(conversation.messages, conversation.tools)
+        chat = self.render(conversation.messages, conversation.tools, conversation.template_options)
         return [
             self._recorded_row(chat, at) if self._recorded and message.token_ids is not None else self._row(chat, at)
             for at, message in enumerate(conversation.messages)
-            if message.role == "assistant"
+            if is_trained(message)
         ]
 
     def whole(self, conversation: Conversation) -> EncodedRow:
@@ -100,9 +105,16 @@ class ChatTokenizer:
                 "recorded token_ids are those of one turn each: use the form 'turns' or 'merged', or recorded=False to "
                 "encode the text again"
             )
-        return self._chat_row(self.render(conversation.messages, conversation.tools), 0, len(conversation.messages))
+        chat = self.render(conversation.messages, conversation.tools, conversation.template_options)
+        return self._chat_row(chat, 0, len(conversation.messages))
 
-    def answers(self, prompt: Text, answers: Sequence[Text], tools: Sequence[dict[str, Any]] = ()) -> list[EncodedRow]:
+    def answers(
+        self,
+        prompt: Text,
+        answers: Sequence[Text],
+        tools: Sequence[dict[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[EncodedRow]:
         """One row per answer, each with the prompt in front; trained is what the assistant wrote of the answer.
 
         All answers begin at the same token, where the first of their rows leaves the tokens of the prompt, so that
@@ -116,13 +128,15 @@ class ChatTokenizer:
         if isinstance(prompt, str):
             return self._text_rows(prompt, [str(answer) for answer in answers])
         first = len(prompt)
-        chats = [self.render((*prompt, *answer), tools) for answer in answers if not isinstance(answer, str)]
+        chats = [
+            self.render((*prompt, *each), tools, template_options) for each in answers if not isinstance(each, str)
+        ]
         rows = [self._chat_row(chat, first, len(chat.messages)) for chat in chats]
         begins = min(
             common_length(chat.tokens(first, ask=True), row.tokens) for chat, row in zip(chats, rows, strict=True)
         )
         for chat, row in zip(chats, rows, strict=True):
-            if chat.messages[first].role == "assistant" and self._marked(chat, len(chat.messages)) is None:
+            if is_trained(chat.messages[first]) and self._marked(chat, len(chat.messages)) is None:
                 row.trained[begins : chat.span(first, len(chat.messages))[0]] = True
         return rows
 
@@ -134,7 +148,7 @@ class ChatTokenizer:
         tokens = chat.tokens(count)
         trained = np.zeros(len(tokens), dtype=np.bool_)
         for at in range(first, count):
-            if chat.messages[at].role == "assistant":
+            if is_trained(chat.messages[at]):
                 start, stop = chat.span(at, count)
                 trained[start:stop] = True
         marked = self._marked(chat, count)

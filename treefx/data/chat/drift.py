@@ -112,7 +112,7 @@ def find_drift(conversations: Iterable[Conversation], tokenizer: ChatTokenizer |
     encoder = tokenizer if isinstance(tokenizer, ChatTokenizer) else ChatTokenizer(tokenizer)
     report = DriftReport()
     for conversation in conversations:
-        chat = encoder.render(conversation.messages, conversation.tools)
+        chat = encoder.render(conversation.messages, conversation.tools, conversation.template_options)
         turns = [at for at, each in enumerate(chat.messages) if each.role == "assistant" and at]
         report.rows += len(turns)
         report.tokens += sum(len(chat.tokens(at + 1)) for at in turns)

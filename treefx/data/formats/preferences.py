@@ -13,7 +13,7 @@ or the text of the user's message; beside a prompt of messages an answer that is
 from typing import Any
 
 from treefx.data.files import Value
-from treefx.data.formats.openai_chat import parse_messages, parse_tools
+from treefx.data.formats.openai_chat import parse_messages, parse_template_options, parse_tools
 from treefx.data.trajectories import Judged, Message, Preference, Text
 
 __all__ = ["is_preference", "parse_answer", "parse_judged", "parse_preference"]
@@ -41,7 +41,7 @@ def parse_preference(record: Value) -> list[Preference]:
         raise record.place.inside("rejected").error("expected another answer than the chosen one, got the same")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         _check_answer(answer, record[name])
-    return [Preference(prompt, chosen, rejected, parse_tools(record), record.place)]
+    return [Preference(prompt, chosen, rejected, parse_tools(record), parse_template_options(record), record.place)]
 
 
 def parse_judged(record: Value) -> list[Judged]:
@@ -52,7 +52,7 @@ def parse_judged(record: Value) -> list[Judged]:
     """
     if is_preference(record.raw):
         return [
-            Judged(pair.prompt, answer, label, pair.tools, pair.place)
+            Judged(pair.prompt, answer, label, pair.tools, pair.template_options, pair.place)
             for pair in parse_preference(record)
             for answer, label in ((pair.chosen, True), (pair.rejected, False))
         ]
@@ -61,7 +61,7 @@ def parse_judged(record: Value) -> list[Judged]:
         _parse_text(record["prompt"]), {"completion": _parse_text(record["completion"])}, record
     )
     _check_answer(completion, record["completion"])
-    return [Judged(prompt, completion, label, parse_tools(record), record.place)]
+    return [Judged(prompt, completion, label, parse_tools(record), parse_template_options(record), record.place)]
 
 
 def parse_answer(value: Value) -> tuple[Message, ...]:

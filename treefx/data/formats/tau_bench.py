@@ -8,7 +8,7 @@ apart when the agent samples.
 from typing import Any
 
 from treefx.data.files import Value
-from treefx.data.formats.openai_chat import parse_messages, parse_name, parse_tools
+from treefx.data.formats.openai_chat import parse_messages, parse_name, parse_template_options, parse_tools
 from treefx.data.trajectories import Conversation
 
 __all__ = ["is_tau_bench", "parse_tau_bench"]
@@ -34,6 +34,7 @@ def parse_tau_bench(record: Value, source: str) -> list[Conversation]:
             reward=reward.number() if reward else None,
             source=source,
             tools=parse_tools(record),
+            template_options=parse_template_options(record),
             place=record.place,
         )
     ]

@@ -1,4 +1,4 @@
-"""Trials of one task in one record: ``{prompt, completions, rewards?, task?, tools?}``.
+"""Trials of one task in one record: ``{prompt, completions, rewards?, task?, tools?, ...}``.
 
 ``prompt`` is a list of messages, or the text of one message of the user; ``completions`` has lists of messages, or
 texts of one message of the assistant each; ``rewards`` one number per completion.
@@ -7,7 +7,7 @@ texts of one message of the assistant each; ``rewards`` one number per completio
 from typing import Any
 
 from treefx.data.files import Value
-from treefx.data.formats.openai_chat import parse_messages, parse_name, parse_tools
+from treefx.data.formats.openai_chat import parse_messages, parse_name, parse_template_options, parse_tools
 from treefx.data.formats.preferences import parse_answer
 from treefx.data.trajectories import Conversation, Message
 
@@ -31,9 +31,10 @@ def parse_trials(record: Value, source: str) -> list[Conversation]:
     if not answers:
         record["completions"].fail("at least one completion")
     rewards = _parse_rewards(record.get("rewards"), len(answers))
-    name, tools = parse_name(task) if task else str(record.place.record), parse_tools(record)
+    name = parse_name(task) if task else str(record.place.record)
+    tools, options = parse_tools(record), parse_template_options(record)
     return [
-        Conversation(name, trial, (*prompt, *answer), reward, source, tools, record.place)
+        Conversation(name, trial, (*prompt, *answer), reward, source, tools, options, record.place)
         for trial, (answer, reward) in enumerate(zip(answers, rewards, strict=True))
     ]
 
