@@ -76,10 +76,10 @@ def test_data_of_pairs_and_of_broken_records(tmp_path: Path) -> None:
     done = _treefx("data", str(path))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"RecordError: {path}, line 2: is not JSON") and len(done.stderr.splitlines()) == 1
-    figures = _json(["data", str(path), "--tokenizer", "bytes", "--on-error", "skip", "--json"])
+    figures = _json(["data", str(path), "--tokenizer", "bytes", "--skip-broken", "--json"])
     assert (figures["tasks"], figures["rows"], figures["skipped"]) == (1, 2, 2)
     assert (figures["raw_tokens"], figures["tokens"]) == (2 * 10 + 5 + 6 + 2, 10 + 1 + 4 + 5 + 2)
-    result = CliRunner().invoke(app, ["data", str(path), "--tokenizer", "bytes", "--on-error", "skip"])
+    result = CliRunner().invoke(app, ["data", str(path), "--tokenizer", "bytes", "--skip-broken"])
     assert "2 answers of 1 pairs" in result.output and "skipped 2; the first:" in result.output
 
 

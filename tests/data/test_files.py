@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import math
+import pickle
 import tracemalloc
 import warnings
 from collections.abc import Iterator
@@ -214,6 +215,17 @@ def test_a_reading_that_skipped_without_a_report_warns(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read(path, on_error="skip", report=ReadReport())
+
+
+def test_what_was_skipped_is_not_kept_in_memory(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.jsonl", ("{no" + "x" * 10**6 + "\n") * 30)
+    report = ReadReport()
+    tracemalloc.start()
+    assert read(path, on_error="skip", report=report) == []
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert report.skipped == len(report.errors) == 30
+    assert kept < 10**6 and pickle.loads(pickle.dumps(report.errors[3])).line == 4
 
 
 def test_arguments_are_checked_at_the_call(tmp_path: Path) -> None:

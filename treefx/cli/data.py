@@ -37,6 +37,7 @@ from treefx.output import console, make_table, notes, print_json, print_line
 __all__ = ["data"]
 
 
+# Long: an option takes one line or three.
 def data(
     path: Annotated[
         Path | None,
@@ -50,9 +51,9 @@ def data(
         typer.Option(help="'bpe', trained on the text at hand, 'bytes', or the folder of a Hugging Face tokenizer."),
     ] = "bpe",
     vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of the BPE.")] = 16384,
-    on_error: Annotated[
-        OnError, typer.Option(help="A broken record ends the reading, or is left out and counted.")
-    ] = "raise",
+    skip_broken: Annotated[
+        bool, typer.Option("--skip-broken", help="Leave out broken records and count them, instead of ending there.")
+    ] = False,
     drift: Annotated[
         bool,
         typer.Option(
@@ -69,13 +70,14 @@ def data(
     best that can be done with rows. Of a file of pairs {prompt, chosen, rejected}, the two rows of a pair
     make one tree.
 
-    A record that is broken is named by file, line and field.
+    A record that is broken ends the reading; file, line and field are named. With --skip-broken it is left
+    out and counted.
 
     With --drift: places where a token reaches over the border of a prompt and its answer, or where a later
     turn's prompt encodes what was said before in other tokens, so that rows fork which say the same.
     """
     report = ReadReport()
-    pairs, conversations = _read(path, on_error, report)
+    pairs, conversations = _read(path, "skip" if skip_broken else "raise", report)
     encoder = _make_encoder([*conversations, *map(_spoken, pairs)], tokenizer, vocab_size)
     statistics = pair_statistics(pairs, encoder) if pairs else sharing_statistics(conversations, encoder)
     found = _find_drift(conversations, encoder) if drift else None

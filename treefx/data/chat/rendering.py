@@ -197,7 +197,7 @@ class RenderedChat:
             return [text]
         begun = [self.text(n, ask) for n in range(1, count + 1) for ask in (False, True)]
         cuts = sorted({0, len(text), *(len(each) for each in begun if text.startswith(each))})
-        return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)] or [text]
 
     def _encode_piece(self, text: str) -> "_Piece":
         if not self._cut:

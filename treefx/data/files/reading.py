@@ -37,7 +37,9 @@ class ReadReport:
         """Count what is left out."""
         self.skipped += 1
         if len(self.errors) < _KEPT_ERRORS:
-            self.errors.append(error)
+            # Without what led to it, which holds the record or all that was read of the file.
+            error.__cause__ = error.__context__ = None
+            self.errors.append(error.with_traceback(None))
 
     def summary(self) -> str:
         """One line: how many, and the first that was left out."""
