@@ -1,6 +1,5 @@
 """Chat templates of transformers' tokenizers: rows as they write them, and masks of what the assistant wrote."""
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -9,17 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("tokenizers")
 
-from tests.backend.native import TakesCacheFlag  # noqa: E402
 from tests.data.chats import CHAT, TEMPLATES, chatml, conversations, make_engine  # noqa: E402
 from tests.losses.textbook import assert_equal, row_logprobs, value_and_grad  # noqa: E402
-from tests.models import TinyLM  # noqa: E402
-from tests.oracle import FLOAT64, Outcome, assert_close, compile_with, outcome  # noqa: E402
-from tests.spellings import SPELLINGS  # noqa: E402
-from treefx import Forest, edge_logprobs, losses, use  # noqa: E402
+from treefx import Forest, edge_logprobs, losses  # noqa: E402
 from treefx.data import (  # noqa: E402
     IGNORED,
     ByteTokenizer,
@@ -28,7 +23,6 @@ from treefx.data import (  # noqa: E402
     Message,
     Place,
     Sample,
-    collate,
     forest_of,
     make_samples,
     merge_turns,
@@ -294,34 +288,3 @@ def test_one_mask_per_token_is_told_apart(wrong: str) -> None:
     expected = value_and_grad(lambda x: on_rows(x, right, samples), logits)
     with pytest.raises(AssertionError):
         assert_equal(value_and_grad(lambda x: losses.sft(edge_logprobs(x, forest), forest), logits), expected)
-
-
-def test_a_model_trained_on_the_forest_is_trained_on_the_rows() -> None:
-    """Loss and gradients of all parameters; the padded batch with its labels agrees too."""
-    engine = make_engine("thinking")
-    other = dataclasses.replace(CHAT, trial=1, messages=(*CHAT.messages[:4], Message("assistant", "noon")))
-    samples = make_samples([CHAT, other], engine, "turns")
-    torch.manual_seed(0)
-    model: nn.Module = TakesCacheFlag(
-        TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, vocab=340, positions=False)
-    ).double()
-    twin = copy.deepcopy(model)
-    compiled, forest = compile_with(twin), forest_of(samples)
-
-    def rows() -> Tensor:
-        batch = collate(samples, engine.pad_token_id)
-        found = []
-        for sample in samples:
-            logp = model(input_ids=torch.from_numpy(sample.tokens)[None]).logits[0, :-1].log_softmax(-1)
-            labels = torch.from_numpy(sample.labels[1:])
-            found.append(logp.gather(-1, labels.clamp(min=0)[:, None])[:, 0][labels != IGNORED].sum())
-        assert int((batch.labels[:, 1:] != IGNORED).sum()) == sum(int(sample.weights[1:].sum()) for sample in samples)
-        return -torch.stack(found).sum()
-
-    def tree() -> Tensor:
-        with use(forest):
-            logits = compiled(**forest.model_inputs(), use_cache=False).logits
-        return losses.sft(edge_logprobs(logits, forest), forest)
-
-    found: Outcome = outcome(twin, tree)
-    assert_close(found, outcome(model, rows), FLOAT64)

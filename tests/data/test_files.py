@@ -217,15 +217,25 @@ def test_a_reading_that_skipped_without_a_report_warns(tmp_path: Path) -> None:
         read(path, on_error="skip", report=ReadReport())
 
 
+def test_a_broken_list_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.json", b'[{"n": oops},' + b"1," * 4_000_000)
+    tracemalloc.start()
+    with pytest.raises(RecordError, match="line 1: is not JSON: Expecting value at character 6 of the record$"):
+        read(path)
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
+
+
 def test_what_was_skipped_is_not_kept_in_memory(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.jsonl", ("{no" + "x" * 10**6 + "\n") * 30)
+    for number in range(9):
+        write(tmp_path, f"{number}.json", "{\n" + "x" * 10**6)
     report = ReadReport()
     tracemalloc.start()
-    assert read(path, on_error="skip", report=report) == []
+    assert read(tmp_path, on_error="skip", report=report) == []
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert report.skipped == len(report.errors) == 30
-    assert kept < 10**6 and pickle.loads(pickle.dumps(report.errors[3])).line == 4
+    assert report.skipped == len(report.errors) == 9
+    assert kept < 10**6 and pickle.loads(pickle.dumps(report.errors[3])).path.endswith("3.json")
 
 
 def test_arguments_are_checked_at_the_call(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from treefx.data import (
@@ -32,6 +32,7 @@ def trial(task: str, number: int = 0, reward: float | None = 1.0, path: str = "a
     return Conversation(task, number, messages, reward, "a", place=Place(path, number + 1))
 
 
+@example(["a", "b", "a", "c", "a"], 2)
 @given(st.lists(st.sampled_from("abcde"), max_size=20), st.sampled_from([1, 2, 3, None]))
 def test_groups_are_whole_or_the_late_trial_is_named(tasks: list[str], window: int | None) -> None:
     trials = [trial(task, number) for number, task in enumerate(tasks)]

@@ -209,6 +209,21 @@ def test_judged_rows_and_mismatched_ones_are_those_of_trl(tmp_path: Path) -> Non
     assert batch.kl_rows is not None and batch.kl_rows.tolist() == [3, 4, 5]
 
 
+def test_mismatched_rows_keep_what_is_not_trained(tmp_path: Path) -> None:
+    called = [said("let me see"), said("12:00", "tool"), said("it is noon")]
+    records = [
+        {"prompt": [said("thanks", "user")], "completion": [said("bye")], "label": True},
+        {"prompt": [ASKED], "completion": called, "label": False},
+    ]
+    batch, own = judged_batch(read_judged(write(tmp_path, *records)), ByteTokenizer()), ByteTokenizer()
+    assert [own.decode(sample.tokens) for sample in batch.samples[2:]] == [
+        "<user>thanks<end><assistant>let me see<end><tool>12:00<end><assistant>it is noon<end>",
+        "<user>what time is it?<end><assistant>bye<end>",
+    ]
+    kept = [own.decode(sample.tokens[sample.labels >= 0]) for sample in batch.samples[2:]]
+    assert kept == ["let me see<end>it is noon<end>", "bye<end>"]
+
+
 def test_an_answer_of_many_messages_trains_the_assistants_alone(tmp_path: Path) -> None:
     chosen = [said("let me see"), said("12:00", "tool"), said("it is noon")]
     engine = make_engine("chatml")

@@ -160,7 +160,7 @@ class _Finder:
         prompt, text = self.chat.tokens(at, ask=True), self.chat.text(at + 1)
         asked = self.chat.text(at, ask=True)
         if not text.startswith(asked):
-            return self._compare("template", turn, at, prompt, prefix=True)
+            return self._compare("template", turn, at, prompt)
         answer, _ = encode_text(self.engine, text[len(asked) :])
         return self._compare("border", turn, at, np.concatenate([prompt, answer]))
 
@@ -168,7 +168,7 @@ class _Finder:
         """The turn's row against the row of the turn before."""
         same_text = self.chat.text(at + 1).startswith(self.chat.text(before + 1))
         kind: Kind = "history" if same_text else "template"
-        return self._compare(kind, turn, at, self.chat.tokens(before + 1), prefix=True)
+        return self._compare(kind, turn, at, self.chat.tokens(before + 1))
 
     def _recorded(self, turn: int, at: int) -> Drift | None:
         ids = self.chat.messages[at].token_ids
@@ -176,19 +176,19 @@ class _Finder:
             return None
         prompt = self.chat.tokens(at, ask=True)
         # What the template writes behind the end of the turn was not sampled.
-        return self._compare("recorded", turn, at, np.concatenate([prompt, np.asarray(ids)]), prefix=True)
+        return self._compare("recorded", turn, at, np.concatenate([prompt, np.asarray(ids)]))
 
-    def _compare(self, kind: Kind, turn: int, at: int, expected: Tokens, prefix: bool = False) -> Drift | None:
+    def _compare(self, kind: Kind, turn: int, at: int, expected: Tokens) -> Drift | None:
         row, text = self.chat.tokens(at + 1), self.chat.text(at + 1)
-        return _compare(self.engine, kind, self.where, turn, expected, row, text, prefix)
+        return _compare(self.engine, kind, self.where, turn, expected, row, text)
 
 
 def _compare(
-    engine: Engine, kind: Kind, where: str, turn: int, expected: Tokens, got: Tokens, text: str, prefix: bool = False
+    engine: Engine, kind: Kind, where: str, turn: int, expected: Tokens, got: Tokens, text: str
 ) -> Drift | None:
-    """The first difference; with ``prefix``, `got` may go on behind the end of what was expected."""
+    """The first difference; `got` may go on behind the end of what was expected."""
     same = common_length(expected, got)
-    if same == len(expected) and (prefix or same == len(got)):
+    if same == len(expected):
         return None
     return Drift(
         kind,
