@@ -29,7 +29,9 @@ def chatml(body: str, ask: str = _ASK) -> str:
 TEMPLATES = {
     "chatml": chatml(_BODY),
     "marked": _LOOP
-    + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    + _BODY
+    + "<|im_end|>"
     + "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     + _ASK,
     # Thinking is written for the last message only, as in the templates of Qwen3 and DeepSeek.
@@ -39,7 +41,7 @@ TEMPLATES = {
         _BODY, "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
     ),
     # No special tokens: tokens reach over the borders of messages.
-    "plain": _LOOP + "{{ m.role }}: {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+    "plain": _LOOP + "{{ m.role }}: " + _BODY + " {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
     # Something stands behind the last message, whatever it is.
     "ended": chatml(_BODY, _ASK + "{% if not add_generation_prompt %}<end>{% endif %}"),
     "strict": "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}" + chatml(_BODY),

@@ -1,6 +1,9 @@
 """Chat templates of transformers' tokenizers: rows as they write them, and masks of what the assistant wrote."""
 
 import dataclasses
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,7 @@ from treefx.data import (  # noqa: E402
 )
 from treefx.errors import InputError, RecordError  # noqa: E402
 
+CALL = '<call>{"name": "clock", "arguments": {"zone": "UTC"}}'
 KEPT = [name for name in TEMPLATES if name in ("chatml", "marked", "no_think")]
 """Templates that write messages alike, whatever follows."""
 
@@ -53,22 +57,21 @@ def trained(sample: Sample, engine: Any) -> list[str]:
 def test_a_turn_is_the_templates_text_with_the_answer_trained() -> None:
     engine = make_engine("chatml")
     samples = turn_samples(CHAT, engine)
-    call = '<call>{"name": "clock", "arguments": {"zone": "UTC"}}'
     assert [trained(sample, engine) for sample in samples] == [
-        [f"let me see{call}<|im_end|>\n"],
+        [f"let me see{CALL}<|im_end|>\n"],
         ["it is noon<|im_end|>\n"],
         ["bye<|im_end|>\n"],
     ]
     assert engine.decode(samples[0].tokens) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwhat time is it?<|im_end|>\n"
-        f"<|im_start|>assistant\nlet me see{call}<|im_end|>\n"
+        f"<|im_start|>assistant\nlet me see{CALL}<|im_end|>\n"
     )
     assert [(sample.task, sample.turn) for sample in samples] == [("t", 0), ("t", 1), ("t", 2)]
 
 
 def test_markers_of_the_template_narrow_what_is_trained() -> None:
     engine = make_engine("marked")
-    kept = ["let me see<|im_end|>", "it is noon<|im_end|>", "bye<|im_end|>"]
+    kept = [f"let me see{CALL}<|im_end|>", "it is noon<|im_end|>", "bye<|im_end|>"]
     assert [trained(sample, engine) for sample in turn_samples(CHAT, engine)] == [[text] for text in kept]
     assert trained(whole_sample(CHAT, engine), engine) == kept
     without = ChatTokenizer(engine, markers=False)
@@ -77,7 +80,7 @@ def test_markers_of_the_template_narrow_what_is_trained() -> None:
 
 def test_markers_never_widen_it() -> None:
     engine = make_engine("marked")
-    engine.chat_template = "{% generation %}" + chatml("{{ m.content }}") + "{% endgeneration %}"
+    engine.chat_template = "{% generation %}" + TEMPLATES["chatml"] + "{% endgeneration %}"
     assert trained(whole_sample(CHAT, engine), engine)[1:] == ["it is noon<|im_end|>\n", "bye<|im_end|>\n"]
 
 
@@ -250,6 +253,65 @@ def test_markers_need_a_fast_tokenizer() -> None:
     with pytest.raises(InputError, match="only a fast tokenizer knows"):
         turn_samples(CHAT, Slow())  # type: ignore[arg-type]
     assert len(turn_samples(CHAT, ChatTokenizer(Slow(), markers=False))) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (chatml("{% if m.role != 'assistant' %}{{ m.content }}{% endif %}"), r"the content of message 2 \(assistant\)"),
+        (chatml("{{ m.content if m.role != 'user' }}"), r"the content of message 1 \(user\)"),
+        (chatml("{{ m.content }}"), "the tool calls of message 2"),
+    ],
+)
+def test_a_template_that_leaves_out_what_was_said_is_refused(template: str, words: str) -> None:
+    with pytest.raises(InputError, match=f"the chat template leaves out {words}"):
+        turn_samples(CHAT, ChatTokenizer(make_engine("chatml"), chat_template=template))
+
+
+def test_arguments_of_calls_are_objects_or_the_recorded_text() -> None:
+    engine = make_engine("chatml")
+    joining = chatml(
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}"
+    )
+    with pytest.raises(InputError, match="arguments='text' helps"):
+        turn_samples(CHAT, ChatTokenizer(engine, chat_template=joining))
+    first = turn_samples(CHAT, ChatTokenizer(engine, chat_template=joining, arguments="text"))[0]
+    assert trained(first, engine) == ['let me seeclock {"zone": "UTC"}<|im_end|>\n']
+    with pytest.raises(InputError, match="arguments must be 'object' or 'text', got 'json'"):
+        ChatTokenizer(engine, arguments="json")  # type: ignore[arg-type]
+
+
+TALK = (
+    Message("user", "Which way?"),
+    Message("assistant", "Leftwards.", reasoning="North is up."),
+    Message("user", "Really so?"),
+    Message("assistant", "Certainly.", reasoning="It is."),
+    Message("user", "Thanks!"),
+    Message("assistant", "Welcome."),
+)
+
+
+def published_templates() -> list[Path]:
+    """The templates of models that TRL brings along."""
+    found = importlib.util.find_spec("trl")
+    folder = Path(str(found.origin)).parent / "chat_templates" if found else Path("nowhere")
+    return sorted(folder.glob("*.jinja"))
+
+
+@pytest.mark.skipif(not published_templates(), reason="no TRL, no templates of its own")
+@pytest.mark.parametrize("path", published_templates(), ids=lambda path: path.stem)
+def test_templates_of_models_train_what_the_assistant_wrote(path: Path) -> None:
+    engine = make_engine("chatml")
+    engine.chat_template, engine.bos_token = path.read_text(), "<eos>"
+    try:
+        samples = turn_samples(Conversation("t", 0, TALK), engine)
+    except InputError as refusal:
+        assert re.search("leaves out the content of message|refused messages", str(refusal))
+        assert path.stem.startswith(("idefics", "llava", "smolvlm")), "these take content as a list of parts only"
+        return
+    for number, sample in enumerate(samples):
+        (text,) = trained(sample, engine)
+        assert [said.content for said in TALK if said.content in text] == [TALK[2 * number + 1].content]
 
 
 # Masks at forks -------------------------------------------------------------------------------------------------------

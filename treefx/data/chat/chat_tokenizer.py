@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from treefx.data.chat.messages import Arguments
 from treefx.data.chat.rendering import Engine, RenderedChat
 from treefx.data.rows import EncodedRow, Tokens, common_length, is_trained
 from treefx.data.trajectories import Conversation, Message, Text
@@ -35,6 +36,8 @@ class ChatTokenizer:
             the text as a whole. `treefx.data.find_drift` tells whether there is a difference. Markers are not read.
         markers: whether ``{% generation %}`` markers are read.
         recorded: whether a turn whose ``token_ids`` were recorded consists of them, instead of its text encoded again.
+        arguments: of calls: "object", JSON text read, as transformers documents it; "text", as it was recorded, for
+            templates that join it to other text.
         **options: for ``apply_chat_template``, such as ``chat_template=`` or ``enable_thinking=``.
 
     Example:
@@ -49,6 +52,7 @@ class ChatTokenizer:
         cut_at_turns: bool = False,
         markers: bool = True,
         recorded: bool = True,
+        arguments: Arguments = "object",
         **options: Any,
     ) -> None:
         missing = [name for name in ("apply_chat_template", "__call__", "decode") if not hasattr(tokenizer, name)]
@@ -56,7 +60,10 @@ class ChatTokenizer:
             raise InputError(
                 f"expected a tokenizer with {', '.join(missing)}, as transformers' are, got {type(tokenizer).__name__}"
             )
+        if arguments not in ("object", "text"):
+            raise InputError(f"arguments must be 'object' or 'text', got {arguments!r}")
         self.engine = tokenizer
+        self._arguments: Arguments = arguments
         self._cut, self._markers, self._recorded, self._options = cut_at_turns, markers, recorded, options
 
     @property
@@ -79,7 +86,8 @@ class ChatTokenizer:
         template_options: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
         """The conversation through the template, with options in addition to the tokenizer's own."""
-        return RenderedChat(self.engine, messages, tools, {**self._options, **(template_options or {})}, self._cut)
+        options = {**self._options, **(template_options or {})}
+        return RenderedChat(self.engine, messages, tools, options, self._cut, self._arguments)
 
     def turns(self, conversation: Conversation) -> list[EncodedRow]:
         """One row per assistant message that is trained: what was before, and the message.

@@ -1,18 +1,22 @@
 """Messages as chat templates read them: the OpenAI format, with the arguments of calls as objects."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from treefx.data.trajectories import Message, ToolCall
 
-__all__ = ["to_template"]
+__all__ = ["Arguments", "to_template"]
+
+Arguments = Literal["object", "text"]
+"""What templates are given as the arguments of calls."""
 
 
-def to_template(message: Message) -> dict[str, Any]:
+def to_template(message: Message, arguments: Arguments = "object") -> dict[str, Any]:
     """One message; fields that say nothing are left out, as templates ask whether a field is there.
 
-    Arguments that are the JSON text of an object become that object, as transformers documents it: a template writes it
-    in its own way, so the spacing of the recorded text is not kept. Other arguments stay text.
+    As "object", arguments that are the JSON text of an object become that object, as transformers documents it: a
+    template writes it in its own way, so the spacing of the recorded text is not kept. As "text" they are as recorded,
+    for templates that join them to other text.
     """
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
@@ -22,14 +26,18 @@ def to_template(message: Message) -> dict[str, Any]:
     if message.reasoning:
         entry["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        entry["tool_calls"] = [_call(call) for call in message.tool_calls]
+        entry["tool_calls"] = [_call(call, arguments) for call in message.tool_calls]
     return entry
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments)
-    except ValueError:
-        arguments = call.arguments
-    function = {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}
+def _call(call: ToolCall, arguments: Arguments) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _read_arguments(call) if arguments == "object" else call.arguments}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+
+
+def _read_arguments(call: ToolCall) -> Any:
+    try:
+        read = json.loads(call.arguments)
+    except ValueError:
+        return call.arguments
+    return read if isinstance(read, dict) else call.arguments

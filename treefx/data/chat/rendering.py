@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from treefx.data.chat.messages import to_template
+from treefx.data.chat.messages import Arguments, to_template
 from treefx.data.rows import Tokens, common_length
 from treefx.data.trajectories import Message
 from treefx.errors import InputError
@@ -64,6 +64,7 @@ class RenderedChat:
         tools: JSON schemas of the tools it was told of.
         options: for ``apply_chat_template``.
         cut_at_turns: whether the text is cut where messages begin and end before it is encoded.
+        arguments: of calls: "object" or "text".
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class RenderedChat:
         tools: Sequence[dict[str, Any]],
         options: dict[str, Any],
         cut_at_turns: bool,
+        arguments: Arguments = "object",
     ) -> None:
         self.messages = messages
         self._engine, self._cut = engine, cut_at_turns
-        self._entries = [to_template(message) for message in messages]
+        self._entries = [to_template(message, arguments) for message in messages]
         # Some templates write a heading for an empty list of tools.
         self._options = options | {"tools": list(tools) or None}
         self._texts: dict[tuple[int, bool], str] = {}
@@ -131,7 +133,8 @@ class RenderedChat:
         them. A token that reaches over the beginning is the message's, one that reaches over its end is not.
 
         Raises:
-            InputError: the template writes something else for the messages up to it when others follow.
+            InputError: the template writes something else for the messages up to it when others follow, or leaves out
+                what was said.
         """
         if at == 0:
             raise InputError(
@@ -151,6 +154,7 @@ class RenderedChat:
                 f"the chat template writes messages 0 to {at - 1} differently when the agent is asked to answer them, "
                 "so that its answer does not follow the prompt that it saw: mend the template"
             )
+        self._check_written(at)
         return self._token_at(start, count, (at, True)), self._token_at(len(begun), count, (at + 1, False))
 
     def _end_of(self, at: int, count: int) -> int:
@@ -159,12 +163,32 @@ class RenderedChat:
         The row is written again with a letter more there: behind it, both are the same.
         """
         content = self._entries[at]["content"]
-        middle = len(content) // 2
-        altered = {**self._entries[at], "content": f"{content[:middle]}x{content[middle:]}"}
-        entries = [*self._entries[:at], altered, *self._entries[at + 1 : count]]
-        row = self.text(count)
-        again = str(self._apply(entries, tokenize=False))
+        row, middle = self.text(count), len(content) // 2
+        again = self._with(at, count, content=f"{content[:middle]}x{content[middle:]}")
+        if again == row and content.strip():
+            raise InputError(f"the chat template leaves out the content of message {at} ({self.messages[at].role})")
         return len(row) - common_length(row[::-1], again[::-1])
+
+    def _check_written(self, at: int) -> None:
+        """Refuse a template that leaves out what the assistant said or called."""
+        entry, row = self._entries[at], self.text(at + 1)
+        if entry["content"].strip() and self._with(at, at + 1, content=entry["content"] + "x") == row:
+            raise InputError(
+                f"the chat template leaves out the content of message {at} (assistant), so that nobody would learn to "
+                "say it: mend the template"
+            )
+        calls = entry.get("tool_calls", [])
+        renamed = [{**call, "function": {**call["function"], "name": "x"}} for call in calls]
+        if calls and self._with(at, at + 1, tool_calls=renamed) == row:
+            raise InputError(
+                f"the chat template leaves out the tool calls of message {at}: take a template that writes them, or "
+                "leave such conversations out"
+            )
+
+    def _with(self, at: int, count: int, **changes: Any) -> str:
+        """The text of the first messages with one of them changed."""
+        entries = [*self._entries[:at], {**self._entries[at], **changes}, *self._entries[at + 1 : count]]
+        return str(self._apply(entries, tokenize=False))
 
     def _token_at(self, character: int, count: int, beginning: tuple[int, bool]) -> int:
         """The first token of a row that reaches over a character; untold where, the first that a beginning lacks."""
@@ -217,4 +241,5 @@ class RenderedChat:
         try:
             return self._engine.apply_chat_template(entries, **self._options, **how)
         except Exception as error:  # whatever a template raises
-            raise InputError(f"the chat template refused messages 0 to {len(entries) - 1}: {error}") from error
+            hint = "; if it joins the arguments of calls as text, arguments='text' helps" if "str" in str(error) else ""
+            raise InputError(f"the chat template refused messages 0 to {len(entries) - 1}: {error}{hint}") from error
