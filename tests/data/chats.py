@@ -1,5 +1,6 @@
 """Tokenizers trained on the spot with chat templates of the kinds that exist, and conversations for them."""
 
+import copy
 import functools
 from typing import Any
 
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import ByteLevel as ByteLevelPlaces
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
@@ -78,9 +80,15 @@ def _backend() -> Tokenizer:
     return tokenizer
 
 
-def make_engine(template: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of transformers with the chat template of this name."""
-    engine = PreTrainedTokenizerFast(tokenizer_object=_backend(), pad_token="<pad>", eos_token="<eos>")
+def make_engine(template: str, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer of transformers with the chat template of this name.
+
+    With `trim_offsets` it says of every token where it stands without the white space around it, as many models' do.
+    """
+    backend = copy.deepcopy(_backend())
+    if trim_offsets:
+        backend.post_processor = ByteLevelPlaces(trim_offsets=True)
+    engine = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
     engine.chat_template = TEMPLATES[template]
     return engine
 

@@ -34,6 +34,9 @@ from treefx.data import (  # noqa: E402
 )
 from treefx.errors import InputError, RecordError  # noqa: E402
 
+MASK: Any = {"return_dict": True, "return_assistant_tokens_mask": True}
+TOLD = dataclasses.replace(CHAT, messages=(*CHAT.messages[:2], *CHAT.messages[4:]))
+"""Without a call."""
 CALL = '<call>{"name": "clock", "arguments": {"zone": "UTC"}}'
 KEPT = [name for name in TEMPLATES if name in ("chatml", "marked", "no_think")]
 """Templates that write messages alike, whatever follows."""
@@ -74,8 +77,36 @@ def test_markers_of_the_template_narrow_what_is_trained() -> None:
     kept = [f"let me see{CALL}<|im_end|>", "it is noon<|im_end|>", "bye<|im_end|>"]
     assert [trained(sample, engine) for sample in turn_samples(CHAT, engine)] == [[text] for text in kept]
     assert trained(whole_sample(CHAT, engine), engine) == kept
+    assert trained(whole_sample(CHAT, ChatTokenizer(engine, cut_at_turns=True)), engine) == kept
     without = ChatTokenizer(engine, markers=False)
     assert trained(whole_sample(CHAT, without), engine) == [f"{text}\n" for text in kept]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_markers_around_white_space_train_no_other_message(inside: bool) -> None:
+    engine = make_engine("chatml", trim_offsets=True)
+    space, after = ("{{ ' ' }}", "") if inside else ("", "{{ ' ' }}")
+    spoken = "{% generation %}{{ m.content }}<|im_end|>" + space + "{% endgeneration %}" + after
+    engine.chat_template = TEMPLATES["marked"].split("{% if")[0] + "{% if m.role == 'assistant' %}" + spoken
+    engine.chat_template += "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    end = " " if inside else ""
+    assert trained(whole_sample(TOLD, engine), engine) == [f"it is noon<|im_end|>{end}", f"bye<|im_end|>{end}"]
+
+
+def test_markers_that_cannot_be_read_are_refused() -> None:
+    engine = make_engine("marked")
+    private = dataclasses.replace(TOLD, messages=(Message("user", "\ue5b0"), *TOLD.messages[2:]))
+    with pytest.raises(InputError, match="cannot be told apart from its text"):
+        turn_samples(private, engine)
+    assert len(turn_samples(private, ChatTokenizer(engine, markers=False))) == 2
+
+
+def test_markers_without_a_token_are_refused() -> None:
+    engine = make_engine("marked")
+    engine.chat_template = TEMPLATES["marked"].replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
+    assert len(turn_samples(TOLD, engine)) == 2
+    with pytest.raises(InputError, match=r"no token of message 2 \(assistant\) stands between {% generation %}"):
+        whole_sample(TOLD, engine)
 
 
 def test_markers_never_widen_it() -> None:
@@ -129,9 +160,9 @@ def test_an_answer_begins_where_its_row_leaves_the_prompt() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(conversations())
-def test_what_is_trained_is_what_the_assistant_wrote(trials: list[Conversation]) -> None:
-    engine = make_engine("thinking")
+@given(conversations(), st.booleans())
+def test_what_is_trained_is_what_the_assistant_wrote(trials: list[Conversation], trim_offsets: bool) -> None:
+    engine = make_engine("thinking", trim_offsets)
     for conversation in trials:
         spoken = [message for message in conversation.messages if message.role == "assistant"]
         thoughts = [f"<think>{each.reasoning}</think>" if each.reasoning else "" for each in spoken]
@@ -250,7 +281,7 @@ def test_markers_need_a_fast_tokenizer() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-    with pytest.raises(InputError, match="only a fast tokenizer knows"):
+    with pytest.raises(InputError, match="only a fast tokenizer tells"):
         turn_samples(CHAT, Slow())  # type: ignore[arg-type]
     assert len(turn_samples(CHAT, ChatTokenizer(Slow(), markers=False))) == 3  # type: ignore[arg-type]
 
@@ -312,6 +343,17 @@ def test_templates_of_models_train_what_the_assistant_wrote(path: Path) -> None:
     for number, sample in enumerate(samples):
         (text,) = trained(sample, engine)
         assert [said.content for said in TALK if said.content in text] == [TALK[2 * number + 1].content]
+    if "generation %}" in engine.chat_template:
+        row = to_template_row(TALK)
+        last = np.flatnonzero(engine.apply_chat_template(row, **MASK)["assistant_masks"])
+        ours = np.flatnonzero(samples[-1].weights)
+        assert np.array_equal(ours, last[-len(ours) :])
+
+
+def to_template_row(messages: tuple[Message, ...]) -> list[dict[str, str]]:
+    """Messages for transformers."""
+    fields = ({"role": m.role, "content": m.content, "reasoning_content": m.reasoning or None} for m in messages)
+    return [{name: text for name, text in each.items() if text} for each in fields]
 
 
 # Masks at forks -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class ChatTokenizer:
             have them.
         cut_at_turns: encode the text between the borders of messages piece by piece. Then no token reaches over a
             border, and conversations with equal beginnings share all of their tokens; but at inference a server encodes
-            the text as a whole. `treefx.data.find_drift` tells whether there is a difference. Markers are not read.
+            the text as a whole. `treefx.data.find_drift` tells whether there is a difference.
         markers: whether ``{% generation %}`` markers are read.
         recorded: whether a turn whose ``token_ids`` were recorded consists of them, instead of its text encoded again.
         arguments: of calls: "object", JSON text read, as transformers documents it; "text", as it was recorded, for
@@ -153,14 +153,18 @@ class ChatTokenizer:
 
     def _chat_row(self, chat: RenderedChat, first: int, count: int) -> EncodedRow:
         """The row of ``count`` messages, assistant messages from number ``first`` on trained."""
-        tokens = chat.tokens(count)
+        tokens, marked = chat.tokens(count), self._marked(chat, count)
         trained = np.zeros(len(tokens), dtype=np.bool_)
         for at in range(first, count):
             if is_trained(chat.messages[at]):
                 start, stop = chat.span(at, count)
-                trained[start:stop] = True
-        marked = self._marked(chat, count)
-        return EncodedRow(tokens, trained if marked is None else trained & marked)
+                trained[start:stop] = True if marked is None else marked[start:stop]
+                if chat.messages[at].content.strip() and not trained[start:stop].any():
+                    raise InputError(
+                        f"no token of message {at} (assistant) stands between {{% generation %}} markers, or the "
+                        "tokenizer cannot place them: mend the template, or take ChatTokenizer(..., markers=False)"
+                    )
+        return EncodedRow(tokens, trained)
 
     def _marked(self, chat: RenderedChat, count: int) -> npt.NDArray[np.bool_] | None:
         return chat.marked(count) if self._markers else None

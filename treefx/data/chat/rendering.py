@@ -1,20 +1,18 @@
 """One conversation through a chat template: the text and the tokens of each of its beginnings."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from treefx.data.chat.markers import has_markers, read_marks, show_markers
 from treefx.data.chat.messages import Arguments, to_template
 from treefx.data.rows import Tokens, common_length
 from treefx.data.trajectories import Message
 from treefx.errors import InputError
 
 __all__ = ["Engine", "RenderedChat", "encode_text"]
-
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Engine(Protocol):
@@ -112,19 +110,22 @@ class RenderedChat:
         Raises:
             InputError: the tokenizer cannot tell.
         """
-        if self._cut or not _GENERATION.search(self._template()):
+        template = self._template()
+        if not has_markers(template):
             return None
-        if not getattr(self._engine, "is_fast", False):
+        tokens, text = self.tokens(count), self.text(count)
+        ends = self._ends.get((count, False))
+        if ends is None:
             raise InputError(
-                "the template marks what the assistant wrote by {% generation %}, and only a fast tokenizer knows which"
+                "the template marks what the assistant wrote by {% generation %}, and only a fast tokenizer tells which"
                 " tokens those are: take one, or ChatTokenizer(..., markers=False)"
             )
-        found = self._apply(self._entries[:count], tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        if not np.array_equal(found["input_ids"], self.tokens(count)):
-            raise InputError(
-                "the tokenizer encodes a conversation and its text to different tokens: markers=False helps"
-            )
-        return np.asarray(found["assistant_masks"], dtype=np.bool_)
+        shown = str(self._apply(self._entries[:count], tokenize=False, chat_template=show_markers(template)))
+        mask = np.zeros(len(tokens), dtype=np.bool_)
+        for start, stop in read_marks(shown, text):
+            first, last = np.searchsorted(ends, (start, stop), side="right")
+            mask[first:last] = True
+        return mask
 
     def span(self, at: int, count: int) -> tuple[int, int]:
         """Tokens [start, stop) that assistant message ``at`` is, within the row of ``count`` messages.
@@ -239,7 +240,7 @@ class RenderedChat:
 
     def _apply(self, entries: list[dict[str, Any]], **how: Any) -> Any:
         try:
-            return self._engine.apply_chat_template(entries, **self._options, **how)
+            return self._engine.apply_chat_template(entries, **{**self._options, **how})
         except Exception as error:  # whatever a template raises
             hint = "; if it joins the arguments of calls as text, arguments='text' helps" if "str" in str(error) else ""
             raise InputError(f"the chat template refused messages 0 to {len(entries) - 1}: {error}{hint}") from error
