@@ -99,6 +99,12 @@ def test_markers_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(InputError, match="cannot be told apart from its text"):
         turn_samples(private, engine)
     assert len(turn_samples(private, ChatTokenizer(engine, markers=False))) == 2
+    # What a marked part sets is not seen behind it, unless the marker is taken away.
+    engine.chat_template = TEMPLATES["marked"].replace("{% generation %}", "{% generation %}{% set said = 1 %}")
+    assert len(turn_samples(TOLD, engine)) == 2
+    engine.chat_template = engine.chat_template.replace("{% endgeneration %}", "{% endgeneration %}{{ said }}")
+    with pytest.raises(InputError, match="cannot be told apart from its text"):
+        turn_samples(TOLD, engine)
 
 
 def test_markers_without_a_token_are_refused() -> None:
