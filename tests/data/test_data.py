@@ -316,7 +316,7 @@ def test_real_files_that_are_broken_give_one_clear_error(real_files: Path, tmp_p
         "truncated": (data[: len(data) * 2 // 3], "is not JSON: .*(truncated|line [0-9]+)"),
         "mis-encoded": (data.replace(b"a", b"\xe9", 40), "is not UTF-8"),
         "UTF-16": (data.decode().encode("utf-16"), "is not JSON but UTF-16 text"),
-        "wrong-typed": (mistyped.encode(), "field traj: expected|expected a tau-bench trajectory"),
+        "wrong-typed": (mistyped.encode(), r"field \[3\].traj: expected|expected a tau-bench trajectory"),
     }
     for case, (content, words) in broken.items():
         path = tmp_path / f"{case}.json"

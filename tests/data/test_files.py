@@ -135,7 +135,7 @@ BROKEN = {
         "data end .* may be truncated",
     ),
     "a byte that is not UTF-8": ("a.jsonl", b'{"n": "\xff"}\n' + GOOD, "line 1: is not UTF-8: byte 7 is 0xff"),
-    "one in a list": ("a.json", b'[{"n": "\xff"},\n{}]', "line 1: is not UTF-8: it holds the byte 0xff"),
+    "one in a list": ("a.json", b'[{"n": "\xff"},\n{}]', r"line 1, field \[0\]: is not UTF-8: it holds the byte 0xff"),
     "Latin-1": ("a.json", '{\n"n": "ü"}'.encode("latin-1"), "line 1: is not UTF-8: byte 8 is 0xfc"),
     "no JSON": ("a.jsonl", GOOD + b"\n{n: 1}\n" + GOOD, "line 2: is not JSON: Expecting property name .* column 2"),
     "two records on a line": ("a.jsonl", GOOD + GOOD, "line 1: is not JSON: Extra data at column 9"),
@@ -144,10 +144,18 @@ BROKEN = {
         GOOD + b'\n{"n": ',
         "line 2: is not JSON.*without a line break: it may be truncated",
     ),
-    "a cut list": ("a.json", b'[{"n": 1}, {"n": "ab', "line 1: is not JSON.*the file ends inside the list"),
+    "a cut list": (
+        "a.json",
+        b'[{"n": 1}, {"n": "ab',
+        r"line 1, field \[1\]: is not JSON: Unterminated string starting at char.*the file ends inside the list",
+    ),
     "a list that is not closed": ("a.json", b'[{"n": 1}\n', "line 2: the list must .* got the end: .* truncated"),
     "no comma": ("a.json", b'[{"n": 1}\n{"n": 2}]', "line 2: the list must go on .* got '{' at line 2"),
-    "an error inside a list": ("a.json", b'[{"n": 1},\n{"n":\n oops}' + b" " * 99, "line 2: is not JSON: .* at line 3"),
+    "an error inside a list": (
+        "a.json",
+        b'[{"n": 1},\n{"n":\n oops}' + b" " * 99,
+        r"line 2, field \[1\]: is not JSON: .* at line 3",
+    ),
     "two lists": ("a.jsonl", b"[1]\n[2]", "nothing may follow the list, got '\\[' at line 2"),
     "a cut document": ("a.json", b'{\n"n": 1', "line 1: is not JSON: Expecting ',' delimiter at line 2"),
     "a number without end": ("a.jsonl", b'{"n": ' + b"9" * 5000 + b"}", "line 1: is not JSON that can be read"),
@@ -220,7 +228,9 @@ def test_a_reading_that_skipped_without_a_report_warns(tmp_path: Path) -> None:
 def test_a_broken_list_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = write(tmp_path, "a.json", b'[{"n": oops},' + b"1," * 4_000_000)
     tracemalloc.start()
-    with pytest.raises(RecordError, match="line 1: is not JSON: Expecting value at character 6 of the record$"):
+    with pytest.raises(
+        RecordError, match=r"line 1, field \[0\]: is not JSON: Expecting value at character 6 of the record$"
+    ):
         read(path)
     assert tracemalloc.get_traced_memory()[1] < 10**6
     tracemalloc.stop()
@@ -251,7 +261,7 @@ WRONG = [
     (lambda v: v["a"]["b"].text(), {"a": {"b": 3}}, "a.b", "expected text, got the number 3"),
     (lambda v: v["a"], {"b": 1, "c": 2}, "a", "is missing; the fields are 'b', 'c'"),
     (lambda v: v["a"], {"a": None}, "a", "is null"),
-    (lambda v: v["a"], [], "", "expected an object, got an empty list"),
+    (lambda v: v["a"], [], "[0]", "expected an object, got an empty list"),
     (lambda v: v["a"].items()[1].number(), {"a": [1, "2"]}, "a[1]", "expected a finite number, got text '2'"),
     (lambda v: v["a"].number(), {"a": True}, "a", "expected a finite number, got true"),
     (lambda v: v["a"].number(), {"a": math.nan}, "a", "expected a finite number, got the number nan"),

@@ -151,15 +151,15 @@ def test_load_folder_reads_all_formats(tmp_path: Path) -> None:
     [
         ("a.json", {"rows": []}, "line 1: expected a tau-bench .* got an object with the fields 'rows'"),
         ("a.json", [], "a.json: holds no record"),
-        ("a.json", [{"task_id": 1}], "line 1: expected .* got an object with the fields 'task_id'"),
+        ("a.json", [{"task_id": 1}], r"line 1, field \[0\]: expected .* got an object with the fields 'task_id'"),
         ("a.json", "3", "line 1: expected .* got the number 3"),
         ("a.json", "{nonsense", "line 1: is not JSON"),
         ("a.txt", "nothing", "line 1: is not JSON"),
-        ("a.json", [{"messages": []}], r"field messages: expected at least one message, got an empty list"),
+        ("a.json", [{"messages": []}], r"field \[0\].messages: expected at least one message, got an empty list"),
         (
             "a.json",
             [{"messages": [{"role": "robot"}]}],
-            r"field messages\[0\].role: expected a role that is one of .* got text 'robot'",
+            r"field \[0\].messages\[0\].role: expected a role that is one of .* got text 'robot'",
         ),
         (
             "a.json",
@@ -178,10 +178,10 @@ def test_load_folder_reads_all_formats(tmp_path: Path) -> None:
         ),
         ("a.json", [{"messages": [{"role": "assistant", "weight": 0.5}]}], "weight: expected a weight of 0 or 1, got"),
         ("a.json", [{"messages": [{"role": "user"}], "chat_template_kwargs": []}], "kwargs: expected an object of opt"),
-        ("a.json", [{"messages": [{"role": "user"}], "reward": "1"}], "field reward: expected a finite number"),
-        ("a.json", [{"messages": [{"role": "user"}], "trial": 1.5}], "field trial: expected a whole number"),
+        ("a.json", [{"messages": [{"role": "user"}], "reward": "1"}], r"field \[0\].reward: expected a finite number"),
+        ("a.json", [{"messages": [{"role": "user"}], "trial": 1.5}], r"field \[0\].trial: expected a whole number"),
         ("a.json", [{"messages": [{"role": "user"}], "tools": ["t"]}], r"tools\[0\]: expected a tool's JSON schema"),
-        ("a.json", [{"task_id": 1, "traj": {}}], "field traj: expected a list of messages, got an object"),
+        ("a.json", [{"task_id": 1, "traj": {}}], r"field \[0\].traj: expected a list of messages, got an object"),
         ("a.json", {"tree": {"tree": {"children": [3]}}}, r"tree.tree.children\[0\]: expected an object"),
         ("a.json", {"prompt": "p", "completions": []}, "completions: expected at least one completion"),
         (

@@ -104,11 +104,15 @@ def _guarded(parse: Callable[[], T], place: Place) -> T:
         raise place.error(f"is not UTF-8: byte {error.start} is 0x{byte:02x} ({error.reason})") from error
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} of it, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise place.error(f"is not JSON: {error.msg} at {where}") from error
+        raise place.error(f"is not JSON: {_message(error)} at {where}") from error
     except RecursionError as error:
         raise place.error("is nested too deeply to be read") from error
     except ValueError as error:  # a number of thousands of digits
         raise place.error(f"is not JSON that can be read: {error}") from error
+
+
+def _message(error: json.JSONDecodeError) -> str:
+    return error.msg.removesuffix(" at")
 
 
 class _Window:
@@ -158,7 +162,7 @@ class _Window:
             except json.JSONDecodeError as error:
                 inside = error.pos + _LONGEST_WORD < len(self.text) and not error.msg.startswith("Unterminated")
                 if inside or not self.more():
-                    raise place.error(f"is not JSON: {error.msg} {self._where(error.pos, inside)}") from error
+                    raise place.error(f"is not JSON: {_message(error)} {self._where(error.pos, inside)}") from error
             else:
                 # A number at the end of what was read may go on.
                 if end < len(self.text) or not self.more():
@@ -181,7 +185,7 @@ def _parse_list(stream: io.BufferedReader, place: Place) -> Iterator[Value | Rec
     window.skip(window.at + 1)
     record = 0
     while window.peek() not in ("]", ""):
-        here = replace(place, line=window.line, record=record)
+        here = replace(place, line=window.line, record=record, field=f"[{record}]")
         try:
             yield _guarded(lambda: window.value(here), here)
         except RecordError as error:

@@ -20,7 +20,7 @@ class Place:
     record: int = 0
     """Number of the record in its file, from 0."""
     field: str = ""
-    """Such as ``messages[2].content``; empty for the record as a whole."""
+    """Such as ``messages[2].content``, after ``[7]`` for record 7 of a list; empty for another record as a whole."""
 
     def __str__(self) -> str:
         parts = [self.path, f"line {self.line}" if self.line else "", f"field {self.field}" if self.field else ""]
