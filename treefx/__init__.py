@@ -33,6 +33,7 @@ from treefx.errors import (
     ForestError,
     InputError,
     MemoryLimitError,
+    RecordError,
     TreefxError,
     UnsupportedError,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "ForestError",
     "InputError",
     "MemoryLimitError",
+    "RecordError",
     "TreefxError",
     "UnsupportedError",
     "backward",

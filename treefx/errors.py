@@ -10,6 +10,7 @@ __all__ = [
     "ForestError",
     "InputError",
     "MemoryLimitError",
+    "RecordError",
     "TreefxError",
     "UnsupportedError",
 ]
@@ -25,6 +26,14 @@ class ConfigError(TreefxError):
 
 class InputError(TreefxError):
     """A tensor or argument handed to treefx has the wrong type, shape, device or values."""
+
+
+class RecordError(InputError):
+    """A record of a file cannot be used: ``path``, ``line`` and ``field`` say where it stands, the message also why."""
+
+    def __init__(self, message: str, path: str = "", line: int | None = None, field: str = "") -> None:
+        super().__init__(message)
+        self.path, self.line, self.field = path, line, field
 
 
 class ForestError(InputError):

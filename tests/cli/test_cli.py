@@ -69,6 +69,37 @@ def test_data_of_the_scripted_sample(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_data_of_pairs_and_of_broken_records(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    pair = {"prompt": "the sky is", "chosen": " blue", "rejected": " green"}
+    path.write_text(f"{json.dumps(pair)}\n{{\n{json.dumps({**pair, 'chosen': 3})}\n")
+    done = _treefx("data", str(path))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"RecordError: {path}, line 2: is not JSON") and len(done.stderr.splitlines()) == 1
+    figures = _json(["data", str(path), "--tokenizer", "bytes", "--skip-broken", "--json"])
+    assert (figures["tasks"], figures["rows"], figures["skipped"]) == (1, 2, 2)
+    assert (figures["raw_tokens"], figures["tokens"]) == (2 * 10 + 5 + 6 + 2, 10 + 1 + 4 + 5 + 2)
+    result = CliRunner().invoke(app, ["data", str(path), "--tokenizer", "bytes", "--skip-broken"])
+    assert "2 answers of 1 pairs" in result.output and "skipped 2; the first:" in result.output
+
+
+def test_data_tells_drift(tmp_path: Path) -> None:
+    from tests.data.chats import make_engine
+
+    path, folder = tmp_path / "chats.jsonl", tmp_path / "tokenizer"
+    make_engine("plain").save_pretrained(folder)
+    said = [("user", "hello"), ("assistant", "it is noon"), ("user", "thanks"), ("assistant", "bye")]
+    path.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}))
+    arguments = ["data", str(path), "--tokenizer", str(folder), "--drift"]
+    drift = _json([*arguments, "--json"])["drift"]
+    assert drift["history"] == 1 and drift["places"][0]["where"] == f"{path}, line 1"
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "1 history" in result.output and f"{path}, line 1, turn 1, token" in result.output
+    for wrong, words in (("bytes", "--drift needs --tokenizer FOLDER"), ("no/where", "no folder 'no/where'")):
+        with pytest.raises(InputError, match=words):
+            CliRunner().invoke(app, ["data", str(path), "--tokenizer", wrong, "--drift"], catch_exceptions=False)
+
+
 def test_data_prints_a_table(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     path = tmp_path / "chats.jsonl"

@@ -18,6 +18,8 @@ from treefx.data import (
     ToolCall,
     batches,
     collate,
+    group_batch,
+    group_trials,
     load,
     make_samples,
     merge_turns,
@@ -28,7 +30,7 @@ from treefx.data import (
     turn_samples,
     whole_sample,
 )
-from treefx.errors import InputError
+from treefx.errors import InputError, RecordError
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -287,6 +289,41 @@ def test_real_tau_bench(real_files: Path) -> None:
     statistics = sharing_statistics(group, ByteTokenizer())
     assert statistics.conversations == 8 and statistics.rows > 50
     assert statistics.sharing_ratio > 5 and statistics.branching_ratio > 1.1
+
+
+def test_real_tau_bench_whole(real_files: Path) -> None:
+    """Per turn, merged, and groups of whole trajectories."""
+    pytest.importorskip("tokenizers")
+    conversations = load(real_files / "tau_bench_airline_gpt4o.json")
+    tokenizer = train_tokenizer((text for each in conversations for text in each.texts()), 16384)
+    statistics = sharing_statistics(conversations, tokenizer)
+    assert (statistics.tasks, statistics.conversations, statistics.merged_rows) == (25, 100, 100)
+    assert 14 < statistics.sharing_ratio < 14.6
+    assert 10.2 < statistics.merged_ratio < 10.8
+    whole = [group_batch([group], tokenizer, "whole").forest for group in group_trials(conversations)]
+    assert [len(forest) for forest in whole] == [4] * 25
+    assert 1.3 < sum(forest.raw_tokens for forest in whole) / sum(forest.num_tokens for forest in whole) < 1.4
+
+
+@pytest.mark.parametrize("name", ["tau_bench_airline_gpt4o.json", "toolbench"])
+def test_real_files_that_are_broken_give_one_clear_error(real_files: Path, tmp_path: Path, name: str) -> None:
+    source = real_files / name
+    source = source if source.is_file() else sorted(source.iterdir())[0]
+    data = source.read_bytes()
+    text = json.loads(data)
+    mistyped = json.dumps(text[:3] + [{**text[3], "traj": "none"}] if isinstance(text, list) else {**text, "tree": 1})
+    broken = {
+        "truncated": (data[: len(data) * 2 // 3], "is not JSON: .*(truncated|line [0-9]+)"),
+        "mis-encoded": (data.replace(b"a", b"\xe9", 40), "is not UTF-8"),
+        "UTF-16": (data.decode().encode("utf-16"), "is not JSON but UTF-16 text"),
+        "wrong-typed": (mistyped.encode(), r"field \[3\].traj: expected|expected a tau-bench trajectory"),
+    }
+    for case, (content, words) in broken.items():
+        path = tmp_path / f"{case}.json"
+        path.write_bytes(content)
+        with pytest.raises(RecordError, match=words) as refusal:
+            load(path)
+        assert str(refusal.value).startswith(str(path)) and len(str(refusal.value)) < len(str(path)) + 400
 
 
 def test_real_toolbench(real_files: Path) -> None:

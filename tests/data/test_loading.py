@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from treefx.data import Message, ToolCall, load
-from treefx.errors import InputError
+from treefx.errors import InputError, RecordError
 
 CALL = {"id": "1", "type": "function", "function": {"name": "get_user", "arguments": '{"id": 7}'}}
 TAU_BENCH = [
@@ -149,25 +149,99 @@ def test_load_folder_reads_all_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "document", "words"),
     [
-        ("a.json", {"rows": []}, "an object with the keys 'rows'"),
-        ("a.json", [], "an empty list"),
-        ("a.json", [{"task_id": 1}], "a list of 1, its first entry an object with the keys 'task_id'"),
-        ("a.json", "3", "a int"),
-        ("a.json", "{nonsense", "is not JSON"),
-        ("a.txt", "nothing", "is not JSON"),
-        ("a.json", [{"messages": [{"role": "robot"}]}], "role is one of .* got 'robot'"),
-        ("a.json", [{"messages": [{"role": "user", "content": 3}]}], "content must be text.* got int"),
-        ("a.json", [{"messages": [{"role": "assistant", "tool_calls": [{}]}]}], "a tool call must .* got {}"),
+        ("a.json", {"rows": []}, "line 1: expected a tau-bench .* got an object with the fields 'rows'"),
+        ("a.json", [], "a.json: holds no record"),
+        ("a.json", [{"task_id": 1}], r"line 1, field \[0\]: expected .* got an object with the fields 'task_id'"),
+        ("a.json", "3", "line 1: expected .* got the number 3"),
+        ("a.json", "{nonsense", "line 1: is not JSON"),
+        ("a.txt", "nothing", "line 1: is not JSON"),
+        ("a.json", [{"messages": []}], r"field \[0\].messages: expected at least one message, got an empty list"),
+        (
+            "a.json",
+            [{"messages": [{"role": "robot"}]}],
+            r"field \[0\].messages\[0\].role: expected a role that is one of .* got text 'robot'",
+        ),
+        (
+            "a.json",
+            [{"messages": [{"role": "user", "content": 3}]}],
+            r"messages\[0\].content: expected content that is text.* got the number 3",
+        ),
+        (
+            "a.json",
+            [{"messages": [{"role": "assistant", "tool_calls": [{}]}]}],
+            r"messages\[0\].tool_calls\[0\]: expected a tool call .* got an object",
+        ),
+        (
+            "a.json",
+            [{"messages": [{"role": "assistant", "token_ids": [4, -1]}]}],
+            r"messages\[0\].token_ids\[1\]: expected a token id of at least 0, got the number -1",
+        ),
+        ("a.json", [{"messages": [{"role": "assistant", "weight": 0.5}]}], "weight: expected a weight of 0 or 1, got"),
+        ("a.json", [{"messages": [{"role": "user"}], "chat_template_kwargs": []}], "kwargs: expected an object of opt"),
+        ("a.json", [{"messages": [{"role": "user"}], "reward": "1"}], r"field \[0\].reward: expected a finite number"),
+        ("a.json", [{"messages": [{"role": "user"}], "trial": 1.5}], r"field \[0\].trial: expected a whole number"),
+        ("a.json", [{"messages": [{"role": "user"}], "tools": ["t"]}], r"tools\[0\]: expected a tool's JSON schema"),
+        ("a.json", [{"task_id": 1, "traj": {}}], r"field \[0\].traj: expected a list of messages, got an object"),
+        ("a.json", {"tree": {"tree": {"children": [3]}}}, r"tree.tree.children\[0\]: expected an object"),
+        ("a.json", {"prompt": "p", "completions": []}, "completions: expected at least one completion"),
+        (
+            "a.json",
+            {"prompt": "p", "completions": ["a", "b"], "rewards": [1]},
+            "rewards: expected one reward per completion, 2, got 1",
+        ),
         (
             "a.json",
             {"tree": {"tree": _node("x", "", [_node("Guess", "", [])])}},
-            "node_type must be .* got 'Guess'",
+            r"children\[0\].node_type: expected a node_type that is one of .* got text 'Guess'",
         ),
     ],
 )
 def test_load_refuses_other_files(tmp_path: Path, name: str, document: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        load(_write(tmp_path, name, document))
+    path = _write(tmp_path, name, document)
+    with pytest.raises(RecordError, match=words) as refusal:
+        load(path)
+    assert str(refusal.value).startswith(str(path)) and refusal.value.path == str(path)
+
+
+def test_load_keeps_what_chat_templates_ask_for(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "get_user", "parameters": {}}}
+    call = {"id": "c1", "function": {"name": "get_user", "arguments": {"id": "ü"}}}
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "token_ids": [5, 6]},
+        {"role": "tool", "content": "x", "tool_call_id": "c1"},
+    ]
+    path = _write(tmp_path, "chat.jsonl", "\n" + json.dumps({"messages": messages, "tools": json.dumps([tool])}))
+    (conversation,) = load(path)
+    assert conversation.tools == (tool,)
+    assert conversation.messages[1].tool_calls[0] == ToolCall("get_user", '{"id": "ü"}')
+    assert conversation.messages[1].tool_calls[0].id == conversation.messages[2].tool_call_id == "c1"
+    assert conversation.messages[1].token_ids == (5, 6)
+    assert conversation.place is not None and str(conversation.place) == f"{path}, line 2"
+
+
+def test_load_reads_what_other_programs_write(tmp_path: Path) -> None:
+    call = {"name": "get_user", "arguments": '{"id": 7}'}
+    messages = [
+        {"role": "assistant", "function_call": call, "weight": 0, "reasoning": "r"},
+        {"role": "assistant", "content": "x", "weight": 1, "thinking": "t"},
+    ]
+    options = {"enable_thinking": False}
+    (chat,) = load(_write(tmp_path, "chat.json", {"messages": messages, "chat_template_kwargs": options}))
+    assert chat.messages == (
+        Message("assistant", "", (ToolCall("get_user", '{"id": 7}'),), reasoning="r", trained=False),
+        Message("assistant", "x", reasoning="t"),
+    )
+    assert chat.template_options == options
+
+
+def test_load_a_group_of_trials_in_one_record(tmp_path: Path) -> None:
+    answers = ["four", [{"role": "assistant", "content": "five"}, {"role": "user", "content": "no"}]]
+    record = {"prompt": "two and two?", "completions": answers, "rewards": [1, 0.0], "task": 7}
+    first, second = load(_write(tmp_path, "groups.jsonl", record))
+    assert first.messages == (Message("user", "two and two?"), Message("assistant", "four"))
+    assert [message.content for message in second.messages] == ["two and two?", "five", "no"]
+    assert [(each.task, each.trial, each.reward) for each in (first, second)] == [("7", 0, 1.0), ("7", 1, 0.0)]
 
 
 def test_load_refuses_missing_and_empty_folders(tmp_path: Path) -> None:

@@ -1,32 +1,65 @@
-"""``treefx data``: what a set of rollouts shares."""
+"""``treefx data``: what a set of rollouts, or of compared answers, shares."""
 
+import importlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from treefx.bench.job.rollouts import make_tokenizer
 from treefx.data import (
+    ChatTokenizer,
+    Conversation,
+    DriftReport,
+    Message,
+    OnError,
+    Preference,
+    ReadReport,
+    Sample,
     SharingStatistics,
+    Tokenizer,
+    find_drift,
+    forest_of,
     group_by_task,
+    holds_preferences,
     load,
     make_samples,
+    pair_statistics,
+    preference_batch,
+    read_preferences,
     scripted_conversations,
     sharing_statistics,
 )
-from treefx.forests.forest import Forest
-from treefx.output import console, make_table, print_json, print_line
+from treefx.errors import InputError
+from treefx.output import console, make_table, notes, print_json, print_line
 
 __all__ = ["data"]
 
 
+# Long: an option takes one line or three.
 def data(
     path: Annotated[
         Path | None,
-        typer.Argument(help="A file or folder: tau-bench, ToolBench or OpenAI chats. Default: a scripted sample."),
+        typer.Argument(
+            help="A file or folder: chats, tau-bench, ToolBench, groups of trials, or pairs of answers, as JSON lines, "
+            "JSON lists or documents, gzip or not. Default: a scripted sample."
+        ),
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="'bpe', trained on the text at hand, or 'bytes'.")] = "bpe",
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="'bpe', trained on the text at hand, 'bytes', or the folder of a Hugging Face tokenizer."),
+    ] = "bpe",
     vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of the BPE.")] = 16384,
+    skip_broken: Annotated[
+        bool, typer.Option("--skip-broken", help="Leave out broken records and count them, instead of ending there.")
+    ] = False,
+    drift: Annotated[
+        bool,
+        typer.Option(
+            "--drift", help="Also tell where equal texts have different tokens; needs the folder of a tokenizer."
+        ),
+    ] = False,
     draw: Annotated[Path | None, typer.Option(help="Save a picture of the first task's tree (.png, .svg).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
@@ -34,31 +67,90 @@ def data(
 
     Each assistant turn is one row, as agent frameworks emit them. Rows of one task (all its turns and
     trials) make one tree. "Merged" joins the turns of a conversation where one continues the other: the
-    best that can be done with rows.
+    best that can be done with rows. Of a file of pairs {prompt, chosen, rejected}, the two rows of a pair
+    make one tree.
+
+    A record that is broken ends the reading; file, line and field are named. With --skip-broken it is left
+    out and counted.
+
+    With --drift: places where a token reaches over the border of a prompt and its answer, or where a later
+    turn's prompt encodes what was said before in other tokens, so that rows fork which say the same.
     """
-    conversations = load(path) if path is not None else scripted_conversations()
-    encoder = make_tokenizer(conversations, tokenizer, vocab_size)
-    statistics = sharing_statistics(conversations, encoder)
+    report = ReadReport()
+    pairs, conversations = _read(path, "skip" if skip_broken else "raise", report)
+    encoder = _make_encoder([*conversations, *map(_spoken, pairs)], tokenizer, vocab_size)
+    statistics = pair_statistics(pairs, encoder) if pairs else sharing_statistics(conversations, encoder)
+    found = _find_drift(conversations, encoder) if drift else None
     if draw is not None:
-        first = next(iter(group_by_task(conversations).values()))
         draw.parent.mkdir(parents=True, exist_ok=True)
-        Forest.from_sequences([sample.tokens for sample in make_samples(first, encoder)]).draw(draw)
+        forest_of(_first_rows(pairs, conversations, encoder)).draw(draw)
+    if report.skipped:
+        notes.print(report.summary(), markup=False, soft_wrap=True)
     if json:
-        print_json({"path": str(path) if path else None, "vocab_size": encoder.vocab_size} | statistics.to_dict())
+        about = {"path": str(path) if path else None, "vocab_size": encoder.vocab_size, "skipped": report.skipped}
+        print_json(about | statistics.to_dict() | ({"drift": found.to_dict()} if found else {}))
         return
-    _print(statistics)
-    if draw is not None:
-        print_line(f"tree of the first task: {draw}")
+    _print(statistics, "pairs" if pairs else "tasks")
+    for line in (found and found.summary(), draw and f"tree of the first {'pair' if pairs else 'task'}: {draw}"):
+        if line:
+            print_line(line)
 
 
-def _print(statistics: SharingStatistics) -> None:
+def _read(path: Path | None, on_error: OnError, report: ReadReport) -> tuple[list[Preference], list[Conversation]]:
+    if path is None:
+        return [], scripted_conversations()
+    if holds_preferences(path):
+        return list(read_preferences(path, on_error=on_error, report=report)), []
+    return [], load(path, on_error=on_error, report=report)
+
+
+def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: int) -> Tokenizer | ChatTokenizer:
+    if not Path(name).is_dir():
+        if name not in ("bpe", "bytes"):
+            raise InputError(f"--tokenizer must be 'bpe', 'bytes' or a folder, and there is no folder {name!r}")
+        return make_tokenizer(conversations, name, vocab_size)
+    try:
+        library: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise InputError("a tokenizer from a folder needs transformers: pip install 'treefx[examples]'") from error
+    try:
+        return ChatTokenizer(library.AutoTokenizer.from_pretrained(name, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise InputError(f"the folder {name} holds no tokenizer that transformers can load: {error}") from error
+
+
+def _find_drift(conversations: Sequence[Conversation], encoder: Tokenizer | ChatTokenizer) -> DriftReport:
+    if not isinstance(encoder, ChatTokenizer):
+        raise InputError("--drift needs --tokenizer FOLDER: our own tokenizers encode every message on its own")
+    if not conversations:
+        raise InputError("--drift compares turns of conversations; pairs of answers have none")
+    return find_drift(conversations, encoder)
+
+
+def _first_rows(
+    pairs: Sequence[Preference], conversations: Sequence[Conversation], encoder: Tokenizer | ChatTokenizer
+) -> list[Sample]:
+    if pairs:
+        return preference_batch(pairs[:1], encoder).samples
+    return make_samples(next(iter(group_by_task(conversations).values())), encoder)
+
+
+def _spoken(pair: Preference) -> Conversation:
+    """The texts of a pair, for training a tokenizer."""
+    parts = (pair.prompt, pair.chosen, pair.rejected)
+    said = [(Message("user", part),) if isinstance(part, str) else part for part in parts]
+    return Conversation("", 0, tuple(message for messages in said for message in messages))
+
+
+def _print(statistics: SharingStatistics, trees: str) -> None:
     baselines = [
         ("separate rows", statistics.rows, statistics.raw_tokens, 1.0),
         ("merged rows", statistics.merged_rows, statistics.merged_tokens, statistics.merged_ratio),
         ("tree", statistics.tasks, statistics.tokens, statistics.sharing_ratio),
     ]
     rows = [(name, f"{count:,}", f"{tokens:,}", f"{ratio:.2f}") for name, count, tokens, ratio in baselines]
-    title = f"{statistics.conversations} conversations of {statistics.tasks} tasks"
+    things = "answers" if trees == "pairs" else "conversations"
+    title = f"{statistics.conversations} {things} of {statistics.tasks} {trees}"
     console.print(make_table(title, ("form", "rows or trees", "tokens", "raw / tokens"), rows))
     print_line(
         f"longest row {statistics.longest_row_tokens:,} tokens; "

@@ -1,37 +1,88 @@
-"""Agent trajectories: loaders, a scripted agent, tokenizers, and the way from messages to padded batches."""
+"""Agent trajectories: from files to batches of rows that share prefixes.
+
+In: files of conversations, of compared answers or of judged ones. Out: samples (token ids and labels), padded batches
+for an unmodified trainer, or forests with the indices that ``treefx.losses`` take. ``files`` reads records, ``formats``
+says what they mean, ``trajectories`` is what they become; ``tokenization`` and ``template`` are tokenizers of our own.
+
+Order of imports, each only of what stands before an arrow::
+
+    files -> trajectories, tokenization -> formats, rows, scripted -> loading, template, chat -> grouping, samples ->
+    batching, forest_batches, batch_sampler -> statistics -> __init__
+"""
 
 from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_fit_batches
 from treefx.data.batching import Batch, batches, collate, prefix_order
-from treefx.data.loading import load
+from treefx.data.chat import ChatTokenizer
+from treefx.data.chat.drift import Drift, DriftReport, find_drift, find_row_drift
+from treefx.data.files import OnError, Place, ReadReport, Value, read_records
+from treefx.data.forest_batches import (
+    GroupBatch,
+    JudgedBatch,
+    PreferenceBatch,
+    forest_of,
+    group_batch,
+    judged_batch,
+    preference_batch,
+)
+from treefx.data.grouping import TrialGroup, group_trials, read_groups
+from treefx.data.loading import holds_preferences, load, read_conversations, read_judged, read_preferences
 from treefx.data.samples import IGNORED, Form, Sample, make_samples, merge_turns, turn_samples, whole_sample
 from treefx.data.scripted import scripted_conversations
-from treefx.data.statistics import SharingStatistics, group_by_task, sharing_statistics
+from treefx.data.statistics import SharingStatistics, group_by_task, pair_statistics, sharing_statistics
 from treefx.data.tokenization import BpeTokenizer, ByteTokenizer, Tokenizer, train_tokenizer
-from treefx.data.trajectories import Conversation, Message, Role, ToolCall
+from treefx.data.trajectories import Conversation, Judged, Message, Preference, Role, Text, ToolCall
 
 __all__ = [
     "IGNORED",
     "Batch",
     "BpeTokenizer",
     "ByteTokenizer",
+    "ChatTokenizer",
     "Conversation",
+    "Drift",
+    "DriftReport",
     "Form",
+    "GroupBatch",
+    "Judged",
+    "JudgedBatch",
     "Message",
+    "OnError",
+    "Place",
+    "Preference",
+    "PreferenceBatch",
+    "ReadReport",
     "Role",
     "Sample",
     "SharingStatistics",
+    "Text",
     "Tokenizer",
     "ToolCall",
     "TreeBatchSampler",
+    "TrialGroup",
+    "Value",
     "batches",
     "collate",
     "distinct_tokens",
+    "find_drift",
+    "find_row_drift",
     "first_fit_batches",
+    "forest_of",
+    "group_batch",
     "group_by_task",
+    "group_trials",
+    "holds_preferences",
+    "judged_batch",
     "load",
     "make_samples",
     "merge_turns",
+    "preference_batch",
+    "pair_statistics",
     "prefix_order",
+    "read_conversations",
+    "read_groups",
+    "read_judged",
+    "read_preferences",
+    "read_records",
     "scripted_conversations",
     "sharing_statistics",
     "train_tokenizer",

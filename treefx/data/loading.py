@@ -1,68 +1,109 @@
-"""Read trajectories of any known format."""
+"""Read trajectories of any known format, compared answers and judged ones."""
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from treefx.data.openai_chat import is_openai_chat, read_openai_chat
-from treefx.data.tau_bench import is_tau_bench, read_tau_bench
-from treefx.data.toolbench import is_toolbench, read_toolbench
-from treefx.data.trajectories import Conversation
-from treefx.errors import InputError
+from treefx.data.files import OnError, ReadReport, Value, read_records
+from treefx.data.formats.openai_chat import is_openai_chat, parse_openai_chat
+from treefx.data.formats.preferences import is_preference, parse_judged, parse_preference
+from treefx.data.formats.tau_bench import is_tau_bench, parse_tau_bench
+from treefx.data.formats.toolbench import is_toolbench, parse_toolbench
+from treefx.data.formats.trials import is_trials, parse_trials
+from treefx.data.trajectories import Conversation, Judged, Preference
 
-__all__ = ["load"]
+__all__ = ["holds_preferences", "load", "read_conversations", "read_judged", "read_preferences"]
 
 _FORMATS = (
-    "tau-bench trajectories (a JSON list of {task_id, traj}), a ToolBench decision tree ({tree: {tree}}), "
-    "or chats (JSON lines or a list of {messages})"
+    "a tau-bench trajectory {task_id, traj}, a ToolBench decision tree {tree: {tree}}, a chat {messages}, "
+    "or a group of trials {prompt, completions}"
 )
 
 
-def load(path: str | Path) -> list[Conversation]:
-    """Read the conversations of a file, or of each ``.json`` and ``.jsonl`` file below a folder.
+def read_conversations(
+    path: str | Path,
+    *,
+    on_error: OnError = "raise",
+    report: ReadReport | None = None,
+    progress: bool = True,
+) -> Iterator[Conversation]:
+    """Read the conversations of a file or folder one by one, whatever its size.
 
-    Files are read in sorted order. The content tells the format: tau-bench, ToolBench or OpenAI chats.
+    Every record may be of another format: its fields tell. See `read_records` for files and arguments.
 
     Raises:
-        InputError: Nothing is there, a file is not JSON, or it is of no known format.
+        InputError: there is nothing to read.
+        RecordError: while reading; a record is broken, or of no known format.
     """
-    path = Path(path)
-    if not path.exists():
-        raise InputError(f"no file or folder {path}: give a path to {_FORMATS}")
-    if path.is_file():
-        return _load_file(path)
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl"))
-    if not files:
-        raise InputError(f"the folder {path} holds no .json or .jsonl file: give a path to {_FORMATS}")
-    return [conversation for file in files for conversation in _load_file(file)]
+    return read_records(path, _parse_record, on_error=on_error, report=report, progress=progress)
 
 
-def _load_file(path: Path) -> list[Conversation]:
-    document = _parse(path)
-    for recognises, read in (
-        (is_tau_bench, read_tau_bench),
-        (is_toolbench, read_toolbench),
-        (is_openai_chat, read_openai_chat),
+def load(path: str | Path, *, on_error: OnError = "raise", report: ReadReport | None = None) -> list[Conversation]:
+    """The conversations of a file, or of each ``.json``, ``.jsonl`` and ``.ndjson`` file below a folder, all at once.
+
+    Files are read in sorted order. See `read_conversations`.
+
+    Raises:
+        InputError: there is nothing to read.
+        RecordError: a record is broken, or of no known format.
+    """
+    return list(read_conversations(path, on_error=on_error, report=report))
+
+
+def read_preferences(
+    path: str | Path,
+    *,
+    on_error: OnError = "raise",
+    report: ReadReport | None = None,
+    progress: bool = True,
+) -> Iterator[Preference]:
+    """Read pairs of a chosen and a rejected answer one by one; see ``treefx.data.formats.preferences`` for spellings.
+
+    Example:
+        >>> pairs = list(read_preferences("pairs.jsonl"))  # doctest: +SKIP
+
+    Raises:
+        InputError: there is nothing to read.
+        RecordError: while reading; a record is broken, or is no pair. See `read_records` for files and arguments.
+    """
+    return read_records(path, parse_preference, on_error=on_error, report=report, progress=progress)
+
+
+def read_judged(
+    path: str | Path,
+    *,
+    on_error: OnError = "raise",
+    report: ReadReport | None = None,
+    progress: bool = True,
+) -> Iterator[Judged]:
+    """Read answers that are each judged good or bad one by one (KTO); a pair is a good answer and a bad one.
+
+    Raises:
+        InputError: there is nothing to read.
+        RecordError: while reading; a record is broken. See `read_records` for files and arguments.
+    """
+    return read_records(path, parse_judged, on_error=on_error, report=report, progress=progress)
+
+
+def holds_preferences(path: str | Path) -> bool:
+    """Whether the first record of a file or folder that can be read is a pair of a chosen and a rejected answer.
+
+    Raises:
+        InputError: there is nothing to read.
+    """
+    kinds = read_records(
+        path, lambda record: [is_preference(record.raw)], on_error="skip", report=ReadReport(), progress=False
+    )
+    return next(kinds, False)
+
+
+def _parse_record(record: Value) -> list[Conversation]:
+    source = Path(record.place.path.removesuffix(".gz")).stem
+    for recognises, parse in (
+        (is_tau_bench, parse_tau_bench),
+        (is_toolbench, parse_toolbench),
+        (is_openai_chat, parse_openai_chat),
+        (is_trials, parse_trials),
     ):
-        if recognises(document):
-            return read(document, path.stem)
-    raise InputError(f"{path} is of no known format: expected {_FORMATS}; got {_outline(document)}")
-
-
-def _parse(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".jsonl":
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        return json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} is not JSON ({error}): give a path to {_FORMATS}") from error
-
-
-def _outline(document: Any) -> str:
-    """The outer shape of a document, for messages of errors."""
-    if isinstance(document, dict):
-        return f"an object with the keys {', '.join(map(repr, list(document)[:6])) or '(none)'}"
-    if isinstance(document, list):
-        return f"a list of {len(document)}, its first entry {_outline(document[0])}" if document else "an empty list"
-    return f"a {type(document).__name__}"
+        if recognises(record.raw):
+            return parse(record, source)
+    record.fail(_FORMATS)

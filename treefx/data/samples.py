@@ -11,30 +11,47 @@ whole   one row per conversation, every assistant message a completion
 ======  ====================================================================================================
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from treefx.data.template import encode_message, encode_opening
+from treefx.data.chat import ChatTokenizer, Engine
+from treefx.data.files import Place
+from treefx.data.rows import EncodedRow, Encoder, Tokens
+from treefx.data.template import TemplateEncoder
 from treefx.data.tokenization import Tokenizer
 from treefx.data.trajectories import Conversation
-from treefx.errors import InputError
+from treefx.errors import InputError, RecordError
 
-__all__ = ["IGNORED", "Form", "Sample", "make_samples", "merge_turns", "turn_samples", "whole_sample"]
+__all__ = [
+    "IGNORED",
+    "AnyTokenizer",
+    "Form",
+    "Sample",
+    "as_encoder",
+    "make_samples",
+    "merge_turns",
+    "named_place",
+    "sample_of",
+    "turn_samples",
+    "whole_sample",
+]
 
 IGNORED = -100
 """The label of a token that carries no loss, as in ``torch.nn.functional.cross_entropy``."""
 
 Form = Literal["turns", "merged", "whole"]
-Tokens = npt.NDArray[np.int64]
+AnyTokenizer = Tokenizer | ChatTokenizer | Engine
+"""One of our own, a `ChatTokenizer`, or a tokenizer of transformers, which stands for `ChatTokenizer(tokenizer)`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One training row: ``tokens`` [T] and ``labels`` [T], a label is the token itself or ``IGNORED``."""
+    """One training row: ``tokens`` int64 [T] and ``labels`` [T], a label is the token itself or ``IGNORED``."""
 
     tokens: Tokens
     labels: Tokens
@@ -45,17 +62,23 @@ class Sample:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """float64 [T]: 1 where a label stands, else 0. A token is trained by each row that has a label for it."""
+        return np.where(self.labels != IGNORED, 1.0, 0.0)
 
-def make_samples(conversations: Iterable[Conversation], tokenizer: Tokenizer, form: Form = "turns") -> list[Sample]:
+
+def make_samples(conversations: Iterable[Conversation], tokenizer: AnyTokenizer, form: Form = "turns") -> list[Sample]:
     """Training samples of all conversations, in their order.
 
     Args:
         conversations: What ``treefx.data.load`` or ``treefx.data.scripted_conversations`` returned.
-        tokenizer: Encodes the text.
+        tokenizer: One of ours, a `ChatTokenizer`, or a tokenizer of transformers with a chat template.
         form: ``"turns"``, ``"merged"`` or ``"whole"``; see the module's documentation.
 
     Raises:
-        InputError: ``form`` is none of the three.
+        InputError: ``form`` is none of the three, or a chat template cannot write the conversation in this form; the
+            message names the file and line that it was read from.
     """
     if form == "whole":
         return [whole_sample(conversation, tokenizer) for conversation in conversations]
@@ -67,34 +90,42 @@ def make_samples(conversations: Iterable[Conversation], tokenizer: Tokenizer, fo
     return [sample for samples in by_conversation for sample in samples]
 
 
-def turn_samples(conversation: Conversation, tokenizer: Tokenizer) -> list[Sample]:
+def turn_samples(conversation: Conversation, tokenizer: AnyTokenizer) -> list[Sample]:
     """One sample per assistant message: labels are ``IGNORED`` on everything before it.
 
     The role header of the completion belongs to the prompt: the agent is asked to speak, it does not choose
-    to. The completion keeps its reasoning, the prompts of later turns do not.
+    to. With a tokenizer of ours, the completion keeps its reasoning and the prompts of later turns do not; with a chat
+    template, that is as it writes them.
+
+    Raises:
+        InputError: as for `make_samples`.
     """
-    opening = encode_opening("assistant", tokenizer)
-    prompt: list[Tokens] = []
-    samples: list[Sample] = []
-    for message in conversation.messages:
-        if message.role == "assistant":
-            completion = encode_message(message, tokenizer, keep_reasoning=True)[len(opening) :]
-            tokens = np.concatenate([*prompt, opening, completion])
-            labels = np.full_like(tokens, IGNORED)
-            labels[len(tokens) - len(completion) :] = completion
-            samples.append(Sample(tokens, labels, conversation.task, conversation.trial, len(samples)))
-        prompt.append(encode_message(message, tokenizer, keep_reasoning=False))
-    return samples
+    with named_place(conversation.place):
+        rows = as_encoder(tokenizer).turns(conversation)
+    return [sample_of(row, conversation.task, conversation.trial, turn) for turn, row in enumerate(rows)]
 
 
-def whole_sample(conversation: Conversation, tokenizer: Tokenizer) -> Sample:
-    """The conversation as one row, every assistant message a completion with its reasoning in place."""
-    opening = len(encode_opening("assistant", tokenizer))
-    tokens = [encode_message(message, tokenizer, keep_reasoning=True) for message in conversation.messages]
-    labels = [part.copy() for part in tokens]
-    for message, part in zip(conversation.messages, labels):
-        part[: opening if message.role == "assistant" else len(part)] = IGNORED
-    return Sample(np.concatenate(tokens), np.concatenate(labels), conversation.task, conversation.trial, 0)
+def whole_sample(conversation: Conversation, tokenizer: AnyTokenizer) -> Sample:
+    """The conversation as one row, every assistant message a completion with its reasoning in place.
+
+    Raises:
+        InputError: as for `make_samples`.
+    """
+    with named_place(conversation.place):
+        row = as_encoder(tokenizer).whole(conversation)
+    return sample_of(row, conversation.task, conversation.trial)
+
+
+def as_encoder(tokenizer: AnyTokenizer) -> Encoder:
+    """What makes rows: our template for tokenizers of our own, their chat template for those of transformers."""
+    if isinstance(tokenizer, Tokenizer):
+        return TemplateEncoder(tokenizer)
+    return tokenizer if isinstance(tokenizer, ChatTokenizer) else ChatTokenizer(tokenizer)
+
+
+def sample_of(row: EncodedRow, task: str = "", trial: int = 0, turn: int = 0) -> Sample:
+    """A row as a sample."""
+    return Sample(row.tokens, np.where(row.trained, row.tokens, IGNORED), task, trial, turn)
 
 
 def merge_turns(samples: Sequence[Sample]) -> list[Sample]:
@@ -121,3 +152,14 @@ def _continues(first: Sample, second: Sample) -> bool:
     if size > len(second) or not np.array_equal(first.tokens, second.tokens[:size]):
         return False
     return not bool(np.any((first.labels != IGNORED) & (second.labels[:size] != IGNORED)))
+
+
+@contextmanager
+def named_place(place: Place | None) -> Iterator[None]:
+    """Have refusals name the file and line of what was encoded."""
+    try:
+        yield
+    except InputError as error:
+        if place is None or isinstance(error, RecordError):
+            raise
+        raise place.error(str(error)) from error

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treefx.data.samples import Sample, make_samples
-from treefx.data.tokenization import Tokenizer
-from treefx.data.trajectories import Conversation
+from treefx.data.forest_batches import preference_batch
+from treefx.data.samples import IGNORED, AnyTokenizer, Sample, merge_turns, turn_samples
+from treefx.data.trajectories import Conversation, Preference
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 
-__all__ = ["SharingStatistics", "group_by_task", "sharing_statistics"]
+__all__ = ["SharingStatistics", "group_by_task", "pair_statistics", "sharing_statistics"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,35 +68,62 @@ def group_by_task(conversations: Iterable[Conversation]) -> dict[tuple[str, str]
     return groups
 
 
-def sharing_statistics(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> SharingStatistics:
+def sharing_statistics(conversations: Sequence[Conversation], tokenizer: AnyTokenizer) -> SharingStatistics:
     """Count what the conversations share, task by task.
 
     Raises:
         InputError: No conversation has an assistant message.
     """
     groups = group_by_task(conversations)
-    rows: list[Sample] = []
-    merged: list[Sample] = []
-    tokens = 0
-    for group in groups.values():
-        turns = make_samples(group, tokenizer, "turns")
-        if not turns:
-            continue
-        rows += turns
-        merged += make_samples(group, tokenizer, "merged")
-        tokens += Forest.from_sequences([row.tokens for row in turns]).num_tokens
-    if not rows:
+    counts = [_count(group, tokenizer) for group in groups.values()]
+    if not any(each["rows"] for each in counts):
         raise InputError(
             f"expected at least one assistant message to train on, got none in {len(conversations)} conversations"
         )
+    longest = max(each.pop("longest_row_tokens") for each in counts)
+    sums = {name: sum(each[name] for each in counts) for name in counts[0]}
+    return SharingStatistics(tasks=len(groups), conversations=len(conversations), longest_row_tokens=longest, **sums)
+
+
+def pair_statistics(preferences: Sequence[Preference], tokenizer: AnyTokenizer) -> SharingStatistics:
+    """Count what the two rows of each pair share; every pair counts as a task, each of its answers as a conversation.
+
+    Raises:
+        InputError: There is no pair, or the tokenizer refuses one.
+    """
+    batches = [preference_batch([pair], tokenizer) for pair in preferences]
+    if not batches:
+        raise InputError("expected at least one pair, got none")
+    rows = [row for batch in batches for row in batch.samples]
+    raw = sum(map(len, rows))
     return SharingStatistics(
-        tasks=len(groups),
-        conversations=len(conversations),
+        tasks=len(batches),
+        conversations=len(rows),
         rows=len(rows),
-        merged_rows=len(merged),
-        raw_tokens=sum(map(len, rows)),
-        merged_tokens=sum(map(len, merged)),
-        tokens=tokens,
+        merged_rows=len(rows),
+        raw_tokens=raw,
+        merged_tokens=raw,
+        tokens=sum(batch.forest.num_tokens for batch in batches),
         longest_row_tokens=max(map(len, rows)),
-        labelled_tokens=sum(int((row.labels >= 0).sum()) for row in rows),
+        labelled_tokens=sum(_labelled(row) for row in rows),
     )
+
+
+def _count(group: Sequence[Conversation], tokenizer: AnyTokenizer) -> dict[str, int]:
+    """The counts of one task; its rows are let go."""
+    by_conversation = [turn_samples(conversation, tokenizer) for conversation in group]
+    turns = [row for rows in by_conversation for row in rows]
+    merged = [row for rows in by_conversation for row in merge_turns(rows)]
+    return {
+        "rows": len(turns),
+        "merged_rows": len(merged),
+        "raw_tokens": sum(map(len, turns)),
+        "merged_tokens": sum(map(len, merged)),
+        "tokens": Forest.from_sequences([row.tokens for row in turns]).num_tokens if turns else 0,
+        "longest_row_tokens": max(map(len, turns), default=0),
+        "labelled_tokens": sum(map(_labelled, turns)),
+    }
+
+
+def _labelled(row: Sample) -> int:
+    return int((row.labels != IGNORED).sum())

@@ -1,4 +1,4 @@
-"""The chat template: how a message becomes tokens.
+"""The chat template of tokenizers of our own: how messages become tokens.
 
     <role> body <end>            body of system, user and tool messages: the text
     <assistant> <think> reasoning </think> text <call> name arguments <call> ... <end>
@@ -8,15 +8,73 @@ tokens, no matter what follows: with a tokenizer that merges over piece borders,
 their last token and prefixes would be lost.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
 
+from treefx.data.rows import EncodedRow, Tokens, is_trained
 from treefx.data.tokenization import Tokenizer
-from treefx.data.trajectories import Message
+from treefx.data.trajectories import Conversation, Message, Text
 
-__all__ = ["encode_message", "encode_opening"]
+__all__ = ["TemplateEncoder", "encode_message", "encode_opening"]
 
-Tokens = npt.NDArray[np.int64]
+
+class TemplateEncoder:
+    """Rows of conversations by this template; see `Encoder`.
+
+    The role header of a completion belongs to the prompt: the agent is asked to speak, it does not choose to. The
+    template has no place for descriptions of tools, and no options.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """Token id at padding."""
+        return self.tokenizer.pad_id
+
+    def turns(self, conversation: Conversation) -> list[EncodedRow]:
+        """One row per assistant message; it keeps its reasoning, the prompts of later turns do not."""
+        prompt: list[Tokens] = []
+        rows = []
+        for message in conversation.messages:
+            if is_trained(message):
+                rows.append(self._row(prompt, [message]))
+            prompt.append(encode_message(message, self.tokenizer, keep_reasoning=False))
+        return rows
+
+    def whole(self, conversation: Conversation) -> EncodedRow:
+        """The conversation as one row, every assistant message with its reasoning in place."""
+        return self._row([], conversation.messages)
+
+    def answers(
+        self,
+        prompt: Text,
+        answers: Sequence[Text],
+        tools: Sequence[dict[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[EncodedRow]:
+        """One row per answer; plain text has no headers, and <end> behind it."""
+        if isinstance(prompt, str):
+            before = [self.tokenizer.encode(prompt)]
+        else:
+            before = [encode_message(message, self.tokenizer, keep_reasoning=False) for message in prompt]
+        return [self._text(before, each) if isinstance(each, str) else self._row(before, each) for each in answers]
+
+    def _row(self, before: Sequence[Tokens], messages: Sequence[Message]) -> EncodedRow:
+        opening = len(encode_opening("assistant", self.tokenizer))
+        parts = [encode_message(message, self.tokenizer, keep_reasoning=True) for message in messages]
+        trained = [np.zeros(len(part), dtype=np.bool_) for part in (*before, *parts)]
+        for message, mask in zip(messages, trained[len(before) :], strict=True):
+            mask[opening:] = is_trained(message)
+        return EncodedRow(np.concatenate([*before, *parts]), np.concatenate(trained))
+
+    def _text(self, before: Sequence[Tokens], text: str) -> EncodedRow:
+        answer = np.append(self.tokenizer.encode(text), self.tokenizer.special("<end>"))
+        tokens = np.concatenate([*before, answer])
+        return EncodedRow(tokens, np.arange(len(tokens)) >= len(tokens) - len(answer))
 
 
 def encode_opening(role: str, tokenizer: Tokenizer) -> Tokens:
@@ -30,8 +88,7 @@ def encode_message(message: Message, tokenizer: Tokenizer, *, keep_reasoning: bo
     Args:
         message: What was said.
         tokenizer: Encodes the text.
-        keep_reasoning: Whether the thinking of an assistant message is part of it. It is when the message
-        is a
+        keep_reasoning: Whether the thinking of an assistant message is part of it. It is when the message is a
             completion, and is not when it is history.
     """
     special = tokenizer.special

@@ -1,9 +1,11 @@
-"""Conversations of an agent: the common form into which every loader reads."""
+"""Conversations, compared answers and judged ones: the common forms into which every loader reads."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-__all__ = ["Conversation", "Message", "Role", "ToolCall"]
+from treefx.data.files import Place
+
+__all__ = ["Conversation", "Judged", "Message", "Preference", "Role", "Text", "ToolCall"]
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -14,6 +16,8 @@ class ToolCall:
 
     name: str
     arguments: str
+    id: str = field(default="", compare=False)
+    """What the tool's answer refers to; drawn anew in every trial, so it is not part of what was said."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,12 @@ class Message:
     """Of a tool message: the tool that answered."""
     reasoning: str = ""
     """Of an assistant message: its private thinking, which later prompts leave out."""
+    tool_call_id: str = field(default="", compare=False)
+    """Of a tool message: the call it answers."""
+    token_ids: tuple[int, ...] | None = field(default=None, compare=False)
+    """Of an assistant message: the ids that were sampled, where they were recorded."""
+    trained: bool = True
+    """Of an assistant message: whether the agent is trained to say it; else it is only read."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +49,43 @@ class Conversation:
     messages: tuple[Message, ...]
     reward: float | None = None
     source: str = ""
+    tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    """JSON schemas of the tools that the agent was told of."""
+    template_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """For the chat template, in addition to those of `ChatTokenizer`."""
+    place: Place | None = field(default=None, compare=False)
+    """The file and line it was read from."""
 
     def texts(self) -> list[str]:
         """Every text of the conversation: what a tokenizer is trained on."""
         spoken = [text for message in self.messages for text in (message.reasoning, message.content) if text]
         calls = [call for message in self.messages for call in message.tool_calls]
         return spoken + [text for call in calls for text in (call.name, call.arguments)]
+
+
+Text = str | tuple[Message, ...]
+"""What a prompt or an answer is: plain text, or messages."""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, one of them preferred. All three are text, or all three are messages."""
+
+    prompt: Text
+    chosen: Text
+    rejected: Text
+    tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    template_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    place: Place | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An answer to a prompt, and whether it is a good one (KTO). Both are text, or both are messages."""
+
+    prompt: Text
+    completion: Text
+    label: bool
+    tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)
+    template_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    place: Place | None = field(default=None, compare=False)

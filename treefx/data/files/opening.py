@@ -1,0 +1,81 @@
+"""Open a file for reading bytes: unpacked if it is gzip, and refused with its kind's name if it is no text."""
+
+import gzip
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from treefx.data.files.values import Place
+
+__all__ = ["Opened", "open_bytes"]
+
+_HEAD = 4096
+_GZIP = b"\x1f\x8b"
+_UTF8_MARK = b"\xef\xbb\xbf"
+_NO_TEXT = {
+    b"\xff\xfe": "UTF-16 text: convert it with `iconv -f UTF-16 -t UTF-8`",
+    b"\xfe\xff": "UTF-16 text: convert it with `iconv -f UTF-16 -t UTF-8`",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "a Parquet file: write it as JSON lines, for example with `datasets.Dataset.to_json`",
+    b"ARROW1": "an Arrow file: write it as JSON lines, for example with `datasets.Dataset.to_json`",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, or use gzip",
+    b"\xfd7zXZ": "compressed by xz: unpack it, or use gzip",
+    b"BZh": "compressed by bzip2: unpack it, or use gzip",
+}
+"""What files of other kinds begin with."""
+
+
+class Opened:
+    """Bytes of a file, and how far its reading is.
+
+    Attributes:
+        stream: the bytes, unpacked, without a byte order mark of UTF-8.
+        place: the file.
+        position: bytes of the file, as it lies on the disk, that were read.
+    """
+
+    def __init__(self, stream: io.BufferedReader, place: Place, position: Callable[[], int]) -> None:
+        self.stream, self.place, self.position = stream, place, position
+
+    def head(self) -> bytes:
+        """What comes next, some kilobytes at most, without reading on."""
+        return self.stream.peek(_HEAD)[:_HEAD]
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[Opened]:
+    """Open a file.
+
+    Raises:
+        RecordError: it cannot be opened, is empty, or is no text: its kind is named where it is known.
+    """
+    place = Place(str(path))
+    try:
+        raw = path.open("rb")
+    except OSError as error:
+        raise place.error(f"cannot be opened: {error.strerror}") from error
+    with raw:
+        stream: io.BufferedReader = raw
+        if raw.peek(2)[:2] == _GZIP:
+            stream = io.BufferedReader(cast("io.RawIOBase", gzip.GzipFile(fileobj=cast("BinaryIO", raw))))
+        opened = Opened(stream, place, raw.tell)
+        _check_text(opened)
+        yield opened
+
+
+def _check_text(opened: Opened) -> None:
+    try:
+        head = opened.head()
+    except (OSError, EOFError) as error:
+        raise opened.place.error(f"is no whole gzip file ({error}): it may be truncated") from error
+    if head.startswith(_UTF8_MARK):
+        head = head[len(opened.stream.read(len(_UTF8_MARK))) :]
+    for mark, kind in _NO_TEXT.items():
+        if head.startswith(mark):
+            raise opened.place.error(f"is not JSON but {kind}")
+    if b"\0" in head:
+        raise opened.place.error(f"is not JSON but binary: byte {head.index(0)} is 0")
+    if not head:
+        raise opened.place.error("is empty")

@@ -1,0 +1,206 @@
+"""The records of an open file, one after the other: JSON lines, the entries of a JSON list, or one JSON document.
+
+Of lines and lists only the record at hand is in memory. A broken line is one error, and reading goes on with the next;
+after a syntax error in a list nobody can tell where the next entry begins, so it ends there.
+"""
+
+import codecs
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from treefx.data.files.opening import Opened
+from treefx.data.files.values import Place, Value
+from treefx.errors import RecordError
+
+__all__ = ["parse_records"]
+
+_CHUNK = 1 << 16
+_SPACE = re.compile(r"[ \t\n\r]*")
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_LONGEST_WORD = 16
+"""A parser that stops further than this from the end of what was read stopped for another reason than the end."""
+T = TypeVar("T")
+
+
+def parse_records(opened: Opened) -> Iterator[Value | RecordError]:
+    """Every record of the file, or the error that stands in its place.
+
+    A file that begins with ``[`` is a list; one named ``.jsonl`` or ``.ndjson``, or whose first line is a JSON value,
+    is lines; anything else is one document.
+    """
+    stream, place = opened.stream, opened.place
+    found: Iterator[Value | RecordError]
+    if opened.head().lstrip(b" \t\r\n").startswith(b"["):
+        found = _parse_list(stream, place)
+    elif place.path.endswith(_LINES):
+        found = _parse_lines(stream, place, [])
+    else:
+        found = _parse_document_or_lines(stream, place)
+    empty = True
+    try:
+        for record in found:
+            empty = False
+            yield record
+    except (OSError, EOFError) as error:  # from gzip
+        yield place.error(f"the compressed data end or break inside ({error}): the file may be truncated")
+        return
+    if empty:
+        yield place.error("holds no record")
+
+
+def _parse_lines(stream: io.BufferedReader, place: Place, first: list[bytes]) -> Iterator[Value | RecordError]:
+    record = 0
+    for number, line in enumerate(_chain(first, stream), start=1):
+        if not line.strip():
+            continue
+        here = replace(place, line=number, record=record)
+        record += 1
+        try:
+            raw = _guarded(lambda: json.loads(line.decode()), here)
+        except RecordError as error:
+            cut = not line.endswith(b"\n") and "UTF-8" not in str(error)
+            hint = "; the file ends in this line without a line break: it may be truncated" if cut else ""
+            yield here.error(str(error).removeprefix(f"{here}: ") + hint)
+        else:
+            yield Value(raw, here)
+
+
+def _chain(first: list[bytes], stream: io.BufferedReader) -> Iterator[bytes]:
+    yield from first
+    yield from stream
+
+
+def _parse_document_or_lines(stream: io.BufferedReader, place: Place) -> Iterator[Value | RecordError]:
+    first: list[bytes] = []
+    while not first or not first[-1].strip():  # the first line that says something: the file is not empty
+        line = stream.readline()
+        if not line:
+            return
+        first.append(line)
+    try:
+        json.loads(first[-1])
+    except (ValueError, RecursionError):
+        here = replace(place, line=len(first))
+        data = b"".join([*first, stream.read()])
+        try:
+            yield Value(_guarded(lambda: json.loads(data.decode()), here), here)
+        except RecordError as error:
+            yield error
+    else:
+        yield from _parse_lines(stream, place, first)
+
+
+def _guarded(parse: Callable[[], T], place: Place) -> T:
+    """What ``parse`` returns, its failures as errors that name the place."""
+    try:
+        return parse()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise place.error(f"is not UTF-8: byte {error.start} is 0x{byte:02x} ({error.reason})") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} of it, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise place.error(f"is not JSON: {_message(error)} at {where}") from error
+    except RecursionError as error:
+        raise place.error("is nested too deeply to be read") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise place.error(f"is not JSON that can be read: {error}") from error
+
+
+def _message(error: json.JSONDecodeError) -> str:
+    return error.msg.removesuffix(" at")
+
+
+class _Window:
+    """The part of a text that is being read; what lies behind is dropped, what lies ahead is not read yet."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self._stream = stream
+        # Bytes that are not UTF-8 become surrogates, so that only the record that holds them is lost.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._json = json.JSONDecoder()
+        self.text, self.at, self.line, self.ended = "", 0, 1, False
+
+    def more(self) -> bool:
+        """Read on, as much again as there is, so that a long record is not parsed too often; False at the end."""
+        if self.ended:
+            return False
+        data = self._stream.read(max(_CHUNK, len(self.text) - self.at))
+        self.ended = not data
+        self.text, self.at = self.text[self.at :] + self._decoder.decode(data, self.ended), 0
+        return not self.ended
+
+    def skip(self, to: int) -> None:
+        """Go on to a place of the window."""
+        self.line += self.text.count("\n", self.at, to)
+        self.at = to
+
+    def peek(self) -> str:
+        """The next character that is no white space; empty at the end."""
+        while True:
+            match = _SPACE.match(self.text, self.at)
+            assert match is not None
+            self.skip(match.end())
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def value(self, place: Place) -> Value | RecordError:
+        """The JSON value that begins here.
+
+        Raises:
+            RecordError: it is no JSON, so that its end is not known.
+        """
+        while True:
+            try:
+                raw, end = self._json.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                inside = error.pos + _LONGEST_WORD < len(self.text) and not error.msg.startswith("Unterminated")
+                if inside or not self.more():
+                    raise place.error(f"is not JSON: {_message(error)} {self._where(error.pos, inside)}") from error
+            else:
+                # A number at the end of what was read may go on.
+                if end < len(self.text) or not self.more():
+                    break
+        wrong = _NOT_UTF8.search(self.text, self.at, end)
+        self.skip(end)
+        if wrong:
+            return place.error(f"is not UTF-8: it holds the byte 0x{ord(wrong.group()) - 0xDC00:02x}")
+        return Value(raw, place)
+
+    def _where(self, position: int, inside: bool) -> str:
+        lines = self.text.count("\n", self.at, position)
+        where = f"at line {self.line + lines}" if lines else f"at character {position - self.at} of the record"
+        return where if inside else f"{where}; the file ends inside the list: it may be truncated"
+
+
+def _parse_list(stream: io.BufferedReader, place: Place) -> Iterator[Value | RecordError]:
+    window = _Window(stream)
+    window.peek()
+    window.skip(window.at + 1)
+    record = 0
+    while window.peek() not in ("]", ""):
+        here = replace(place, line=window.line, record=record, field=f"[{record}]")
+        try:
+            yield _guarded(lambda: window.value(here), here)
+        except RecordError as error:
+            yield error
+            return
+        record += 1
+        if window.peek() == ",":
+            window.skip(window.at + 1)
+        elif window.peek() != "]":
+            break
+    here = replace(place, line=window.line)
+    if window.peek() != "]":
+        came = f"{window.peek()!r} at line {window.line}" if window.peek() else "the end: the file may be truncated"
+        yield here.error(f"the list must go on with ',' or end with ']', got {came}")
+        return
+    window.skip(window.at + 1)
+    if window.peek():
+        yield here.error(f"nothing may follow the list, got {window.peek()!r} at line {window.line}")

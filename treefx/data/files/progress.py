@@ -1,0 +1,41 @@
+"""A progress bar over the bytes of files, on a terminal; elsewhere nothing is written."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.errors import LiveError
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+__all__ = ["byte_progress"]
+
+
+@contextmanager
+def byte_progress(
+    total: int, enabled: bool = True, console: Console | None = None
+) -> Iterator[Callable[[int, str], None]]:
+    """A function to be told how many bytes are done and what is being read; the bar disappears at the end.
+
+    Args:
+        total: bytes in all.
+        enabled: False writes nothing.
+        console: where to; standard error when None. Written to only if it is a terminal.
+    """
+    console = console or Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not (enabled and console.is_terminal),
+    )
+    task = bar.add_task("reading", total=total)
+    try:
+        bar.start()
+    except LiveError:  # the caller shows a bar of their own
+        bar.disable = True
+    try:
+        yield lambda done, name: bar.update(task, completed=done, description=name)
+    finally:
+        bar.stop()

@@ -1,0 +1,139 @@
+"""Read files record by record, whatever their size; a broken record ends the reading, or is skipped and counted."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from treefx.data.files.opening import open_bytes
+from treefx.data.files.parsing import parse_records
+from treefx.data.files.progress import byte_progress
+from treefx.data.files.values import Value
+from treefx.errors import InputError, RecordError
+
+__all__ = ["OnError", "ReadReport", "read_records"]
+
+OnError = Literal["raise", "skip"]
+_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("json", "jsonl", "ndjson") for packed in ("", ".gz"))
+_KEPT_ERRORS = 100
+_STEP_BYTES = 1 << 18
+T = TypeVar("T")
+
+
+@dataclass
+class ReadReport:
+    """What a reading went through; it grows while the reading goes on."""
+
+    files: int = 0
+    records: int = 0
+    """Records that were read and are whole."""
+    skipped: int = 0
+    """Broken records, and files that could not be read on, left out under ``on_error="skip"``."""
+    errors: list[RecordError] = field(default_factory=list)
+    """Of the first hundred of them."""
+
+    def skip(self, error: RecordError) -> None:
+        """Count what is left out."""
+        self.skipped += 1
+        if len(self.errors) < _KEPT_ERRORS:
+            # Without what led to it, which holds the record or all that was read of the file.
+            error.__cause__ = error.__context__ = None
+            self.errors.append(error.with_traceback(None))
+
+    def summary(self) -> str:
+        """One line: how many, and the first that was left out."""
+        text = f"read {self.records:,} records of {self.files:,} files"
+        if not self.skipped:
+            return text
+        return f"{text}, skipped {self.skipped:,}; the first: {self.errors[0]}"
+
+
+def read_records(
+    path: str | Path,
+    parse: Callable[[Value], Iterable[T]],
+    *,
+    on_error: OnError = "raise",
+    report: ReadReport | None = None,
+    progress: bool = True,
+) -> Iterator[T]:
+    """Read a file, or each file of a folder, record by record.
+
+    A record is a line of JSON lines, an entry of a JSON list, or a whole JSON document; gzip is unpacked. Of lines and
+    lists no more than the record at hand is in memory.
+
+    Args:
+        path: a file of any name, or a folder: its ``.json``, ``.jsonl`` and ``.ndjson`` files, packed by gzip or not,
+            are read in sorted order.
+        parse: makes things of a record, any number of them; what it refuses by `RecordError` is a broken record.
+        on_error: "raise" ends the reading at the first broken record; "skip" leaves it out, counts it in ``report``,
+            and goes on with the next record, or with the next file where the rest of one cannot be read.
+        report: counts records and errors. Without one, a reading that skipped something ends with a warning.
+        progress: show a bar of bytes on standard error, if that is a terminal.
+
+    Raises:
+        InputError: there is no such file or folder, no file to read in it, or no such ``on_error``.
+        RecordError: while reading, with the file, the line and the field.
+
+    Example:
+        >>> read_records("trials.jsonl", lambda record: [record["reward"].number()])  # doctest: +SKIP
+    """
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+    files = _find_files(Path(path))
+    return _read(files, parse, on_error, report, progress)
+
+
+def _find_files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise InputError(f"no file or folder {path}")
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
+    if not files:
+        raise InputError(f"the folder {path} holds no .json, .jsonl or .ndjson file")
+    return files
+
+
+def _read(
+    files: list[Path],
+    parse: Callable[[Value], Iterable[T]],
+    on_error: OnError,
+    report: ReadReport | None,
+    progress: bool,
+) -> Iterator[T]:
+    counts = ReadReport() if report is None else report
+    for found in _walk(files, progress, counts):
+        try:
+            if isinstance(found, RecordError):
+                raise found
+            items = list(parse(found))
+        except RecordError as error:
+            if on_error == "raise":
+                raise
+            counts.skip(error)
+        else:
+            counts.records += 1
+            yield from items
+    if report is None and counts.skipped:
+        warnings.warn(counts.summary(), stacklevel=2)
+
+
+def _walk(files: list[Path], progress: bool, report: ReadReport) -> Iterator[Value | RecordError]:
+    """Every record of every file, or the error in its place."""
+    sizes = [file.stat().st_size for file in files]
+    before = shown = 0
+    with byte_progress(sum(sizes), progress) as show:
+        for file, size in zip(files, sizes, strict=True):
+            report.files += 1
+            show(before, file.name)
+            try:
+                with open_bytes(file) as opened:
+                    for record in parse_records(opened):
+                        yield record
+                        if before + opened.position() - shown >= _STEP_BYTES:
+                            shown = before + opened.position()
+                            show(shown, file.name)
+            except RecordError as error:
+                yield error
+            before += size

@@ -1,0 +1,6 @@
+"""Formats of records: in goes a parsed record (``files.Value``), out come conversations, pairs or judged answers.
+
+Order of imports, each only of what stands before an arrow::
+
+    openai_chat -> tau_bench, toolbench, preferences -> trials -> __init__
+"""

@@ -1,0 +1,99 @@
+"""Groups of trials of one task, found in a stream of conversations without holding all of it."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from treefx.data.files import OnError, ReadReport
+from treefx.data.loading import read_conversations
+from treefx.data.trajectories import Conversation
+from treefx.errors import InputError, RecordError
+
+__all__ = ["TrialGroup", "group_trials", "read_groups"]
+
+
+@dataclass(frozen=True)
+class TrialGroup:
+    """Trials of one task: what GRPO compares, and what begins alike."""
+
+    task: str
+    trials: tuple[Conversation, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        """One reward per trial.
+
+        Raises:
+            InputError: a trial has none.
+        """
+        found = [trial.reward for trial in self.trials if trial.reward is not None]
+        if len(found) < len(self.trials):
+            missing = next(trial for trial in self.trials if trial.reward is None)
+            where = missing.place or f"trial {missing.trial}"
+            raise InputError(f"{where}: task {self.task} needs a reward for each of its trials, got none for this one")
+        return found
+
+
+def read_groups(
+    path: str | Path,
+    *,
+    window: int | None = 256,
+    on_error: OnError = "raise",
+    report: ReadReport | None = None,
+    progress: bool = True,
+) -> Iterator[TrialGroup]:
+    """Read trials and group those of one task and one file; see `group_trials` and `read_conversations`.
+
+    Raises:
+        InputError: there is nothing to read, or no such window.
+        RecordError: while reading; a record is broken, or comes when its task's group is closed. The latter ends the
+            reading even if broken records are skipped: a group without some of its trials has other advantages.
+    """
+    return group_trials(read_conversations(path, on_error=on_error, report=report, progress=progress), window=window)
+
+
+def group_trials(conversations: Iterable[Conversation], *, window: int | None = 256) -> Iterator[TrialGroup]:
+    """Group the trials of one task and one file, in memory no more tasks than ``window`` at a time.
+
+    Args:
+        conversations: in any order in which the trials of a task are not too far apart.
+        window: how many tasks may be open at a time. When another one comes, the one whose last trial is longest ago is
+            closed and handed out: 1 for trials that stand one after the other; None for all tasks, with every trial in
+            memory. What is open at the end is handed out by its first trial's place.
+
+    Raises:
+        InputError: no such window.
+        RecordError: a trial of a task that is closed already; make the window larger, or sort the file by tasks.
+    """
+    if window is not None and window < 1:
+        raise InputError(f"window must be at least 1, or None for all tasks, got {window}")
+    return _group(conversations, window)
+
+
+def _group(conversations: Iterable[Conversation], window: int | None) -> Iterator[TrialGroup]:
+    waiting: OrderedDict[tuple[str, str], list[Conversation]] = OrderedDict()
+    closed: set[int] = set()  # 8 bytes a task: a hash that meets another by chance is one in 2^64
+    first_seen: dict[tuple[str, str], int] = {}
+    for number, trial in enumerate(conversations):
+        key = (trial.place.path if trial.place else trial.source, trial.task)
+        if hash(key) in closed:
+            raise _too_late(trial, window)
+        first_seen.setdefault(key, number)
+        waiting.setdefault(key, []).append(trial)
+        waiting.move_to_end(key)
+        if window is not None and len(waiting) > window:
+            oldest, trials = waiting.popitem(last=False)
+            closed.add(hash(oldest))
+            del first_seen[oldest]
+            yield TrialGroup(oldest[1], tuple(trials))
+    for key in sorted(waiting, key=first_seen.__getitem__):
+        yield TrialGroup(key[1], tuple(waiting[key]))
+
+
+def _too_late(trial: Conversation, window: int | None) -> RecordError:
+    problem = (
+        f"a trial of task {trial.task} comes when that task's group is closed, as more than window={window} tasks were "
+        "open; make the window larger, or sort the file by tasks"
+    )
+    return trial.place.error(problem) if trial.place else RecordError(f"{trial.source}: {problem}")
