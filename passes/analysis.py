@@ -21,9 +21,9 @@ from treefx.passes.labels.label_tokens import (
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.purity import has_effects
 from treefx.passes.packing.pack_tokens import Output, is_packed_output
+from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 from treefx.passes.trace.token_count import TokenCount
-from treefx.passes.scores.attention_facts import Attention
 
 __all__ = ["Analysis", "Expansion", "Rewritten", "Variant"]
 

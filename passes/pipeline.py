@@ -52,12 +52,12 @@ from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
 from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import PackingInterpreter
-from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
-from treefx.passes.trace.pattern import Pattern, inline_sizes
-from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import attentions
+from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
+from treefx.passes.trace.pattern import Pattern, inline_sizes
+from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.trace.trace import trace_forward, trace_function
 
 __all__ = ["NECESSARY", "OPTIONAL", "UNHIDDEN", "analyse", "build_passes", "compile_variant", "fake_inputs", "rewrite"]

@@ -42,8 +42,8 @@ class Config:
     """Whether outputs that nobody has read so far are left to be computed when somebody does, which is before the
     weights or inputs change. False: all are computed in their call, padding and large logits too."""
     max_shapes: int = 8
-    """How many shapes [B, T] one graph keeps compiled packed where rows and columns have to be numbers. A further one runs
-    the ordinary graph when it comes for the first time; when it comes again, it takes the place of the oldest."""
+    """How many shapes [B, T] one graph keeps compiled packed where rows and columns have to be numbers. A further one
+    runs the ordinary graph when it comes for the first time; when it comes again, it takes the place of the oldest."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out, to find the one at fault: those of ``treefx.passes.pipeline.OPTIONAL``."""
 

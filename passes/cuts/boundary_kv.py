@@ -35,8 +35,8 @@ from treefx.errors import UnsupportedError
 from treefx.kernels import ops as _tree_operator  # noqa: F401  (registers it)
 from treefx.kernels.score import Score, walk
 from treefx.passes.cuts.boundary_windows import Window, extend_windows, find_windows
-from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
+from treefx.passes.trace.token_count import TokenCount, add_count_input
 
 __all__ = ["CutGraph", "Run", "StandIn", "add_boundary"]
 

@@ -53,7 +53,8 @@ def _keeps_corners(node: fx.Node) -> bool:
     rule = _RULES.get(node.target)
     if rule is not None:
         return rule(node)
-    extents = _EXTENTS.get(node.target)
+    target: Any = node.target
+    extents = _EXTENTS.get(target)
     rest = [item for i, item in enumerate(node.args) if extents is None or i not in extents]
     if any(isinstance(item, SymInt) for item in tree_leaves((rest, dict(node.kwargs)))):
         return False

@@ -44,7 +44,8 @@ def _is_changed(x: Any, wrapped: Any) -> bool:
         return False
     if has_data_mutation(wrapped):
         return True
-    if was_tensor_updated(x, from_fun(wrapped)):
+    new: Any = from_fun(wrapped)
+    if was_tensor_updated(x, new):
         raise NotImplementedError(
             "the graph gives one of its inputs another memory or shape (x.data = y, x.set_(y), x.t_()); write a new "
             "tensor, or change the values in place (x.copy_(y))"

@@ -26,6 +26,7 @@ __all__ = ["COLUMNS", "ROWS", "Pattern", "inline_sizes", "name_size", "pattern_o
 
 ROWS, COLUMNS = sympy.symbols("rows columns", integer=True, positive=True)
 
+
 @dataclass(frozen=True)
 class Pattern:
     """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS``.
@@ -70,7 +71,8 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
             name_size(size, d, rows, columns) if isinstance(traced, SymInt) else size
             for d, (size, traced) in enumerate(given)
         ]
-        names.update((t.node.expr, n) for t, n in zip(example.shape, sizes, strict=True) if isinstance(t, SymInt))
+        traced_sizes: list[Any] = list(example.shape)
+        names.update((t.node.expr, n) for t, n in zip(traced_sizes, sizes, strict=True) if isinstance(t, SymInt))
         if any(isinstance(size, sympy.Expr) for size in sizes) and x.requires_grad and not x.is_contiguous():
             return None
         inputs.append(tuple(sizes))
@@ -112,9 +114,11 @@ def inline_sizes(gm: fx.GraphModule) -> None:
 
 def _takes_everything(node: fx.Node) -> bool:
     """A slice from the first to the last: torch writes none where sizes are numbers."""
-    if node.target is not torch.ops.aten.slice.Tensor or node.args[0].op == "placeholder":  # type: ignore[union-attr]
+    source: Any = node.args[0] if node.args else None
+    if node.target is not torch.ops.aten.slice.Tensor or source.op == "placeholder":
         return False
-    start, end, step = [*node.args[2:], *(None, None, 1)[len(node.args) - 2 :]]
+    given: list[Any] = [*node.args[2:5], *[None, None, 1][len(node.args[2:5]) :]]
+    start, end, step = given
     return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end >= sys.maxsize))
 
 

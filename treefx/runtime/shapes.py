@@ -170,10 +170,8 @@ class KnownShapes:
         """Those that run packed."""
         return [item for known in list(self._known.values()) for item in known if isinstance(item, Shape)]
 
-    def find(
-        self, key: tuple[Any, ...], args: Sequence[Tensor], sizes: Sequence[int] = ()
-    ) -> Shape | Refusal | None:
-        """What is known for a key, for the buffers among these tensors, and for a number of tokens where one is given."""
+    def find(self, key: tuple[Any, ...], args: Sequence[Tensor], sizes: Sequence[int] = ()) -> Shape | Refusal | None:
+        """What is known for a key, for the buffers among these tensors, and for a number of tokens if one is given."""
         known = self._known.get(key, ())
         admitting = [item for item in known if item.admits(args) and item.proof.holds(args)]
         found = next((x for x in admitting if not sizes or isinstance(x, Shape) and x.serves(args, sizes)), None)
