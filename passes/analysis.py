@@ -1,4 +1,4 @@
-"""What the passes find out and make: the analysis of one shape of inputs, its variants, and a rewritten graph."""
+"""What the passes find out and make: an analysis of all sizes of batches or of one, its variants, a rewritten graph."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Variant:
 
 @dataclass
 class Analysis:
-    """Passes 1 to 3 for one shape of inputs."""
+    """Passes 1 to 6, for batches of all sizes (``batch``) or for one shape of inputs."""
 
     gm: fx.GraphModule
     roles: list[Role]

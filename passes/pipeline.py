@@ -11,8 +11,8 @@
 8   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
 ==  ======================  ==================================================================================
 
-``analyse`` runs 1 to 6 for one shape of inputs, ``rewrite`` 7 for one variant of it, ``compile_variant`` 8; each of
-them runs the passes of its stage that ``build_passes`` has listed.
+``analyse`` runs 1 to 6 for batches of all sizes, or for one shape of inputs, ``rewrite`` 7 for one variant of it,
+``compile_variant`` 8; each of them runs the passes of its stage that ``build_passes`` has listed.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
 The journey of one batch, by room:
 
 1. ``backend``: Dynamo hands over the graph of the model. ``treefx.passes`` traces it, labels every value, reads masks
-   and scores, proves what is causal, and writes the packed graph (``pipeline``). This happens once per shape.
+   and scores, proves what is causal, and writes the packed graph (``pipeline``). This happens once, for batches of all
+   sizes.
 2. ``runtime``: a call comes in. ``compiled_graph`` asks what it is: padded rows, a forest given by the caller
    (``forests.context``), a part of a plan, or a block of a sharded model (``runtime.blocks``).
 3. ``forests``: the trie of its rows, as ``subtree_end``, ``depth`` and ``token_of``.
-4. ``runtime.shapes``: the variant of the graph for this shape; its executable, compiled once, serves any number of
+4. ``runtime.shapes``: the variant of the graph for this batch; its executable, compiled once, serves any number of
    tokens.
 5. ``treefx.kernels``: attention over the tree, on this device.
 6. ``runtime.ways.outputs``: the outputs, expanded to rows where somebody reads them.

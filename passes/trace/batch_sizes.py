@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from torch.utils._pytree import tree_map_only
 from torch.utils._sympy.value_ranges import bound_sympy
 
+from treefx.passes.trace.fingerprint import tensor_key
 from treefx.passes.trace.pattern import COLUMNS, ROWS, Pattern, name_size
 from treefx.passes.trace.token_count import TokenCount
 
@@ -116,6 +117,14 @@ class BatchSizes(TokenCount):
         for guard in self.guards:
             if guard.expr.free_symbols <= values.keys() and not bool(guard.expr.xreplace(values)):
                 raise Specialised(str(guard.expr))
+
+    def keys(self, tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+        """What compiled code takes for granted of the inputs of a call, sizes of the batch by name."""
+        pairs = zip(tensors, self.inputs, strict=False)  # there may be more: values made beside the graph
+        return [
+            (type(x), str(fake.shape), x.dtype, x.device, x.requires_grad) if has_symbols(fake) else tensor_key(x)
+            for x, fake in pairs
+        ]
 
     def laid_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a call as compiled code takes them: those with sizes of the batch contiguous."""

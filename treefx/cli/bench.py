@@ -162,6 +162,29 @@ def sampler(
 
 
 @bench.command()
+def shapes(
+    series: Annotated[str, typer.Option(help="near: 270 to 330 columns. wide: 64 to 1,024.")] = "near",
+    batches: Annotated[int, typer.Option(min=1, help="Batches, no two of one shape; 3 to 15 rows each.")] = 14,
+    model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "llama",
+    layers: Annotated[int, typer.Option(min=1, help="Its number of blocks.")] = 2,
+    hidden_size: Annotated[int, typer.Option(min=64, help="Its width, a multiple of 64.")] = 256,
+    json: Json = False,
+) -> None:
+    """Train on batches that never repeat a shape, compilation included, with inductor and with treefx.
+
+    Two thirds of the columns are shared. Each way has a process of its own with empty caches: whole_seconds is its
+    first round over all batches, with all that it compiles, steps_seconds a second round. Losses and gradients are
+    compared first.
+    """
+    from treefx.bench import shapes as bench_shapes
+
+    records = bench_shapes.run(
+        series=series, batches=batches, model=model, layers=layers, hidden_size=hidden_size, json_output=json
+    )
+    _show("Batches of all shapes", records, json)
+
+
+@bench.command()
 def parts(
     forests: Annotated[int, typer.Option(min=1, help="Random forests, each under three limits.")] = 50,
     inner: Annotated[str, typer.Option(help="Inner compiler: inductor or aot_eager.")] = "inductor",

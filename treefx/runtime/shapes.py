@@ -1,8 +1,8 @@
-"""What is known and compiled for one shape of inputs, shared by all graphs of Dynamo that compute the same.
+"""What is known and compiled for batches of all sizes, or of one, shared by all graphs of Dynamo that compute the same.
 
 Dynamo captures a model anew when it finds that a size changes, and may from then on take the new graph for batches that
-the old one was compiled for. The two become equal graphs as soon as their sizes are filled in; so shapes are kept by
-what the graph computes, and a batch of a shape seen before compiles nothing, whichever graph it comes through.
+the old one was compiled for. The two become equal graphs as soon as their sizes are filled in or named; so shapes are
+kept by what the graph computes, and a batch like one seen before compiles nothing, whichever graph it comes through.
 """
 
 from __future__ import annotations
@@ -234,10 +234,10 @@ def share_shape(analysis: Analysis, args: Sequence[Tensor], outputs: OutputUse, 
         outputs: For a new shape.
         settings: What else decides about the compiled code: options, facts proved from the inputs.
     """
-    keys = map(tensor_key, args) if analysis.batch is None else [object()]
+    keys = map(tensor_key, args) if analysis.batch is None else analysis.batch.keys(args)
     key = (fingerprint(analysis.gm), tuple(analysis.roles), *keys, *process_state(), *settings)
     for shape in list(_shapes):
-        if shape.key == key and shape.proof.holds(args):
+        if shape.key == key and shape.admits(args) and shape.proof.holds(args):
             return shape
     made = Shape(analysis, args, outputs, key)
     _shapes.add(made)

@@ -241,3 +241,16 @@ def test_shapes_that_never_return_compile_nothing_more() -> None:
         warnings.simplefilter("ignore")
         seen = [step(compiled, model, batch_of(3, columns, padding=None))["ran"] for columns in range(8, 15)]
     assert seen == ["packed", "packed", *itertools.repeat("ordinary", 5)]
+
+
+# Graphs of Dynamo that compute the same -------------------------------------------------------------------------------
+
+
+def test_models_of_one_class_share_what_was_compiled() -> None:
+    models = [TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16).double() for _ in range(2)]
+    compiles = 0
+    for model, (rows, columns) in zip(models, [(3, 9), (5, 20)], strict=True):
+        torch._dynamo.reset_code_caches()
+        compiled = compile_with(model, inner="eager")
+        compiles += step(compiled, model, batch_of(rows, columns))["compiles"]
+    assert compiles == 1
