@@ -17,6 +17,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 __all__ = ["keep_graphs_whole", "why_cut"]
@@ -109,10 +110,12 @@ def _install_hooks_first() -> None:
 
 
 def _take_batches_as_symbols() -> None:
-    """Let Dynamo take sizes of the inputs of a model as symbols from the first call on, where treefx compiles it.
+    """Let Dynamo take all sizes of batches as symbols when it compiles a function again, where treefx compiles it.
 
-    Left to itself it takes them for numbers, and for symbols once it has seen two: two graphs more than it takes, and
-    the first has rows and columns burnt in. ``dynamic=False`` and dimensions marked static stay numbers.
+    As elsewhere, the first graph of a function is of the sizes it is called with; a trainer that pads to one length
+    needs no other. Left to itself Dynamo then takes those sizes for symbols that it has seen change, so that other
+    lengths cost one more graph, and other numbers of rows another one. ``dynamic=False`` and dimensions marked static
+    stay numbers.
     """
     original = getattr(builder, "_automatic_dynamic", None)
     if original is None:  # another version of Dynamo
@@ -124,7 +127,7 @@ def _take_batches_as_symbols() -> None:
         ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
         if not ours or static_shapes or not torch._dynamo.config.automatic_dynamic_shapes:
             return context
-        if not isinstance(context, StatefulSymbolicContext) or _is_of_module(source):
+        if not isinstance(context, StatefulSymbolicContext) or _is_of_module(source) or not _is_compiled_again():
             return context
         marked = getattr(e, "_dynamo_static_indices", ())
         for d in _dimensions_of_batches(e):
@@ -133,6 +136,11 @@ def _take_batches_as_symbols() -> None:
         return context
 
     builder._automatic_dynamic = automatic_dynamic
+
+
+def _is_compiled_again() -> bool:
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
 def _dimensions_of_batches(x: torch.Tensor) -> range | list[int]:

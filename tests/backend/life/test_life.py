@@ -38,7 +38,7 @@ def test_other_sharing_compiles_nothing() -> None:
 def test_other_shapes() -> None:
     """New lengths and numbers of rows are exact, and shapes seen before compile nothing.
 
-    Rows and columns are symbols from the first call on.
+    Dynamo captures the first as it is, and the second with rows and columns as symbols.
     """
     model = llama()
     compiled = compile_with(model)
@@ -47,7 +47,7 @@ def test_other_shapes() -> None:
     for batch in batches:
         assert check(compiled, model, batch)["tokens"] == distinct_tokens(batch)
     compiles = stats_of(compiled)["compiles"]
-    assert compiles == 1
+    assert compiles == 2
     for batch in reversed(batches):
         assert check(compiled, model, batch)["compiles"] == compiles
 

@@ -165,19 +165,6 @@ def test_recompile_limit_of_dynamo() -> None:
     assert stats_of(compiled)["calls"] == 2
 
 
-def test_more_shapes_than_are_kept() -> None:
-    model = tiny()
-    compiled = compile_with(model, inner="eager", max_shapes=1)
-    ran = []
-    for length in (8, 9, 10, 9):
-        batch = shared_batch(rows=3, length=length, shared=4, vocab=61, padding=None)
-        expected = eager_step(model, batch)
-        assert_close(outcome(model, lambda batch=batch: loss_of(batch)(compiled)), expected, FLOAT64)
-        ran.append(stats_of(compiled)["fallback"])
-    assert ran[0] is None and ran[1] is None and ran[3] is None  # one of the static graph, one of the symbolic one
-    assert "max_shapes" in ran[2]
-
-
 def test_reset_forgets_what_was_compiled() -> None:
     compiled = compile_with(tiny(), inner="eager")
     for _ in range(2):

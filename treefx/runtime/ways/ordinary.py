@@ -27,8 +27,7 @@ class Ordinary:
     """Compiles Dynamo's graph as it is with the inner compiler, when first needed.
 
     A graph of fixed shapes is compiled once per shape and state of the process. One with symbolic sizes (its inputs
-    hold numbers) goes through ``torch.compile``, which takes sizes for numbers until a second shape comes, as it would
-    have without treefx, and checks its own guards.
+    hold numbers) goes through ``torch.compile(dynamic=True)``, which compiles once and checks its own guards.
 
     Args:
         gm: Dynamo's graph.
@@ -39,8 +38,6 @@ class Ordinary:
     def __init__(self, gm: fx.GraphModule, inner: Inner, records: Records) -> None:
         self._gm, self._inner, self._records = gm, inner, records
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._dynamic = True if not torch._dynamo.config.assume_static_by_default else None
-        """What the caller asked of torch.compile."""
 
     def instead(self, args: Sequence[Any], *, fallback: str | None) -> Any:
         """Run a call that does not run packed, for a reason or because that would not pay."""
@@ -60,7 +57,7 @@ class Ordinary:
     def _compile_symbolic(self) -> Callable[..., Any]:
         self._records.count_ordinary(0.0)  # it compiles when it is called
         mode = self._inner.mode if self._inner.mode != "default" else None
-        return torch.compile(self._gm, backend=self._inner.name, mode=mode, dynamic=self._dynamic)
+        return torch.compile(self._gm, backend=self._inner.name, mode=mode, dynamic=True)
 
     def _compile(self, args: Sequence[Any]) -> Callable[..., Any]:
         started = time.perf_counter()
