@@ -23,7 +23,7 @@ _SAME_PLACE = {
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.dims, aten.squeeze.default, aten.clone.default, aten.alias.default, aten.detach.default,
     aten.lift_fresh_copy.default, aten._to_copy.default, aten.tril.default, aten.triu.default, aten.cumsum.default,
-    aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.where.self, aten.where.ScalarSelf,
+    aten.embedding.default, aten.gather.default, aten.where.self, aten.where.ScalarSelf,
     aten.where.ScalarOther, aten.where.Scalar,
 }  # fmt: skip
 """They move or combine elements by rules that hold no size."""
@@ -72,6 +72,12 @@ def _selects_from_the_front(node: fx.Node) -> bool:
     return isinstance(node.args[2], int) and node.args[2] >= 0
 
 
+def _counts_from_the_front(node: fx.Node) -> bool:
+    """An index below zero counts from the end, which must then be where it is in every batch."""
+    source: Any = node.args[0]
+    return not any(isinstance(size, SymInt) for size in shape_of(source))
+
+
 def _only_adds_ones(node: fx.Node) -> bool:
     """A view that inserts or removes dimensions of one."""
     source: Any = node.args[0]
@@ -84,6 +90,6 @@ def _is_other_than_one(size: Any) -> bool:
 
 
 _RULES: dict[Any, Callable[[fx.Node], bool]] = {
-    aten.slice.Tensor: _begins_in_front, aten.select.int: _selects_from_the_front, aten.view.default: _only_adds_ones,
+    aten.index.Tensor: _counts_from_the_front, aten.slice.Tensor: _begins_in_front, aten.select.int: _selects_from_the_front, aten.view.default: _only_adds_ones,
     aten.reshape.default: _only_adds_ones, aten._unsafe_view.default: _only_adds_ones,
 }  # fmt: skip

@@ -84,7 +84,8 @@ class TokenCount(ShapeEnv):
         Nobody else checks it. ``given`` are the values of other symbols.
         """
         values = {**dict(zip(self._symbols, (tokens, *further), strict=True)), **(given or {})}
-        return self.holds(values)
+        unknown = {symbol for guard in self.guards for symbol in guard.expr.free_symbols} - values.keys()
+        return not unknown and self.holds(values)
 
     def holds(self, values: Mapping[Any, int]) -> bool:
         """Whether everything recorded so far that speaks of these symbols alone holds for these values."""

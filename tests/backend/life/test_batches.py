@@ -124,7 +124,17 @@ class ShortBatches(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(~hidden).tril())
 
 
-@pytest.mark.parametrize("attention", [Mirrored, Share, ShortBatches])
+class Wrapped(nn.Module):
+    """Reads a table of the batch's columns from its end."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        columns = torch.arange(q.shape[2])
+        left = columns[-1 - columns]
+        hidden = (left + columns < 39)[:, None] & (columns[:, None] - columns == 3)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=(~hidden).tril())
+
+
+@pytest.mark.parametrize("attention", [Mirrored, Share, ShortBatches, Wrapped])
 def test_tables_that_change_with_the_columns_are_not_carried_over(attention: type[nn.Module]) -> None:
     model = TinyLM(attention, layers=1).double()
     compiled = compile_for_all(model)
@@ -155,9 +165,12 @@ def test_tables_of_the_first_batch_alone_would_be_wrong(monkeypatch: pytest.Monk
         windowed_steps()
 
 
-def test_tables_taken_for_corners_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attention", [ShortBatches, Wrapped])
+def test_tables_taken_for_corners_would_be_wrong(
+    attention: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "is_corner", lambda node: True)
-    model = TinyLM(ShortBatches, layers=1).double()
+    model = TinyLM(attention, layers=1).double()
     compiled = compile_for_all(model)
     with pytest.raises(AssertionError, match="differ by more than"):
         step(compiled, model, batch_of(4, 30, padding=None))
