@@ -295,6 +295,15 @@ def chunked_from_the_first_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     return F.scaled_dot_product_attention(q, k, v, causal(q) & same & mask[:, None, None, :].bool())
 
 
+def counted_from_the_end(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Indices below zero, into a range and into a part of one."""
+    columns = torch.arange(q.size(-2))
+    left, later = columns[-1 - columns], torch.arange(200)[10:180:2][-1 - columns]
+    thinned = (left % 3 == 1) & (columns[:, None] != columns)
+    scores = scores_of(q, k) + (0.05 * later.to(q.dtype) % 1.0)
+    return F.softmax(scores.masked_fill(thinned | (columns > columns[:, None]), float("-inf")), dim=-1) @ v
+
+
 class ContentToPosition(nn.Module):
     """DeBERTa's half: each query's own logit for a distance, gathered for every key."""
 
@@ -349,7 +358,7 @@ SPELLINGS: dict[str, Builder] = {
     **_builders(einsum_heads_first, einsum_tokens_first, baddbmm, additive_triu, chunked, chunked_sdpa),
     **_builders(sliding_softcap, alibi, softmax_in_float32, sdpa_is_causal, sdpa_bool, sdpa_float),
     **_builders(sdpa_contiguous_layout, head_by_head, softmax_by_hand, softmax_of_filled_weights, softmax_off_by_one),
-    **_builders(softmax_off_by_one_shifted, differential),
+    **_builders(softmax_off_by_one_shifted, differential, counted_from_the_end),
     "sink_by_hand": SinkByHand,
     "content_to_position": ContentToPosition,
     "bias_without_gradient": BiasWithoutGradient,

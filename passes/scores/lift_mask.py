@@ -268,11 +268,31 @@ def _index(node: fx.Node, index: Index) -> Expr:
         return load(node, index)
     shape = shape_of(source)
     front = len(index) - (len(shape) - len(chosen))
-    digits = tuple(
-        ((lift(item, align(shape_of(item), index[:front])), size),) if size > 1 else ()
-        for item, size in zip(chosen, shape, strict=False)
-    )
+    digits: Index = ()
+    for item, size in zip(chosen, shape, strict=False):
+        place = lift(item, align(shape_of(item), index[:front]))
+        if source.op == "call_function":  # its element is a formula of the index, which knows no end
+            place = _from_the_front(place, size)
+        digits += (((place, size),) if size > 1 else (),)
     return lift(source, digits + index[front:])
+
+
+def _from_the_front(place: Expr, size: int) -> Expr:
+    """An index that counts from the end where it is below zero, as one that never is."""
+    if _is_never_negative(place):
+        return place
+    return ("where", ("lt", place, const(0)), ("add", place, const(size)), place)
+
+
+def _is_never_negative(expr: Expr) -> bool:
+    op, operands = expr[0], expr[1:]
+    if op == "const":
+        return bool(operands[0] >= 0)
+    if op in ("add", "mul", "min", "floordiv", "int", "float"):
+        return all(map(_is_never_negative, operands))
+    if op == "mod":
+        return _is_never_negative(operands[1])
+    return op in ("cq", "ck", "b", "head", "abs") or (op == "max" and any(map(_is_never_negative, operands)))
 
 
 def _pow(node: fx.Node, index: Index) -> Expr:
