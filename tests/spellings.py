@@ -304,6 +304,28 @@ def counted_from_the_end(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
     return F.softmax(scores.masked_fill(thinned | (columns > columns[:, None]), float("-inf")), dim=-1) @ v
 
 
+def narrow_integers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Sums and casts that wrap around at 256."""
+    columns = torch.arange(q.size(-2))
+    small = columns.to(torch.uint8) * 40
+    seen = ((small[:, None] + small > 60) & ((columns * 77).to(torch.uint8) > 40)) | (columns[:, None] == columns)
+    return F.softmax(scores_of(q, k).masked_fill(~seen, float("-inf")), dim=-1) @ v
+
+
+def masks_of_bytes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The Annotated Transformer: zeros and ones of eight bits, multiplied."""
+    columns = torch.arange(q.size(-2))
+    near = (columns[:, None] - columns < WINDOW).to(torch.uint8)
+    seen = torch.tril(torch.ones(len(columns), len(columns), dtype=torch.uint8)) * near
+    return F.softmax(scores_of(q, k).masked_fill(seen == 0, -1e9), dim=-1) @ v
+
+
+def scaled_differences(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    place = torch.arange(q.size(-2)).to(q.dtype)
+    bias = torch.rsub(place, 1.0, alpha=0.3) * torch.rsub(place, 0.1 * place, alpha=0.2)
+    return F.softmax(scores_of(q, k) + 0.1 * bias + torch.add(place, 1.0, alpha=0.7), dim=-1) @ v
+
+
 class ContentToPosition(nn.Module):
     """DeBERTa's half: each query's own logit for a distance, gathered for every key."""
 
@@ -359,6 +381,7 @@ SPELLINGS: dict[str, Builder] = {
     **_builders(sliding_softcap, alibi, softmax_in_float32, sdpa_is_causal, sdpa_bool, sdpa_float),
     **_builders(sdpa_contiguous_layout, head_by_head, softmax_by_hand, softmax_of_filled_weights, softmax_off_by_one),
     **_builders(softmax_off_by_one_shifted, differential, counted_from_the_end),
+    **_builders(narrow_integers, masks_of_bytes, scaled_differences),
     "sink_by_hand": SinkByHand,
     "content_to_position": ContentToPosition,
     "bias_without_gradient": BiasWithoutGradient,

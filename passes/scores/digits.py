@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from treefx.kernels.score import Expr, walk
 from treefx.passes.scores.score_algebra import const
 
-__all__ = ["Digit", "Index", "align", "combined", "of_head", "offset_of_keys", "split_digit"]
+__all__ = ["Digit", "Index", "align", "combined", "from_the_front", "of_head", "offset_of_keys", "split_digit"]
 
 Digit = tuple[Expr, int]
 """An index expression and the extent it counts over."""
@@ -47,3 +47,21 @@ def offset_of_keys(digits: Sequence[Digit]) -> int | None:
 def of_head(digit: Digit) -> bool:
     """Whether a digit tells of the head alone."""
     return not any(item[0] in ("b", "cq", "ck") for item in walk(digit[0]))
+
+
+def from_the_front(place: Expr, size: int) -> Expr:
+    """An index that counts from the end where it is below zero, as one that never is."""
+    if _is_never_negative(place):
+        return place
+    return ("where", ("lt", place, const(0)), ("add", place, const(size)), place)
+
+
+def _is_never_negative(expr: Expr) -> bool:
+    op, operands = expr[0], expr[1:]
+    if op == "const":
+        return bool(operands[0] >= 0)
+    if op in ("add", "mul", "min", "floordiv", "int", "float"):
+        return all(map(_is_never_negative, operands))
+    if op == "mod":
+        return _is_never_negative(operands[1])
+    return op in ("cq", "ck", "b", "head", "abs") or (op == "max" and any(map(_is_never_negative, operands)))

@@ -16,8 +16,18 @@ from torch import fx
 from treefx.kernels.score import Expr
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Kind, fact_of, shape_of
-from treefx.passes.scores.digits import Digit, Index, align, combined, of_head, offset_of_keys, split_digit
+from treefx.passes.scores.digits import (
+    Digit,
+    Index,
+    align,
+    combined,
+    from_the_front,
+    of_head,
+    offset_of_keys,
+    split_digit,
+)
 from treefx.passes.scores.loads import load, load_maybe
+from treefx.passes.scores.narrow import may_wrap_around
 from treefx.passes.scores.score_algebra import const, fold
 
 __all__ = ["element_operands", "lift", "step"]
@@ -33,6 +43,8 @@ def lift(node: Any, index: Index) -> Expr:
     """
     if not isinstance(node, fx.Node):
         return const(node)
+    if may_wrap_around(node):
+        return load(node, index)
     moved = step(node, index)
     if moved is not None:
         return lift(*moved)
@@ -239,7 +251,7 @@ def _triangle(lower: bool) -> Callable[[fx.Node, Index], Expr]:
 def _scaled_sum(name: str) -> Callable[[fx.Node, Index], Expr]:
     def rule(node: fx.Node, index: Index) -> Expr:
         left, right = (_operand(item, node, index) for item in node.args[:2])
-        alpha: Any = node.kwargs.get("alpha", 1)
+        alpha = _alpha(node)
         return fold((name, left, right if alpha == 1 else ("mul", right, const(alpha))))
 
     return rule
@@ -247,7 +259,13 @@ def _scaled_sum(name: str) -> Callable[[fx.Node, Index], Expr]:
 
 def _reversed_difference(node: fx.Node, index: Index) -> Expr:
     left, right = (_operand(item, node, index) for item in node.args[:2])
-    return ("sub", right, left)
+    alpha = _alpha(node)
+    return ("sub", right, left if alpha == 1 else ("mul", left, const(alpha)))
+
+
+def _alpha(node: fx.Node) -> Any:
+    """The factor of what is added or subtracted: after the operands where one of them is a number."""
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
 
 
 def _logic(name: str) -> Callable[[fx.Node, Index], Expr]:
@@ -272,27 +290,9 @@ def _index(node: fx.Node, index: Index) -> Expr:
     for item, size in zip(chosen, shape, strict=False):
         place = lift(item, align(shape_of(item), index[:front]))
         if source.op == "call_function":  # its element is a formula of the index, which knows no end
-            place = _from_the_front(place, size)
+            place = from_the_front(place, size)
         digits += (((place, size),) if size > 1 else (),)
     return lift(source, digits + index[front:])
-
-
-def _from_the_front(place: Expr, size: int) -> Expr:
-    """An index that counts from the end where it is below zero, as one that never is."""
-    if _is_never_negative(place):
-        return place
-    return ("where", ("lt", place, const(0)), ("add", place, const(size)), place)
-
-
-def _is_never_negative(expr: Expr) -> bool:
-    op, operands = expr[0], expr[1:]
-    if op == "const":
-        return bool(operands[0] >= 0)
-    if op in ("add", "mul", "min", "floordiv", "int", "float"):
-        return all(map(_is_never_negative, operands))
-    if op == "mod":
-        return _is_never_negative(operands[1])
-    return op in ("cq", "ck", "b", "head", "abs") or (op == "max" and any(map(_is_never_negative, operands)))
 
 
 def _pow(node: fx.Node, index: Index) -> Expr:
