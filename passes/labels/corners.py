@@ -90,6 +90,7 @@ def _is_other_than_one(size: Any) -> bool:
 
 
 _RULES: dict[Any, Callable[[fx.Node], bool]] = {
-    aten.index.Tensor: _counts_from_the_front, aten.slice.Tensor: _begins_in_front, aten.select.int: _selects_from_the_front, aten.view.default: _only_adds_ones,
+    aten.index.Tensor: _counts_from_the_front, aten.slice.Tensor: _begins_in_front,
+    aten.select.int: _selects_from_the_front, aten.view.default: _only_adds_ones,
     aten.reshape.default: _only_adds_ones, aten._unsafe_view.default: _only_adds_ones,
 }  # fmt: skip

@@ -161,7 +161,8 @@ def _buffers(draft: Draft, rng: Random) -> None:
             draft.set_conditions(place, ["causal by a buffer", *rng.choice(([], ["padding"]))])
         changes = [name for name in CALLS if name.startswith("mask buffer")]
     else:
-        draft.layers.append(Piece(rng.choice(("changing temperature", "step counter", "running statistics"))))
+        names = ("changing temperature", "step counter", "step counter without gradient", "running statistics")
+        draft.layers.append(Piece(rng.choice(names)))
         changes = [name for name in CALLS if name.startswith("buffer")]
         draft.layers.append(Piece("changing temperature"))
     draft.calls = ["train", rng.choice(changes), "train", *rng.choice(([], [rng.choice(changes), "train"]))]

@@ -24,8 +24,9 @@ from treefx.passes.labels import constants
 from treefx.passes.trace.batch_sizes import BatchSizes
 
 SHAPES = [(3, 7), (5, 23), (4, 50), (6, 12), (2, 9)]
-FIXED_SIZES = {"softmax_in_float32"}
-"""Spellings that round to float32: ``tests.backend.models.test_spellings`` compares them."""
+FIXED_SIZES = {"softmax_in_float32", "counted_from_the_end"}
+"""The first rounds to float32 (``tests.backend.models.test_spellings`` compares it), the second writes the number of
+columns into its scores, and is analysed for each."""
 
 
 def batch_of(rows: int, columns: int, seed: int = 0, padding: Any = "right") -> Batch:
@@ -166,9 +167,7 @@ def test_tables_of_the_first_batch_alone_would_be_wrong(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("attention", [ShortBatches, Wrapped])
-def test_tables_taken_for_corners_would_be_wrong(
-    attention: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_taken_for_corners_would_be_wrong(attention: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "is_corner", lambda node: True)
     model = TinyLM(attention, layers=1).double()
     compiled = compile_for_all(model)

@@ -198,6 +198,10 @@ POINTWISE = {
         "self.steps{n} += 1\nx = x * (1 + 0.1 * self.steps{n})",
         "self.register_buffer('steps{n}', torch.zeros((), dtype=torch.float64))",
     ),
+    "step counter without gradient": Part(
+        "with torch.no_grad(): self.steps{n} += 1\nx = x * (1 + 0.1 * self.steps{n})",
+        "self.register_buffer('steps{n}', torch.zeros((), dtype=torch.float64))",
+    ),
     "running statistics": Part(
         "self.seen{n}.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))\nx = x - self.seen{n}",
         "self.register_buffer('seen{n}', torch.zeros(D))",

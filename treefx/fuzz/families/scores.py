@@ -47,6 +47,11 @@ SCORES = {
         "self.near{n} = nn.Parameter(torch.randn(8, D // H))",
     ),
     "second scores": Part("scores = scores - 0.3 * (k @ q.mT).mT"),
+    "counted from the end": Part("scores = scores + (i[-1 - i] % 3 + torch.arange(90)[7:80][-1 - i] % 5).to(x.dtype)"),
+    "bytes that wrap around": Part(
+        "scores = scores + ((i.to(torch.uint8) * 40)[:, None] + i * 3 % 7).to(x.dtype) * 0.1"
+    ),
+    "scaled difference": Part("scores = scores + torch.rsub(i.to(x.dtype), 1, alpha=0.3)"),
     "large scores": Part("scores = scores * 1e4", traits="steep"),
 }
 """Each needs scores as a value: not for scaled_dot_product_attention."""
