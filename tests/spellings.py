@@ -298,17 +298,17 @@ def chunked_from_the_first_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
 def counted_from_the_end(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Indices below zero, into a range and into a part of one."""
     columns = torch.arange(q.size(-2))
-    left, later = columns[-1 - columns], torch.arange(200)[10:180:2][-1 - columns]
-    thinned = (left % 3 == 1) & (columns[:, None] != columns)
-    scores = scores_of(q, k) + (0.05 * later.to(q.dtype) % 1.0)
-    return F.softmax(scores.masked_fill(thinned | (columns > columns[:, None]), float("-inf")), dim=-1) @ v
+    later = torch.arange(200)[10:180:2][-1 - columns].to(q.dtype)
+    thinned = (columns[-1 - columns] % 3 == 1) & (columns[:, None] != columns)
+    return F.softmax(scores_of(q, k).masked_fill(thinned, float("-inf")) + 0.05 * later % 1.0, dim=-1) @ v
 
 
 def narrow_integers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Sums and casts that wrap around at 256."""
+    """Sums, products and casts that wrap around at 256, and at 2^31."""
     columns = torch.arange(q.size(-2))
-    small = columns.to(torch.uint8) * 40
-    seen = ((small[:, None] + small > 60) & ((columns * 77).to(torch.uint8) > 40)) | (columns[:, None] == columns)
+    few, large = columns.to(torch.uint8) * 40, (columns * 1_000_000_007).to(torch.int32)
+    seen = (few[:, None] + few > 60) & ((columns * 77).to(torch.uint8) > 40) & (large % 7 != 1)
+    seen = seen & (columns.to(torch.int32) * 1_000_000_007 % 5 != 1) | (columns[:, None] == columns)
     return F.softmax(scores_of(q, k).masked_fill(~seen, float("-inf")), dim=-1) @ v
 
 
@@ -316,14 +316,14 @@ def masks_of_bytes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
     """The Annotated Transformer: zeros and ones of eight bits, multiplied."""
     columns = torch.arange(q.size(-2))
     near = (columns[:, None] - columns < WINDOW).to(torch.uint8)
-    seen = torch.tril(torch.ones(len(columns), len(columns), dtype=torch.uint8)) * near
+    seen = near * torch.tril(torch.ones_like(near))
     return F.softmax(scores_of(q, k).masked_fill(seen == 0, -1e9), dim=-1) @ v
 
 
 def scaled_differences(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     place = torch.arange(q.size(-2)).to(q.dtype)
-    bias = torch.rsub(place, 1.0, alpha=0.3) * torch.rsub(place, 0.1 * place, alpha=0.2)
-    return F.softmax(scores_of(q, k) + 0.1 * bias + torch.add(place, 1.0, alpha=0.7), dim=-1) @ v
+    bias = 0.1 * torch.rsub(place, 1.0, alpha=0.3) * torch.rsub(place, 0.1 * place, alpha=0.2)
+    return F.softmax(scores_of(q, k) + bias + torch.add(place, 1.0, alpha=0.7), dim=-1) @ v
 
 
 class ContentToPosition(nn.Module):
@@ -380,8 +380,8 @@ SPELLINGS: dict[str, Builder] = {
     **_builders(einsum_heads_first, einsum_tokens_first, baddbmm, additive_triu, chunked, chunked_sdpa),
     **_builders(sliding_softcap, alibi, softmax_in_float32, sdpa_is_causal, sdpa_bool, sdpa_float),
     **_builders(sdpa_contiguous_layout, head_by_head, softmax_by_hand, softmax_of_filled_weights, softmax_off_by_one),
-    **_builders(softmax_off_by_one_shifted, differential, counted_from_the_end),
-    **_builders(narrow_integers, masks_of_bytes, scaled_differences),
+    **_builders(softmax_off_by_one_shifted, differential, counted_from_the_end, narrow_integers, masks_of_bytes),
+    **_builders(scaled_differences),
     "sink_by_hand": SinkByHand,
     "content_to_position": ContentToPosition,
     "bias_without_gradient": BiasWithoutGradient,

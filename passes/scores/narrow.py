@@ -17,16 +17,26 @@ __all__ = ["may_wrap_around"]
 aten = torch.ops.aten
 Range = tuple[float, float]
 _NARROW = {torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32}
-_LARGE = (aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar)
+_OF_32_BITS = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar, aten._to_copy.default}
 """What leaves 32 bits although its operands are columns."""
+_MAKES_OTHERS = _OF_32_BITS | {
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar,
+    aten.neg.default, aten.abs.default, aten.arange.default, aten.arange.start, aten.arange.start_step,
+}  # fmt: skip
+"""All others give numbers that their operands have."""
+_KNOWN = 2.0**62
+"""Bounds below are those of a formula; others are only what 64 bits hold."""
 
 
 def may_wrap_around(node: fx.Node) -> bool:
     """Whether an integer operator may leave the range of its dtype, for all that is known of its operands."""
-    dtype = node.meta["val"].dtype if node.op == "call_function" and "val" in node.meta else None
-    if dtype not in _NARROW and not (dtype is torch.int32 and node.target in _LARGE):
+    dtype: Any = getattr(node.meta.get("val"), "dtype", None) if node.op == "call_function" else None
+    watched = _MAKES_OTHERS if dtype in _NARROW else _OF_32_BITS if dtype is torch.int32 else frozenset()
+    if node.target not in watched:
         return False
     low, high = _before_wrapping(node)
+    if dtype is torch.int32 and node.target is aten._to_copy.default and max(-low, high) > _KNOWN:
+        return False  # positions of 64 bits that a caller counts in, as many as there are tokens
     return not (torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max)
 
 
@@ -79,6 +89,11 @@ def _fill(node: fx.Node) -> Range:
     return _range(node.args[1])
 
 
+def _arange(node: fx.Node) -> Range:
+    ends = (0, node.args[0]) if node.target is aten.arange.default else node.args[:2]
+    return _either(_range(ends[0]), _range(ends[1]))
+
+
 _RULES: dict[Any, Callable[[fx.Node], Range]] = {
     aten.add.Tensor: _of_operands(lambda x, y: (x[0] + y[0], x[1] + y[1])),
     aten.sub.Tensor: _of_operands(lambda x, y: (x[0] - y[1], x[1] - y[0])),
@@ -87,12 +102,14 @@ _RULES: dict[Any, Callable[[fx.Node], Range]] = {
     aten.minimum.default: _of_operands(lambda x, y: (min(x[0], y[0]), min(x[1], y[1]))),
     aten.maximum.default: _of_operands(lambda x, y: (max(x[0], y[0]), max(x[1], y[1]))),
     aten.where.self: _of_operands(_either, 1), aten.tril.default: _or_zero, aten.triu.default: _or_zero,
-    aten.full.default: _fill, aten.full_like.default: _fill,
+    aten.full.default: _fill, aten.full_like.default: _fill, aten.arange.default: _arange,
+    aten.arange.start: _arange, aten.arange.start_step: _arange,
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), lambda node: (0.0, 0.0)),
     **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda node: (1.0, 1.0)),
     **dict.fromkeys(
         (aten._to_copy.default, aten.view.default, aten.expand.default, aten.unsqueeze.default, aten.slice.Tensor,
          aten.transpose.int, aten.permute.default, aten.clone.default, aten.alias.default, aten.squeeze.dim,
-         aten.select.int, aten.reshape.default, aten._unsafe_view.default, aten.lift_fresh_copy.default), _same,
+         aten.select.int, aten.reshape.default, aten.index.Tensor, aten._unsafe_view.default,
+         aten.lift_fresh_copy.default), _same,
     ),
 }  # fmt: skip

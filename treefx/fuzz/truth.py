@@ -1,8 +1,8 @@
 """The outcome of a program: it runs eagerly in float64 and compiled, and everything the caller saw is compared.
 
 A value is judged by its largest difference over its largest entry; a gradient that is small beside the largest one of
-its step, or beside its loss, is judged against that. In float32 and bfloat16 the compiled run may be as far from
-float64 as eager is, up to a factor.
+its step is judged against that, and against the loss where all of them are rounding. In float32 and bfloat16 the
+compiled run may be as far from float64 as eager is, up to a factor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ FAILURES = ("crashed", "hung", "wrong")
 
 _TOLERANCE = 1e-10
 _SMALL = 1e-4
-"""Gradients below this share of the largest one of their step, or of its loss, are judged against it."""
+"""Gradients below this share of the largest one of their step are judged against it."""
+_CANCELLED = 1e-12
+"""Where no gradient reaches this share of the loss, the weights do not matter: they are judged against the loss."""
 _STEEP = 1.0
 """The same where scores are scaled up, and with them the rounding of a softmax that is nearly one key."""
 _ROUNDING = 6.0
@@ -188,18 +190,20 @@ def _torch_differs(
 def errors_of(got: Seen, want: Seen, small: float = _SMALL) -> dict[str, float]:
     """The relative difference of everything seen, by name; infinite where one side alone has a value.
 
-    Gradients below a share ``small`` of the largest one of their step, or of its loss where all gradients cancel, are
-    judged against that share.
+    Gradients below a share ``small`` of the largest one of their step are judged against that share.
     """
-    largest: dict[str, float] = {}
-    for name, value in want.items():
-        if ("gradient" in name or name.endswith("loss")) and value.numel():
-            step = name.split(" ")[0]
-            largest[step] = max(largest.get(step, 0.0), float(value.double().abs().max()))
-    floors = {
-        name: small * largest.get(name.split(" ")[0], 0.0) if "gradient" in name else 0.0 for name in {**want, **got}
-    }
+    scales = {step: _scale_of(step, want) for step in {name.split(" ")[0] for name in {**want, **got}}}
+    floors = {name: small * scales[name.split(" ")[0]] if "gradient" in name else 0.0 for name in {**want, **got}}
     return {name: _relative(got.get(name), want.get(name), floor) for name, floor in floors.items()}
+
+
+def _scale_of(step: str, want: Seen) -> float:
+    """The largest gradient of a step; its loss where all gradients cancel."""
+    seen = {name: value for name, value in want.items() if name.split(" ")[0] == step and value.numel()}
+    gradients = [float(value.double().abs().max()) for name, value in seen.items() if "gradient" in name]
+    losses = [float(value.double().abs().max()) for name, value in seen.items() if name.endswith("loss")]
+    largest, loss = max(gradients, default=0.0), max(losses, default=0.0)
+    return largest if largest > _CANCELLED * loss else loss
 
 
 def _relative(got: Tensor | None, want: Tensor | None, floor: float) -> float:
