@@ -1,7 +1,9 @@
 """Loaders, template, samples and batches, on small inline trajectories; on real ones where there are any."""
 
 import json
+import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +116,17 @@ def test_turn_samples_are_prompt_and_completion(conversation: Conversation) -> N
         "c<end>",
     ]
     assert [(sample.task, sample.turn) for sample in (first, second, third)] == [("t", 0), ("t", 1), ("t", 2)]
+
+
+def test_what_our_template_has_no_place_for_is_not_left_out_in_silence(conversation: Conversation) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    for given in ({"tools": (tool,)}, {"template_options": {"thinking": False}}):
+        for make in (turn_samples, whole_sample):
+            with pytest.warns(UserWarning, match=f"come with {next(iter(given)).replace('_', ' ')}"):
+                make(replace(conversation, **given), ByteTokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turn_samples(conversation, ByteTokenizer())
 
 
 def test_merged_turns_fork_where_reasoning_is_left_out(conversation: Conversation) -> None:

@@ -50,7 +50,7 @@ def test_a_program_survives_being_written_down() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_programs_of_every_family_run_eagerly(family: str) -> None:
-    runs = [_runs_eagerly(generate(1, number, [family])) for number in range(12)]
+    runs = [_runs_eagerly(generate(2, number, [family])) for number in range(12)]
     assert sum(runs) >= 10
 
 

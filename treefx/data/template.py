@@ -8,6 +8,7 @@ tokens, no matter what follows: with a tokenizer that merges over piece borders,
 their last token and prefixes would be lost.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class TemplateEncoder:
     """Rows of conversations by this template; see `Encoder`.
 
     The role header of a completion belongs to the prompt: the agent is asked to speak, it does not choose to. The
-    template has no place for descriptions of tools, and no options.
+    template has no place for descriptions of tools, and no options; it warns of what it leaves out.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -37,6 +38,7 @@ class TemplateEncoder:
 
     def turns(self, conversation: Conversation) -> list[EncodedRow]:
         """One row per assistant message; it keeps its reasoning, the prompts of later turns do not."""
+        _warn_of(conversation.tools, conversation.template_options)
         prompt: list[Tokens] = []
         rows = []
         for message in conversation.messages:
@@ -47,6 +49,7 @@ class TemplateEncoder:
 
     def whole(self, conversation: Conversation) -> EncodedRow:
         """The conversation as one row, every assistant message with its reasoning in place."""
+        _warn_of(conversation.tools, conversation.template_options)
         return self._row([], conversation.messages)
 
     def answers(
@@ -57,6 +60,7 @@ class TemplateEncoder:
         template_options: Mapping[str, Any] | None = None,
     ) -> list[EncodedRow]:
         """One row per answer; plain text has no headers, and <end> behind it."""
+        _warn_of(tools, template_options)
         if isinstance(prompt, str):
             before = [self.tokenizer.encode(prompt)]
         else:
@@ -75,6 +79,17 @@ class TemplateEncoder:
         answer = np.append(self.tokenizer.encode(text), self.tokenizer.special("<end>"))
         tokens = np.concatenate([*before, answer])
         return EncodedRow(tokens, np.arange(len(tokens)) >= len(tokens) - len(answer))
+
+
+def _warn_of(tools: Sequence[dict[str, Any]], options: Mapping[str, Any] | None) -> None:
+    """Python shows the warning once per place."""
+    given = [name for name, value in (("tools", tools), ("template options", options)) if value]
+    if given:
+        warnings.warn(
+            f"conversations come with {' and '.join(given)}, for which this template has no place: they are left out "
+            "of the tokens; give the tokenizer of your model, whose chat template writes them",
+            stacklevel=3,
+        )
 
 
 def encode_opening(role: str, tokenizer: Tokenizer) -> Tokens:

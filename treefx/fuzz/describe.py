@@ -16,8 +16,8 @@ def describe(program: Program) -> str:
     parts += [f"{name} {getattr(program, name)}" for name, plain in _PLAIN.items() if getattr(program, name) != plain]
     parts += program.modes
     calls = ", then ".join(call.name for call in program.calls)
-    rows, columns = len(program.batches[0].ids), len(program.batches[0].ids[0])
-    return f"{'; '.join(parts)}; inner {program.inner}; [{rows}, {columns}]: {calls}"
+    shapes = dict.fromkeys(f"[{len(batch.ids)}, {len(batch.ids[0])}]" for batch in program.batches)
+    return f"{'; '.join(parts)}; inner {program.inner}; {' and '.join(shapes)}: {calls}"
 
 
 def _attention(layer: Attention) -> str:

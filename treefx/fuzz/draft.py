@@ -34,6 +34,8 @@ class Draft:
     calls: list[str] = field(default_factory=lambda: ["train"])
     inner: str = ""
     """"" draws it."""
+    shapes: bool = False
+    """Whether the batches are of several sizes."""
 
     @classmethod
     def plain(cls, rng: Random) -> Draft:
@@ -84,7 +86,6 @@ class Draft:
         if self.output == "logits" and LOSSES[self.loss].is_random:
             self.loss = "cross entropy"
         batches = self._batches(rng)
-        calls = tuple(Call(name, rng.randrange(len(batches))) for name in self.calls)
         program = Program(
             seed=seed,
             family=family,
@@ -99,23 +100,32 @@ class Draft:
             inputs=rng.randrange(12),
             modes=tuple(dict.fromkeys(self.modes)),
             batches=batches,
-            calls=calls,
+            calls=tuple(Call(name, self._batch_of(place, len(batches), rng)) for place, name in enumerate(self.calls)),
         )
         program = _without_missing(program)
         return _repeatable(program) if is_random(program) else program
 
     def _batches(self, rng: Random) -> tuple[Batch, ...]:
-        """One batch or two of the same shape, whose sizes are those of the model in every fifth program."""
+        """One batch or two of the same shape, or three of several."""
+        padding = rng.choice((*PADDINGS, "right", "right", "one row right"))
+        shape = self._shape(rng)
+        shapes = [shape, self._shape(rng), self._shape(rng)] if self.shapes else [shape] * rng.choice((1, 1, 2))
+        return tuple(draw_batch(rng, *shape, self.sizes.vocabulary, padding) for shape in shapes)
+
+    def _shape(self, rng: Random) -> tuple[int, int]:
+        """Rows and columns: in every fifth batch they are sizes of the model, seldom there is only one."""
         rows, columns = rng.randint(2, 5), rng.randint(4, 12)
         kind = rng.random()
         if kind < 0.2:
             width, heads = self.sizes.width, self.sizes.heads
-            rows, columns = rng.choice(((width, width), (heads, columns), (columns, columns), (rows, width), (4, 4)))
-        elif kind < 0.24:
-            rows, columns = rng.choice(((1, columns), (rows, 2), (rows, 1)))
-        padding = rng.choice((*PADDINGS, "right", "right", "one row right"))
-        count = rng.choice((1, 1, 2))
-        return tuple(draw_batch(rng, rows, columns, self.sizes.vocabulary, padding) for _ in range(count))
+            return rng.choice(((width, width), (heads, columns), (columns, columns), (rows, width), (4, 4)))
+        if kind < 0.24:
+            return rng.choice(((1, columns), (rows, 2), (rows, 1)))
+        return rows, columns
+
+    def _batch_of(self, place: int, count: int, rng: Random) -> int:
+        """Every shape has its turn; of one shape any batch has."""
+        return place % count if self.shapes else rng.randrange(count)
 
 
 def _repeatable(program: Program) -> Program:

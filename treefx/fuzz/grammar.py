@@ -175,6 +175,12 @@ def _calls(draft: Draft, rng: Random) -> None:
         draft.calls.append("train")
 
 
+def _shapes(draft: Draft, rng: Random) -> None:
+    draft.shapes = True
+    if len(draft.calls) < 2:
+        draft.calls = ["train"] * rng.choice((2, 3, 3, 4, 5))
+
+
 def _modes(draft: Draft, rng: Random) -> None:
     draft.modes.append(
         rng.choice(("checkpoint", "reentrant checkpoint", "float32", "autocast", "dynamic", "eval", "default sharing"))
@@ -229,6 +235,7 @@ _FEATURES: dict[str, Feature] = {
     "random": _random,
     "buffers": _buffers,
     "calls": _calls,
+    "shapes": _shapes,
     "modes": _modes,
     "threads": _threads,
     "native": _native,
@@ -252,6 +259,7 @@ FAMILIES = {
     "random": "dropout, noise, masks and labels drawn in forward",
     "buffers": "masks and factors in buffers that change",
     "calls": "sequences: other grad modes, loads, copies, accumulation, retained graphs",
+    "shapes": "batches of several sizes",
     "modes": "checkpointing, float32, autocast, dynamic shapes, eval",
     "threads": "calls from threads",
     "native": "forests under treefx.use",
@@ -260,7 +268,7 @@ FAMILIES = {
 }
 """Families by name, with what they aim at."""
 _SEASONING = [
-    *("attention", "masks", "losses", "outputs", "calls") * 2,
+    *("attention", "masks", "losses", "outputs", "calls", "shapes") * 2,
     *("layers", "scores", "tokens", "autograd", "embeddings", "inputs", "mixers", "experts"),
 ]
 """What other families get now and then; what takes whole graphs to rows is rare."""

@@ -96,7 +96,7 @@ def _smaller_batches(program: Program) -> Iterator[Program]:
     if len(program.batches) > 1:
         for batch in program.batches:
             yield replace(program, batches=(batch,), calls=tuple(Call(call.name) for call in program.calls))
-    rows, columns = len(program.batches[0].ids), len(program.batches[0].ids[0])
+    rows, columns = (min(sizes) for sizes in zip(*map(_shape, program.batches), strict=True))
     for row in range(rows if rows > 1 else 0):
         yield _with_batches(program, functools.partial(_without_row, row=row))
     for width in sorted({columns // 2, columns - 1}):
@@ -105,6 +105,10 @@ def _smaller_batches(program: Program) -> Iterator[Program]:
             yield _with_batches(program, functools.partial(_cut, width=-width))
     if any(0 in row for batch in program.batches for row in batch.mask):
         yield _with_batches(program, _unpadded)
+
+
+def _shape(batch: Batch) -> tuple[int, int]:
+    return len(batch.ids), len(batch.ids[0])
 
 
 def _with_batches(program: Program, change: Callable[[Batch], Batch]) -> Program:
