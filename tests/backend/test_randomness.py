@@ -35,7 +35,7 @@ def test_draws_between_the_layers(name: str, changes: dict[str, Any]) -> None:
     stats = compare(zoo(name, **changes), seeded(batch_with_forks())).stats
     assert stats["fallback"] is None
     assert stats["attention_rewritten"] >= 1  # the first layer's; what comes behind a draw differs from row to row
-    drawn = [item for item in stats["expansions"] if "bernoulli" in item["op"] or "exponential" in item["op"]]
+    drawn = [item for item in stats["expansions"] if "dropout" in item["op"] or "exponential" in item["op"]]
     assert drawn and all("modeling_" in item["line"] for item in drawn)
 
 
@@ -66,5 +66,5 @@ def test_rows_that_share_tokens_draw_independently() -> None:
 
 def test_draws_are_refused_where_everything_must_be_packed() -> None:
     compiled = compile_with(zoo("gpt2", resid_pdrop=0.2), on_unsupported="error")
-    with refused("bernoulli", "on_unsupported"):
+    with refused("dropout", "on_unsupported"):
         compiled(**batch_with_forks().inputs())

@@ -17,26 +17,26 @@ from torch import Tensor, nn
 
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.mixers import CausalConvolution
-from tests.models import TinyLM, double
-from tests.oracle import FLOAT64, assert_close, compile_with, eager_step, loss_of, outcome, stats_of
+from tests.models import TinyLM, double, zoo
+from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, eager_step, loss_of, outcome, stats_of
 from tests.spellings import PADDED, SPELLINGS
 from treefx.passes.labels import constants
 from treefx.passes.trace.batch_sizes import BatchSizes
 
 SHAPES = [(3, 7), (5, 23), (4, 50), (6, 12), (2, 9)]
-FIXED_SIZES = {"softmax_in_float32", "counted_from_the_end"}
+FIXED_SIZES = {"softmax_in_float32", "counted_from_the_end", "narrow_integers"}
 """The first rounds to float32 (``tests.backend.models.test_spellings`` compares it), the second writes the number of
-columns into its scores, and is analysed for each."""
+columns into its scores, the third reads its scores as tables, and both are analysed for each."""
 
 
 def batch_of(rows: int, columns: int, seed: int = 0, padding: Any = "right") -> Batch:
     return shared_batch(rows=rows, length=columns, shared=columns // 2, vocab=61, seed=seed, padding=padding)
 
 
-def step(compiled: Any, model: nn.Module, batch: Batch) -> dict[str, Any]:
+def step(compiled: Any, model: nn.Module, batch: Batch, tolerance: float = FLOAT64) -> dict[str, Any]:
     """One exact step; the statistics of its call."""
     expected = eager_step(model, batch)
-    assert_close(outcome(model, lambda: loss_of(batch)(compiled)), expected, FLOAT64)
+    assert_close(outcome(model, lambda: loss_of(batch)(compiled)), expected, tolerance)
     return stats_of(compiled)
 
 
@@ -66,9 +66,18 @@ def test_every_spelling_of_padding_compiles_once(name: str) -> None:
     assert steps(TinyLM(PADDED[name], layers=1).double(), padding="right")["compiles"] == 1
 
 
-@pytest.mark.parametrize("name", ["gpt_neo", "gemma2", "qwen3_moe", "bloom"])
-def test_architectures_with_windows_caps_experts_and_slopes_compile_once(name: str) -> None:
+@pytest.mark.parametrize("name", ["gpt_neo", "gemma2", "bloom"])
+def test_architectures_with_windows_caps_and_slopes_compile_once(name: str) -> None:
     assert steps(double(name), [(3, 7), (5, 19), (4, 30)], "right")["compiles"] == 1
+
+
+def test_experts_compile_once() -> None:
+    """In float32: PyTorch's grouped products have no other dtype on a CPU."""
+    model = zoo("qwen3_moe")
+    compiled = compile_for_all(model)
+    for rows, columns in [(3, 7), (5, 19), (4, 30)]:
+        stats = step(compiled, model, batch_of(rows, columns), FLOAT32)
+        assert stats["fallback"] is None and stats["compiles"] == 1
 
 
 def test_inductor_compiles_for_the_first_batch_and_then_for_all() -> None:
@@ -82,16 +91,35 @@ def test_inductor_compiles_for_the_first_batch_and_then_for_all() -> None:
     assert compiles == [1, 2, 2, 2]
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 2**16))
 def test_any_order_of_sizes_is_exact(seed: int) -> None:
     draw = random.Random(seed)
     torch._dynamo.reset()
     model = TinyLM(PADDED["sdpa_padding"], layers=1, width=16).double()
     compiled = compile_with(model, inner="eager")
-    sizes = [(draw.choice([1, 2, 4, 8, 16, 61]), draw.choice([1, 2, 4, 8, 16, 61, 64])) for _ in range(4)]
+    sizes = [(draw.choice([1, 2, 4, 8, 16, 61]), draw.choice([2, 4, 8, 16, 61, 64])) for _ in range(4)]
     for number, (rows, columns) in enumerate(sizes):
-        step(compiled, model, batch_of(rows, columns, number, draw.choice(["left", "right", None])))
+        step(compiled, model, batch_of(rows, columns, number, draw.choice(["left", "right"])))
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 2**16))
+def test_batches_of_one_column_among_others(seed: int) -> None:
+    """They have no label: what the caller makes of the logits is compared."""
+    draw = random.Random(seed)
+    torch._dynamo.reset()
+    model = TinyLM(PADDED["sdpa_padding"], layers=1, width=16).double()
+    compiled = compile_with(model, inner="eager")
+    for number in range(4):
+        batch = batch_of(draw.choice([1, 2, 16]), draw.choice([1, 1, 2, 16]), number, "right")
+
+        def loss(run: Any, batch: Batch = batch) -> Tensor:
+            kept = batch.attention_mask[..., None]
+            return (run(batch.input_ids, batch.attention_mask).logits * kept).square().mean()
+
+        expected = outcome(model, lambda loss=loss: loss(model))
+        assert_close(outcome(model, lambda loss=loss: loss(compiled)), expected, FLOAT64)
 
 
 # Sizes that an analysis has to know -----------------------------------------------------------------------------------
@@ -166,10 +194,9 @@ def test_tables_of_the_first_batch_alone_would_be_wrong(monkeypatch: pytest.Monk
         windowed_steps()
 
 
-@pytest.mark.parametrize("attention", [ShortBatches, Wrapped])
-def test_tables_taken_for_corners_would_be_wrong(attention: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_taken_for_corners_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "is_corner", lambda node: True)
-    model = TinyLM(attention, layers=1).double()
+    model = TinyLM(ShortBatches, layers=1).double()
     compiled = compile_for_all(model)
     with pytest.raises(AssertionError, match="differ by more than"):
         step(compiled, model, batch_of(4, 30, padding=None))
