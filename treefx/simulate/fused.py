@@ -6,6 +6,8 @@ position p therefore arrives, in the mirror, as the neighbour's part of its own 
 """
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from treefx.simulate.clock import Clock
@@ -23,18 +25,17 @@ _StoreTiles = Callable[[int, int], None]
 
 
 def run_gemm(waves: Waves, machine: Machine) -> Run:
-    """A GEMM alone: each wave reads while it computes; what it stores drains while the next one runs."""
+    """A GEMM alone. Its stores wait in the cache and leave it evenly, so a wave moves what it reads and as much of the
+    output as it makes, while it computes."""
     clock = Clock()
     memory = Memory(clock, machine.memory_bytes_per_second)
-
-    def store(first: int, last: int) -> None:
-        memory.request(Lane.STORE, waves.output * (last - first) / waves.tiles, lambda: None)
-
-    _Gemm(waves, memory, store).start()
+    moved = waves.reads + waves.output
+    cost = (waves.reads + machine.store_cost * waves.output) / moved
+    _Gemm(replace(waves, reads=moved), memory, lambda first, last: None, cost).start()
     seconds = clock.run()
     return Run(
         seconds=seconds,
-        traffic=Traffic({"gemm reads": waves.reads, "gemm stores": memory.bytes_of[Lane.STORE]}),
+        traffic=Traffic({"gemm reads": waves.reads, "gemm stores": waves.output}),
         compute_seconds=waves.count * waves.seconds,
         memory_seconds=memory.busy,
         memory_peak=memory.peak,
@@ -45,7 +46,7 @@ def arbitration_of(waves: Waves, machine: Machine) -> Arbitration:
     """T3-MCA: the threshold that goes with the share of the memory which the first wave uses on its own."""
     intensity = waves.demand() / machine.memory_bytes_per_second
     requests = next(limit for least, limit in machine.occupancies if intensity >= least)
-    return Arbitration(requests * machine.request_bytes * machine.channels, machine.least_share)
+    return Arbitration(requests * machine.request_bytes * machine.channels)
 
 
 def run_fused(waves: Waves, ranks: int, machine: Machine, arbitration: Arbitration, *, updates: int = 2) -> Run:
@@ -64,20 +65,25 @@ def run_fused(waves: Waves, ranks: int, machine: Machine, arbitration: Arbitrati
 class _Gemm:
     """Waves one after the other; ``stored(first, last)`` is called with the tiles of a wave when it ends."""
 
-    def __init__(self, waves: Waves, memory: Memory, stored: _StoreTiles) -> None:
+    def __init__(self, waves: Waves, memory: Memory, stored: _StoreTiles, cost: float = 1.0) -> None:
         self.waves = waves
         self.memory = memory
         self.stored = stored
-        self.ended = 0.0
+        self.cost = cost
 
     def start(self, wave: int = 0) -> None:
-        tiles = self.waves.tiles_of(wave)
-        size = self.waves.reads * tiles / self.waves.tiles
-        self.memory.request(Lane.READ, size, lambda: self._end(wave), ceiling=size / self.waves.seconds,ahead=size*self.waves.fetched_ahead)
+        size = self.waves.reads * self.waves.tiles_of(wave) / self.waves.tiles
+        self.memory.request(
+            Lane.READ,
+            size,
+            lambda: self._end(wave),
+            cost=self.cost,
+            ceiling=size / self.waves.seconds,
+            ahead=size * self.waves.fetched_ahead,
+        )
 
     def _end(self, wave: int) -> None:
         first = wave * self.waves.per_wave
-        self.ended = self.memory.clock.now
         self.stored(first, first + self.waves.tiles_of(wave))
         if wave + 1 < self.waves.count:
             self.start(wave + 1)
@@ -85,7 +91,7 @@ class _Gemm:
 
 class _Fused:
     def __init__(self, waves: Waves, ranks: int, machine: Machine, arbitration: Arbitration, updates: int) -> None:
-        self.waves, self.ranks, self.cost = waves, ranks, machine.update_cost
+        self.waves, self.ranks, self.cost = waves, ranks, machine.store_cost
         self.clock = Clock()
         self.memory = Memory(self.clock, machine.memory_bytes_per_second, arbitration)
         self.wire = Wire(self.clock, machine.link_bytes_per_second, machine.link_latency_seconds)
@@ -93,7 +99,7 @@ class _Fused:
         self.groups = groups_of_a_chunk(waves.output, ranks, machine)
         self.group = waves.output / ranks / self.groups
         self.made = self.kept = 0
-        self.dma_reads = self.updates_in = 0.0
+        self.dma_reads = 0.0
 
     def run(self) -> Run:
         gemm = _Gemm(self.waves, self.memory, self._store)
@@ -109,7 +115,7 @@ class _Fused:
                     "gemm reads": self.waves.reads,
                     "gemm stores": self.memory.bytes_of[Lane.STORE],
                     "rs reads": self.dma_reads,
-                    "rs stores": self.updates_in,
+                    "rs stores": self.memory.bytes_of[Lane.TRANSFER] - self.dma_reads,
                 }
             ),
             compute_seconds=self.waves.count * self.waves.seconds,
@@ -131,17 +137,16 @@ class _Fused:
         if position == 0:
             self._send(position, group, ranks=1)
         else:
-            update = lambda: self.tracker.update((position, group), 1)  # noqa: E731
-            self.memory.request(Lane.STORE, self.group, update, cost=self.cost)
+            self._update(Lane.STORE, position, group, ranks=1)
+
+    def _update(self, lane: Lane, position: int, group: int, ranks: int) -> None:
+        """Add to a group in memory a sum over ``ranks`` ranks, and tell the tracker."""
+        done = partial(self.tracker.update, (position, group), ranks)
+        self.memory.request(lane, self.group, done, cost=self.cost)
 
     def _send(self, position: int, group: int, ranks: int) -> None:
         """Send a sum over ``ranks`` ranks; it arrives as an update of the next position."""
-        self.wire.send(self.group, lambda: self._arrive(position + 1, group, ranks))
-
-    def _arrive(self, position: int, group: int, ranks: int) -> None:
-        self.updates_in += self.group
-        update = lambda: self.tracker.update((position, group), ranks)  # noqa: E731
-        self.memory.request(Lane.TRANSFER, self.group, update, cost=self.cost)
+        self.wire.send(self.group, partial(self._update, Lane.TRANSFER, position + 1, group, ranks))
 
     def _fire(self, key: Hashable, ranks: int) -> None:
         """All updates of a group are in memory: send it on, or keep it where it belongs."""
@@ -155,4 +160,4 @@ class _Fused:
             self.kept += 1
         else:
             self.dma_reads += self.group
-            self.memory.request(Lane.TRANSFER, self.group, lambda: self._send(position, group, ranks))
+            self.memory.request(Lane.TRANSFER, self.group, partial(self._send, position, group, ranks))

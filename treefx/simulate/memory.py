@@ -1,4 +1,4 @@
-"""The memory of one GPU: two streams of requests, and who goes first.
+"""The memory of one GPU: what waits in its queues, and who is served.
 
 Addresses are spread evenly over the channels by hashing, so all channels do the same at the same time, and one server
 with the rate of all stands for them. Requests flow: between two events every lane is served at a constant rate. The
@@ -7,6 +7,7 @@ DMA and the updates that arrive. A lane serves its jobs in order.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -26,31 +27,30 @@ class Lane(Enum):
 
 @dataclass(frozen=True)
 class Arbitration:
-    """Who is served when compute and communication both want the memory (T3, section 4.5).
+    """Who is served when several lanes want the memory (T3, section 4.5).
 
-    A channel serves its queue in order, so each stream gets a share as large as its part of what is queued. Waves
-    have no more in the queue than what they fetch ahead; a DMA queues all it has to move. ``occupancy`` limits that:
-    T3-MCA serves compute first, and lets communication in only while fewer requests wait, so that no more than
-    ``occupancy`` bytes of it stand before a request of compute. ``least`` is the share that communication gets in any
-    case, the limit of starvation.
+    The queue of a channel is served in order, so each lane's share is its part of what is queued. Waves queue no more
+    reads than they fetch ahead; stores and DMA queue all they have to move, and a burst of them delays the reads.
+    T3-MCA lets requests of compute in first, and communication only while fewer than ``occupancy`` bytes of it are in
+    the queues (of all channels); so little of it delays nobody, and as it is served in order, it is never starved.
     """
 
     occupancy: float = inf
-    least: float = 0.0
 
-    def divide(self, wants: tuple[float, float], queued: tuple[float, float]) -> tuple[float, float]:
-        """The shares of a rate of 1 for compute and communication, which want ``wants`` of it and have ``queued``
-        bytes in the queue."""
-        ahead = min(queued[1], self.occupancy)
-        share = queued[0] / (queued[0] + ahead) if queued[0] > 0.0 else 0.0
-        given = min(wants[0], max(min(share, 1.0 - self.least), 1.0 - wants[1]))
-        return given, min(wants[1], 1.0 - given)
-
-
-def _fair(first: float, second: float) -> tuple[float, float]:
-    """Two shares of a rate of 1: half each, and what one does not want goes to the other."""
-    given = min(first, max(0.5, 1.0 - second))
-    return given, min(second, 1.0 - given)
+    def divide(self, wants: Sequence[float], queued: Sequence[float]) -> list[float]:
+        """The shares of a rate of 1 for reads, stores and communication, which want ``wants`` of it and have
+        ``queued`` bytes to move."""
+        queued = [*queued[:2], min(queued[2], self.occupancy)]
+        shares = [0.0, 0.0, 0.0]
+        left, open_ = 1.0, [lane for lane in range(3) if wants[lane] > 0.0]
+        while open_:
+            total = sum(queued[lane] for lane in open_)
+            content = [lane for lane in open_ if wants[lane] * total <= left * queued[lane]]
+            for lane in content or open_:
+                shares[lane] = wants[lane] if content else left * queued[lane] / total
+            left -= sum(shares[lane] for lane in content)
+            open_ = [lane for lane in open_ if lane not in content] if content else []
+        return shares
 
 
 @dataclass
@@ -81,14 +81,13 @@ class Memory:
         self._since = 0.0
         self._version = 0
 
-    # Long: its arguments and what they mean.
     def request(
         self, lane: Lane, size: float, done: Action, *, cost: float = 1.0, ceiling: float = inf, ahead: float = inf
     ) -> None:
         """Move ``size`` bytes and call ``done``.
 
-        ``cost`` is the time a byte takes, as a multiple of a plain access; ``ceiling`` the bytes per second at which
-        the requests are issued at most; ``ahead`` the bytes that are requested before earlier ones are there.
+        ``cost`` is the time a byte takes, as a multiple of a read; ``ceiling`` the bytes per second at which the
+        requests are issued at most; ``ahead`` the bytes that are requested before earlier ones are there.
         """
         self._settle()
         self.bytes_of[lane] += size
@@ -108,25 +107,19 @@ class Memory:
 
     def _plan(self) -> None:
         """Divide the rate among the heads of the lanes, and wait for the first that ends."""
-        wants = [self._want(lane) for lane in Lane]
-        both = min(1.0, wants[0] + wants[1]), wants[2]
-        compute, transfer = self.arbitration.divide(both, (self._waiting(), max(0.0, self._queued[Lane.TRANSFER])))
-        read, store = _fair(wants[0] / compute, wants[1] / compute) if compute > 0.0 else (0.0, 0.0)
-        self._shares = dict(zip(Lane, (read * compute, store * compute, transfer), strict=True))
-        self.peak = max(self.peak, sum(self._shares.values()))
+        wants = [min(1.0, jobs[0].ceiling / self.rate) if jobs else 0.0 for jobs in self._jobs.values()]
+        shares = self.arbitration.divide(wants, [self._in_queue(lane) for lane in Lane])
+        self._shares = dict(zip(Lane, shares, strict=True))
+        self.peak = max(self.peak, sum(shares))
         self._version += 1
         ends = [self._jobs[lane][0].left / (share * self.rate) for lane, share in self._shares.items() if share > 0.0]
         if ends:
             version = self._version
             self.clock.after(max(0.0, min(ends)), lambda: self._finish(version))
 
-    def _want(self, lane: Lane) -> float:
-        return min(1.0, self._jobs[lane][0].ceiling / self.rate) if self._jobs[lane] else 0.0
-
-    def _waiting(self) -> float:
-        """Bytes of the compute stream in the queue."""
-        reads = self._jobs[Lane.READ]
-        return max(0.0, self._queued[Lane.STORE]) + (min(reads[0].left, reads[0].ahead) if reads else 0.0)
+    def _in_queue(self, lane: Lane) -> float:
+        # At least a byte: what rounding leaves of a job must still get a share.
+        return max(1.0, min(self._queued[lane], self._jobs[lane][0].ahead)) if self._jobs[lane] else 0.0
 
     def _finish(self, version: int) -> None:
         if version != self._version:

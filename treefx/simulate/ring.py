@@ -28,9 +28,8 @@ def reduce_scatter(size: float, ranks: int, machine: Machine, *, near_memory: bo
     reads one chunk, and nothing is left to do at the end.
     """
     steps = _Steps(size, ranks, machine)
-    cost = machine.update_cost if near_memory else 1.0
     for step in range(ranks - 1):
-        steps.send(reads=1 if near_memory or step == 0 else 2, cost=cost)
+        steps.send(reads=1 if near_memory or step == 0 else 2)
     if not near_memory:
         steps.reduce()
     return steps.run("rs")
@@ -40,7 +39,7 @@ def all_gather(size: float, ranks: int, machine: Machine) -> Run:
     """Send every rank's chunk of ``size`` bytes to all others."""
     steps = _Steps(size, ranks, machine)
     for _ in range(ranks - 1):
-        steps.send(reads=1, cost=1.0)
+        steps.send(reads=1)
     return steps.run("ag")
 
 
@@ -53,18 +52,19 @@ class _Steps:
         self.wire = Wire(self.clock, machine.link_bytes_per_second, machine.link_latency_seconds)
         self.groups = groups_of_a_chunk(size, ranks, machine)
         self.group = size / ranks / self.groups
+        self.cost = machine.store_cost
         self.reads = self.stores = 0.0
         self._todo: list[Action] = []
         self._open = 0
 
-    def send(self, reads: int, cost: float) -> None:
+    def send(self, reads: int) -> None:
         """A step: every group is read (``reads`` times), sent, and stored where it arrives."""
         chunk = self.group * self.groups
         self.reads += reads * chunk
         self.stores += chunk
 
         def store() -> None:
-            self.memory.request(Lane.TRANSFER, self.group, self._end, cost=cost)
+            self.memory.request(Lane.TRANSFER, self.group, self._end, cost=self.cost)
 
         def send() -> None:
             self.wire.send(self.group, store)
@@ -78,7 +78,7 @@ class _Steps:
         self.stores += chunk
 
         def store() -> None:
-            self.memory.request(Lane.STORE, self.group, self._end)
+            self.memory.request(Lane.STORE, self.group, self._end, cost=self.cost)
 
         self._todo.append(lambda: self._start(lambda: self.memory.request(Lane.READ, 2 * self.group, store)))
 
