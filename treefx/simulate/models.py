@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from treefx.simulate.gemm import Gemm
+from treefx.simulate.hardware.gemm import Gemm
 
 __all__ = ["LARGE", "MODELS", "SMALL", "SUBLAYERS", "Model", "SubLayer", "sublayers"]
 

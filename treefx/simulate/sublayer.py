@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from treefx.simulate.fused import arbitration_of, run_fused, run_gemm
-from treefx.simulate.gemm import plan_waves
-from treefx.simulate.machine import Machine
-from treefx.simulate.memory import Arbitration
+from treefx.simulate.hardware.fused import arbitration_of, run_fused, run_gemm
+from treefx.simulate.hardware.gemm import plan_waves
+from treefx.simulate.hardware.machine import Machine
+from treefx.simulate.hardware.memory import Arbitration
 from treefx.simulate.models import SubLayer
-from treefx.simulate.ring import all_gather, reduce_scatter
-from treefx.simulate.traffic import Run
+from treefx.simulate.hardware.ring import all_gather, reduce_scatter
+from treefx.simulate.hardware.traffic import Run
 
 __all__ = ["Outcome", "simulate"]
 
@@ -24,6 +24,11 @@ class Outcome:
     ag: Run
     t3: Run
     t3_mca: Run
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes of the product's output, on each GPU."""
+        return self.gemm.traffic.total("gemm stores")
 
     @property
     def sequential(self) -> float:

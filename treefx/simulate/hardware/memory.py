@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf
 
-from treefx.simulate.clock import Action, Clock
+from treefx.simulate.hardware.clock import Action, Clock
 
 __all__ = ["Arbitration", "Lane", "Memory"]
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from treefx.simulate.clock import Clock
-from treefx.simulate.gemm import Waves
-from treefx.simulate.machine import Machine
-from treefx.simulate.memory import Arbitration, Lane, Memory
-from treefx.simulate.ring import groups_of_a_chunk
-from treefx.simulate.tracker import SimulationError, Tracker
-from treefx.simulate.traffic import Run, Traffic
-from treefx.simulate.wire import Wire
+from treefx.simulate.hardware.clock import Clock
+from treefx.simulate.hardware.gemm import Waves
+from treefx.simulate.hardware.machine import Machine
+from treefx.simulate.hardware.memory import Arbitration, Lane, Memory
+from treefx.simulate.hardware.ring import groups_of_a_chunk
+from treefx.simulate.hardware.tracker import SimulationError, Tracker
+from treefx.simulate.hardware.traffic import Run, Traffic
+from treefx.simulate.hardware.wire import Wire
 
 __all__ = ["arbitration_of", "run_fused", "run_gemm"]
 

@@ -1,6 +1,6 @@
 """A link between neighbours of the ring."""
 
-from treefx.simulate.clock import Action, Clock
+from treefx.simulate.hardware.clock import Action, Clock
 
 __all__ = ["Wire"]
 

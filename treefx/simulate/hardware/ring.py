@@ -6,11 +6,11 @@ before has arrived. Inside a step, groups of tiles are read, sent and stored one
 
 from math import ceil
 
-from treefx.simulate.clock import Action, Clock
-from treefx.simulate.machine import Machine
-from treefx.simulate.memory import Lane, Memory
-from treefx.simulate.traffic import Run, Traffic
-from treefx.simulate.wire import Wire
+from treefx.simulate.hardware.clock import Action, Clock
+from treefx.simulate.hardware.machine import Machine
+from treefx.simulate.hardware.memory import Lane, Memory
+from treefx.simulate.hardware.traffic import Run, Traffic
+from treefx.simulate.hardware.wire import Wire
 
 __all__ = ["all_gather", "groups_of_a_chunk", "reduce_scatter"]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil, exp
 
-from treefx.simulate.machine import Machine
+from treefx.simulate.hardware.machine import Machine
 
 __all__ = ["Gemm", "Waves", "hit_rate", "plan_waves"]
 
