@@ -6,9 +6,9 @@ from treefx.simulate.hardware.fused import arbitration_of, run_fused, run_gemm
 from treefx.simulate.hardware.gemm import plan_waves
 from treefx.simulate.hardware.machine import Machine
 from treefx.simulate.hardware.memory import Arbitration
-from treefx.simulate.models import SubLayer
 from treefx.simulate.hardware.ring import all_gather, reduce_scatter
 from treefx.simulate.hardware.traffic import Run
+from treefx.simulate.models import SubLayer
 
 __all__ = ["Outcome", "simulate"]
 
