@@ -123,7 +123,8 @@ class _Chunked:
         self.work = gemm_seconds / chunks + (link.chunk_seconds if chunks > 1 else 0.0)
         self.size = collective_bytes / chunks
         self.line = Timeline()
-        self.running = self._version = 0
+        self.running = 0
+        self._event: int | None = None
         self.left = self.work
         self.since = self.started = 0.0
         self.speed = 1.0
@@ -138,14 +139,11 @@ class _Chunked:
         self.left -= (self.clock.now - self.since) * self.speed
         self.since = self.clock.now
         self.speed = 1.0 - self.link.compute_taken if self.running else 1.0
-        self._version += 1
+        self.clock.cancel(self._event)
         if len(self.line.gemms) < self.chunks:
-            version = self._version
-            self.clock.after(max(0.0, self.left) / self.speed, lambda: self._end(version))
+            self._event = self.clock.after(max(0.0, self.left) / self.speed, self._end)
 
-    def _end(self, version: int) -> None:
-        if version != self._version:
-            return
+    def _end(self) -> None:
         issued = self.clock.now
         self.line.gemms.append((self.started, issued))
         self.started, self.since, self.left = issued, issued, self.work

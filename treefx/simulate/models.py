@@ -24,8 +24,8 @@ LARGE = (
     Model("MT-NLG", 20480, 4096, (32,)),
 )
 MODELS = (*SMALL, *LARGE)
-"""Degrees from notes on the paper, section 5.2; widths, and the tokens of a batch (16, 8, 2, 4 and 4 rows of 1,024), from
-memory. How compute and communication compare does not depend on the tokens, but for the last wave and the cache."""
+"""Degrees from notes on the paper, section 5.2; widths, and the tokens of a batch (16, 8, 2, 4 and 4 rows of 1,024),
+from memory. How compute and communication compare does not depend on the tokens, but for cache and last wave."""
 
 SUBLAYERS = {"OP": 1, "FC-2": 4, "FC-1": 4, "IP": 3}
 """Sub-layer to its inner dimension, as a multiple of the width, before slicing: the output projection and the second

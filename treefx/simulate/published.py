@@ -118,8 +118,8 @@ _LARGE = (
     "width, GPUs, link and compute alone."
 )
 _READS = (
-    "Tiles and their order are not in our sources. Of the four combinations that we tried the reads fall by 27 to 31 %; "
-    "with tiles of 256x256, for which we know no kernel, by 35 %."
+    "Tiles and their order are not in our sources. With the four combinations that we tried the reads fall by 27 to "
+    "31 %; with tiles of 256x256, for which we know no kernel, by 35 %."
 )
 
 FIGURES = (

@@ -16,16 +16,28 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         """Seconds since the start."""
-        self._queue: list[tuple[float, int, Action]] = []
+        self._queue: list[tuple[float, int]] = []
+        self._actions: dict[int, Action] = {}
         self._order = count()
 
-    def after(self, seconds: float, action: Action) -> None:
-        """Let ``action`` happen ``seconds`` from now."""
-        heappush(self._queue, (self.now + seconds, next(self._order), action))
+    def after(self, seconds: float, action: Action) -> int:
+        """Let ``action`` happen ``seconds`` from now; the number of the event, for ``cancel``."""
+        event = next(self._order)
+        self._actions[event] = action
+        heappush(self._queue, (self.now + seconds, event))
+        return event
+
+    def cancel(self, event: int | None) -> None:
+        """Let an event not happen, if it has not: time does not stop at it either."""
+        if event is not None:
+            self._actions.pop(event, None)
 
     def run(self) -> float:
-        """Let everything happen; the time at which nothing is left."""
+        """Let everything happen; the time of the last event."""
         while self._queue:
-            self.now, _, action = heappop(self._queue)
-            action()
+            time, event = heappop(self._queue)
+            action = self._actions.pop(event, None)
+            if action is not None:
+                self.now = time
+                action()
         return self.now

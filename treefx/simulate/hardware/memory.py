@@ -79,7 +79,7 @@ class Memory:
         self._queued = dict.fromkeys(Lane, 0.0)
         self._shares = dict.fromkeys(Lane, 0.0)
         self._since = 0.0
-        self._version = 0
+        self._event: int | None = None
 
     def request(
         self, lane: Lane, size: float, done: Action, *, cost: float = 1.0, ceiling: float = inf, ahead: float = inf
@@ -111,22 +111,23 @@ class Memory:
         shares = self.arbitration.divide(wants, [self._in_queue(lane) for lane in Lane])
         self._shares = dict(zip(Lane, shares, strict=True))
         self.peak = max(self.peak, sum(shares))
-        self._version += 1
-        ends = [self._jobs[lane][0].left / (share * self.rate) for lane, share in self._shares.items() if share > 0.0]
+        self.clock.cancel(self._event)
+        ends = {lane: self._jobs[lane][0].left / (share * self.rate) for lane, share in self._shares.items() if share}
         if ends:
-            version = self._version
-            self.clock.after(max(0.0, min(ends)), lambda: self._finish(version))
+            first = max(0.0, min(ends.values()))
+            lanes = [lane for lane, end in ends.items() if end <= first * (1.0 + 1e-9)]
+            self._event = self.clock.after(first, lambda: self._finish(lanes))
 
     def _in_queue(self, lane: Lane) -> float:
         # At least a byte: what rounding leaves of a job must still get a share.
         return max(1.0, min(self._queued[lane], self._jobs[lane][0].ahead)) if self._jobs[lane] else 0.0
 
-    def _finish(self, version: int) -> None:
-        if version != self._version:
-            return  # the shares have changed since: another event stands for what was planned then
+    def _finish(self, lanes: list[Lane]) -> None:
         self._settle()
-        # A thousandth of a byte is rounding: sizes are above a kilobyte, and times below a second.
-        ended = [self._jobs[lane].popleft() for lane in Lane if self._jobs[lane] and self._jobs[lane][0].left < 1e-3]
+        # What was planned to end has ended: the clock may be too coarse to tell by the bytes that are left.
+        ended = [self._jobs[lane].popleft() for lane in lanes]
+        for lane, job in zip(lanes, ended, strict=True):
+            self._queued[lane] -= job.left
         self._plan()
         for job in ended:
             job.done()
