@@ -15,7 +15,7 @@ from treefx.simulate.hardware.machine import Machine
 from treefx.simulate.models import MODELS, Model
 from treefx.simulate.picture import save_picture
 from treefx.simulate.published import LIMIT, Comparison, compare
-from treefx.simulate.report import COLUMNS, FIGURE_COLUMNS, cells, figure_cells, make_page, make_record
+from treefx.simulate.report import COLUMNS, FIGURE_COLUMNS, cells, figure_cells, make_page, make_record, missed
 from treefx.simulate.study import run_study
 from treefx.simulate.sublayer import Outcome
 
@@ -50,6 +50,7 @@ def t3(
     T3        requests of GEMM and communication queue in the order in which they come
     MCA       T3-MCA: the memory lets the GEMM go first
     ideal     the shorter of GEMM and reduce-scatter costs nothing
+    GEMM, RS  microseconds of the GEMM and of its reduce-scatter, alone
     chunks    the same in software: k pieces, each with its collective, no compute units lost
     data      less bytes of memory moved than one after the other
     reads     less bytes read by the GEMM, as its stores no longer displace its inputs in the cache
@@ -152,7 +153,6 @@ def _show(record: dict[str, Any], comparisons: list[Comparison]) -> None:
     agreed = sum(comparison.agrees for comparison in comparisons)
     title = f"published and simulated: {agreed} of {len(comparisons)} within {LIMIT:g} points"
     console.print(make_table(title, FIGURE_COLUMNS, [figure_cells(comparison) for comparison in comparisons]))
-    for reason in dict.fromkeys(item.figure.reason for item in comparisons if not item.agrees):
-        names = [item.figure.name for item in comparisons if not item.agrees and item.figure.reason == reason]
-        print_line(f"missed: {'; '.join(names)}")
+    for names, reason in missed(comparisons):
+        print_line(f"missed: {names}")
         print_line(f"    {reason}")
