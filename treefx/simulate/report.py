@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from treefx.simulate.hardware.machine import SOURCES, Machine
+from treefx.simulate.hardware.ring import groups_of_a_chunk
 from treefx.simulate.published import LIMIT, Comparison
 from treefx.simulate.study import software
 from treefx.simulate.sublayer import Outcome
@@ -37,8 +38,14 @@ def make_row(outcome: Outcome, machine: Machine) -> dict[str, Any]:
         "best_chunks": chunks,
         "memory_bytes": {"sequential": before, "t3": after},
         "gemm_read_bytes": {"sequential": reads[0], "t3": reads[1]},
-        "tracked_groups_at_once": outcome.t3_mca.tracker_peak,
+        "tracked_tiles_at_once": round(outcome.t3_mca.tracker_peak * _tiles_of_a_group(outcome, machine)),
     }
+
+
+def _tiles_of_a_group(outcome: Outcome, machine: Machine) -> float:
+    chunk = outcome.output_bytes / outcome.sublayer.ranks
+    tile = machine.tile_rows * machine.tile_columns * machine.bytes_per_number
+    return chunk / groups_of_a_chunk(outcome.output_bytes, outcome.sublayer.ranks, machine) / tile
 
 
 def cells(row: dict[str, Any]) -> list[str]:
