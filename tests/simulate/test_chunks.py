@@ -114,5 +114,7 @@ def test_a_link_that_cannot_be_is_refused(arguments: dict[str, float]) -> None:
 def test_chunks_that_cannot_be_are_refused() -> None:
     with pytest.raises(InputError, match="at least 1 chunk"):
         run_chunks(1e-3, 1e6, Link(bytes_per_second=1e9), 0)
+    with pytest.raises(InputError, match="nan s"):
+        best_chunks(float("nan"), 1e6, Link(bytes_per_second=1e9))
     with pytest.raises(InputError, match="a ratio"):
         Link.as_slow_as(0.0, 1e-3, 1e6)

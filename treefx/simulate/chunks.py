@@ -37,7 +37,7 @@ class Link:
                 f"expected compute_taken, the share of the compute units that a collective takes, from 0 to below 1; "
                 f"got {self.compute_taken}"
             )
-        if self.latency_seconds < 0.0 or self.chunk_seconds < 0.0:
+        if not self.latency_seconds >= 0.0 or not self.chunk_seconds >= 0.0:
             raise InputError(
                 f"expected times of 0 or more; got latency_seconds={self.latency_seconds}, "
                 f"chunk_seconds={self.chunk_seconds}"
@@ -105,7 +105,7 @@ def best_chunks(
 
 def run_chunks(gemm_seconds: float, collective_bytes: float, link: Link, chunks: int) -> Timeline:
     """Run a product in ``chunks`` parts; the collective of each is issued when the part is done."""
-    if chunks < 1 or gemm_seconds < 0.0 or collective_bytes < 0.0:
+    if chunks < 1 or not gemm_seconds >= 0.0 or not collective_bytes >= 0.0:
         raise InputError(
             f"expected at least 1 chunk, and a product and a collective of 0 or more; got {chunks} chunks, "
             f"{gemm_seconds} s, {collective_bytes} bytes"
