@@ -83,6 +83,13 @@ def test_chunks_in_software_gain_less_the_more_units_they_take(outcomes: list[Ou
     assert all(1 <= software(outcome, MACHINE)[0] <= 16 for outcome in outcomes[:8])
 
 
+def test_chunks_in_software_never_pass_what_is_ideal(outcomes: list[Outcome]) -> None:
+    slow = replace(MACHINE, memory_bytes_per_second=20e9)
+    short_of_memory = [simulate(sub, slow) for sub in sublayers(SMALL[1:])[:4]]
+    for outcome, machine in [(o, MACHINE) for o in outcomes] + [(o, slow) for o in short_of_memory]:
+        assert software(outcome, machine)[1] <= outcome.speedup("ideal") * (1 + 1e-9)
+
+
 def _invoke(*arguments: str) -> Any:
     result = CliRunner().invoke(app, ["simulate", *arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -39,12 +39,14 @@ def run_study(
 
 def software(outcome: Outcome, machine: Machine, split: Split = SPLITS[0]) -> tuple[int, float]:
     """The best number of chunks for a product and its reduce-scatter, and how many times faster than one after the
-    other that is. The all-gather follows, as with T3."""
+    other that is. The all-gather follows, as with T3. A chunk's collective takes its part of the time of the whole
+    one alone; that both share the memory is left out."""
     ranks = outcome.sublayer.ranks
     size = wire_bytes("reduce_scatter", outcome.output_bytes, ranks)
+    latency = (ranks - 1) * machine.link_latency_seconds
     link = Link(
-        bytes_per_second=machine.link_bytes_per_second / split.slower,
-        latency_seconds=(ranks - 1) * machine.link_latency_seconds,
+        bytes_per_second=size / (outcome.rs.seconds - latency) / split.slower,
+        latency_seconds=latency,
         chunk_seconds=LAUNCH_SECONDS,
         compute_taken=split.units / machine.compute_units,
     )
