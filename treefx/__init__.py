@@ -15,12 +15,12 @@ The journey of one batch, by room:
 7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
 
 ``planning`` runs a forest in parts that fit into memory; ``rl`` samples trees and gives credit on them; ``data`` makes
-batches; ``bench`` measures; ``cli`` is the command. What a user imports lies open: ``backend``, ``config``, ``errors``,
-``losses``, ``logprobs``.
+batches; ``bench`` measures; ``simulate`` predicts what communication costs; ``cli`` is the command. What a user imports
+lies open: ``backend``, ``config``, ``errors``, ``losses``, ``logprobs``.
 
 Order of imports, each only of what stands before an arrow::
 
-    errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> rl -> runtime -> backend ->
+    errors, views -> simulate, kernels -> passes -> config, forests -> losses, logprobs -> rl -> runtime -> backend ->
     inspection -> planning -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
 """
 

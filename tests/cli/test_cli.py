@@ -33,6 +33,9 @@ COMMANDS = (
     ["bench", "memory"],
     ["bench", "unshared"],
     ["bench", "large"],
+    ["simulate"],
+    ["simulate", "t3"],
+    ["simulate", "chunks"],
 )
 
 

@@ -1,0 +1,158 @@
+"""``treefx simulate``: what communication costs, and what hiding it would save, on machines that need not be there."""
+
+from dataclasses import replace
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from treefx.errors import InputError
+from treefx.output import console, make_table, notes, print_json, print_line
+from treefx.simulate.chunks import CANDIDATES, Link, best_chunks, run_chunks
+from treefx.simulate.hardware.machine import Machine
+from treefx.simulate.models import MODELS, Model
+from treefx.simulate.picture import save_picture
+from treefx.simulate.published import LIMIT, Comparison, compare
+from treefx.simulate.report import COLUMNS, FIGURE_COLUMNS, cells, figure_cells, make_page, make_record, missed
+from treefx.simulate.study import run_study
+from treefx.simulate.sublayer import Outcome
+
+__all__ = ["simulate"]
+
+simulate = typer.Typer(
+    no_args_is_help=True, help="Simulate communication, and overlap with the work, on hardware that need not be there."
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+_MODEL_HELP = "Only this model; may be repeated: " + ", ".join(model.name for model in MODELS) + "."
+
+
+@simulate.command()
+def t3(
+    model: Annotated[list[str] | None, typer.Option(help=_MODEL_HELP, show_default=False)] = None,
+    link_gbps: Annotated[float, typer.Option(help="GB/s of a link, each way.")] = 150.0,
+    memory_gbps: Annotated[float, typer.Option(help="GB/s of a GPU's memory.")] = 1000.0,
+    units: Annotated[int, typer.Option(min=1, help="Compute units of a GPU.")] = 80,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for t3.md, t3.json and t3.png, the picture.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Simulate T3: a GEMM and its reduce-scatter, overlapped by hardware, against the figures of its paper.
+
+    Under tensor parallelism the output of a GEMM is summed over all GPUs, and nothing else can run meanwhile. T3
+    (arXiv 2401.16677) hides the sum in the GEMM itself: as soon as a tile is stored, and the neighbour's part of it
+    has arrived, a tracker fires a DMA that sends the sum on; the memory does the adding.
+
+    \b
+    T3        requests of GEMM and communication queue in the order in which they come
+    MCA       T3-MCA: the memory lets the GEMM go first
+    ideal     the shorter of GEMM and reduce-scatter costs nothing
+    GEMM, RS  microseconds of the GEMM and of its reduce-scatter, alone
+    chunks    the same in software: k pieces, each with its collective, no compute units lost
+    data      less bytes of memory moved than one after the other
+    reads     less bytes read by the GEMM, as its stores no longer displace its inputs in the cache
+
+    The others are how many times faster than GEMM, reduce-scatter and all-gather one after the other. Nothing runs on
+    a GPU; every parameter and its source is in --out and --json. The published figures are compared only on the
+    paper's own machine and all its models.
+    """
+    machine = replace(
+        Machine(),
+        link_bytes_per_second=_positive("--link-gbps", link_gbps) * 1e9,
+        memory_bytes_per_second=_positive("--memory-gbps", memory_gbps) * 1e9,
+        compute_units=units,
+    )
+    models = _chosen(model)
+    outcomes = _watched(machine, models)
+    comparisons = compare(outcomes) if machine == Machine() and models == MODELS else []
+    record = make_record(outcomes, comparisons, machine)
+    if out is not None:
+        _save(out, record, outcomes, comparisons)
+    if json:
+        print_json(record)
+    else:
+        _show(record, comparisons)
+
+
+@simulate.command()
+def chunks(
+    gemm_ms: Annotated[float, typer.Option(help="Milliseconds of the product, uncut.")],
+    mib: Annotated[float, typer.Option(help="MiB that each rank sends in its collective.")],
+    link_gbps: Annotated[float, typer.Option(help="GB/s of the link.")],
+    latency_us: Annotated[float, typer.Option(help="Microseconds of a collective beside its bytes.")] = 0.0,
+    chunk_us: Annotated[float, typer.Option(help="Microseconds that each chunk adds to the product.")] = 5.0,
+    compute_taken: Annotated[
+        float, typer.Option(help="Share of the compute units that a collective takes while it runs.")
+    ] = 0.0,
+    json: Json = False,
+) -> None:
+    """Say into how many chunks a product and the collective behind it should be cut on a given link.
+
+    Each chunk's collective is issued as soon as its part of the product is done, so that it runs beside the next
+    part. More chunks hide more and add more launches. One chunk means: leave it alone.
+
+    For example, 2 ms of work and 64 MiB on a 50 GB/s network:
+
+        treefx simulate chunks --gemm-ms 2 --mib 64 --link-gbps 50
+    """
+    link = Link(
+        bytes_per_second=link_gbps * 1e9,
+        latency_seconds=latency_us * 1e-6,
+        chunk_seconds=chunk_us * 1e-6,
+        compute_taken=compute_taken,
+    )
+    work, size = gemm_ms * 1e-3, mib * 2**20
+    seconds = {k: run_chunks(work, size, link, k).seconds for k in CANDIDATES}
+    best = best_chunks(work, size, link)
+    if json:
+        print_json({"best_chunks": best, "seconds": seconds})
+        return
+    rows = [
+        (k, f"{1e3 * time:.3f}", f"{seconds[1] / time:.2f}", "<-" if k == best else "") for k, time in seconds.items()
+    ]
+    console.print(make_table("predicted", ("chunks", "ms", "times faster", ""), rows))
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0.0:
+        raise InputError(f"expected {name} above 0; got {value:g}")
+    return value
+
+
+def _chosen(names: list[str] | None) -> tuple[Model, ...]:
+    known = [model.name for model in MODELS]
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise InputError(f"expected --model among {', '.join(known)}; got {unknown[0]!r}")
+    return tuple(model for model in MODELS if not names or model.name in names)
+
+
+def _watched(machine: Machine, models: tuple[Model, ...]) -> list[Outcome]:
+    """Run the study under a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as progress:
+        task = progress.add_task("sub-layers", total=4 * sum(len(model.degrees) for model in models))
+        return run_study(machine, models, lambda outcome: progress.advance(task))
+
+
+def _save(out: Path, record: dict[str, Any], outcomes: list[Outcome], comparisons: list[Comparison]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "t3.json").write_text(dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / "t3.md").write_text(make_page(record, comparisons), encoding="utf-8")
+    save_picture(outcomes, out / "t3.png")
+    notes.print(f"written: t3.md, t3.json and t3.png in {out}", markup=False)
+
+
+def _show(record: dict[str, Any], comparisons: list[Comparison]) -> None:
+    console.print(make_table("treefx simulate t3", COLUMNS, [cells(row) for row in record["sublayers"]]))
+    if not comparisons:
+        return
+    agreed = sum(comparison.agrees for comparison in comparisons)
+    title = f"published and simulated: {agreed} of {len(comparisons)} within {LIMIT:g} points"
+    console.print(make_table(title, FIGURE_COLUMNS, [figure_cells(comparison) for comparison in comparisons]))
+    for names, reason in missed(comparisons):
+        print_line(f"missed: {names}")
+        print_line(f"    {reason}")
