@@ -22,6 +22,8 @@ from treefx.inspection.score_text import format_expression
 from treefx.kernels.score import Expr
 from treefx.runtime.report import Reports
 
+pytestmark = pytest.mark.sample(2)
+
 VOCAB = 61
 
 
