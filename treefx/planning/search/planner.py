@@ -53,7 +53,7 @@ from treefx.forests.forest import Forest
 from treefx.planning.cost.limit import check_limit
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.blocks import SHORTEST_BLOCK, Blocks, Counts
-from treefx.planning.search.draft import Draft, to_schedule, total_seconds
+from treefx.planning.search.draft import Draft, in_order, to_schedule, total_seconds
 from treefx.planning.search.exact import MOST_BLOCKS, solve_exactly
 from treefx.planning.search.infeasible import explain_infeasible, smallest_requirement
 from treefx.planning.search.merge import merge_parts
@@ -67,7 +67,8 @@ __all__ = ["HasCost", "plan"]
 _MANY_BLOCKS = 5_000
 _PATIENCE = 2
 _SIBLINGS = (1, 2, 4, 16)
-"""How many inner siblings share a part at most: each is tried."""
+"""How many inner siblings share a part at most: each is tried, of many drafts the fewest and the most."""
+_MANY_DRAFTS = 4_000
 
 
 @runtime_checkable
@@ -190,7 +191,9 @@ def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[
     needs = Needs.of(blocks, cost)
     drafts = choose_modes(blocks, needs, budget) or recompute_everything(blocks, needs, budget)
     if drafts is not None:
-        merged = [merge_parts(batch_siblings(drafts, cost, budget, many), cost, budget) for many in _SIBLINGS]
+        few = sum(1 for _ in in_order(drafts)) <= _MANY_DRAFTS
+        groups = _SIBLINGS if few else (_SIBLINGS[0], _SIBLINGS[-1])
+        merged = [merge_parts(batch_siblings(drafts, cost, budget, many), cost, budget) for many in groups]
         yield sorted(merged, key=lambda roots: total_seconds(cost, roots))
     if len(blocks) <= MOST_BLOCKS:
         exact = solve_exactly(blocks, cost, budget)
