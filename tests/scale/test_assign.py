@@ -14,12 +14,14 @@ import treefx
 from tests.backend.native import native_loss, random_weights, rollouts
 from tests.models import double
 from tests.oracle import FLOAT64, Outcome, assert_close, compile_with, outcome, separate_rows
+from tests.planning.costs import linear_cost
 from tests.planning.cuts import every_node
 from tests.reference_model import ReferenceModel, tree_visibility
 from tests.strategies import Rows, weighted_row_batches
-from treefx.errors import ForestError, InputError
+from treefx.errors import ForestError, InputError, MemoryLimitError
 from treefx.losses import Constant, PromptMean
 from treefx.planning.cost.model import Seconds
+from treefx.scale.step import predict_step
 
 Loss = Callable[[Tensor, treefx.Forest], Tensor]
 REDUCTIONS: list[Any] = ["sum", "token_mean", "row_mean", Constant(9.0)]
@@ -164,3 +166,18 @@ def test_what_is_no_forest_and_prompts_of_one_rank_are_refused() -> None:
     prompts = PromptMean([0] * len(own))
     with pytest.raises(ForestError, match=r"one integer per row, \[3\]"):
         treefx.losses.sft(torch.zeros(len(own.edges)), own, reduction=prompts)
+
+
+def test_a_step_on_paper_adds_up_its_ranks_plans() -> None:
+    rows = [[0, *range(10 * row, 10 * row + 9)] for row in range(1, 7)]
+    whole, cost = treefx.Forest.from_sequences(rows), linear_cost(part_seconds=1.0)
+    step = predict_step(whole, 3, cost, 14)
+    figures = step.to_dict()
+    tokens = [own.num_tokens for own in step.assignment]
+    assert figures["duplicated_tokens"] == sum(tokens) - whole.num_tokens == 2
+    assert figures["seconds"] == max(plan.seconds for plan in step.plans.values())
+    assert figures["peak_bytes"] <= 14 and figures["most_parts"] > 1
+    spare = predict_step(whole, 9, cost, 14).to_dict()
+    assert spare["idle_ranks"] == 3 and spare["distinct_tokens"] == whole.num_tokens
+    with pytest.raises(MemoryLimitError):
+        predict_step(whole, 4, cost, 2)
