@@ -169,6 +169,9 @@ def test_ranks_that_are_none_are_refused(ranks: object) -> None:
 def test_costs_and_fingerprints_that_are_none_are_refused() -> None:
     with pytest.raises(InputError, match="cost must be what treefx.profile returned"):
         split(outline_of([[1, 2]]), 2, 3.0)  # type: ignore[arg-type]
+    for wrong in (0.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="cost must be a number above 0 for every row"):
+            split(outline_of([[1, 2]]), 2, lambda size, wrong=wrong: wrong)  # type: ignore[misc]
     with pytest.raises(InputError, match="row 0 of 20 tokens should have a hash per 16 tokens, 2, got 1"):
         Outline.of_fingerprints([20], [fingerprint([1])])
     with pytest.raises(ForestError):

@@ -78,6 +78,8 @@ def split(outline: Outline, ranks: int, cost: Cost = None) -> Split:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InputError(f"ranks must be a whole number of at least 1, got {ranks!r}")
     priced = price(outline, cost)
+    if not 0.0 < priced.lower_bound(ranks) < np.inf:
+        raise InputError(f"cost must be a number above 0 for every row, got {priced.rows.min()} to {priced.rows.max()}")
     bound, ends = smallest_bound(priced, ranks)
     best = _Placed.of(priced, ends, np.arange(len(ends) - 1), ranks)
     for found in _cut_and_packed(priced, ranks, bound):

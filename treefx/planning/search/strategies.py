@@ -105,7 +105,7 @@ def recurrence(graph: "nx.DiGraph[int]", limit: int) -> Partition:
 @register("tree training")
 def tree_training(graph: "nx.DiGraph[int]", limit: int) -> Partition:
     """The largest capacity, by halves, for which greedily packed parts fit."""
-    return _first_that_fits(graph, limit, (_packed(graph, most) for most in _halves(_tokens(graph))))
+    return _first_that_fits(graph, limit, (_packed(graph, most) for most in _capacities(graph, limit)))
 
 
 def _packed(graph: "nx.DiGraph[int]", capacity: int) -> list[Group]:
@@ -130,7 +130,7 @@ def one_branch(graph: "nx.DiGraph[int]", limit: int) -> Partition:
 @register("micro-batches")
 def micro_batches(graph: "nx.DiGraph[int]", limit: int) -> Partition:
     """Leaves in order, batches filled with whole paths up to a number of tokens: the largest, by halves, that fits."""
-    return _first_that_fits(graph, limit, (_batched(graph, most) for most in _halves(_tokens(graph))))
+    return _first_that_fits(graph, limit, (_batched(graph, most) for most in _capacities(graph, limit)))
 
 
 def _batched(graph: "nx.DiGraph[int]", capacity: int) -> list[Group]:
@@ -149,9 +149,11 @@ def _batched(graph: "nx.DiGraph[int]", capacity: int) -> list[Group]:
 
 @register("contiguous")
 def contiguous(graph: "nx.DiGraph[int]", limit: int) -> Partition:
-    """Leaves in order, in 1, 2, 4, ... ranges of equal time."""
+    """Leaves in order, in as few ranges of equal time as tokens alone would need, or twice as many, and so on."""
     leaves = _leaves(graph)
-    counts = [1 << power for power in range(len(leaves).bit_length())]
+    most = _capacities(graph, limit)[0]
+    fewest = min(-(-_tokens(graph) // most), len(leaves))
+    counts = [*(fewest << power for power in range((len(leaves) // fewest).bit_length())), len(leaves)]
     return _first_that_fits(graph, limit, (_evenly(graph, leaves, count) for count in counts))
 
 
@@ -196,10 +198,12 @@ def _tokens(graph: "nx.DiGraph[int]") -> int:
     return sum(int(graph.nodes[block]["tokens"]) for block in graph)
 
 
-def _halves(number: int) -> Iterator[int]:
-    while number:
-        yield number
-        number //= 2
+def _capacities(graph: "nx.DiGraph[int]", limit: int) -> list[int]:
+    """The most tokens that run alone, or all there are, and halves of it down to one."""
+    _, cost = _source(graph)
+    tokens = _tokens(graph)
+    most = max(cost.most_tokens(limit - cost.resident_bytes, tokens), 1)
+    return [most >> halved for halved in range(most.bit_length())]
 
 
 def _source(graph: "nx.DiGraph[int]") -> tuple[Blocks, CostModel]:
