@@ -29,6 +29,7 @@ COMMANDS = (
     ["doctor"],
     ["bench"],
     ["bench", "forest"],
+    ["bench", "assign"],
     ["bench", "attention"],
     ["bench", "memory"],
     ["bench", "unshared"],

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from treefx.planning.cost.analytic import Dimensions, estimate_cost
 from treefx.planning.execution.nonnegative import fit_nonnegative
 from treefx.planning.search.planner import plan
 from treefx.planning.search.policies import compare_policies, plan_policy
+from treefx.planning.search.strategies import strategy_names
+from treefx.planning.views.compare import compare_strategies, draw_comparison
 
 ROWS = [[*range(20), *range(100 * row, 100 * row + 30)] for row in range(1, 5)]
 
@@ -129,6 +132,47 @@ def test_command_plans_rollouts_for_a_configuration(config: Path, tmp_path: Path
     assert len(read["parts"]) > 1
     assert {item["policy"] for item in read["policies"]} >= {"treefx", "micro-batches", "one branch"}
     assert picture.stat().st_size > 5000
+
+
+def _plan_command(config: Path, *options: str) -> Any:
+    arguments = ["plan", "--model", str(config), "--tokenizer", "bytes", "--memory", "200MiB", *options]
+    return CliRunner().invoke(app, arguments)
+
+
+def test_command_shows_strategies_beside_each_other(config: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "strategies.png"
+    done = _plan_command(config, "--compare", "--draw", str(picture))
+    assert done.exit_code == 0, done.output
+    for name in ("auto", *strategy_names()):
+        assert f" {name} " in done.stdout
+    assert "strategy 'exact' tries every way to cut" in done.stdout
+    assert picture.stat().st_size > 20_000
+
+
+def test_the_fastest_strategy_of_a_comparison_is_auto() -> None:
+    attempts = compare_strategies(Forest.from_sequences(ROWS), linear_cost(part_seconds=1.0), 65)
+    figures = {item["strategy"]: item for item in (attempt.to_dict() for attempt in attempts)}
+    assert set(figures) == {"auto", *strategy_names()}
+    seconds = [item["seconds"] for item in figures.values() if "seconds" in item]
+    assert len(seconds) > 3 and figures["auto"]["seconds"] == min(seconds) < max(seconds)
+
+
+def test_a_comparison_that_nothing_survives_is_not_drawn(tmp_path: Path) -> None:
+    attempts = compare_strategies(Forest.from_sequences(ROWS), linear_cost(), 1)
+    assert all("refusal" in attempt.to_dict() for attempt in attempts)
+    with pytest.raises(InputError, match="no strategy keeps the limit"):
+        draw_comparison(attempts, tmp_path / "none.png")
+
+
+def test_command_says_what_a_step_costs_on_many_ranks(config: Path) -> None:
+    one, eight = (json.loads(_plan_command(config, "--ranks", ranks, "--json").stdout) for ranks in ("1", "8"))
+    assert eight["ranks"] == 8 and eight["distinct_tokens"] == one["tokens"]
+    assert eight["duplicated_tokens"] > 0 and eight["balance"] >= 1
+    assert one["seconds"] / 8 < eight["mean_seconds"] <= eight["seconds"] < one["seconds"]
+    assert eight["peak_bytes"] <= 200 * 2**20
+    assert "computed on several ranks" in _plan_command(config, "--ranks", "8").stdout
+    refused = _plan_command(config, "--ranks", "8", "--compare")
+    assert isinstance(refused.exception, InputError) and "expected it without --compare" in str(refused.exception)
 
 
 def test_command_wants_one_source_of_costs(config: Path) -> None:

@@ -15,7 +15,7 @@ from treefx.planning.cost.model import Bytes, CostModel, Seconds
 from treefx.planning.search.planner import plan
 from treefx.planning.search.policies import compare_policies
 
-__all__ = ["agent_rollouts", "group_rollouts", "run", "token_cost"]
+__all__ = ["agent_rollouts", "forked_rollouts", "group_rollouts", "run", "token_cost"]
 
 Rows = list[npt.NDArray[np.int64]]
 
@@ -69,12 +69,31 @@ def agent_rollouts(random: np.random.Generator) -> Rows:
     return _tree_rows(random, [(1, 1024), (8, 512), (8, 3584)])
 
 
+def forked_rollouts(random: np.random.Generator, prompts: int, forks: int) -> Rows:
+    """Prompts of 200 to 460 tokens, each with rows that fork off earlier ones anywhere, by 50 to 300 tokens."""
+    rows: Rows = []
+    used = 0
+    for _ in range(prompts):
+        family: Rows = []
+        for _ in range(forks):
+            above = family[int(random.integers(len(family)))] if family else np.zeros(0, dtype=np.int64)
+            kept = above[: int(random.integers(1, len(above) + 1))] if family else above
+            added = int(random.integers(50, 300) if family else random.integers(200, 460))
+            family.append(np.concatenate([kept, np.arange(used, used + added)]))
+            used += added
+        rows += family
+    return [rows[i] for i in random.permutation(len(rows))]
+
+
 def _cases() -> Iterator[tuple[str, Rows, int]]:
     random = np.random.default_rng(0)
     for limit in _LIMITS:
         yield "GRPO 8 x 8", group_rollouts(random), limit
         yield "agents, three levels", agent_rollouts(random), limit
     yield "10,000 rollouts", _tree_rows(random, [(10, 1000), (10, 200), (100, 50)]), _LIMITS[0]
+    forked = forked_rollouts(random, 100, 100)
+    yield "10,000 that fork anywhere", forked, 2000
+    yield "10,000 that fork anywhere", forked, 100_000
     yield "100,000 nodes", _tree_rows(random, [(10, 20), (10, 20), (10, 20), (10, 10), (9, 5)]), _LIMITS[0]
 
 

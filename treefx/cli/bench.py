@@ -208,6 +208,18 @@ def parts(
 
 
 @bench.command()
+def assign(json: Json = False) -> None:
+    """Share forests of 2,000 to 16,000 rows among 8 to 4,096 ranks: balance, tokens computed twice, time.
+
+    Forests are lengths and shared prefixes without tokens, the cost that of an 8B model; no model runs. Beside it,
+    balances of whole trees longest first and by Karmarkar and Karp, and of rows that share nothing.
+    """
+    from treefx.bench import assign as bench_assign
+
+    _show("Forests to ranks", bench_assign.run(json=json), json)
+
+
+@bench.command()
 def large(
     model: Annotated[str | None, typer.Option(help="A config.json; by default the size of Qwen3 0.6B.")] = None,
     device: Annotated[str, typer.Option(help="cuda (bfloat16) or cpu (float32).")] = "cuda",

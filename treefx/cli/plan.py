@@ -8,14 +8,19 @@ import typer
 
 from treefx.bench.job.models import make_config, require_transformers
 from treefx.bench.job.rollouts import make_tokenizer
+from treefx.cli.plan_many import show_step, show_strategies
 from treefx.data import load, make_samples, scripted_conversations
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.output import notes, print_json, print_line
 from treefx.planning.cost.analytic import Dimensions, estimate_cost
+from treefx.planning.cost.model import CostModel
 from treefx.planning.execution.profile import Profile
+from treefx.planning.search.plan import Plan
 from treefx.planning.search.planner import plan as make_plan
 from treefx.planning.search.policies import compare_policies
+from treefx.planning.views.compare import compare_strategies
+from treefx.scale.step import predict_step
 
 __all__ = ["parse_bytes", "plan"]
 
@@ -35,6 +40,11 @@ def plan(
     tflops: Annotated[float, typer.Option(help="Speed reached in training, with --model.")] = 200.0,
     host_gbps: Annotated[float, typer.Option(help="GB/s to host memory, with --model; 0: none is used.")] = 0.0,
     tokenizer: Annotated[str, typer.Option(help="'bpe', trained on the text at hand, or 'bytes'.")] = "bpe",
+    strategy: Annotated[str, typer.Option(help="'auto', or a way to cut by name: see --compare.")] = "auto",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Every strategy beside each other, with --draw too.")
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel processes, each with this memory.")] = 1,
     draw: Annotated[Path | None, typer.Option(help="Save a picture: the tree by part, memory over time.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -42,25 +52,45 @@ def plan(
 
     Each assistant turn is one row, as agent frameworks emit them; all rows make one forest. With --model the cost is
     an estimate from the configuration's sizes, so that no model has to run and no GPU has to be there; with --profile
-    it is what `treefx.profile` measured. The last table has the same forest under the policies of other systems.
+    it is what `treefx.profile` measured. The last table has the same forest under the policies of other systems. With
+    --ranks, rows go to that many processes as `treefx.scale.assign` shares them, and each share is planned.
     """
     limit = parse_bytes(memory)
+    if ranks > 1 and (compare or draw is not None or strategy != "auto"):
+        raise InputError(
+            f"--ranks {ranks} plans every rank by itself: expected it without --compare, --draw and --strategy"
+        )
+    cost = _read_cost(model, profile, (dtype, tflops, host_gbps))
+    conversations = load(rollouts) if rollouts is not None else scripted_conversations()
+    rows = [sample.tokens for sample in make_samples(conversations, make_tokenizer(conversations, tokenizer))]
+    forest = Forest.from_sequences(rows)
+    if draw is not None:
+        draw.parent.mkdir(parents=True, exist_ok=True)
+    if compare:
+        show_strategies(compare_strategies(forest, cost, limit), draw, json)
+    elif ranks > 1:
+        show_step(predict_step(forest, ranks, cost, limit), json)
+    else:
+        _show(make_plan(forest, cost, limit, strategy=strategy), draw, json)
+
+
+def _read_cost(model: Path | None, profile: Path | None, speeds: tuple[str, float, float]) -> CostModel:
+    """From a configuration, for a dtype, TFLOP/s and GB/s to host memory; or from a profile."""
     if (model is None) == (profile is None):
         raise InputError(
             "expected --model CONFIG.json or --profile PROFILE.json: one of the two says what a token costs"
         )
-    cost = Profile.load(profile).cost if profile is not None else None
-    if model is not None:
-        sizes = read_dimensions(str(model), dtype)
-        host = host_gbps * 1e9 if host_gbps > 0 else None
-        cost = estimate_cost(sizes, flops_per_second=tflops * 1e12, host_bytes_per_second=host)
-        notes.print(f"estimated for {sizes.parameters:,} parameters at {tflops:g} TFLOP/s: not measured")
-    assert cost is not None
-    conversations = load(rollouts) if rollouts is not None else scripted_conversations()
-    rows = [sample.tokens for sample in make_samples(conversations, make_tokenizer(conversations, tokenizer))]
-    found = make_plan(Forest.from_sequences(rows), cost, limit)
+    if profile is not None:
+        return Profile.load(profile).cost
+    dtype, tflops, host_gbps = speeds
+    sizes = read_dimensions(str(model), dtype)
+    notes.print(f"estimated for {sizes.parameters:,} parameters at {tflops:g} TFLOP/s: not measured")
+    host = host_gbps * 1e9 if host_gbps > 0 else None
+    return estimate_cost(sizes, flops_per_second=tflops * 1e12, host_bytes_per_second=host)
+
+
+def _show(found: Plan, draw: Path | None, json: bool) -> None:
     if draw is not None:
-        draw.parent.mkdir(parents=True, exist_ok=True)
         found.draw(draw)
     if json:
         print_json(found.to_dict() | {"policies": [item.to_dict() for item in compare_policies(found)]})

@@ -16,6 +16,7 @@ import torch
 
 from treefx.forests.edges import Edges
 from treefx.forests.input import RowBatch, read_padded, read_sequences
+from treefx.forests.share import Share
 from treefx.forests.trie import build_trie
 from treefx.kernels.lasting import lasting, lasting_property
 from treefx.views import find_view
@@ -64,6 +65,7 @@ class Forest:
         raw_weight: float64 [raw], weight of predicting each raw token; 0 at every row's first.
         row_start: int64 [R], column of the row's first token in the padded batch; 0 without one.
         padded_width: columns of the padded batch the forest came from; None for `from_sequences`.
+        share: what the forest is a part of, where it holds one rank's rows (`treefx.scale.assign`).
     """
 
     tokens: torch.Tensor
@@ -79,6 +81,7 @@ class Forest:
     raw_weight: torch.Tensor
     row_start: torch.Tensor
     padded_width: int | None
+    share: Share | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def from_sequences(cls, sequences: Iterable[Any], weights: Iterable[Any] | None = None) -> "Forest":
@@ -135,7 +138,7 @@ class Forest:
             "row_start": batch.row_start,
         }
         with lasting():
-            tensors = {name: torch.from_numpy(array).to(batch.device) for name, array in arrays.items()}
+            tensors: dict[str, Any] = {name: torch.from_numpy(array).to(batch.device) for name, array in arrays.items()}
         return cls(**tensors, padded_width=batch.padded_width)
 
     def __len__(self) -> int:
@@ -188,6 +191,12 @@ class Forest:
     def row_weight(self) -> torch.Tensor:
         """float64 [R]: sum of every row's weights, the denominator of the row's mean."""
         return torch.segment_reduce(self.raw_weight, "sum", offsets=self.row_offsets)
+
+    @lasting_property
+    def row_has_weight(self) -> torch.Tensor:
+        """bool [R]: whether the row has any weight that is not 0."""
+        weighted = (self.raw_weight != 0).to(self.raw_weight.dtype)
+        return torch.segment_reduce(weighted, "max", offsets=self.row_offsets) > 0
 
     @lasting_property
     def token_of(self) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
-"""A forest of which only some edges count: what a loss over one part of a plan sees."""
+"""Some of a forest: the edges a loss over one part of a plan sees, or some of its rows."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from treefx.forests.edges import Edges
 from treefx.forests.forest import Forest
 from treefx.kernels.lasting import lasting_property
 
-__all__ = ["EdgeSubset", "select_edges"]
+__all__ = ["EdgeSubset", "select_edges", "select_rows"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,3 +38,13 @@ def select_edges(edges: Edges, chosen: Tensor, **changes: Tensor) -> Edges:
     along = ("source", "target", "token", "weight", "depth", "multiplicity", "first_rank")
     selected = {name: getattr(edges, name)[chosen] for name in along}
     return dataclasses.replace(edges, **{**selected, **changes})
+
+
+def select_rows(forest: Forest, rows: Sequence[int]) -> Forest:
+    """The forest of some rows, in the order given, with the weights they have."""
+    offsets = forest.row_offsets.tolist()
+    spans = [slice(offsets[row], offsets[row + 1]) for row in rows]
+    return Forest.from_sequences(
+        [forest.tokens[forest.flat_token_of[span]] for span in spans],
+        weights=[forest.raw_weight[span] for span in spans],
+    )

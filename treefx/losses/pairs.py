@@ -62,7 +62,9 @@ def dpo(
     chosen, rejected = read_pairs(pairs, forest)
     if metrics is not None:
         _record_pairs(metrics, beta * log_ratio, sums, chosen, rejected)
-    return reduce_rows(_preference(beta * (log_ratio[chosen] - log_ratio[rejected]), label_smoothing), reduction)
+    return reduce_rows(
+        _preference(beta * (log_ratio[chosen] - log_ratio[rejected]), label_smoothing), forest, reduction
+    )
 
 
 def ipo(
@@ -105,7 +107,7 @@ def ipo(
         scores = log_ratio / row_totals(forest, "ipo", indices).to(sums.dtype)
     if metrics is not None:
         _record_pairs(metrics, beta * log_ratio, sums, chosen, rejected)
-    return reduce_rows((scores[chosen] - scores[rejected] - 1 / (2 * beta)).square(), reduction)
+    return reduce_rows((scores[chosen] - scores[rejected] - 1 / (2 * beta)).square(), forest, reduction)
 
 
 def simpo(
@@ -148,7 +150,9 @@ def simpo(
     means = row_sums(logp, forest, "simpo") / row_totals(forest, "simpo", indices).to(logp.dtype)
     if metrics is not None:
         _record_pairs(metrics, beta * means, means, chosen, rejected)
-    return reduce_rows(_preference(beta * (means[chosen] - means[rejected]) - gamma, label_smoothing), reduction)
+    return reduce_rows(
+        _preference(beta * (means[chosen] - means[rejected]) - gamma, label_smoothing), forest, reduction
+    )
 
 
 def orpo(
@@ -198,7 +202,7 @@ def orpo(
         found = {"nll_loss": likelihood, "log_odds_chosen": difference, "log_odds_ratio": logsigmoid(difference)}
         for name, values in found.items():
             metrics.add(name, values, torch.ones_like(values))
-    return reduce_rows(likelihood - beta * logsigmoid(difference), reduction)
+    return reduce_rows(likelihood - beta * logsigmoid(difference), forest, reduction)
 
 
 def _preference(margin: Tensor, label_smoothing: float) -> Tensor:

@@ -26,7 +26,9 @@ __all__ = [
 PerEdge: TypeAlias = Tensor | Sequence[Tensor]
 """[E]; or per row a vector as long as the row; or [B, T] for a forest from a padded batch."""
 PerRow: TypeAlias = Tensor | Sequence[float] | Sequence[Tensor]
-"""[R]; or per row a vector as long as the row; or [B, T] for a forest from a padded batch."""
+"""[R]; or per row a vector as long as the row; or [B, T] for a forest from a padded batch.
+
+On a rank's share of a step, numbers and vectors of the step's rows do as well."""
 
 
 def check_logp(logp: Tensor, forest: Forest, what: str = "log-probability", source: str = "edge_logprobs") -> None:
@@ -90,6 +92,7 @@ def read_per_edge(values: PerEdge, forest: Forest) -> Tensor | None:
 
 def read_per_row(values: PerRow, forest: Forest, name: str) -> Tensor:
     """float64 [raw]: the value of every raw token, from one number per row or what `read_per_token` takes."""
+    values = _own_rows(values, forest)
     if isinstance(values, Tensor) and values.ndim == 1 and len(values) == len(forest):
         numbers = values.detach().to(forest.device, torch.float64)
         return torch.repeat_interleave(numbers, forest.row_lengths)
@@ -98,8 +101,21 @@ def read_per_row(values: PerRow, forest: Forest, name: str) -> Tensor:
     return read_per_token(values, forest, name)  # type: ignore[arg-type]
 
 
+def _own_rows(values: PerRow, forest: Forest) -> PerRow:
+    """Of one value or vector per row of a whole step those of this rank's rows; else what is given."""
+    share = forest.share
+    if share is None or (isinstance(values, Tensor) and values.ndim != 1) or len(share) == len(forest):
+        return values
+    if len(values) != len(share):
+        return values
+    if isinstance(values, Tensor):
+        return values[share.rows.to(values.device)]
+    return [values[row] for row in share.rows.tolist()]
+
+
 def read_per_token(values: PerEdge, forest: Forest, name: str) -> Tensor:
     """float64 [raw]: values of all rows end to end, from a vector per row or the padded batch's [B, T]."""
+    values = _own_rows(values, forest)  # type: ignore[assignment]
     if isinstance(values, Tensor):
         got = str(list(values.shape))
         if values.shape == (len(forest), forest.padded_width):

@@ -35,7 +35,8 @@ class PromptMean:
     """Mean over prompts of the mean over the tokens of the prompt's rows.
 
     Attributes:
-        prompts: [R] integers; rows with the same number answer the same prompt.
+        prompts: [R] integers, on a rank's share of a step [W], of all its rows; rows with the same number answer the
+            same prompt.
     """
 
     prompts: Sequence[int] | Tensor
@@ -59,41 +60,47 @@ def edge_scale(forest: Forest, reduction: Reduction) -> Tensor:
 
 def _row_scale(forest: Forest, reduction: Reduction) -> Tensor:
     """float64 [R]: what multiplies every row's weighted terms."""
-    totals = forest.row_weight
+    if forest.share is None:
+        return _scale(forest.row_weight, forest.row_has_weight, reduction)
+    share = forest.share
+    scale = _scale(share.row_weight.to(forest.device), share.has_weight.to(forest.device), reduction)
+    return scale[share.rows.to(forest.device)]
+
+
+def _scale(weight: Tensor, has_weight: Tensor, reduction: Reduction) -> Tensor:
+    """float64 [W]: the same for all W rows of a step, from the sum of each one's weights and whether it has any."""
     if reduction == "sum":
-        return torch.ones_like(totals)
+        return torch.ones_like(weight)
     if isinstance(reduction, Constant):
-        return torch.full_like(totals, 1.0 / (len(forest) * reduction.length))
+        return torch.full_like(weight, 1.0 / (len(weight) * reduction.length))
     if isinstance(reduction, PromptMean):
-        return _group_means(forest, _read_prompts(reduction.prompts, forest))
+        return _group_means(weight, has_weight, _read_prompts(reduction.prompts, weight))
     if reduction == "token_mean":
-        return _group_means(forest, torch.zeros_like(forest.row_lengths))
+        return _group_means(weight, has_weight, torch.zeros_like(weight, dtype=torch.int64))
     if reduction == "row_mean":
-        return _group_means(forest, torch.arange(len(forest), device=forest.device))
+        return _group_means(weight, has_weight, torch.arange(len(weight), device=weight.device))
     raise InputError(
         f"reduction must be Constant(length), PromptMean(prompts), 'sum', 'token_mean' or 'row_mean', got {reduction!r}"
     )
 
 
-def _group_means(forest: Forest, group: Tensor) -> Tensor:
-    """[R]: 1 / (weight of the row's group) / (number of groups), and 0 where a group has no weight at all."""
+def _group_means(weight: Tensor, has_weight: Tensor, group: Tensor) -> Tensor:
+    """[W]: 1 / (weight of the row's group) / (number of groups), and 0 where a group has no weight at all."""
     count = int(group.max()) + 1
-    totals = forest.row_weight.new_zeros(count).index_add_(0, group, forest.row_weight)
-    weighted = (forest.raw_weight != 0).to(totals.dtype)
-    rows = torch.segment_reduce(weighted, "max", offsets=forest.row_offsets)
-    has_weight = totals.new_zeros(count).index_add_(0, group, rows) > 0
-    if bool((has_weight & (totals == 0)).any()):
+    totals = weight.new_zeros(count).index_add_(0, group, weight)
+    counts = weight.new_zeros(count).index_add_(0, group, has_weight.to(weight.dtype)) > 0
+    if bool((counts & (totals == 0)).any()):
         raise ForestError("weights that sum to 0 without all being 0 have no mean; use reduction='sum'")
-    inverse: Tensor = torch.where(has_weight, 1.0 / totals, 0.0)
+    inverse: Tensor = torch.where(counts, 1.0 / totals, 0.0)
     return inverse[group] / count
 
 
-def _read_prompts(prompts: Sequence[int] | Tensor, forest: Forest) -> Tensor:
-    """int64 [R], counting from 0."""
-    values = torch.as_tensor(prompts, device=forest.device)
-    if values.shape != (len(forest),) or values.is_floating_point():
+def _read_prompts(prompts: Sequence[int] | Tensor, weight: Tensor) -> Tensor:
+    """int64 [W], counting from 0."""
+    values = torch.as_tensor(prompts, device=weight.device)
+    if values.shape != (len(weight),) or values.is_floating_point():
         raise ForestError(
-            f"PromptMean(prompts) needs one integer per row, [{len(forest)}], got {values.dtype} {list(values.shape)}"
+            f"PromptMean(prompts) needs one integer per row, [{len(weight)}], got {values.dtype} {list(values.shape)}"
         )
     index: Tensor = torch.unique(values, return_inverse=True)[1]
     return index

@@ -67,8 +67,13 @@ def read_pairs(pairs: Pairs, forest: Forest) -> Tensor:
     return values.to(torch.int64).T
 
 
-def reduce_rows(values: Tensor, reduction: PairReduction) -> Tensor:
+def reduce_rows(values: Tensor, forest: Forest, reduction: PairReduction) -> Tensor:
     """Mean or sum over pairs or rows."""
     if reduction not in ("mean", "sum"):
         raise InputError(f"reduction must be 'mean' or 'sum' over what is compared, got {reduction!r}")
+    if reduction == "mean" and forest.share is not None:
+        raise InputError(
+            "reduction='mean' over what is compared would be this rank's mean: the forest is its share of "
+            f"{len(forest.share)} rows; use reduction='sum' and divide by the number on all ranks"
+        )
     return values.mean() if reduction == "mean" else values.sum()

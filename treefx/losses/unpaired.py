@@ -66,7 +66,7 @@ def kto(
     sums = row_sums(logp, forest, "kto")
     log_ratio = sums - ref_sums(ref_logp, forest).to(sums.dtype)
     point = _reference_point(log_ratio.detach(), kl, other)
-    judged = torch.ones_like(good)
+    judged = torch.full_like(good, forest.share is None or not forest.share.is_idle)
     if other is not None:
         judged[other] = False
     gain = torch.where(good, log_ratio - point, point - log_ratio)
@@ -74,7 +74,7 @@ def kto(
     values = torch.where(good, desirable_weight * lost, undesirable_weight * lost)
     if metrics is not None:
         _record(metrics, point, beta * log_ratio, sums, {"chosen": judged & good, "rejected": judged & ~good})
-    return reduce_rows(values[judged], reduction)
+    return reduce_rows(values[judged], forest, reduction)
 
 
 def _reference_point(log_ratio: Tensor, kl: float | Tensor | None, rows: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ once; a peak is the largest of several.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,12 +103,23 @@ class Bytes:
             raise InputError(f"Bytes expected finite coefficients of at least 0, got {rows!r}")
         self.rows: tuple[tuple[float, ...], ...] = tuple(tuple(map(float, row)) for row in _undominated(table))
         self._columns = np.array(self.rows).T
+        self._terms = [[(place, value) for place, value in enumerate(row) if value] for row in self.rows]
+        self._has_blocks = any(row[-1] for row in self.rows)
 
     def __call__(self, tokens: int, boundary: int, edges: int) -> float:
         """Bytes for one size."""
-        block = flash_block(tokens, boundary)
-        values = (1, tokens, boundary, edges, tokens * tokens, tokens * boundary, min(tokens, LOGITS_ROWS), block)
-        return max(sum(a * x for a, x in zip(row, values, strict=True)) for row in self.rows)
+        block = flash_block(tokens, boundary) if self._has_blocks else 0
+        few = tokens if tokens < LOGITS_ROWS else LOGITS_ROWS
+        values = (1, tokens, boundary, edges, tokens * tokens, tokens * boundary, few, block)
+        most = 0.0
+        # The planner asks a hundred thousand times: plain loops over what is not 0.
+        for terms in self._terms:
+            total = 0.0
+            for place, coefficient in terms:
+                total += coefficient * values[place]
+            if total > most:
+                most = total
+        return most
 
     def of(self, tokens: npt.ArrayLike, boundary: npt.ArrayLike, edges: npt.ArrayLike) -> FloatArray:
         """Bytes for many sizes, all [K]: float64 [K]."""
@@ -193,12 +205,16 @@ class CostModel:
 
     def run_bytes(self, tokens: int, boundary: int, edges: int) -> float:
         """Peak of forward and backward."""
-        return max(self.forward(tokens, boundary, edges), self.backward(tokens, boundary, edges))
+        return self._run(tokens, boundary, edges)
 
     def run_bytes_of(self, tokens: npt.ArrayLike, boundary: npt.ArrayLike, edges: npt.ArrayLike) -> FloatArray:
         """`run_bytes` for many sizes, all [K]: float64 [K]."""
-        sizes = (tokens, boundary, edges)
-        return np.maximum(self.forward.of(*sizes), self.backward.of(*sizes))
+        return self._run.of(tokens, boundary, edges)
+
+    @cached_property
+    def _run(self) -> Bytes:
+        """The larger of forward and backward, as one maximum."""
+        return Bytes([*self.forward.rows, *self.backward.rows])
 
     def most_tokens(self, budget: float, limit: int = 1 << 40) -> int:
         """The most tokens, at most `limit`, that run within `budget` bytes without a boundary; 0 where none does."""

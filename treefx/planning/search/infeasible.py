@@ -7,9 +7,10 @@ import numpy as np
 from treefx.planning.cost.model import CostModel
 from treefx.planning.search.blocks import SHORTEST_BLOCK, Blocks, Counts
 from treefx.planning.search.part import Keep
+from treefx.planning.search.plan import Plan
 from treefx.planning.search.recurrence import Needs
 
-__all__ = ["Requirement", "explain_infeasible", "smallest_requirement"]
+__all__ = ["Requirement", "explain_breaking", "explain_infeasible", "smallest_requirement"]
 
 
 @dataclass(frozen=True)
@@ -83,4 +84,18 @@ def explain_infeasible(counts: Counts, cost: CostModel, limit: int, need: Requir
         f"{row}{others} need {need.limit_bytes:,} bytes even if everything above them is recomputed: "
         f"{round(cost.resident_bytes):,} for parameters, gradients and the forest, {need.held_bytes:,} for the K/V of "
         f"their {depth:,} ancestors and {need.run_bytes:,} to run; {', or '.join(ways)}"
+    )
+
+
+def explain_breaking(found: Plan) -> str:
+    """The text of the refusal of a strategy's plan: the part that needs most."""
+    worst = max(found.moments, key=lambda moment: moment.peak_bytes)
+    part, forest = found.parts[worst.step.part], found.forest
+    first, last = int(part.tokens[0]), int(part.tokens[-1])
+    row = int(forest.row_order[forest.first_rank[first]])
+    return (
+        f"strategy {found.strategy!r} breaks memory_limit_bytes={found.memory_limit_bytes:,}: the {worst.step.kind} of "
+        f"part {part.index} of {len(found.parts)} ({len(part):,} tokens, packed {first:,} to {last:,}, the first of "
+        f"row {row}) needs {found.peak_bytes:,} bytes, {round(worst.held_bytes):,} of them held when it starts; raise "
+        "the limit to that, cut finer or above it, or use strategy='auto'"
     )

@@ -30,9 +30,10 @@ def merge_parts(roots: list[Draft], cost: CostModel, budget: float) -> list[Draf
         held |= {id(child): below for child in draft.children}
     for draft in reversed(drafts):
         room = budget - held[id(draft)]
-        _group_children(draft, cost, room)
-        if _absorb_children(draft, cost, room):
+        if draft.children:
             _group_children(draft, cost, room)
+            if _absorb_children(draft, cost, room):
+                _group_children(draft, cost, room)
         draft.demand = demand_of(cost, draft.size, draft.keep, draft.children)
     return _group_leaves(roots, cost, budget, 0)
 
@@ -52,6 +53,8 @@ def _group_leaves(siblings: list[Draft], cost: CostModel, room: float, most_abov
         most_above: tokens above all siblings together.
     """
     leaves = sorted((draft for draft in siblings if not draft.children), key=lambda draft: -draft.size.tokens)
+    if len(leaves) < 2:
+        return siblings
     groups: list[Draft] = []
     open_groups: list[Draft] = []
     for draft in leaves:

@@ -4,13 +4,16 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treefx.forests.forest import Forest
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.part import Part, Schedule, Step, spans
 from treefx.planning.search.simulate import Moment
 from treefx.views import find_view
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["Plan"]
 
@@ -26,6 +29,7 @@ class Plan:
         moments: predicted memory and time of every step.
         cost: the cost model they come from.
         memory_limit_bytes: the limit; no moment's peak is above it.
+        strategy: the name of what cut the forest (`treefx.planning.search.strategies`).
     """
 
     forest: Forest
@@ -34,6 +38,7 @@ class Plan:
     moments: tuple[Moment, ...]
     cost: CostModel
     memory_limit_bytes: int
+    strategy: str = "auto"
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -88,6 +93,21 @@ class Plan:
         """
         find_view("draw_plan")(self, path)
 
+    def to_networkx(self, rank: int | None = None) -> "nx.DiGraph[int]":
+        """Export the parts as a directed graph, parents to children.
+
+        Args:
+            rank: the process that the plan is for, written on every part.
+
+        Returns:
+            Nodes numbered as `parts` with `tokens`, `boundary` (tokens whose K/V it reads), `bytes` (peak while one of
+            its steps runs, all that is held included), `seconds` (all its steps), `mode` ("keep", "recompute",
+            "offload" or "leaf") and `rank`; edges with `kv_tokens` and `kv_bytes`, what the child reads of the parent's
+            own tokens.
+        """
+        graph: nx.DiGraph[int] = find_view("plan_to_networkx")(self, rank)
+        return graph
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain lists and numbers; tokens of a part as intervals [start, stop) of packed indices."""
         return {
@@ -97,6 +117,7 @@ class Plan:
             "peak_bytes": self.peak_bytes,
             "recomputed_tokens": self.recomputed_tokens,
             "seconds": self.seconds,
+            "strategy": self.strategy,
             "parts": [
                 {
                     "index": part.index,

@@ -37,12 +37,14 @@ with H rounded up to M / steps. Where rounding leaves nothing, the plan that kee
 is room: inner siblings share a part, in groups of several sizes (`siblings.batch_siblings`), and so do leaves; chains
 and leaves join their parent (`merge.merge_parts`). How long blocks may be is searched over halvings of what fits uncut
 (`_candidates`), and the fastest plan under the simulation of the full cost model (`simulate.simulate`) is taken. Its
-peak is the promise: a plan above the limit is never returned. Masks that attention on the CPU takes for forks are
+peak is the promise: a plan above the limit is never returned. Where the forest has few blocks, the plans of the
+built-in strategies stand for election too (`strategies`). Masks that attention on the CPU takes for forks are
 counted in the plan that was chosen (`simulate.measure_masks`); where they break the limit, it is sought again with as
 much in reserve, and where that leaves nothing no part gets a fork (`_without_forks`).
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, Protocol, runtime_checkable
 
@@ -53,21 +55,26 @@ from treefx.forests.forest import Forest
 from treefx.planning.cost.limit import check_limit
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.blocks import SHORTEST_BLOCK, Blocks, Counts
-from treefx.planning.search.draft import Draft, to_schedule, total_seconds
+from treefx.planning.search.draft import Draft, in_order, total_seconds
 from treefx.planning.search.exact import MOST_BLOCKS, solve_exactly
-from treefx.planning.search.infeasible import explain_infeasible, smallest_requirement
+from treefx.planning.search.graph import blocks_to_networkx, measure_drafts, read_partition
+from treefx.planning.search.infeasible import explain_breaking, explain_infeasible, smallest_requirement
 from treefx.planning.search.merge import merge_parts
 from treefx.planning.search.plan import Plan
 from treefx.planning.search.recurrence import Needs, choose_modes, recompute_everything
 from treefx.planning.search.siblings import batch_siblings
-from treefx.planning.search.simulate import measure_masks, measure_parts, simulate
+from treefx.planning.search.simulate import measure_masks, simulate
+from treefx.planning.search.strategies import BUILT_IN, SEARCHED, Strategy, find_strategy
 
 __all__ = ["HasCost", "plan"]
 
 _MANY_BLOCKS = 5_000
+_FEW_BLOCKS = 200
+"""Blocks up to which strategies are asked again with finer ones, and the built-in ones stand beside the search."""
 _PATIENCE = 2
 _SIBLINGS = (1, 2, 4, 16)
-"""How many inner siblings share a part at most: each is tried."""
+"""How many inner siblings share a part at most: each is tried, of many drafts the fewest and the most."""
+_MANY_DRAFTS = 4_000
 
 
 @runtime_checkable
@@ -79,7 +86,13 @@ class HasCost(Protocol):
         """Bytes and seconds of parts."""
 
 
-def plan(forest: Forest, profile: HasCost | CostModel, memory_limit_bytes: float | Literal["auto"] = "auto") -> Plan:
+def plan(
+    forest: Forest,
+    profile: HasCost | CostModel,
+    memory_limit_bytes: float | Literal["auto"] = "auto",
+    *,
+    strategy: "str | Strategy" = "auto",
+) -> Plan:
     """Cut a forest into parts that run within a memory limit.
 
     Args:
@@ -87,17 +100,30 @@ def plan(forest: Forest, profile: HasCost | CostModel, memory_limit_bytes: float
         profile: what `treefx.profile` returned for the compiled model, or a cost model.
         memory_limit_bytes: the most bytes of tensors at any time, parameters, buffers and gradients included.
             "auto": what is free on the forest's device, with a reserve of a tenth.
+        strategy: "auto", the fastest that is found; the name of a way to cut (`treefx.planning.search.strategies`);
+            or a function of a networkx.DiGraph of blocks with their costs and the limit in bytes, which returns sets
+            of nodes, every one a part. Runs without a fork are one block, cut where they would not fit alone; where
+            what is returned breaks the limit, it is asked again with blocks of half the length while they are few.
 
     Returns:
         The plan, immutable. Its predicted peak is at most the limit.
 
     Raises:
-        MemoryLimitError: no plan fits; the message names the token path, the bytes it needs and the way out.
-        InputError: an argument of the wrong type or value.
+        MemoryLimitError: no plan fits, or the strategy's does not; the message names the token path or the part, the
+            bytes it needs and the way out.
+        InputError: an argument of the wrong type or value, or what a strategy returned is no tree of parts.
+
+    Example:
+        >>> def at_forks(graph, limit):
+        ...     forks = [(a, b) for a, b in graph.edges if graph.out_degree(a) > 1]
+        ...     return networkx.weakly_connected_components(networkx.restricted_view(graph, [], forks))
+        >>> plan = treefx.plan(forest, profile, memory_limit_bytes=24 * 2**30, strategy=at_forks)
     """
     cost = _cost_of(profile).for_forest(forest)
     limit = check_limit(memory_limit_bytes, forest.device, cost)
     counts = Counts(forest)
+    if strategy != "auto":
+        return _by_strategy(counts, cost, limit, strategy)
     found = _with_masks(_fastest(counts, cost, limit))
     reserve = 0
     while found.peak_bytes > limit:
@@ -127,15 +153,8 @@ def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
     needs = Needs.of(blocks, cost)
     alone = replace(needs, whole=np.where(blocks.subtree_stop > blocks.stop, np.inf, needs.whole))
     drafts = recompute_everything(blocks, alone, limit - cost.resident_bytes)
-    found = None if drafts is None else _measured(counts, drafts, cost, limit)
+    found = None if drafts is None else measure_drafts(blocks, drafts, cost, limit)
     return found if found is not None and found.peak_bytes <= limit else None
-
-
-def _measured(counts: Counts, drafts: list[Draft], cost: CostModel, limit: int) -> Plan:
-    """The plan of some parts, simulated."""
-    schedule = to_schedule(drafts)
-    sizes = measure_parts(counts, schedule.parts)
-    return Plan(counts.forest, schedule, tuple(sizes), tuple(simulate(schedule, sizes, cost)), cost, limit)
 
 
 def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
@@ -156,7 +175,47 @@ def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
         if need.limit_bytes > limit:
             raise MemoryLimitError(explain_infeasible(counts, cost, limit, need))
         best = next(_plans(Blocks.of(counts, need.longest), cost, limit))
-    return best
+    return min([best, *_rivals(best, counts, limit)], key=lambda item: item.seconds)
+
+
+def _rivals(best: Plan, counts: Counts, limit: int) -> Iterator[Plan]:
+    """The plans of the built-in strategies that keep the limit, without masks, where there are few blocks.
+
+    Of what is one part already nothing is faster.
+    """
+    cost = best.cost
+    coarsest = next(_candidates(counts, cost, limit - cost.resident_bytes))
+    if len(coarsest) > _FEW_BLOCKS or len(best.parts) == 1:
+        return
+    for name in (name for name in BUILT_IN if name not in SEARCHED):
+        with suppress(MemoryLimitError):
+            found = _by_strategy(counts, replace(cost, mask_element_bytes=0.0), limit, name)
+            yield replace(found, cost=cost)
+
+
+def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy") -> Plan:
+    """What a strategy makes of the coarsest blocks with which it keeps the limit.
+
+    Raises:
+        MemoryLimitError: it does not; the message is about the coarsest ones.
+    """
+    name, cut = find_strategy(strategy)
+    refusal: MemoryLimitError | None = None
+    for blocks in _candidates(counts, cost, limit - cost.resident_bytes):
+        if refusal is not None and len(blocks) > _FEW_BLOCKS:
+            break
+        try:
+            drafts = read_partition(blocks, cut(blocks_to_networkx(blocks, cost), limit), name)
+        except InputError:
+            if refusal is None:
+                raise
+            break
+        found = _with_masks(measure_drafts(blocks, drafts, cost, limit, name))
+        if found.peak_bytes <= limit:
+            return found
+        refusal = refusal or MemoryLimitError(explain_breaking(found))
+    assert refusal is not None
+    raise refusal
 
 
 def _is_enough(best: Plan, slower: int, blocks: int) -> bool:
@@ -179,7 +238,7 @@ def _plans(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Plan]:
     """Plans of these blocks, measured and simulated; none above the limit."""
     for alternatives in _solutions(blocks, cost, limit - cost.resident_bytes):
         for drafts in alternatives:
-            found = _measured(blocks.counts, drafts, cost, limit)
+            found = measure_drafts(blocks, drafts, cost, limit)
             if found.peak_bytes <= limit:
                 yield found
                 break
@@ -190,7 +249,9 @@ def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[
     needs = Needs.of(blocks, cost)
     drafts = choose_modes(blocks, needs, budget) or recompute_everything(blocks, needs, budget)
     if drafts is not None:
-        merged = [merge_parts(batch_siblings(drafts, cost, budget, many), cost, budget) for many in _SIBLINGS]
+        few = sum(1 for _ in in_order(drafts)) <= _MANY_DRAFTS
+        groups = _SIBLINGS if few else (_SIBLINGS[0], _SIBLINGS[-1])
+        merged = [merge_parts(batch_siblings(drafts, cost, budget, many), cost, budget) for many in groups]
         yield sorted(merged, key=lambda roots: total_seconds(cost, roots))
     if len(blocks) <= MOST_BLOCKS:
         exact = solve_exactly(blocks, cost, budget)

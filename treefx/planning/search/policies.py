@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
+from treefx.forests.subset import select_rows
 from treefx.planning.cost.model import Size
 from treefx.planning.search.blocks import Blocks, Counts
 from treefx.planning.search.draft import Draft, to_schedule
@@ -88,14 +88,8 @@ def plan_policy(plan: Plan, policy: str) -> list[Plan]:
         raise InputError(f"policy must be one that compare_policies names, got {policy!r}")
     is_rows = policy == "separate rows"
     groups = [[row] for row in range(len(plan.forest))] if is_rows else [x for x, _ in _micro_batches(plan, counts)]
-    trees = [_rows_alone(plan.forest, rows) for rows in groups]
+    trees = [select_rows(plan.forest, rows) for rows in groups]
     return [_played(replace(plan, forest=tree), Counts(tree), _uncut(Counts(tree))) for tree in trees]
-
-
-def _rows_alone(forest: Forest, rows: Sequence[int]) -> Forest:
-    """The forest of some rows, with the weights they have."""
-    sequences, weights = forest.sequences(), torch.split(forest.raw_weight, forest.row_lengths.tolist())
-    return Forest.from_sequences([sequences[row] for row in rows], weights=[weights[row] for row in rows])
 
 
 def _micro_batches(plan: Plan, counts: Counts) -> list[tuple[list[int], Size]]:

@@ -28,7 +28,8 @@ def batch_siblings(roots: Sequence[Draft], cost: CostModel, budget: float, many:
         New topmost parts.
     """
     for draft, _ in reversed(list(in_order(roots))):
-        draft.demand = demand_of(cost, draft.size, draft.keep, draft.children)
+        if not draft.demand:  # else known from another size of groups
+            draft.demand = demand_of(cost, draft.size, draft.keep, draft.children)
     result: list[Draft] = []
     waiting: list[tuple[Sequence[Draft], float, int, list[Draft]]] = [(roots, budget, 0, result)]
     while waiting:

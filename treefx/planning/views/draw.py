@@ -9,7 +9,7 @@ from treefx.forests.draw import place_lanes
 from treefx.planning.search.plan import Plan
 from treefx.planning.views.tables import format_bytes
 
-__all__ = ["draw_plan"]
+__all__ = ["draw_plan", "draw_tree"]
 
 _BAR_HEIGHT = 0.72
 _HATCH = {"keep": "", "recompute": "///", "offload": "..."}
@@ -36,12 +36,13 @@ def draw_plan(plan: Plan, path: "str | PathLike[str]") -> None:
     figure = Figure(figsize=(11.0, tree_height + 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     tree, memory = figure.subplots(2, 1, height_ratios=[tree_height, 3.0])
-    _draw_tree(tree, plan, lane)
+    draw_tree(tree, plan, lane)
     _draw_memory(memory, plan)
     figure.savefig(path, dpi=130)
 
 
-def _draw_tree(axes: Any, plan: Plan, lane: Any) -> None:
+def draw_tree(axes: Any, plan: Plan, lane: Any) -> None:
+    """The tree on some axes, a colour per part; `lane` of every node."""
     colours = _colours(len(plan.parts))
     for part, left, width, y in _bars(plan, lane):
         keep = plan.parts[part].keep

@@ -1,0 +1,1 @@
+"""Forests over ranks, in one process and in several."""

@@ -1,0 +1,167 @@
+"""Blocks as a graph of networkx, and what somebody made of it as a plan: the way into the planner for strategies.
+
+A *partition* of the blocks is what networkx calls one: sets of nodes, of which each holds a block and every block is in
+exactly one. Each set becomes a part that keeps its activations; a `Group` says otherwise.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from treefx.errors import InputError
+from treefx.forests.forest import Forest
+from treefx.planning.cost.model import CostModel
+from treefx.planning.search.blocks import Blocks, Counts
+from treefx.planning.search.draft import Draft, held_bytes, part_seconds, peak_bytes, to_schedule
+from treefx.planning.search.part import Keep
+from treefx.planning.search.plan import Plan
+from treefx.planning.search.simulate import measure_parts, simulate
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+__all__ = ["Group", "Partition", "blocks_to_networkx", "measure_drafts", "peak_of", "read_partition", "tree_of_blocks"]
+
+
+def tree_of_blocks(forest: Forest, cost: CostModel, longest: int | None = None) -> "nx.DiGraph[int]":
+    """The forest as strategies see it: `blocks_to_networkx` of its runs without a fork.
+
+    Args:
+        forest: any forest.
+        cost: of the model, such as `treefx.profile(...).cost`.
+        longest: runs of more tokens are cut evenly; None: none is.
+    """
+    counts = Counts(forest)
+    return blocks_to_networkx(Blocks.of(counts, longest or len(counts.depth)), cost)
+
+
+class Group(NamedTuple):
+    """Blocks that run as one part."""
+
+    blocks: Collection[int]
+    keep: Keep = "keep"
+
+
+Partition = Iterable[Group | Collection[int]]
+
+
+def blocks_to_networkx(blocks: Blocks, cost: CostModel) -> "nx.DiGraph[int]":
+    """The tree of blocks, parents to children, with what each costs as a part of its own.
+
+    Returns:
+        Nodes numbered in packed order with `start`, `stop` (packed indices), `tokens`, `boundary` (tokens above),
+        `pairs` (visible), `saved_bytes` (kept between forward and backward), `store_bytes` (K/V and their gradients,
+        0 at leaves), `run_bytes` (peak) and `seconds` (forward and backward). `graph.graph` has `blocks` and `cost`.
+    """
+    import networkx as nx
+
+    graph: nx.DiGraph[int] = nx.DiGraph(blocks=blocks, cost=cost)
+    rows = zip(blocks.start.tolist(), blocks.stop.tolist(), blocks.subtree_stop.tolist(), strict=True)
+    for block, (start, stop, end) in enumerate(rows):
+        size = blocks.counts.size(start, stop, outgoing=stop - start if end > stop else 0)
+        graph.add_node(
+            block,
+            start=start,
+            stop=stop,
+            tokens=size.tokens,
+            boundary=size.boundary,
+            pairs=size.pairs,
+            saved_bytes=cost.saved(size.tokens, size.boundary, size.edges),
+            store_bytes=held_bytes(cost, size, "recompute"),
+            run_bytes=peak_bytes(cost, size, "keep"),
+            seconds=part_seconds(cost, size, "keep", 0),
+        )
+    graph.add_edges_from((above, block) for block, above in enumerate(blocks.parent.tolist()) if above >= 0)
+    return graph
+
+
+def peak_of(graph: "nx.DiGraph[int]", partition: Partition) -> float:
+    """Predicted peak in bytes of a partition of the blocks, by the simulation that every plan is judged by."""
+    blocks: Blocks = graph.graph["blocks"]
+    return measure_drafts(blocks, read_partition(blocks, partition, "peak_of"), graph.graph["cost"], 0).peak_bytes
+
+
+def measure_drafts(blocks: Blocks, drafts: list[Draft], cost: CostModel, limit: int, strategy: str = "auto") -> Plan:
+    """The plan of some parts, simulated, whatever the limit."""
+    schedule = to_schedule(drafts)
+    sizes = measure_parts(blocks.counts, schedule.parts)
+    moments = simulate(schedule, sizes, cost)
+    return Plan(blocks.counts.forest, schedule, tuple(sizes), tuple(moments), cost, limit, strategy)
+
+
+@dataclass(eq=False)
+class _Quotient:
+    """The parts of a partition and what each hangs on."""
+
+    blocks: Blocks
+    groups: list[Group]
+    part_of: np.ndarray[Any, Any]
+    path: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def read_partition(blocks: Blocks, partition: Partition, name: str) -> list[Draft]:
+    """The topmost parts of a partition.
+
+    Args:
+        blocks: of the forest.
+        partition: sets of blocks, or `Group`s.
+        name: the strategy's, for messages.
+
+    Raises:
+        InputError: a block is in no set or in two, a set is empty or holds what is no block, or the parts do not form
+            a tree: what a part reads must lie in it or on one path of parts above it.
+    """
+    groups = [item if isinstance(item, Group) else Group(item) for item in partition]
+    quotient = _Quotient(blocks, groups, _part_of(blocks, groups, name))
+    drafts = []
+    for group in groups:
+        spans = [(int(blocks.start[block]), int(blocks.stop[block])) for block in sorted(group.blocks)]
+        drafts.append(Draft(spans, blocks.counts.size(*spans[0]), group.keep))
+    roots: list[Draft] = []
+    for part in sorted(range(len(groups)), key=lambda part: (_depth(blocks, groups[part]), min(groups[part].blocks))):
+        path = _path(quotient, part, name)
+        quotient.path[part] = (*path, part)
+        (drafts[path[-1]].children if path else roots).append(drafts[part])
+    return roots
+
+
+def _part_of(blocks: Blocks, groups: list[Group], name: str) -> np.ndarray[Any, Any]:
+    part_of = np.full(len(blocks), -1, dtype=np.int64)
+    for part, group in enumerate(groups):
+        inside = list(group.blocks)
+        wrong = [block for block in inside if not 0 <= block < len(blocks)]
+        if not inside or wrong:
+            last = len(blocks) - 1
+            raise InputError(f"strategy {name!r}: part {part} must hold blocks 0 to {last}, got {inside[:9]}")
+        twice = part_of[inside] >= 0
+        if twice.any():
+            block = inside[int(np.flatnonzero(twice)[0])]
+            raise InputError(f"strategy {name!r}: block {block} is in part {part_of[block]} and in part {part}")
+        part_of[inside] = part
+    if (part_of < 0).any():
+        missing = np.flatnonzero(part_of < 0)
+        raise InputError(f"strategy {name!r}: {len(missing)} of {len(blocks)} blocks are in no part, as {missing[0]}")
+    return part_of
+
+
+def _depth(blocks: Blocks, group: Group) -> int:
+    """Tokens above the deepest of the group's topmost blocks: parts above a part come before it."""
+    inside = set(group.blocks)
+    return max(int(blocks.depth[block]) for block in inside if int(blocks.parent[block]) not in inside)
+
+
+def _path(quotient: _Quotient, part: int, name: str) -> tuple[int, ...]:
+    """The parts above a part, root first."""
+    above = {int(quotient.blocks.parent[block]) for block in quotient.groups[part].blocks} - {-1}
+    parents = {int(quotient.part_of[block]) for block in above} - {part}
+    paths = [quotient.path.get(parent) for parent in parents]
+    known = [path for path in paths if path is not None]
+    longest = max(known, key=len, default=())
+    if len(known) < len(paths) or not parents <= set(longest):
+        raise InputError(
+            f"strategy {name!r}: part {part} hangs on parts {sorted(parents)}, of which none has all others above it; "
+            "parts must form a tree, so split it"
+        )
+    return longest

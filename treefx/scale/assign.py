@@ -1,0 +1,121 @@
+"""``treefx.scale.assign``: a forest per rank, the same answer on every rank."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from typing import overload
+
+import torch
+
+from treefx.errors import InputError
+from treefx.forests.forest import Forest
+from treefx.forests.share import Share
+from treefx.forests.subset import select_rows
+from treefx.scale.outline import Outline
+from treefx.scale.price import Cost
+from treefx.scale.split import Split, split
+
+__all__ = ["Assignment", "assign", "assign_rows"]
+
+
+class Assignment(Sequence[Forest]):
+    """The forests of all ranks; each is built when it is first asked for.
+
+    Attributes:
+        forest: the whole.
+        split: rows, tokens and predicted cost of every rank.
+    """
+
+    def __init__(self, forest: Forest, found: Split) -> None:
+        self.forest, self.split = forest, found
+        self._build = cache(self._make)
+
+    def __len__(self) -> int:
+        """Number of ranks."""
+        return len(self.split.rows)
+
+    @overload
+    def __getitem__(self, rank: int) -> Forest: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[Forest]: ...
+
+    def __getitem__(self, rank: int | slice) -> Forest | list[Forest]:
+        """The forest of a rank."""
+        ranks = range(len(self))[rank]
+        return self._build(ranks) if isinstance(ranks, int) else [self._build(each) for each in ranks]
+
+    def __repr__(self) -> str:
+        found = self.split
+        idle = sum(not len(rows) for rows in found.rows)
+        return (
+            f"Assignment({len(self.forest)} rows to {len(self)} ranks, busiest at {found.balance:.3f} of the lower "
+            f"bound, {found.duplicated:.1%} of the tokens computed twice" + (f", {idle} ranks idle)" if idle else ")")
+        )
+
+    def _make(self, rank: int) -> Forest:
+        rows = self.split.rows[rank].tolist()
+        if rows:
+            own = select_rows(self.forest, rows)
+        else:
+            rows = [int(self.forest.row_lengths.argmin())]
+            sequence = self.forest.tokens[self.forest.token_of[rows[0]]]
+            own = Forest.from_sequences([sequence], weights=[0.0])
+        return dataclasses.replace(own, share=self._share(rows, not len(self.split.rows[rank])))
+
+    def _share(self, rows: list[int], is_idle: bool) -> Share:
+        """Of the whole; of what the whole is a share of, if it is one itself."""
+        chosen = torch.tensor(rows, device=self.forest.device)
+        above = self.forest.share
+        if above is not None:
+            return dataclasses.replace(above, rows=above.rows[chosen], is_idle=above.is_idle or is_idle)
+        return Share(chosen, self.forest.row_weight, self.forest.row_has_weight, is_idle)
+
+
+def assign(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:
+    """Share a forest among data-parallel ranks: evenly, and with few prefixes on more than one rank.
+
+    Every row is on exactly one rank, so that edge weights, which sum over a rank's rows, count a shared prefix once
+    however many ranks compute it. The means of `treefx.losses` divide by the whole's weights (`Forest.share`). So
+    losses and gradients **sum** over the ranks to the whole's: with DDP, which divides by their number, multiply the
+    loss by it; with FSDP2 use `set_gradient_divide_factor(1.0)`. Values per row may be given for all rows. A rank for
+    which nothing is left gets the shortest row with weight 0, so that it takes part in every collective.
+
+    Args:
+        forest: all rows of the step, the same on every rank.
+        ranks: number of processes.
+        cost: what balances: what `treefx.profile` returned or its cost model; a function of a rank's `Size`
+            (`size.tokens`, `size.pairs`) that never falls with the size; None: tokens.
+
+    Returns:
+        A sequence of `ranks` forests, built when asked for. It depends on the arguments alone, so every rank may
+        compute it and take its own.
+
+    Raises:
+        InputError: an argument of the wrong type or value.
+
+    Example:
+        >>> whole = treefx.Forest.from_sequences([[1, 2, 3], [1, 2, 4], [7, 8, 9]])
+        >>> [len(own) for own in treefx.scale.assign(whole, 2)]
+        [2, 1]
+    """
+    if not isinstance(forest, Forest):
+        raise InputError(f"assign expected a treefx.Forest, got {type(forest).__name__}; build it with from_sequences")
+    return Assignment(forest, split(Outline.of_forest(forest), ranks, cost))
+
+
+def assign_rows(outline: Outline, ranks: int, cost: Cost = None) -> Split:
+    """The same from lengths and hashes alone, for rows that no process holds all of.
+
+    Args:
+        outline: `Outline.of_fingerprints` of what the ranks told each other (`treefx.scale.fingerprint`).
+        ranks: number of processes.
+        cost: as for `assign`.
+
+    Returns:
+        Row numbers per rank and what they cost.
+
+    Raises:
+        InputError: an argument of the wrong value.
+    """
+    return split(outline, ranks, cost)
