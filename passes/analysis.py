@@ -20,6 +20,7 @@ from treefx.passes.labels.label_tokens import (
 )
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.purity import has_effects
+from treefx.passes.labels.segments import Segments
 from treefx.passes.packing.pack_tokens import Output, is_packed_output
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
@@ -77,6 +78,8 @@ class Analysis:
     """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
     batch: BatchSizes | None = None
     """Rows and columns where they are symbols."""
+    segmented: bool = False
+    """Whether rows are taken to be packed with segments."""
     constants: Constants | None = None
     attentions: list[Attention] = field(default_factory=list)
     recurrences: int = 0
@@ -86,6 +89,11 @@ class Analysis:
     """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def segments(self) -> Segments:
+        """What masks say of segments; ``segmented`` analyses are good for calls whose values are such."""
+        return Segments() if self.constants is None else self.constants.segments
 
     def values(self, args: Sequence[Any]) -> dict[Any, int]:
         """What the tensors of a call give to the symbols."""

@@ -86,7 +86,7 @@ class Analyses:
         if shape is None:
             with compiling, lasting():
                 shape = self._shapes.find(key, tensors)
-                shape = self._shapes.add(key, lambda: self._analyse(args, values)) if shape is None else shape
+                shape = self._shapes.add(key, tensors, lambda: self._analyse(args, values)) if shape is None else shape
         if isinstance(shape, Refusal) and shape.passing:
             self._warn_of_shapes()
         return shape
@@ -121,7 +121,8 @@ class Analyses:
         if found is None:
             with compiling, lasting():
                 found = self._batches.find(key, tensors, sizes)
-                found = self._batches.add(key, lambda: self._analyse(args, values, pattern)) if found is None else found
+                if found is None:
+                    found = self._batches.add(key, tensors, lambda: self._analyse(args, values, pattern))
         if isinstance(found, Refusal):
             self._why_numbers = found.reason
         return found if isinstance(found, Shape) else None
@@ -137,10 +138,24 @@ class Analyses:
     def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
         return [role for x, role in zip(self._filled(args), self._roles, strict=True) if isinstance(x, Tensor)]
 
-    def _analyse(self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None) -> Shape | Refusal:
+    def _analyse(self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None) -> list[Shape | Refusal]:
+        """What there is for calls like this one: rows as they are and, before, rows packed with segments."""
+        rows = self._attempt(args, values, batch)
+        if isinstance(rows, Refusal):
+            return [rows]
+        segmented = self._segmented(rows, args, values, batch)
+        if segmented is None:
+            return [self._shape(rows, args)]
+        if segmented.admits(self.tensors(args)) and rows.expansions and self._config.on_unsupported == "error":
+            return [segmented]  # rows as they are would be an error
+        return [segmented, self._shape(rows, args)]
+
+    def _attempt(
+        self, args: Sequence[Any], values: InputValues, batch: Pattern | None, *, segmented: bool = False
+    ) -> Analysis | Refusal:
         tensors, roles = self.tensors(args), self._tensor_roles(args)
         try:
-            analysis = analyse(self._gm, self._filled(args), roles, values, self._passes, batch)
+            analysis = analyse(self._gm, self._filled(args), roles, values, self._passes, batch, segmented=segmented)
         except TreefxError:
             raise
         except Exception as error:
@@ -152,7 +167,30 @@ class Analyses:
         if analysis.tokens is None:
             self._has_no_tokens = True
             return Refusal("")
-        if batch is not None and analysis.expansions:  # where sizes are numbers, more may be proved
+        return analysis
+
+    def _segmented(
+        self, rows: Analysis, args: Sequence[Any], values: InputValues, batch: Pattern | None
+    ) -> Shape | None:
+        """The analysis that takes rows to be packed, where masks tell segments apart and every attention stays inside
+        one."""
+        if not (rows.segments.compared or rows.segments.leak) or current_forest() is not None:
+            return None
+        found = self._attempt(args, values, batch, segmented=True)
+        if isinstance(found, Refusal) or not found.segments.compared or found.segments.leak is not None:
+            return None
+        if (
+            found.own_positions is None
+            or found.expansions
+            and (batch is not None or self._config.on_unsupported != "expand")
+        ):
+            return None
+        shape = self._shape(found, args)
+        return shape if isinstance(shape, Shape) else None
+
+    def _shape(self, analysis: Analysis, args: Sequence[Any]) -> Shape | Refusal:
+        tensors = self.tensors(args)
+        if analysis.batch is not None and analysis.expansions:  # where sizes are numbers, more may be proved
             reason = f"sizes have to be known: {_listed(analysis.expansions)}"
             return Refusal(reason, proof_of(analysis, tensors))
         self._records.report.shapes += 1
@@ -161,7 +199,7 @@ class Analyses:
         refusal = self._refusal(analysis)
         if refusal is not None:
             return Refusal(refusal, proof_of(analysis, tensors))
-        shape = share_shape(analysis, tensors, self.use, values, self._config)
+        shape = share_shape(analysis, tensors, self.use, analysis.known, self._config)
         if not self.use.settled:
             self.use = shape.outputs
         return shape
