@@ -1,16 +1,21 @@
 """Packed rows: several sequences in one row ``[1, sum T]``, or in several, as trainers without padding feed them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests.batches import IGNORED
+from tests.models import TinyLM
 from tests.oracle import Step
 
-__all__ = ["AGENTS", "Packed", "loss_inside", "loss_outside", "pack", "trie_size"]
+__all__ = [
+    "AGENTS", "DocumentLM", "Packed", "by_document", "by_position", "causal", "loss_inside", "loss_of_documents",
+    "loss_outside", "pack", "same", "trie_size",
+]  # fmt: skip
 
 AGENTS = [
     [5, 6, 7, 8],
@@ -75,5 +80,66 @@ def loss_outside(packed: Packed) -> Step:
         picked = logits.log_softmax(-1).gather(-1, packed.input_ids.roll(-1, -1).view(*logits.shape[:-1], 1))
         weight = torch.linspace(-1.0, 2.0, picked.numel(), dtype=logits.dtype).view(picked.shape)
         return (weight * picked).sum()
+
+    return step
+
+
+Mask = Callable[[Tensor, Tensor], Tensor]
+"""documents and positions [B, T] -> bool [B, 1, T, T], True where a query sees a key."""
+
+
+class Masked(nn.Module):
+    """Attention under a given mask."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class DocumentLM(TinyLM):
+    """A model that numbers documents, and makes the mask of each block from these numbers and the positions."""
+
+    def __init__(self, *masks: Mask) -> None:
+        super().__init__(Masked, layers=len(masks), width=16)
+        self.masks = masks
+
+    def forward(self, input_ids: Tensor, documents: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]
+        assert self.place is not None
+        x = self.embed(input_ids) + self.place(position_ids)
+        for block, mask in zip(self.blocks, self.masks, strict=True):
+            x = block(x, mask(documents, position_ids))
+        return self.head(self.norm(x))
+
+
+def causal(documents: Tensor, positions: Tensor) -> Tensor:
+    """All columns up to the query's, of whatever document."""
+    columns = torch.arange(documents.shape[1])
+    return (columns <= columns[:, None])[None, None]
+
+
+def same(documents: Tensor) -> Tensor:
+    """Pairs of one document."""
+    return documents[:, None, :, None] == documents[:, None, None, :]
+
+
+def by_document(documents: Tensor, positions: Tensor) -> Tensor:
+    """The columns of the query's document up to the query's own."""
+    return causal(documents, positions) & same(documents)
+
+
+def by_position(documents: Tensor, positions: Tensor) -> Tensor:
+    """The last three positions of the query's document."""
+    query, key = positions[:, None, :, None], positions[:, None, None, :]
+    return (key <= query) & (key > query - 3) & same(documents)
+
+
+def loss_of_documents(packed: Packed, documents: Tensor | None = None) -> Step:
+    """Squared logits, each place with a weight of its own; documents are the segments, or others."""
+    if documents is None:
+        documents = (packed.position_ids == 0).cumsum(1)
+
+    def step(model: nn.Module) -> Tensor:
+        logits = model(packed.input_ids, documents, packed.position_ids)
+        weight = torch.linspace(0.5, 2.0, logits[..., 0].numel(), dtype=logits.dtype).view(logits.shape[:2])
+        return (logits.square().mean(-1) * weight).sum()
 
     return step

@@ -109,7 +109,8 @@ class _Search:
     def _may_count_columns(self, node: fx.Node) -> bool:
         """Whether a constant has as many entries along some dimension as there are columns."""
         columns = self.tokens.columns
-        return columns > 1 and any(size in (columns, columns * self.tokens.rows) for size in shape_of(node))
+        counts = (str(columns), str(columns * self.tokens.rows))  # a symbol is no number, whatever a batch gives it
+        return columns > 1 and any(str(size) in counts for size in shape_of(node))
 
     def check_expression(self, expr: Expr) -> None:
         """A lifted expression: columns may only occur as their distance, values only by token."""

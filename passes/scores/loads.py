@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def _load_of_row(node: fx.Node, index: Index) -> Expr:
 
     It becomes part of the identity of the row's tokens.
     """
-    size = shape_of(node).numel()
+    size = math.prod(shape_of(node))
     if [digit for dim in index for digit in dim] != ([(("b",), size)] if size > 1 else []):
         raise NoLaw(_of_rows(node))
     return ("load", node, ("cq",))

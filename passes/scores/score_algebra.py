@@ -24,7 +24,7 @@ import torch
 from treefx.kernels.score import Expr
 from treefx.passes.labels.constants import MASKING
 
-__all__ = ["Relation", "Tables", "conjuncts", "decide", "fold", "select", "simplify", "split_mask"]
+__all__ = ["Relation", "Tables", "as_loaded", "conjuncts", "decide", "fold", "select", "simplify", "split_mask"]
 
 Relation = str  # "future" | "past" | "other"
 
@@ -58,8 +58,17 @@ def const(value: Any) -> Expr:
     return ("const", value)
 
 
+def as_loaded(expr: Expr) -> Expr:
+    """A choice between one and zero by an input that is one or zero (``loads``), as that input; others as they are."""
+    if expr[0] != "where" or expr[1][0] != "ne" or expr[2:] != (const(1), const(0)):
+        return expr
+    loaded: Expr = expr[1][1]
+    return loaded if loaded[0] == "load" and expr[1][2] == const(0) else expr
+
+
 def affine(expr: Expr, consecutive: frozenset[Any] = frozenset()) -> dict[str, float] | None:
     """``expr`` as coefficients of the index symbols, ``"1"`` and one unknown start per consecutive source; or None."""
+    expr = as_loaded(expr)
     op = expr[0]
     if op == "const":
         return {"1": float(expr[1])}
@@ -162,8 +171,8 @@ def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool |
 
 def _compares_segments(expr: Expr, tables: Tables) -> bool:
     """Whether a condition asks if query and key are of one segment."""
-    op, *sides = expr
-    if op not in ("eq", "ne") or any(side[0] != "load" or side[1] not in tables.segments for side in sides):
+    sides = [as_loaded(item) for item in expr[1:]]
+    if expr[0] not in ("eq", "ne") or any(side[0] != "load" or side[1] not in tables.segments for side in sides):
         return False
     return {side[2:] for side in sides} == {(("cq",),), (("ck",),)}
 

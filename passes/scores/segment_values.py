@@ -12,6 +12,7 @@ from treefx.passes.labels.facts import ALONG_ROWS, Axis, Fact, Factor, Kind, fac
 from treefx.passes.labels.label_tokens import Improve, Sources, Tokens
 from treefx.passes.labels.purity import impurity
 from treefx.passes.labels.segments import Segments
+from treefx.passes.scores.score_algebra import as_loaded
 
 __all__ = ["along_segments", "note_segments"]
 
@@ -34,7 +35,7 @@ def along_segments(tokens: Tokens, sources: Sources, admits: Callable[[fx.Node, 
 
 def note_segments(score: Expr, segments: Segments) -> None:
     """Note the values [B, T] by which a score tells segments apart, and those by which it may count inside them."""
-    compared = [item[1][1] for item in walk(score) if _compares_one_value(item)]
+    compared = [item for item in map(_compared, walk(score)) if item is not None]
     at_queries, at_keys = ({*_loads(score, column)} for column in ("cq", "ck"))
     segments.compared.update(dict.fromkeys(compared))
     for node in dict.fromkeys(_loads(score, "cq")):
@@ -42,12 +43,14 @@ def note_segments(score: Expr, segments: Segments) -> None:
             segments.counting[node] = None
 
 
-def _compares_one_value(expr: Expr) -> bool:
-    """Whether a condition is ``x[query] == x[key]``, or that they differ."""
-    if expr[0] not in ("eq", "ne") or any(side[0] != "load" for side in expr[1:]):
-        return False
-    (_, left, *at_left), (_, right, *at_right) = expr[1:]
-    return left is right and {*at_left, *at_right} == {("cq",), ("ck",)} and _is_of_tokens(left)
+def _compared(expr: Expr) -> fx.Node | None:
+    """The x of a condition ``x[query] == x[key]``, or that they differ."""
+    sides = [as_loaded(item) for item in expr[1:]] if expr[0] in ("eq", "ne") else []
+    if not sides or any(side[0] != "load" for side in sides):
+        return None
+    (_, left, *at_left), (_, right, *at_right) = sides
+    found: fx.Node = left
+    return found if left is right and {*at_left, *at_right} == {("cq",), ("ck",)} and _is_of_tokens(left) else None
 
 
 def _loads(score: Expr, column: str) -> Iterator[fx.Node]:

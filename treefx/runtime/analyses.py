@@ -144,6 +144,8 @@ class Analyses:
         if isinstance(rows, Refusal):
             return [rows]
         segmented = self._segmented(rows, args, values, batch)
+        if batch is None or not rows.expansions or segmented is not None:
+            self._records.report.shapes += 1
         if segmented is None:
             return [self._shape(rows, args)]
         if segmented.admits(self.tensors(args)) and rows.expansions and self._config.on_unsupported == "error":
@@ -193,7 +195,6 @@ class Analyses:
         if analysis.batch is not None and analysis.expansions:  # where sizes are numbers, more may be proved
             reason = f"sizes have to be known: {_listed(analysis.expansions)}"
             return Refusal(reason, proof_of(analysis, tensors))
-        self._records.report.shapes += 1
         self._records.report.has_tokens = True
         self._records.report.expansions = [asdict(item) for item in analysis.expansions]
         refusal = self._refusal(analysis)

@@ -31,8 +31,8 @@ def find_starts(analysis: Analysis, args: Sequence[Any]) -> Tensor | None:
         return None
     if any(_comes_again(x, changes) for x in compared):
         return None
-    counting = [grid.value(node) for node in segments.counting]
-    if not all(bool(((x[:, 1:] - x[:, :-1] == 1) | changes).all()) for x in counting):
+    counting = [grid.value(node).to(torch.int64) for node in segments.counting]  # narrow ones wrap around
+    if not all(bool(((x.diff() == 1) | changes).all()) for x in counting):
         return None
     return torch.nn.functional.pad(changes, (1, 0), value=True)
 

@@ -191,7 +191,7 @@ class KnownShapes:
     def add(
         self, key: tuple[Any, ...], args: Sequence[Tensor], find: Callable[[], list[Shape | Refusal]]
     ) -> Shape | Refusal:
-        """Find out about a key: all there is, the best first. The last admits these tensors."""
+        """Find out about a key: all there is, the best first, the last for calls that no other one admits."""
         known = self._known.get(key, [])
         if len(known) >= self._limit:
             return Refusal(f"more than {self._limit} values of buffers for one shape of inputs (option max_shapes)")
@@ -201,7 +201,7 @@ class KnownShapes:
             self._make_room()
         found = find()
         self._known[key] = [*known, *found]
-        return next(item for item in found if item.admits(args))
+        return next((item for item in found if item.admits(args)), found[-1])
 
     def _returns(self, key: tuple[Any, ...]) -> bool:
         """Whether a key without a place has asked for one before, not too long ago."""
