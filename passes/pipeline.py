@@ -50,7 +50,6 @@ from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
-from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import PackingInterpreter
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
@@ -180,7 +179,6 @@ def analyse(
         live = live_nodes(analysis.gm)
         analysis.expansions = _expansions(analysis.gm, live)
         analysis.obstacles = _obstacles(analysis.gm, live)
-        analysis.own_positions = find_own_positions(analysis.gm, analysis.tokens, analysis.attentions, live)
         analysis.recurrences = sum(node.op == "call_function" and _is_scan(node) for node in live)
     return analysis
 

@@ -182,7 +182,7 @@ class Analyses:
         if isinstance(found, Refusal) or not found.segments.compared or found.segments.leak is not None:
             return None
         if (
-            found.own_positions is None
+            found.find_own_positions() is None
             or found.expansions
             and (batch is not None or self._config.on_unsupported != "expand")
         ):

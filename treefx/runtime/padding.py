@@ -33,6 +33,7 @@ class Padding:
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
         self._mixes = mixes(analysis.gm)
+        self._own_positions: dict[frozenset[Expr], list[fx.Node] | None] = {}
         asking = [item for item in analysis.attentions if not item.zero_if_blind]
         blinding = dict.fromkeys((item.conditions + item.padding, item.heads) for item in asking)
         self._blinding = [item for item in blinding if not all(map(_is_met_by_itself, item[0]))]
@@ -89,10 +90,15 @@ class Padding:
             return False
         return not fact_of(target).learned and impurity(target) is None
 
-    def own_positions(self, args: Sequence[Any]) -> list[Tensor] | None:
-        """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then."""
-        nodes = self._analysis.own_positions
+    def own_positions(self, args: Sequence[Any], redundant: frozenset[Expr]) -> list[Tensor] | None:
+        """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then.
+
+        What is read by ``redundant`` conditions alone does not.
+        """
         grid = Grid(self._analysis, args)
+        if redundant not in self._own_positions:
+            self._own_positions[redundant] = self._analysis.find_own_positions(redundant)
+        nodes = self._own_positions[redundant]
         return None if nodes is None else [grid.value(node) for node in nodes]
 
     def numbers_of_rows(self, args: Sequence[Any]) -> list[Tensor]:

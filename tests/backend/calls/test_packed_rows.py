@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.backend.support import assert_packed, compare
 from tests.models import double, zoo
 from tests.oracle import FLOAT64, assert_close, outcome
-from tests.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"sliding_window": 4}, "gemma2": {"sliding_window": 4}, "gpt_neox": {},

@@ -9,13 +9,11 @@ from torch import Tensor, nn
 
 import treefx.runtime.batch
 from tests.backend.calls.test_packed_rows import one_layer
-from tests.backend.support import compare
-from tests.models import zoo
-from tests.oracle import Step
-from tests.packed import (
+from tests.backend.packed import (
     AGENTS,
     DocumentLM,
     Packed,
+    but_for_pads,
     by_document,
     by_position,
     causal,
@@ -24,6 +22,9 @@ from tests.packed import (
     pack,
     trie_size,
 )
+from tests.backend.support import compare
+from tests.models import zoo
+from tests.oracle import Step
 from treefx.passes.packing import emit_attention
 from treefx.passes.packing.emitters import Packer
 from treefx.passes.scores import attention_facts
@@ -49,6 +50,21 @@ def assert_wrong(model: nn.Module, step: Step) -> None:
 def test_documents_that_are_an_input(masks: tuple[Any, ...]) -> None:
     stats = compare(DocumentLM(*masks).double(), loss_of_documents(PACKED)).stats
     assert stats["ran"] == "packed" and stats["tokens"] == trie_size(PACKED)
+
+
+def test_pads_that_no_query_sees() -> None:
+    """Where nobody reads them they do not run; where the caller reads all logits, their mask tells documents apart."""
+    packed = pack(AGENTS, pads=5)
+    documents = (packed.position_ids == 0).cumsum(1) * (packed.input_ids != 0)
+    model, real = DocumentLM(but_for_pads).double(), trie_size(PACKED)
+
+    def inside(model: nn.Module) -> Tensor:
+        return model(packed.input_ids, documents, packed.position_ids, packed.labels)  # type: ignore[no-any-return]
+
+    stats = compare(model, inside).stats
+    assert (stats["tokens"], stats["raw_tokens"], stats["ran"]) == (real, PACKED.input_ids.numel(), "packed")
+    stats = compare(model, loss_of_documents(packed, documents)).stats
+    assert stats["fallback"] is None and stats["tokens"] == packed.input_ids.numel()
 
 
 def test_one_attention_that_sees_other_segments_ends_all_sharing() -> None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests import strategies
 from tests.backend.calls.test_packed_rows import one_layer
+from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
-from tests.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 
 
 def exact_step(compiled: Any, model: nn.Module, packed: Packed, step: Any = loss_inside) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class RowsRun:
         redundant = shape.padding.redundant(tensors, keep)
         identity = shape.analysis.identity_without(redundant)
         keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
-        places = None if keep is None and starts is None else shape.padding.own_positions(tensors)
+        places = None if keep is None and starts is None else shape.padding.own_positions(tensors, redundant)
         batch = build_batch(keys, keep, places, starts)
         raw = keys[0].numel() if seen is None or keep is None else int((seen & keep).sum())
         self._records.report.raw_tokens, self._records.report.tokens = raw, batch.tokens

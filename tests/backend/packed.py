@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from tests.batches import IGNORED
 from tests.models import TinyLM
 from tests.oracle import Step
 
 __all__ = [
-    "AGENTS", "DocumentLM", "Packed", "by_document", "by_position", "causal", "loss_inside", "loss_of_documents",
-    "loss_outside", "pack", "same", "trie_size",
+    "AGENTS", "DocumentLM", "Packed", "but_for_pads", "by_document", "by_position", "causal", "loss_inside",
+    "loss_of_documents", "loss_outside", "pack", "same", "trie_size",
 ]  # fmt: skip
 
 AGENTS = [
@@ -102,12 +102,16 @@ class DocumentLM(TinyLM):
         super().__init__(Masked, layers=len(masks), width=16)
         self.masks = masks
 
-    def forward(self, input_ids: Tensor, documents: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, documents: Tensor, position_ids: Tensor, labels: Tensor | None = None
+    ) -> Tensor:
+        """Logits, or the loss where there are labels."""
         assert self.place is not None
         x = self.embed(input_ids) + self.place(position_ids)
         for block, mask in zip(self.blocks, self.masks, strict=True):
             x = block(x, mask(documents, position_ids))
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits if labels is None else cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def causal(documents: Tensor, positions: Tensor) -> Tensor:
@@ -130,6 +134,11 @@ def by_position(documents: Tensor, positions: Tensor) -> Tensor:
     """The last three positions of the query's document."""
     query, key = positions[:, None, :, None], positions[:, None, None, :]
     return (key <= query) & (key > query - 3) & same(documents)
+
+
+def but_for_pads(documents: Tensor, positions: Tensor) -> Tensor:
+    """The last three positions of the query's document, none of document 0."""
+    return by_position(documents, positions) & (documents > 0)[:, None, None]
 
 
 def loss_of_documents(packed: Packed, documents: Tensor | None = None) -> Step:
