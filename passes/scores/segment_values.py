@@ -62,4 +62,5 @@ def _is_of_tokens(node: fx.Node) -> bool:
     """Whether a value is an integer per token, made of inputs alone."""
     value = node.meta["val"]
     whole = not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
-    return whole and value.dim() == 2 and fact_of(node).kind is Kind.PREFIX
+    axes = [[factor.axis for factor in dim] for dim in fact_of(node).dims or ()]
+    return whole and fact_of(node).kind is Kind.PREFIX and axes == [[Axis.ROW], [Axis.TOKEN]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -31,6 +31,10 @@ _MANY_SHAPES = (
     "one graph of this model compiles anew for every number of rows and columns ({why}); it keeps {limit} of "
     "them (option max_shapes), and runs others without sharing until they come again. Pad batches to a few lengths "
     "(pad_to_multiple_of), or keep more"
+)
+_NO_SEGMENTS = (
+    "masks keep the sequences of a packed row apart, but not in this call: each should be one run of a number that "
+    "comes nowhere else in its row, with positions that count up by one"
 )
 
 
@@ -150,7 +154,8 @@ class Analyses:
             return [self._shape(rows, args)]
         if segmented.admits(self.tensors(args)) and rows.expansions and self._config.on_unsupported == "error":
             return [segmented]  # rows as they are would be an error
-        return [segmented, self._shape(rows, args)]
+        found = self._shape(rows, args)
+        return [segmented, replace(found, reason=_NO_SEGMENTS) if isinstance(found, Refusal) else found]
 
     def _attempt(
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None, *, segmented: bool = False
