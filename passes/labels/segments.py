@@ -27,10 +27,12 @@ class Segments:
         assumed: Whether proofs count on segments; else it is only noted which values are compared.
         compared: Integers [B, T] that keep a query from the keys of another segment.
         counting: Integers [B, T] that count up by one inside of each segment.
+        begins: Those of ``compared`` that are the column where the segment begins: parts of the caller's masks.
         leak: Why an attention is not proved to stay inside; one such, and there are no segments.
     """
 
     assumed: bool = False
     compared: dict[fx.Node, None] = field(default_factory=dict)
     counting: dict[fx.Node, None] = field(default_factory=dict)
+    begins: dict[fx.Node, None] = field(default_factory=dict)
     leak: str | None = None

@@ -71,11 +71,12 @@ def loss_inside(packed: Packed, **more: Any) -> Step:
     return lambda model: model(**inputs, use_cache=False, **more).loss
 
 
-def loss_outside(packed: Packed) -> Step:
+def loss_outside(packed: Packed, **more: Any) -> Step:
     """The loss of trainers for reinforcement learning: logits changed in place, labels rolled over the row."""
 
     def step(model: nn.Module) -> Tensor:
-        logits = model(input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False).logits
+        inputs = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+        logits = model(**inputs, use_cache=False, **more).logits
         logits = logits.squeeze(0).div_(0.7)
         picked = logits.log_softmax(-1).gather(-1, packed.input_ids.roll(-1, -1).view(*logits.shape[:-1], 1))
         weight = torch.linspace(-1.0, 2.0, picked.numel(), dtype=logits.dtype).view(picked.shape)

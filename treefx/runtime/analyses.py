@@ -181,7 +181,8 @@ class Analyses:
     ) -> Shape | None:
         """The analysis that takes rows to be packed, where masks tell segments apart and every attention stays inside
         one."""
-        if not (rows.segments.compared or rows.segments.leak) or current_forest() is not None:
+        said = rows.segments
+        if not (said.compared or said.begins or said.leak) or current_forest() is not None:
             return None
         found = self._attempt(args, values, batch, segmented=True)
         if isinstance(found, Refusal) or not found.segments.compared or found.segments.leak is not None:

@@ -17,8 +17,8 @@ __all__ = ["find_starts", "has_gaps"]
 def find_starts(analysis: Analysis, args: Sequence[Any]) -> Tensor | None:
     """Where segments start, bool [B, T]; None where the rows of a call are no segments, or one each.
 
-    All values that masks compare must change at the same places and never come back to what they were, and those that
-    they count by must go up by one everywhere else.
+    All values that masks compare must change at the same places and never come back to what they were (and be the
+    column of that place where the caller's mask gives them), and those that they count by must go up by one elsewhere.
 
     Args:
         analysis: One that takes rows to be packed.
@@ -29,12 +29,22 @@ def find_starts(analysis: Analysis, args: Sequence[Any]) -> Tensor | None:
     changes = _changes(compared[0])
     if not bool(changes.any()) or any(not torch.equal(changes, _changes(x)) for x in compared[1:]):
         return None
+    starts = torch.nn.functional.pad(changes, (1, 0), value=True)
     if any(_comes_again(x, changes) for x in compared):
+        return None
+    if not all(_begins(grid.value(node), starts) for node in segments.begins):
         return None
     counting = [grid.value(node).to(torch.int64) for node in segments.counting]  # narrow ones wrap around
     if not all(bool(((x.diff() == 1) | changes).all()) for x in counting):
         return None
-    return torch.nn.functional.pad(changes, (1, 0), value=True)
+    return starts
+
+
+def _begins(x: Tensor, starts: Tensor) -> bool:
+    """Whether each segment has the number of its first column, or that behind the last one: it then sees nothing."""
+    width = x.shape[1]
+    column = torch.arange(width, device=x.device)
+    return bool(((x == column) | (x == width) | ~starts).all())
 
 
 def has_gaps(starts: Tensor, keep: Tensor) -> bool:

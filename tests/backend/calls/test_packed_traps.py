@@ -19,6 +19,7 @@ from tests.backend.packed import (
     causal,
     loss_inside,
     loss_of_documents,
+    loss_outside,
     pack,
     trie_size,
 )
@@ -125,6 +126,51 @@ def test_layers_that_disagree_on_the_documents() -> None:
         return by_document(torch.div(documents, 2, rounding_mode="floor").cumsum(1), positions)
 
     assert_unshared(compare(DocumentLM(by_document, by_pair).double(), loss_of_documents(PACKED)))
+
+
+# Masks that the caller gives ------------------------------------------------------------------------------------------
+
+
+def filled(seen: Tensor) -> Tensor:
+    """A mask of float64, finfo.min where nothing is seen."""
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+
+
+def given_mask(packed: Packed) -> Tensor:
+    """[1, 1, T, T], as LLaMA-Factory packs rows: hidden between sequences, after the query, and at pads."""
+    real = (packed.input_ids != 0)[:, None, None]
+    seen = by_document((packed.position_ids == 0).cumsum(1), packed.position_ids) & real & real.mT
+    return filled(seen)
+
+
+@pytest.mark.parametrize("pads", [0, 3])
+@pytest.mark.parametrize("step", [loss_inside, loss_outside])
+def test_documents_of_a_given_mask(step: Any, pads: int) -> None:
+    packed = pack(AGENTS, pads=pads)
+    stats = compare(one_layer("llama"), step(packed, attention_mask=given_mask(packed))).stats
+    if step is loss_outside and pads:  # pads see nothing, and are read
+        assert stats["ran"] == "ordinary"
+    else:
+        assert (stats["tokens"], stats["ran"]) == (trie_size(PACKED), "packed")
+
+
+def starts_that_overlap(packed: Packed) -> Tensor:
+    """Each sequence sees the last token of the one before."""
+    seen = by_document((packed.position_ids == 0).cumsum(1), packed.position_ids)[0, 0].clone()
+    first = torch.nonzero(packed.position_ids[0] == 0).flatten()[1:]
+    for at in first.tolist():
+        length = int((packed.position_ids[0, at:] == 0).cumsum(0).eq(1).sum())
+        seen[at : at + length, at - 1] = True
+    return filled(seen[None, None])
+
+
+def test_a_given_mask_whose_documents_overlap() -> None:
+    assert_unshared(compare(one_layer("llama"), loss_inside(PACKED, attention_mask=starts_that_overlap(PACKED))))
+
+
+def test_sharing_documents_that_overlap_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_begins", lambda x, starts: True)
+    assert_wrong(one_layer("llama"), loss_inside(PACKED, attention_mask=starts_that_overlap(PACKED)))
 
 
 # Models of transformers -----------------------------------------------------------------------------------------------
