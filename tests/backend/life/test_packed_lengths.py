@@ -12,6 +12,7 @@ from torch import nn
 
 from tests import strategies
 from tests.backend.calls.test_packed_rows import one_layer
+from tests.backend.calls.test_packed_traps import given_mask
 from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
 
@@ -52,6 +53,26 @@ def test_twelve_lengths_compile_twice_at_most() -> None:
 def test_twelve_lengths_with_the_loss_outside() -> None:
     model = one_layer("llama")
     assert_lengths_share(compile_with(model, inner="eager"), model, loss_outside)
+
+
+def test_given_masks_of_all_lengths() -> None:
+    model = one_layer("llama")
+    compiled = compile_with(model, inner="eager")
+    for seed in range(4):
+        packed = pack(drawn(seed, 3 + seed), pads=seed)
+        mask = given_mask(packed)
+        stats = exact_step(compiled, model, packed, lambda packed, mask=mask: loss_inside(packed, attention_mask=mask))
+        assert stats["ran"] == "packed" and stats["compiles"] <= 2
+        assert stats["tokens"] == trie_size(pack(drawn(seed, 3 + seed)))
+
+
+def test_rows_of_any_number() -> None:
+    model = one_layer("mistral")
+    compiled = compile_with(model, inner="eager")
+    for seed, sizes in enumerate([(3, 4), (4, 5, 3), (2, 6), (5, 5, 5, 2)]):
+        packed = pack(*[drawn(10 * seed + row, size) for row, size in enumerate(sizes)], counted=seed % 2 == 0)
+        stats = exact_step(compiled, model, packed)
+        assert stats["tokens"] == trie_size(packed) and stats["compiles"] <= 2
 
 
 def test_inductor_compiles_for_the_first_length_and_then_for_all() -> None:
