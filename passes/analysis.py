@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,10 @@ from treefx.passes.labels.label_tokens import (
     Tokens,
 )
 from treefx.passes.labels.laws.reindex import Reindexed
+from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import has_effects
+from treefx.passes.labels.segments import Segments
+from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import Output, is_packed_output
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
@@ -71,12 +74,12 @@ class Analysis:
     """The same of those that a condition on keys reads, wherever it stays in the graph."""
     identity_of_rows: list[fx.Node] = field(default_factory=list)
     """Values, one number per row, that do so too."""
-    own_positions: list[fx.Node] | None = None
-    """Values [B, T] that do so where rows start in different columns; None where tokens are known by their column."""
     known: InputValues = field(default_factory=InputValues)
     """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
     batch: BatchSizes | None = None
     """Rows and columns where they are symbols."""
+    segmented: bool = False
+    """Whether rows are taken to be packed with segments."""
     constants: Constants | None = None
     attentions: list[Attention] = field(default_factory=list)
     recurrences: int = 0
@@ -86,6 +89,17 @@ class Analysis:
     """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def find_own_positions(self, redundant: Collection[Expr] = ()) -> list[fx.Node] | None:
+        """Values [B, T] that tell tokens apart where rows start in different columns; None where tokens are known by
+        their column. Conditions that all tokens of a call meet are ``redundant``."""
+        assert self.tokens is not None
+        return find_own_positions(self.gm, self.tokens, self.attentions, live_nodes(self.gm), redundant)
+
+    @property
+    def segments(self) -> Segments:
+        """What masks say of segments; ``segmented`` analyses are good for calls whose values are such."""
+        return Segments() if self.constants is None else self.constants.segments
 
     def values(self, args: Sequence[Any]) -> dict[Any, int]:
         """What the tensors of a call give to the symbols."""

@@ -50,11 +50,11 @@ from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
-from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import PackingInterpreter
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import attentions
+from treefx.passes.scores.segment_values import along_segments
 from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
 from treefx.passes.trace.pattern import Pattern, inline_sizes
 from treefx.passes.trace.token_count import TokenCount, add_count_input
@@ -149,6 +149,8 @@ def analyse(
     known: InputValues,
     passes: Sequence[Pass],
     batch: Pattern | None = None,
+    *,
+    segmented: bool = False,
 ) -> Analysis:
     """Trace and label Dynamo's graph for inputs of the given shapes, or of all shapes of a pattern.
 
@@ -162,11 +164,13 @@ def analyse(
         known: What the values of the inputs prove, in this and all later calls of the analysis.
         passes: From ``build_passes``.
         batch: Names the sizes of the inputs in rows and columns, which are then symbols.
+        segmented: Takes rows to be packed with segments; ``Analysis.segments`` says what that asks of a call.
 
     Raises:
         Specialised: The sizes cannot be symbols.
     """
-    analysis = Analysis(gm, roles, None, [], known=known, batch=None if batch is None else BatchSizes(batch, inputs))
+    sizes = None if batch is None else BatchSizes(batch, inputs)
+    analysis = Analysis(gm, roles, None, [], known=known, batch=sizes, segmented=segmented)
     analysis.gm = _run_stage("analyse", passes, gm, _Work(inputs, analysis, known))
     if analysis.batch is not None:
         analysis.batch.check(inputs)
@@ -175,7 +179,6 @@ def analyse(
         live = live_nodes(analysis.gm)
         analysis.expansions = _expansions(analysis.gm, live)
         analysis.obstacles = _obstacles(analysis.gm, live)
-        analysis.own_positions = find_own_positions(analysis.gm, analysis.tokens, analysis.attentions, live)
         analysis.recurrences = sum(node.op == "call_function" and _is_scan(node) for node in live)
     return analysis
 
@@ -221,8 +224,11 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | Non
     found.tokens = find_tokens(gm, found.roles)
     if found.tokens is None:
         return gm
-    found.constants = Constants(gm, work.inputs, found.roles, work.known, found.batch)
-    improve = improve if found.batch is None else None  # mixers are read at columns that are numbers
+    found.constants = Constants(gm, work.inputs, found.roles, work.known, found.batch, found.segmented)
+    if found.segmented:
+        improve = along_segments
+    elif found.batch is not None:  # mixers are read at columns that are numbers
+        improve = None
     identity = label_tokens(gm, found.roles, found.tokens, improve=improve, pick_losses=pick_losses)
     placeholders = gm.graph.find_nodes(op="placeholder")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]

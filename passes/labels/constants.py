@@ -18,6 +18,7 @@ from treefx.passes.labels.corners import is_corner
 from treefx.passes.labels.facts import Kind, ancestors, fact_of
 from treefx.passes.labels.given_masks import GivenMask, parts_of_mask, prove_mask
 from treefx.passes.labels.purity import changed_inputs, impurity
+from treefx.passes.labels.segments import Segments
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 
 __all__ = ["MASKING", "Constants", "InputValues", "constants_of", "input_values"]
@@ -74,6 +75,7 @@ class Constants:
             do those of buffers that the graph changes.
         known: What the values of the inputs prove nevertheless.
         batch: Rows and columns where they are symbols: only what holds for all of them is a constant then.
+        segmented: Whether rows are taken to be packed with segments.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Constants:
         roles: Sequence[str],
         known: InputValues,
         batch: BatchSizes | None = None,
+        segmented: bool = False,
     ) -> None:
         self._batch, self._inputs = batch, inputs
         self._sizes: dict[Any, int] = {} if batch is None else batch.values(inputs)
@@ -96,6 +99,8 @@ class Constants:
         self._per_call |= changed_inputs(gm).keys()
         self.consecutive = frozenset(node for node, i in self._positions.items() if i in known.consecutive)
         self.binary = frozenset(node for node, i in self._positions.items() if i in known.binary)
+        self.segments = Segments(segmented)
+        """What masks say of segments."""
         self.masks = _masks(list(self._positions), known)
         """Masks that the caller gives, and the inputs that are their parts."""
         gm.meta[_KEY] = self

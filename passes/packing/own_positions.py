@@ -39,7 +39,11 @@ class _ByColumn(Exception):
 
 
 def find_own_positions(
-    gm: fx.GraphModule, tokens: Tokens, attentions: Sequence[Attention], live: Collection[fx.Node]
+    gm: fx.GraphModule,
+    tokens: Tokens,
+    attentions: Sequence[Attention],
+    live: Collection[fx.Node],
+    redundant: Collection[Expr] = (),
 ) -> list[fx.Node] | None:
     """The values [B, T] that tell tokens apart where rows may start in different columns.
 
@@ -48,6 +52,7 @@ def find_own_positions(
         tokens: Its token axes.
         attentions: Its lifted attentions.
         live: The nodes that an output reads.
+        redundant: Conditions that all tokens of a call meet, and that nothing asks therefore.
 
     Returns:
         Functions of the inputs, to be compared by value; None where tokens are only known by their column.
@@ -60,7 +65,8 @@ def find_own_positions(
             if node.op == "call_function" and fact_of(node).kind is Kind.PACKED:
                 search.check_packed(node)
         for attention in attentions:
-            for expr in (attention.score, *attention.conditions, *attention.padding):
+            asked = [item for item in (*attention.conditions, *attention.padding) if item not in redundant]
+            for expr in (attention.score, *asked):
                 search.check_expression(expr)
     except _ByColumn:
         return None
@@ -109,7 +115,8 @@ class _Search:
     def _may_count_columns(self, node: fx.Node) -> bool:
         """Whether a constant has as many entries along some dimension as there are columns."""
         columns = self.tokens.columns
-        return columns > 1 and any(size in (columns, columns * self.tokens.rows) for size in shape_of(node))
+        counts = (str(columns), str(columns * self.tokens.rows))  # a symbol is no number, whatever a batch gives it
+        return columns > 1 and any(str(size) in counts for size in shape_of(node))
 
     def check_expression(self, expr: Expr) -> None:
         """A lifted expression: columns may only occur as their distance, values only by token."""

@@ -28,12 +28,15 @@ __all__ = ["expand", "pick", "restorations"]
 @torch.library.custom_op("treefx::expand", mutates_args=())
 def expand(x: Tensor, token_of: Tensor) -> Tensor:
     """x [N, ...], token_of [...R] int64 -> [...R, ...]."""
+    result = x.new_empty([*token_of.shape, *x.shape[1:]])  # no view: what the caller gets, it may change in place
+    if not x.shape[0]:
+        return result.zero_()
     flat = token_of.reshape(-1)
-    result = x.index_select(0, flat.clamp(min=0)) if x.shape[0] else x.new_zeros([flat.numel(), *x.shape[1:]])
-    missing = flat < 0
+    torch.index_select(x, 0, flat.clamp(min=0), out=result.view(flat.numel(), *x.shape[1:]))
+    missing = token_of < 0
     if bool(missing.any()):
         result[missing] = 0
-    return result.reshape([*token_of.shape, *x.shape[1:]])
+    return result
 
 
 @expand.register_fake

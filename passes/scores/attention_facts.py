@@ -22,7 +22,17 @@ from treefx.passes.scores.digits import Digit, Index, offset_of_keys
 from treefx.passes.scores.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.scores.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
 from treefx.passes.scores.lift_mask import lift, step
-from treefx.passes.scores.score_algebra import Tables, canonical_window, conjuncts, const, decide, simplify, split_mask
+from treefx.passes.scores.score_algebra import (
+    Relation,
+    Tables,
+    canonical_window,
+    conjuncts,
+    const,
+    decide,
+    simplify,
+    split_mask,
+)
+from treefx.passes.scores.segment_values import note_segments
 
 __all__ = ["Attention", "attentions", "lift_products", "lift_sdpa", "reads_key_alone"]
 
@@ -232,12 +242,12 @@ def _prove(
     ``safe`` tells of a softmax that gives zero where all scores are -inf.
     """
     constants = constants_of(node)
-    tables = Tables(lambda expr: constants.table(expr, columns, heads), constants.consecutive)
-    future = [residue(score, "future", tables)] if columns > 1 else []
-    if any(interval(item, zero)[1] > MASKING for item in future):
+    tables = _tables(score, constants, columns, heads)
+    unseen = [residue(score, relation, tables) for relation in _unseen(constants, columns)]
+    if any(interval(item, zero)[1] > MASKING for item in unseen):
         raise NoLaw(_not_causal(score, constants))
     value, found = split_mask(simplify(score, tables), tables)
-    masked = future + [residue(item, "past", tables) for _, item in found]
+    masked = unseen + [residue(item, "past", tables) for _, item in found]
     visible = residue(value, "past", tables) if sinks is None else ("either", residue(value, "past", tables), sinks)
     doubted = [item for item in masked if not is_hidden(item, visible, unknown)]
     split = [item for one, _ in found for item in conjuncts(one)]
@@ -259,7 +269,24 @@ def _prove(
     )  # fmt: skip
 
 
+def _tables(score: Expr, constants: Constants, columns: int, heads: int) -> Tables:
+    """What is known of the values that a score loads; segments where rows are taken to be packed with them."""
+    segments = constants.segments
+    note_segments(score, segments)
+    counting, compared = (
+        frozenset(item if segments.assumed else ()) for item in (segments.counting, segments.compared)
+    )
+    return Tables(lambda expr: constants.table(expr, columns, heads), constants.consecutive | counting, compared)
+
+
+def _unseen(constants: Constants, columns: int) -> list[Relation]:
+    """The relations of query and key in which no model may see the key."""
+    return [*(["future"] if columns > 1 else []), *(["other"] if constants.segments.assumed else [])]
+
+
 def _not_causal(score: Expr, constants: Constants) -> str:
+    if constants.segments.assumed:
+        return "attention that is not proved to stay inside a segment"
     given = [item[1] for item in walk(score) if item[0] == "load" and constants.changes(item[1])]
     tables = [node for node in given if fact_of(node).kind is Kind.INVARIANT]
     inputs = f" (it reads {list(shape_of(tables[0]))} given by the caller)" if tables else ""

@@ -5,15 +5,18 @@ They need the lifter, so they are registered from here; ``treefx.passes.labels.l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
 from treefx.passes.labels import dims as algebra
+from treefx.passes.labels.constants import constants_of
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, fact_of
 from treefx.passes.labels.laws.base import Call, law
 from treefx.passes.labels.laws.matmul import ends_in_tokens
-from treefx.passes.scores.attention_facts import lift_products, lift_sdpa
+from treefx.passes.scores.attention_facts import Attention, lift_products, lift_sdpa
 
 aten = torch.ops.aten
 
@@ -31,7 +34,7 @@ def close_attention(call: Call) -> Fact:
         raise NoLaw("a product with attention probabilities over other keys than the values'")
     if not algebra.same_tokens(p[0], v[0]) or not ends_in_tokens(p[1]):
         raise NoLaw("a product with attention probabilities that is not probabilities times values")
-    attention = lift_products(probabilities, values)
+    attention = _lifted(call, lambda: lift_products(probabilities, values))
     learned = any(fact_of(node).learned for node in call.operands)
     return Fact(Kind.PACKED, (p[0], p[1], v[2]), law=attention, learned=learned)
 
@@ -51,4 +54,13 @@ def attention(call: Call) -> Fact:
             raise NoLaw("attention with tokens in its head or feature dimension")
     learned = any(fact_of(node).learned for node in call.operands)
     dims = (q[0], algebra.coalesce(q[1]), q[2], v[3])
-    return Fact(Kind.PACKED, dims, law=lift_sdpa(call.node), learned=learned)
+    return Fact(Kind.PACKED, dims, law=_lifted(call, lambda: lift_sdpa(call.node)), learned=learned)
+
+
+def _lifted(call: Call, lift: Callable[[], Attention]) -> Attention:
+    """An attention in its lifted form; one that has none may see other segments."""
+    try:
+        return lift()
+    except NoLaw as reason:
+        constants_of(call.node).segments.leak = str(reason)
+        raise

@@ -14,6 +14,7 @@ from treefx.passes.labels.constants import constants_of
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Dims, Kind, fact_of, shape_of
 from treefx.passes.labels.given_masks import GivenMask
+from treefx.passes.labels.segments import Segments
 from treefx.passes.labels.uniformity import is_uniform
 from treefx.passes.scores.digits import Digit, Index, combined
 from treefx.passes.scores.score_algebra import const
@@ -61,14 +62,20 @@ def _load_of_row(node: fx.Node, index: Index) -> Expr:
     return ("load", node, ("cq",))
 
 
-def _given_mask(known: GivenMask, parts: Sequence[fx.Node], index: Index) -> Expr:
-    """A mask of the caller's, as its values in this and all calls of the analysis are known."""
+def _given_mask(known: GivenMask, parts: Sequence[fx.Node], index: Index, segments: Segments) -> Expr:
+    """A mask of the caller's, as its values in this and all calls of the analysis are known.
+
+    A key is not before the query's start iff both have the same start, where starts are those of segments.
+    """
     rows = index[:1] if len(index) > 2 else ((),)
     seen: Expr = ("and", ("le", ("ck",), ("cq",)), load(parts[0], (*rows, index[-1])))
     if known.window is not None:
         seen = ("and", seen, ("lt", ("sub", ("cq",), ("ck",)), const(known.window)))
     if known.has_starts:
-        seen = ("and", seen, ("ge", ("ck",), load(parts[1], (*rows, index[-2]))))
+        segments.begins[parts[1]] = None
+        start = load(parts[1], (*rows, index[-2]))
+        same: Expr = ("eq", start, load(parts[1], (*rows, index[-1])))
+        seen = ("and", seen, same if segments.assumed else ("ge", ("ck",), start))
     return ("where", seen, const(known.shown), const(known.hidden))
 
 
@@ -79,7 +86,7 @@ def load(node: fx.Node, index: Index) -> Expr:
     fact = fact_of(node)
     known = constants_of(node).masks.get(node)
     if known is not None and [[digit[0] for digit in dim] for dim in index[-2:]] == [[("cq",)], [("ck",)]]:
-        return _given_mask(*known, index)
+        return _given_mask(*known, index, constants_of(node).segments)
     if fact.kind is Kind.INVARIANT:
         fill = constants_of(node).number(node)
         if fill is not None:

@@ -5,8 +5,10 @@ of query and key, ``("b",)`` the row, ``("head",)`` the query head, ``("dot",)``
 ``("load", source, *indices)`` reads a value of the graph. Everything else is the expression language of
 ``treefx.kernels.score``.
 
-Two relations are assumed in turn. In the *future* (``ck > cq``) a causal model must give every score a masking value;
-in the *past* (``ck <= cq``), the only place where tree attention looks, causal conditions are true and vanish.
+Relations are assumed in turn. In the *future* (``ck > cq``) a causal model must give every score a masking value;
+in the *past* (``ck <= cq``), the only place where tree attention looks, causal conditions are true and vanish. Where
+rows are packed (``treefx.passes.labels.segments``), these two speak of pairs of one segment, and the score of a key in
+any *other* segment, before or after, must be masked too.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import torch
 from treefx.kernels.score import Expr
 from treefx.passes.labels.constants import MASKING
 
-__all__ = ["Relation", "Tables", "conjuncts", "decide", "fold", "select", "simplify", "split_mask"]
+__all__ = ["Relation", "Tables", "as_loaded", "conjuncts", "decide", "fold", "select", "simplify", "split_mask"]
 
-Relation = str  # "future" | "past"
+Relation = str  # "future" | "past" | "other"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class Tables:
     evaluate: Callable[[Expr], torch.Tensor | None]
     """Evaluates an expression of constants on the grid [head, query column, key column], or returns None."""
     consecutive: frozenset[Any] = frozenset()
-    """Loaded sources that count up by one from column to column of a row."""
+    """Loaded sources that count up by one from column to column of a row, or of a segment."""
+    segments: frozenset[Any] = frozenset()
+    """Loaded sources that are equal exactly where query and key are of one segment."""
 
     def __call__(self, expr: Expr) -> torch.Tensor | None:
         return self.evaluate(expr)
@@ -54,8 +58,17 @@ def const(value: Any) -> Expr:
     return ("const", value)
 
 
+def as_loaded(expr: Expr) -> Expr:
+    """A choice between one and zero by an input that is one or zero (``loads``), as that input; others as they are."""
+    if expr[0] != "where" or expr[1][0] != "ne" or expr[2:] != (const(1), const(0)):
+        return expr
+    loaded: Expr = expr[1][1]
+    return loaded if loaded[0] == "load" and expr[1][2] == const(0) else expr
+
+
 def affine(expr: Expr, consecutive: frozenset[Any] = frozenset()) -> dict[str, float] | None:
     """``expr`` as coefficients of the index symbols, ``"1"`` and one unknown start per consecutive source; or None."""
+    expr = as_loaded(expr)
     op = expr[0]
     if op == "const":
         return {"1": float(expr[1])}
@@ -90,7 +103,8 @@ def _combine(left: dict[str, float] | None, right: dict[str, float] | None, fact
 
 def _difference(expr: Expr, relation: Relation, tables: Tables) -> tuple[float, float] | None:
     """Range of left minus right of a comparison, where it depends on ``ck - cq`` alone."""
-    form = affine(("sub", expr[1], expr[2]), tables.consecutive)
+    consecutive = tables.consecutive if relation != "other" else frozenset()
+    form = affine(("sub", expr[1], expr[2]), consecutive)
     if form is None or any(value for name, value in form.items() if name not in ("cq", "ck", "1")):
         return None
     slope, constant = form.get("ck", 0.0), form.get("1", 0.0)
@@ -98,6 +112,8 @@ def _difference(expr: Expr, relation: Relation, tables: Tables) -> tuple[float, 
         return None
     if slope == 0:
         return constant, constant
+    if relation == "other":  # before or after
+        return None
     near = slope * (1 if relation == "future" else 0) + constant
     rises = (slope > 0) == (relation == "future")
     return (near, math.inf) if rises else (-math.inf, near)
@@ -137,8 +153,10 @@ def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool |
     folded = fold(expr)
     if folded is not expr:  # a comparison of a choice between constants is that choice
         return decide(folded, relation, tables)
-    difference = _difference(expr, relation, tables)
     op: str = expr[0]
+    if _compares_segments(expr, tables):
+        return (relation == "other") == (op == "ne")
+    difference = _difference(expr, relation, tables)
     if difference is None:
         return _decide_table(expr, relation, tables)
     low, high = difference
@@ -149,6 +167,14 @@ def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool |
     if _COMPARISONS[op](low, high):
         return True
     return False if _COMPARISONS[_NEGATED[op]](low, high) else None
+
+
+def _compares_segments(expr: Expr, tables: Tables) -> bool:
+    """Whether a condition asks if query and key are of one segment."""
+    sides = [as_loaded(item) for item in expr[1:]]
+    if expr[0] not in ("eq", "ne") or any(side[0] != "load" or side[1] not in tables.segments for side in sides):
+        return False
+    return {side[2:] for side in sides} == {(("cq",),), (("ck",),)}
 
 
 def _decide_table(expr: Expr, relation: Relation, tables: Tables) -> bool | None:
@@ -164,6 +190,8 @@ def _decide_table(expr: Expr, relation: Relation, tables: Tables) -> bool | None
 def select(table: torch.Tensor, relation: Relation) -> torch.Tensor:
     """The entries of a grid [.., query, key] that the relation speaks of."""
     queries, keys = table.shape[-2:]
+    if relation == "other":
+        return table
     future = torch.arange(keys) > torch.arange(queries)[:, None]
     return table[..., future if relation == "future" else ~future]
 

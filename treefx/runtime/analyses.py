@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -31,6 +31,10 @@ _MANY_SHAPES = (
     "one graph of this model compiles anew for every number of rows and columns ({why}); it keeps {limit} of "
     "them (option max_shapes), and runs others without sharing until they come again. Pad batches to a few lengths "
     "(pad_to_multiple_of), or keep more"
+)
+_NO_SEGMENTS = (
+    "masks keep the sequences of a packed row apart, but not in this call: each should be one run of a number that "
+    "comes nowhere else in its row, with positions that count up by one"
 )
 
 
@@ -86,7 +90,7 @@ class Analyses:
         if shape is None:
             with compiling, lasting():
                 shape = self._shapes.find(key, tensors)
-                shape = self._shapes.add(key, lambda: self._analyse(args, values)) if shape is None else shape
+                shape = self._shapes.add(key, tensors, lambda: self._analyse(args, values)) if shape is None else shape
         if isinstance(shape, Refusal) and shape.passing:
             self._warn_of_shapes()
         return shape
@@ -121,7 +125,8 @@ class Analyses:
         if found is None:
             with compiling, lasting():
                 found = self._batches.find(key, tensors, sizes)
-                found = self._batches.add(key, lambda: self._analyse(args, values, pattern)) if found is None else found
+                if found is None:
+                    found = self._batches.add(key, tensors, lambda: self._analyse(args, values, pattern))
         if isinstance(found, Refusal):
             self._why_numbers = found.reason
         return found if isinstance(found, Shape) else None
@@ -137,10 +142,27 @@ class Analyses:
     def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
         return [role for x, role in zip(self._filled(args), self._roles, strict=True) if isinstance(x, Tensor)]
 
-    def _analyse(self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None) -> Shape | Refusal:
+    def _analyse(self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None) -> list[Shape | Refusal]:
+        """What there is for calls like this one: rows as they are and, before, rows packed with segments."""
+        rows = self._attempt(args, values, batch)
+        if isinstance(rows, Refusal):
+            return [rows]
+        segmented = self._segmented(rows, args, values, batch)
+        if batch is None or not rows.expansions or segmented is not None:
+            self._records.report.shapes += 1
+        if segmented is None:
+            return [self._shape(rows, args)]
+        if segmented.admits(self.tensors(args)) and rows.expansions and self._config.on_unsupported == "error":
+            return [segmented]  # rows as they are would be an error
+        found = self._shape(rows, args)
+        return [segmented, replace(found, reason=_NO_SEGMENTS) if isinstance(found, Refusal) else found]
+
+    def _attempt(
+        self, args: Sequence[Any], values: InputValues, batch: Pattern | None, *, segmented: bool = False
+    ) -> Analysis | Refusal:
         tensors, roles = self.tensors(args), self._tensor_roles(args)
         try:
-            analysis = analyse(self._gm, self._filled(args), roles, values, self._passes, batch)
+            analysis = analyse(self._gm, self._filled(args), roles, values, self._passes, batch, segmented=segmented)
         except TreefxError:
             raise
         except Exception as error:
@@ -152,16 +174,39 @@ class Analyses:
         if analysis.tokens is None:
             self._has_no_tokens = True
             return Refusal("")
-        if batch is not None and analysis.expansions:  # where sizes are numbers, more may be proved
+        return analysis
+
+    def _segmented(
+        self, rows: Analysis, args: Sequence[Any], values: InputValues, batch: Pattern | None
+    ) -> Shape | None:
+        """The analysis that takes rows to be packed, where masks tell segments apart and every attention stays inside
+        one."""
+        said = rows.segments
+        if not (said.compared or said.begins or said.leak) or current_forest() is not None:
+            return None
+        found = self._attempt(args, values, batch, segmented=True)
+        if isinstance(found, Refusal) or not found.segments.compared or found.segments.leak is not None:
+            return None
+        if (
+            found.find_own_positions() is None
+            or found.expansions
+            and (batch is not None or self._config.on_unsupported != "expand")
+        ):
+            return None
+        shape = self._shape(found, args)
+        return shape if isinstance(shape, Shape) else None
+
+    def _shape(self, analysis: Analysis, args: Sequence[Any]) -> Shape | Refusal:
+        tensors = self.tensors(args)
+        if analysis.batch is not None and analysis.expansions:  # where sizes are numbers, more may be proved
             reason = f"sizes have to be known: {_listed(analysis.expansions)}"
             return Refusal(reason, proof_of(analysis, tensors))
-        self._records.report.shapes += 1
         self._records.report.has_tokens = True
         self._records.report.expansions = [asdict(item) for item in analysis.expansions]
         refusal = self._refusal(analysis)
         if refusal is not None:
             return Refusal(refusal, proof_of(analysis, tensors))
-        shape = share_shape(analysis, tensors, self.use, values, self._config)
+        shape = share_shape(analysis, tensors, self.use, analysis.known, self._config)
         if not self.use.settled:
             self.use = shape.outputs
         return shape

@@ -32,7 +32,7 @@ class Batch:
     tokens: int
     metadata: tuple[Tensor, Tensor, Tensor, Tensor]
     own_positions: bool = False
-    """Whether rows start in different columns, and tokens are one all the same if their own places agree."""
+    """Whether rows or segments start in different columns, and tokens are one all the same if their places agree."""
 
     @property
     def size(self) -> int:
@@ -40,11 +40,17 @@ class Batch:
         return len(self.metadata[0])
 
 
-_recent: deque[tuple[list[Tensor], list[Tensor] | None, Tensor | None, Batch]] = deque(maxlen=4)
+_Content = tuple[list[Tensor] | None, ...]
+_recent: deque[tuple[_Content, Batch]] = deque(maxlen=4)
 _remembering = threading.Lock()
 
 
-def build_batch(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None = None) -> Batch:
+def build_batch(
+    keys: Sequence[Tensor],
+    keep: Tensor | None,
+    places: Sequence[Tensor] | None = None,
+    starts: Tensor | None = None,
+) -> Batch:
     """Build the trie over columns of the inputs that tell tokens apart.
 
     Calls of one step (policy and reference model, several graphs of one model) share the trie: it is looked up by
@@ -55,36 +61,36 @@ def build_batch(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Te
         keep: bool [B, T], False at padding to be dropped; None keeps all.
         places: [B, T] values that tell tokens apart in place of their columns, where rows without gaps start in
             different ones; None if only the same columns may share.
+        starts: bool [B, T], where segments begin: these are then the rows, of which each keeps one run of columns.
     """
+    content: _Content = (
+        list(keys),
+        None if places is None else list(places),
+        None if keep is None else [keep],
+        None if starts is None else [starts],
+    )
     with _remembering:
         recent = list(_recent)
-    for known, known_places, known_keep, batch in reversed(recent):
-        if _same(keys, known) and _same_all(places, known_places) and _same_keep(keep, known_keep):
+    for known, batch in reversed(recent):
+        if all(map(_same, content, known)):
             return batch
     with lasting():
-        batch = _build(keys, keep, places)
-        copies = None if places is None else [place.clone() for place in places]
-        entry = ([key.clone() for key in keys], copies, None if keep is None else keep.clone(), batch)
+        batch = (
+            _build(keys, keep, places) if starts is None else _build_segments([*keys, *(places or ())], keep, starts)
+        )
+        entry = tuple(None if values is None else [value.clone() for value in values] for values in content)
     with _remembering:
-        _recent.append(entry)
+        _recent.append((entry, batch))
     return batch
 
 
-def _same_all(left: Sequence[Tensor] | None, right: Sequence[Tensor] | None) -> bool:
-    return left is right if left is None or right is None else _same(left, right)
-
-
-def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+def _same(left: Sequence[Tensor] | None, right: Sequence[Tensor] | None) -> bool:
+    if left is None or right is None:
+        return left is right
     return len(left) == len(right) and all(
         a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
         for a, b in zip(left, right, strict=True)
     )
-
-
-def _same_keep(left: Tensor | None, right: Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return left.shape == right.shape and torch.equal(left, right)
 
 
 def _arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
@@ -111,6 +117,21 @@ def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor]
         token_of = np.full((rows, width), -1, dtype=np.int64)
         token_of[kept] = trie.flat_token_of
     return replace(_tensors(row, column, trie.subtree_end, token_of, device), own_positions=own)
+
+
+def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor) -> Batch:
+    """The trie whose rows are segments; row and column of a token stay those of a place where it stands."""
+    codes = combine_keys(_arrays(keys)).reshape(-1)
+    width = starts.shape[1]
+    places = np.arange(codes.size) if keep is None else np.flatnonzero(keep.cpu().numpy())
+    segment = np.cumsum(starts.cpu().numpy().reshape(-1))[places]
+    first = np.flatnonzero(np.diff(segment, prepend=0))
+    trie = build_trie(np.split(codes[places], first[1:]))
+    place = places[first[trie.row] + trie.index]
+    token_of = np.full(codes.size, -1, dtype=np.int64)
+    token_of[places] = trie.flat_token_of
+    batch = _tensors(place // width, place % width, trie.subtree_end, token_of.reshape(starts.shape), starts.device)
+    return replace(batch, own_positions=True)
 
 
 def _has_no_gaps(kept: np.ndarray) -> bool:

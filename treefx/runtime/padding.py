@@ -24,7 +24,7 @@ from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
 from treefx.passes.trace.batch_sizes import concrete
 
-__all__ = ["Padding"]
+__all__ = ["Grid", "Padding"]
 
 
 class Padding:
@@ -33,6 +33,7 @@ class Padding:
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
         self._mixes = mixes(analysis.gm)
+        self._own_positions: dict[frozenset[Expr], list[fx.Node] | None] = {}
         asking = [item for item in analysis.attentions if not item.zero_if_blind]
         blinding = dict.fromkeys((item.conditions + item.padding, item.heads) for item in asking)
         self._blinding = [item for item in blinding if not all(map(_is_met_by_itself, item[0]))]
@@ -44,7 +45,7 @@ class Padding:
         In a model that only has causal mixers, nothing says so, and all positions are.
         """
         attentions = self._analysis.attentions
-        grid = _Grid(self._analysis, args)
+        grid = Grid(self._analysis, args)
         if not attentions and self._mixes:
             return grid.everywhere()
         if not attentions or any(not attention.padding for attention in attentions):
@@ -53,7 +54,7 @@ class Padding:
         seen = torch.stack(masks).any(0)
         return None if bool(seen.all()) else seen
 
-    def _met(self, grid: _Grid, conditions: Sequence[Expr], heads: int = 1) -> Tensor:
+    def _met(self, grid: Grid, conditions: Sequence[Expr], heads: int = 1) -> Tensor:
         """bool [B, T], whether a position as a key (seen by itself, in all heads) meets all the conditions."""
         met = [grid.keys(condition, heads).all(0).reshape(grid.rows, grid.columns) for condition in conditions]
         return torch.stack(met).all(0)
@@ -69,7 +70,7 @@ class Padding:
 
     def read(self, args: Sequence[Any]) -> Tensor:
         """bool [B, T], the positions whose own outputs something inside the graph reads."""
-        grid = _Grid(self._analysis, args)
+        grid = Grid(self._analysis, args)
         picks = [(node, fact_of(node).law) for node in self._analysis.picks]
         unclear = any(not item.contracted for item in self._analysis.expansions) or self._analysis.returns_reindexed
         if unclear or any(not self._can_tell(node, law) for node, law in picks):
@@ -89,15 +90,20 @@ class Padding:
             return False
         return not fact_of(target).learned and impurity(target) is None
 
-    def own_positions(self, args: Sequence[Any]) -> list[Tensor] | None:
-        """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then."""
-        nodes = self._analysis.own_positions
-        grid = _Grid(self._analysis, args)
+    def own_positions(self, args: Sequence[Any], redundant: frozenset[Expr]) -> list[Tensor] | None:
+        """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then.
+
+        What is read by ``redundant`` conditions alone does not.
+        """
+        grid = Grid(self._analysis, args)
+        if redundant not in self._own_positions:
+            self._own_positions[redundant] = self._analysis.find_own_positions(redundant)
+        nodes = self._own_positions[redundant]
         return None if nodes is None else [grid.value(node) for node in nodes]
 
     def numbers_of_rows(self, args: Sequence[Any]) -> list[Tensor]:
         """The values, one number per row, that tell tokens apart, each as [B, T]."""
-        grid = _Grid(self._analysis, args)
+        grid = Grid(self._analysis, args)
         values = [grid.value(node).reshape(-1, 1) for node in self._analysis.identity_of_rows]
         return [value.expand(grid.rows, grid.columns) for value in values]
 
@@ -108,7 +114,7 @@ class Padding:
         kept positions of a row (one document). In the native level the token ids are packed, not in ``args``.
         """
         attentions = self._analysis.attentions
-        grid = _Grid(self._analysis, args)
+        grid = Grid(self._analysis, args)
         kept = grid.everywhere() if keep is None else keep
         asked = {item for attention in attentions for item in attention.conditions + attention.padding}
         asked = {item for item in asked if not (_is_learned(item) or (native and self._reads_ids(item)))}
@@ -120,20 +126,22 @@ class Padding:
         loads = [item[1] for item in walk(condition) if item[0] == "load"]
         return self._analysis.tokens.ids in {*loads, *ancestors(*loads)}
 
-    def is_defined(self, args: Sequence[Any], keep: Tensor | None) -> bool:
+    def is_defined(self, args: Sequence[Any], keep: Tensor | None, starts: Tensor | None = None) -> bool:
         """Whether the attention of every kept position (bool [B, T]) is what tree attention computes.
+
+        Where segments have ``starts``, a query sees keys of its own alone.
 
         A query that sees nothing is a convention of the original: zero for hard masks in
         scaled_dot_product_attention, which tree attention shares; NaN or a mean over past and future elsewhere, which
         only the original graph reproduces. Most queries see themselves; the others are asked key by key.
         """
-        grid = _Grid(self._analysis, args)
+        grid = Grid(self._analysis, args)
         for conditions, heads in self._blinding:
             if any(_is_learned(condition) for condition in conditions):
                 return False
             blind = ~self._met(grid, conditions, heads)
             queries = torch.nonzero((blind if keep is None else blind & keep).reshape(-1)).to(torch.int64)
-            visible = grid.past(queries)
+            visible = grid.past(queries, starts)
             for condition in conditions:
                 visible = visible & grid.pairs(condition, queries, heads)
             if not bool(visible.any(-1).all()):
@@ -170,7 +178,7 @@ def _compares_one_value(condition: Expr) -> bool:
     return left is right and leading and {at_left, at_right} == {("cq",), ("ck",)} and left.meta["val"].dim() == 2
 
 
-class _Grid:
+class Grid:
     """Evaluates lifted conditions and functions of inputs on the real inputs of a call.
 
     Positions are flat, row * T + column.
@@ -210,9 +218,14 @@ class _Grid:
         first = value.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))
         return bool(((value == first) | ~kept).all())
 
-    def past(self, queries: Tensor) -> Tensor:
-        """Whether each column is not after the query's, bool [queries, T]; ``queries`` is [queries, 1]."""
-        return torch.arange(self.columns, device=self.device) <= queries % self.columns
+    def past(self, queries: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Whether each column is not after the query's (nor of another segment), bool [queries, T]; ``queries`` is
+        [queries, 1]."""
+        past = torch.arange(self.columns, device=self.device) <= queries % self.columns
+        if starts is None:
+            return past
+        segment = starts.cumsum(1)
+        return past & (segment[queries[:, 0] // self.columns] == segment.reshape(-1)[queries])
 
     def pairs(self, condition: Expr, queries: Tensor, heads: int) -> Tensor:
         """A condition on the query's row, bool broadcastable to [heads, queries, T]."""

@@ -26,6 +26,7 @@ from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.padding import Padding
+from treefx.runtime.segments import find_starts
 
 __all__ = [
     "Executable", "KnownShapes", "Outgrown", "Refusal", "Shape", "forget_shapes", "Unfit", "layout_of",
@@ -71,9 +72,12 @@ class Shape:
         self._executables: dict[tuple[Any, ...], list[Executable]] = {}
 
     def admits(self, args: Sequence[Tensor]) -> bool:
-        """Whether all that the analysis asked of sizes holds for a call."""
+        """Whether all that the analysis asked of sizes and segments holds for a call."""
         batch = self.analysis.batch
-        return batch is None or batch.holds(batch.values(args))
+        holds = batch is None or batch.holds(batch.values(args))
+        if not holds or not self.analysis.segmented:
+            return holds
+        return find_starts(self.analysis, self.analysis.known.with_parts(args)) is not None
 
     def serves(self, args: Sequence[Tensor], sizes: Sequence[int]) -> bool:
         """Whether code compiled from the analysis may run this many tokens: all its graphs answer for one hint."""
@@ -184,8 +188,10 @@ class KnownShapes:
         for key, known in self._known.items():
             self._known[key] = [Refusal(reason, item.proof) if item is shape else item for item in known]
 
-    def add(self, key: tuple[Any, ...], find: Callable[[], Shape | Refusal]) -> Shape | Refusal:
-        """Find out about a key."""
+    def add(
+        self, key: tuple[Any, ...], args: Sequence[Tensor], find: Callable[[], list[Shape | Refusal]]
+    ) -> Shape | Refusal:
+        """Find out about a key: all there is, the best first, the last for calls that no other one admits."""
         known = self._known.get(key, [])
         if len(known) >= self._limit:
             return Refusal(f"more than {self._limit} values of buffers for one shape of inputs (option max_shapes)")
@@ -194,8 +200,8 @@ class KnownShapes:
                 return Refusal(f"more than {self._limit} shapes of inputs (option max_shapes)", passing=True)
             self._make_room()
         found = find()
-        self._known[key] = [*known, found]
-        return found
+        self._known[key] = [*known, *found]
+        return next((item for item in found if item.admits(args)), found[-1])
 
     def _returns(self, key: tuple[Any, ...]) -> bool:
         """Whether a key without a place has asked for one before, not too long ago."""
@@ -235,7 +241,7 @@ def share_shape(analysis: Analysis, args: Sequence[Tensor], outputs: OutputUse, 
         settings: What else decides about the compiled code: options, facts proved from the inputs.
     """
     keys = map(tensor_key, args) if analysis.batch is None else analysis.batch.keys(args)
-    key = (fingerprint(analysis.gm), tuple(analysis.roles), *keys, *process_state(), *settings)
+    key = (fingerprint(analysis.gm), tuple(analysis.roles), analysis.segmented, *keys, *process_state(), *settings)
     for shape in list(_shapes):
         if shape.key == key and shape.admits(args) and shape.proof.holds(args):
             return shape

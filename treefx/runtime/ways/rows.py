@@ -16,6 +16,7 @@ from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import build_batch
 from treefx.runtime.records import Records
+from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Outgrown, Shape, Unfit
 from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.outputs import Outputs
@@ -52,7 +53,7 @@ class RowsRun:
         self._outputs = Outputs(gm, roles, analyses, config, records, self.run)
 
     def run(self, shape: Shape, args: Sequence[Any]) -> Any:
-        """The transparent level: build the trie of the rows, then run packed if that pays."""
+        """The transparent level: build the trie of the rows (or segments), then run packed if that pays."""
         try:
             return self._run(shape, args)
         except Outgrown as call:
@@ -64,16 +65,19 @@ class RowsRun:
     def _run(self, shape: Shape, args: Sequence[Any]) -> Any:
         self._analyses.use.settle(shape.analysis)
         tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
+        starts = find_starts(shape.analysis, tensors) if shape.analysis.segmented else None
         seen, keep = self._keep(shape, tensors)
-        if not shape.padding.is_defined(tensors, keep):
+        if starts is not None and keep is not None and has_gaps(starts, keep):
+            keep = None
+        if not shape.padding.is_defined(tensors, keep, starts):
             return self._ordinary.instead(
                 args, fallback="a position that sees no key is read by the loss or the caller"
             )
         redundant = shape.padding.redundant(tensors, keep)
         identity = shape.analysis.identity_without(redundant)
         keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
-        places = None if keep is None else shape.padding.own_positions(tensors)
-        batch = build_batch(keys, keep, places)
+        places = None if keep is None and starts is None else shape.padding.own_positions(tensors, redundant)
+        batch = build_batch(keys, keep, places, starts)
         raw = keys[0].numel() if seen is None or keep is None else int((seen & keep).sum())
         self._records.report.raw_tokens, self._records.report.tokens = raw, batch.tokens
         if self._config.min_sharing > 1.0 and raw < self._config.min_sharing * batch.tokens:

@@ -1,0 +1,38 @@
+"""Segments: sequences that a trainer packs into one row, each of them a row of its own to the model.
+
+A mask that asks ``x[query] == x[key]`` of a value x [B, T] keeps attention inside the runs of x. Where no run comes
+twice in a row, and positions count up by one inside each of them, the runs are rows: virtual ones. Which values the
+masks of a graph compare and count by is found here; that those of a call are such is looked at in every call.
+
+One row of three segments::
+
+    ids        a b c d a b e a b c        x          0 0 0 0 1 1 1 2 2 2
+    positions  0 1 2 3 0 1 2 0 1 2        the tokens a b are one in all segments, c in the first and the last
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+__all__ = ["Segments"]
+
+
+@dataclass
+class Segments:
+    """What the masks of a graph say of segments.
+
+    Attributes:
+        assumed: Whether proofs count on segments; else it is only noted which values are compared.
+        compared: Integers [B, T] that keep a query from the keys of another segment.
+        counting: Integers [B, T] that count up by one inside of each segment.
+        begins: Those of ``compared`` that are the column where the segment begins: parts of the caller's masks.
+        leak: Why an attention is not proved to stay inside; one such, and there are no segments.
+    """
+
+    assumed: bool = False
+    compared: dict[fx.Node, None] = field(default_factory=dict)
+    counting: dict[fx.Node, None] = field(default_factory=dict)
+    begins: dict[fx.Node, None] = field(default_factory=dict)
+    leak: str | None = None

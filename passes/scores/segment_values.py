@@ -1,0 +1,66 @@
+"""Values [B, T] of the inputs that tell segments apart: which of them there are, and which a lifted score goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, fx
+
+from treefx.kernels.score import Expr, walk
+from treefx.passes.labels.facts import ALONG_ROWS, Axis, Fact, Factor, Kind, fact_of
+from treefx.passes.labels.label_tokens import Improve, Sources, Tokens
+from treefx.passes.labels.purity import impurity
+from treefx.passes.labels.segments import Segments
+from treefx.passes.scores.score_algebra import as_loaded
+
+__all__ = ["along_segments", "note_segments"]
+
+
+def along_segments(tokens: Tokens, sources: Sources, admits: Callable[[fx.Node, frozenset[fx.Node]], bool]) -> Improve:
+    """What ``label_tokens`` asks of each fact where rows are packed: any function of the inputs [B, T] has its number
+    at each token, whatever it was made of, since tokens are told apart by these numbers (``own_positions``)."""
+    shape = [str(tokens.rows), str(tokens.columns)]
+    dims = ((Factor(Axis.ROW, tokens.rows),), (Factor(Axis.TOKEN, tokens.columns),))
+
+    def improve(node: fx.Node, fact: Fact) -> Fact:
+        value = node.meta.get("val")
+        if fact.kind is not Kind.ROW or fact.learned or fact.law is not None or not isinstance(value, Tensor):
+            return fact
+        of_tokens = [str(size) for size in value.shape] == shape and impurity(node) is None
+        return Fact(Kind.PREFIX, dims, law=ALONG_ROWS) if of_tokens else fact
+
+    return improve
+
+
+def note_segments(score: Expr, segments: Segments) -> None:
+    """Note the values [B, T] by which a score tells segments apart, and those by which it may count inside them."""
+    compared = [item for item in map(_compared, walk(score)) if item is not None]
+    at_queries, at_keys = ({*_loads(score, column)} for column in ("cq", "ck"))
+    segments.compared.update(dict.fromkeys(compared))
+    for node in dict.fromkeys(_loads(score, "cq")):
+        if node in at_queries & at_keys and node not in segments.compared:
+            segments.counting[node] = None
+
+
+def _compared(expr: Expr) -> fx.Node | None:
+    """The x of a condition ``x[query] == x[key]``, or that they differ."""
+    sides = [as_loaded(item) for item in expr[1:]] if expr[0] in ("eq", "ne") else []
+    if not sides or any(side[0] != "load" for side in sides):
+        return None
+    (_, left, *at_left), (_, right, *at_right) = sides
+    found: fx.Node = left
+    return found if left is right and {*at_left, *at_right} == {("cq",), ("ck",)} and _is_of_tokens(left) else None
+
+
+def _loads(score: Expr, column: str) -> Iterator[fx.Node]:
+    found = (item for item in walk(score) if item[0] == "load" and item[2:] == ((column,),))
+    return (item[1] for item in found if _is_of_tokens(item[1]))
+
+
+def _is_of_tokens(node: fx.Node) -> bool:
+    """Whether a value is an integer per token, made of inputs alone."""
+    value = node.meta["val"]
+    whole = not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
+    axes = [[factor.axis for factor in dim] for dim in fact_of(node).dims or ()]
+    return whole and fact_of(node).kind is Kind.PREFIX and axes == [[Axis.ROW], [Axis.TOKEN]]

@@ -1,0 +1,71 @@
+"""Segments of a call: whether its values are such as the masks of the graph take them to be, and where each begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.passes.analysis import Analysis
+from treefx.runtime.padding import Grid
+
+__all__ = ["find_starts", "has_gaps"]
+
+
+def find_starts(analysis: Analysis, args: Sequence[Any]) -> Tensor | None:
+    """Where segments start, bool [B, T]; None where the rows of a call are no segments, or one each.
+
+    All values that masks compare must change at the same places and never come back to what they were (and be the
+    column of that place where the caller's mask gives them), and those that they count by must go up by one elsewhere.
+
+    Args:
+        analysis: One that takes rows to be packed.
+        args: The tensors of a call.
+    """
+    segments, grid = analysis.segments, Grid(analysis, args)
+    compared = [grid.value(node) for node in segments.compared]
+    changes = _changes(compared[0])
+    if not bool(changes.any()) or any(not torch.equal(changes, _changes(x)) for x in compared[1:]):
+        return None
+    starts = torch.nn.functional.pad(changes, (1, 0), value=True)
+    if any(_comes_again(x, changes) for x in compared):
+        return None
+    if not all(_begins(grid.value(node), starts) for node in segments.begins):
+        return None
+    counting = [grid.value(node).to(torch.int64) for node in segments.counting]  # narrow ones wrap around
+    if not all(bool(((x.diff() == 1) | changes).all()) for x in counting):
+        return None
+    return starts
+
+
+def _begins(x: Tensor, starts: Tensor) -> bool:
+    """Whether each segment has the number of its first column, or that behind the last one: it then sees nothing."""
+    width = x.shape[1]
+    column = torch.arange(width, device=x.device)
+    return bool(((x == column) | (x == width) | ~starts).all())
+
+
+def has_gaps(starts: Tensor, keep: Tensor) -> bool:
+    """Whether what some segment keeps is more than one run of columns.
+
+    Args:
+        starts: bool [B, T], where segments start.
+        keep: bool [B, T], the columns that are kept.
+    """
+    before = torch.nn.functional.pad(keep[:, :-1], (1, 0)) & ~starts
+    runs = (keep & ~before).reshape(-1).to(torch.int64)  # where runs of kept columns start
+    segment = starts.reshape(-1).to(torch.int64).cumsum(0) - 1
+    counts = runs.new_zeros(int(starts.sum())).index_add_(0, segment, runs)
+    return bool((counts > 1).any())
+
+
+def _changes(x: Tensor) -> Tensor:
+    """Whether each column but the first differs from the one before, bool [B, T - 1]."""
+    return x[:, 1:] != x[:, :-1]
+
+
+def _comes_again(x: Tensor, changes: Tensor) -> bool:
+    """Whether two runs of one row are of the same value: there are then fewer values than runs."""
+    return not torch.equal(_changes(x.sort(1).values).sum(1), changes.sum(1))
