@@ -20,9 +20,9 @@ __all__ = ["PrefixSampler", "cut_into_batches"]
 class PrefixSampler(Sampler[int]):
     """Row numbers for `torch.utils.data.DataLoader(sampler=...)`: each ``rows`` of them in turn share prefixes.
 
-    What a trainer's batches of ``rows`` rows are made of; number of batches and of rows per batch stay as they were. The
-    batches come in random order, which differs from epoch to epoch after `set_epoch`, and is the same on all ranks: a
-    loader that deals whole batches out to ranks keeps them together.
+    A trainer makes its batches of them; how many batches there are and how many rows each has stays as it was. They
+    come in random order, which differs from epoch to epoch after `set_epoch` and is the same on all ranks: a loader
+    that deals whole batches out to ranks keeps them together.
 
     Args:
         sequences: the token ids of every row.
