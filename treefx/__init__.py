@@ -15,13 +15,13 @@ The journey of one batch, by room:
 7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
 
 ``planning`` runs a forest in parts that fit into memory; ``rl`` samples trees and gives credit on them; ``data`` makes
-batches; ``bench`` measures; ``cli`` is the command. What a user imports lies open: ``backend``, ``config``, ``errors``,
-``losses``, ``logprobs``.
+batches; ``integrations`` fits all of it into trainers; ``bench`` measures; ``cli`` is the command. What a user imports
+lies open: ``backend``, ``config``, ``errors``, ``losses``, ``logprobs``.
 
 Order of imports, each only of what stands before an arrow::
 
     errors, views -> kernels -> passes -> config, forests -> losses, logprobs -> rl -> runtime -> backend ->
-    inspection -> planning -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
+    inspection -> planning -> data -> integrations -> __init__ -> output -> bench -> fuzz -> cli -> __main__
 """
 
 from importlib import import_module
@@ -43,7 +43,7 @@ from treefx.forests.forest import Forest
 from treefx.logprobs import edge_entropy, edge_logprobs
 
 if TYPE_CHECKING:
-    from treefx import kernels, rl
+    from treefx import integrations, kernels, rl
     from treefx.config import Config
     from treefx.inspection.inspector import inspect
     from treefx.planning.execution.backward import backward
@@ -68,6 +68,7 @@ __all__ = [
     "edge_entropy",
     "edge_logprobs",
     "inspect",
+    "integrations",
     "kernels",
     "losses",
     "plan",
@@ -89,7 +90,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     # The kernels register operators and the inspector reads compiled graphs: a program that only builds
     # forests should not load what it does not use.
-    if name in ("kernels", "rl"):
+    if name in ("integrations", "kernels", "rl"):
         return import_module(f"treefx.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

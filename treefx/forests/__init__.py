@@ -1,6 +1,6 @@
 """Forests: the prefix trees over the rows of a step, in packed order.
 
 In: sequences, padded batches or arrays. Out: an immutable ``Forest`` with depth, subtree ends, edges and weights
-(``forest``), some of its edges (``subset``), the trie behind it (``trie``), numbers for prefixes that hold across batches
-(``paths``), the forest that is in use (``context``). Knows no graph.
+(``forest``), some of its edges (``subset``), the trie behind it (``trie``), numbers of prefixes that hold across
+batches (``paths``), the forest that is in use (``context``). Knows no graph.
 """
