@@ -1,6 +1,5 @@
-"""TRL's sampling trainers with groups kept together: the same rows, the same gradient, the sharing of the whole step."""
+"""TRL's sampling trainers with groups kept together: the same rows, the same gradient, all the sharing of a step."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

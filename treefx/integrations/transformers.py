@@ -94,7 +94,7 @@ def _sequences(dataset: Any, columns: Sequence[str]) -> Iterator[list[int]]:
         yield [int(token) for name in columns for token in row[name]]
 
 
-class SharingCallback(TrainerCallback):  # type: ignore[misc]
+class SharingCallback(TrainerCallback):
     """Log what treefx shared among the trainer's own metrics, as ``treefx/...``; `log_sharing` adds it.
 
     ``sharing`` and ``sharing_possible`` are of the last optimizer step, ``compiles`` and ``compile_seconds`` of the run

@@ -104,7 +104,8 @@ def regroup(micro_batches: Sequence[Rows]) -> list[Rows]:
     batches = cut_into_batches(forest, size, np.random.default_rng(len(forest)))
     order = [row for batch in batches for row in batch]
     dealt = {name: _take(value, order) for name, value in rows.items()}
-    return [unsplit_pixel_values_by_grid(batch) for batch in split_tensor_dict(dealt, len(micro_batches))]
+    parts: list[Any] = split_tensor_dict(dealt, len(micro_batches))
+    return [unsplit_pixel_values_by_grid(batch) for batch in parts]
 
 
 def _sequences(rows: Rows) -> Iterator[Tensor]:
