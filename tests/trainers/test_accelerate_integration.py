@@ -51,6 +51,16 @@ def test_what_torch_compile_is_called_with() -> None:
         seam.compile_with({"outer": 1})
 
 
+def test_launchers_do_not_fix_the_sizes_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``accelerate launch`` without any word of it sets this variable."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
+    assert "dynamic" not in TorchDynamoPlugin(backend="treefx").to_kwargs()
+    assert TorchDynamoPlugin(backend="treefx", dynamic=False).to_kwargs()["dynamic"] is False
+    assert TorchDynamoPlugin(backend="aot_eager").to_kwargs()["dynamic"] is False
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
+    assert TorchDynamoPlugin(backend="treefx").to_kwargs()["dynamic"] is True
+
+
 def test_by_default_is_where_the_program_names_none(caplog: pytest.LogCaptureFixture) -> None:
     assert TorchDynamoPlugin().to_kwargs() == {}
     seam.compile_with(by_default=True)

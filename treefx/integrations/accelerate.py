@@ -61,9 +61,14 @@ def _pass_options_on() -> None:
 
     @functools.wraps(choose)
     def post_init(self: Any) -> None:
+        dynamic = self.dynamic
         choose(self)
         if _chosen["by_default"] and self.backend is DynamoBackend.NO:
             self.backend = DynamoBackend(_NAME)
+        if self.backend.value == _NAME and dynamic is None and self.dynamic is False:
+            # `accelerate launch` writes that into the environment of programs that never spoke of it; every length of
+            # a batch would be compiled anew.
+            self.dynamic = None
         elif _chosen["by_default"] and self.backend.value != _NAME:
             _log.warning("this program compiles with the backend it names, %s, not with treefx", self.backend.value)
 
