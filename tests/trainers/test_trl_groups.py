@@ -184,3 +184,21 @@ def test_a_class_keeps_groups_for_all_its_trainers(tmp_path: Path, monkeypatch: 
     recorder = Recorder(trainer)
     outcome(trainer)
     assert all(len({row[:-3] for row in batch}) == 1 for batch in recorder.batches)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trainers_over_a_dataset_get_batches_of_common_prompts(tmp_path: Path, kind: str) -> None:
+    """The same line; what is tokenized when the trainer is made decides."""
+    answers = [(a, b) for a, b in zip(TAILS[:4], TAILS[4:])]
+    rows = [{"prompt": f"{start} {PROMPT}", "chosen": a, "rejected": b} for a, b in answers for start in TAILS[1:3]]
+    if kind == "sft":
+        given = datasets.Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows])
+        config, trainer = trl.SFTConfig(str(tmp_path), **COMMON), trl.SFTTrainer
+    else:
+        given = datasets.Dataset.from_list(rows)
+        config, trainer = trl.DPOConfig(str(tmp_path), **COMMON), trl.DPOTrainer
+    made = trainer(llama(tmp_path / "model"), args=config, train_dataset=given, processing_class=tokenizer())
+    keep_groups(made)
+    batches = [batch["input_ids"] for batch in made.get_train_dataloader()]
+    assert len(batches) == 2
+    assert all(len(set(map(tuple, batch[:, :2].tolist()))) == 1 for batch in batches)
