@@ -7,7 +7,7 @@ is hooked is a method or a name of the trainer's own; every module names the ver
 
 Order of imports, each only of what stands before an arrow::
 
-    startup, transformers, accelerate -> trl
+    startup, transformers, accelerate -> trl -> axolotl
 """
 
 from importlib import import_module
