@@ -30,6 +30,11 @@ def test_a_process_without_a_trainer_imports_nothing() -> None:
     assert python(code) == "[]\n"
 
 
+def test_the_package_imports_no_trainer_before_its_module_is_asked_for() -> None:
+    code = "import sys, treefx; treefx.integrations; print([n for n in ('accelerate', 'transformers') if n in sys.modules])"
+    assert python(code) == "[]\n"
+
+
 def test_children_of_children_are_hooked_and_paths_stay_clean() -> None:
     inner = "import sys; print(type(sys.meta_path[0]).__name__, any('startup' in p for p in sys.path))"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}], check=True)"

@@ -101,8 +101,32 @@ def test_frozen_parameters_and_reading_change_no_version() -> None:
         frozen.add_(1.0)
     (weight * 2).sum().backward()
     assert version_of([weight, frozen]) == before
-    torch.optim.SGD([weight], lr=0.1).step()
+    with torch.no_grad():
+        weight.sub_(0.1)
     assert version_of([weight, frozen]) != before
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach", "capturable"])
+def test_every_optimizer_of_torch_ends_a_step(kind: str) -> None:
+    """The fused ones, transformers' default, leave the versions of tensors alone. Another model's end none."""
+    weight, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    mine, critics = (torch.optim.AdamW([x], **{kind: kind != "capturable"}) for x in (weight, other))
+    for x in (weight, other):
+        x.grad = torch.ones(2)
+    seen = []
+    for optimizer in (mine, critics, mine):
+        optimizer.step()
+        seen.append(version_of([weight]))
+    assert seen[0] == seen[1] < seen[2]
+
+
+def test_an_optimizer_can_still_be_compiled() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1))
+    before = version_of([weight])
+    torch.compile(lambda: optimizer.step(), backend="aot_eager")()
+    assert version_of([weight]) != before
 
 
 def tiny() -> Any:

@@ -105,6 +105,8 @@ def test_pairs_and_judged_answers_are_ordered_by_their_prompts(tmp_path: Path) -
 def test_what_has_no_rows_to_order_is_refused(tmp_path: Path) -> None:
     with pytest.raises(treefx.TreefxError, match="text.*columns="):
         keep_groups(build(tmp_path, [{"text": "a"}]))
+    with pytest.raises(treefx.TreefxError, match="'sequential'.*one of the two"):
+        keep_groups(build(tmp_path, rows(), train_sampling_strategy="sequential"))
     stream = datasets.IterableDataset.from_generator(lambda: iter(rows()))
     with pytest.raises(treefx.TreefxError, match="with a length.*IterableDataset"):
         keep_groups(build(tmp_path, stream))

@@ -37,7 +37,8 @@ def keep_groups(trainer: Any, columns: Sequence[str] | None = None) -> None:
             `COLUMNS` when None.
 
     Raises:
-        InputError: the trainer samples its own rows, or has no dataset with a length and such columns.
+        InputError: the trainer samples its own rows, is told of another order of them, or has no dataset with a length
+            and such columns.
 
     Example:
         >>> trainer = Trainer(model, arguments, train_dataset=dataset)  # doctest: +SKIP
@@ -48,6 +49,12 @@ def keep_groups(trainer: Any, columns: Sequence[str] | None = None) -> None:
         raise InputError(
             f"expected a trainer that trains on the rows of its dataset, got {type(trainer).__name__}, which samples "
             "its own; use treefx.integrations.trl.keep_groups(trainer)"
+        )
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    if strategy != "random":
+        raise InputError(
+            f"keep_groups draws the order of rows itself, got train_sampling_strategy={strategy!r}, which asks for "
+            "another one; leave one of the two out"
         )
     dataset = trainer.train_dataset
     names = token_columns(dataset) if columns is None else tuple(columns)

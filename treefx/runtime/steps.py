@@ -3,19 +3,25 @@
 A call computes its own distinct tokens once. Rows that share a prefix but come in different calls of a step compute it
 once a call. Here the distinct prefixes of all calls of a step are counted together, as if they had been one call.
 
-A step ends where the parameters change: an optimizer changes them in place, which PyTorch counts for each
-(``Tensor._version``), so nobody has to mark it. What changes weights behind PyTorch's back (``parameter.data``) is not
-seen; then, and in steps of more than `MOST_TOKENS` tokens, what is counted are pieces of that size.
+A step ends where the parameters change, so that nobody has to mark it: PyTorch tells of the steps of all its optimizers
+(some fused ones leave the versions of tensors as they are), and counts other changes in place (``Tensor._version``).
+What changes weights behind PyTorch's back (``parameter.data``) is not seen; then, and in steps of more than
+`MOST_TOKENS` tokens, what is counted are pieces of that size.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["MOST_TOKENS", "StepSharing", "Steps", "steps_of", "version_of"]
@@ -105,10 +111,32 @@ class Steps:
 
 
 def version_of(parameters: Iterable[Tensor]) -> int:
-    """A number that changes with every change in place of a parameter that is trained."""
-    return sum(x._version for x in parameters if x.requires_grad and not x.is_inference())
+    """A number that changes with every change of a parameter that is trained."""
+    trained = [x for x in parameters if x.requires_grad and not x.is_inference()]
+    steps = _steps_of_optimizer.get(trained[0], _Count()).number if trained else 0
+    return steps + sum(x._version for x in trained)
 
 
+@dataclass
+class _Count:
+    number: int = 0
+
+
+_of_optimizer: MutableMapping[Optimizer, _Count] = weakref.WeakKeyDictionary()
+_steps_of_optimizer: MutableMapping[Tensor, _Count] = WeakIdKeyDictionary()
+"""By parameter, the steps that its optimizer has taken."""
+
+
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():  # it would be traced into the user's graph, which counts versions anyway
+        return
+    if optimizer not in _of_optimizer:
+        count = _of_optimizer[optimizer] = _Count()
+        _steps_of_optimizer.update((x, count) for group in optimizer.param_groups for x in group["params"])
+    _of_optimizer[optimizer].number += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 _by_model: MutableMapping[Tensor, Steps] = WeakIdKeyDictionary()
 
 
