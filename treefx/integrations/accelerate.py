@@ -1,6 +1,6 @@
 """``accelerate`` and ``TrainingArguments(torch_compile_backend="treefx")``: the backend by its name.
 
-Written for accelerate 1.13 to 1.15, whose list of backends (``DynamoBackend``) is closed: importing this module opens
+Written for accelerate 1.15, whose list of backends (``DynamoBackend``) is closed: importing this module opens
 it. What then compiles is accelerate's own call, ``torch.compile(model, backend="treefx")``, of the model after it was
 wrapped, unless it is compiled already; ``torch_compile_mode`` is passed on to inductor.
 """

@@ -1,6 +1,6 @@
 """axolotl: a line of its YAML, ``plugins: [treefx.integrations.axolotl.TreefxPlugin]``.
 
-Written for axolotl 0.19 to 0.21, from its plugin interface: what ``get_training_args`` returns overrides the arguments
+Written from the plugin interface of axolotl as of August 2026: what ``get_training_args`` returns overrides the arguments
 that it makes of the YAML, and ``post_trainer_create`` gets the trainer before it trains.
 """
 

@@ -1,6 +1,6 @@
 """``transformers.Trainer`` and what is built on it: rows that share prefixes in one batch, sharing among the metrics.
 
-Written for transformers 5.17 to 5.23, where a trainer asks ``_get_train_sampler`` for the order of its rows.
+Written for transformers 5.23, where a trainer asks ``_get_train_sampler`` for the order of its rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from transformers.trainer_callback import TrainerCallback
 
 from treefx.data.prefix_sampler import PrefixSampler
@@ -92,13 +94,13 @@ def token_columns(dataset: Any) -> tuple[str, ...]:
     return found
 
 
-def _sequences(dataset: Any, columns: Sequence[str]) -> Iterator[list[int]]:
+def _sequences(dataset: Any, columns: Sequence[str]) -> Iterator[npt.NDArray[np.int64]]:
     """The token ids of every row."""
     if hasattr(dataset, "select_columns"):  # of `datasets`: the others need not be read
         dataset = dataset.select_columns(list(columns))
     for number in range(len(dataset)):
         row = dataset[number]
-        yield [int(token) for name in columns for token in row[name]]
+        yield np.concatenate([np.asarray(row[name], dtype=np.int64) for name in columns])
 
 
 class SharingCallback(TrainerCallback):

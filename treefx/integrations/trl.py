@@ -1,6 +1,6 @@
 """TRL: the rows of a group in one micro-batch, where a trainer samples them, and rows that share prefixes elsewhere.
 
-Written for TRL 1.10 to 1.16. GRPO, RLOO and distillation sample the rows of several micro-batches at once
+Written for TRL 1.16; 1.10 buffers rows the same way. GRPO, RLOO and distillation sample the rows of several micro-batches at once
 (``_prepare_inputs``), permute all of them and cut micro-batches; these wait in ``_buffered_inputs``. With 8 generations
 a prompt and 4 micro-batches of 8 rows, a micro-batch then holds rows of 3.7 prompts.
 """
@@ -114,7 +114,7 @@ def _sequences(rows: Rows) -> Iterator[Tensor]:
     if missing:
         raise InputError(
             f"keep_groups expects sampled rows with prompt_ids, prompt_mask, completion_ids and completion_mask, as "
-            f"TRL 1.10 to 1.16 buffers them, got none of {', '.join(missing)}, but {', '.join(rows)}"
+            f"TRL 1.16 buffers them, got none of {', '.join(missing)}, but {', '.join(rows)}"
         )
     ids, mask = (torch.cat([rows[f"{part}_{kind}"] for part in _PARTS], 1).cpu() for kind in ("ids", "mask"))
     return (row[kept.bool()] for row, kept in zip(ids, mask))
