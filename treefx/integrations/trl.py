@@ -1,8 +1,8 @@
 """TRL: the rows of a group in one micro-batch, where a trainer samples them, and rows that share prefixes elsewhere.
 
-Written for TRL 1.16; 1.10 buffers rows the same way. GRPO, RLOO and distillation sample the rows of several micro-batches at once
-(``_prepare_inputs``), permute all of them and cut micro-batches; these wait in ``_buffered_inputs``. With 8 generations
-a prompt and 4 micro-batches of 8 rows, a micro-batch then holds rows of 3.7 prompts.
+Written for TRL 1.16; 1.10 buffers rows the same way. GRPO, RLOO and distillation sample the rows of several
+micro-batches at once (``_prepare_inputs``), permute all of them and cut micro-batches, which wait in
+``_buffered_inputs``. With 8 generations a prompt and 4 micro-batches of 8 rows, one holds rows of 3.7 prompts then.
 """
 
 from __future__ import annotations
