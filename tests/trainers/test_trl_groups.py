@@ -174,16 +174,21 @@ def test_what_cannot_be_regrouped_is_refused_by_name() -> None:
         keep_groups(trl.SFTTrainer)
 
 
-def test_a_class_keeps_groups_for_all_its_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_a_class_keeps_groups_where_that_changes_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss_type: str
+) -> None:
     monkeypatch.setattr(trl.GRPOTrainer, "_prepare_inputs", trl.GRPOTrainer._prepare_inputs)
+    original = trl.GRPOTrainer._prepare_inputs
     keep_groups(trl.GRPOTrainer)
-    once = trl.GRPOTrainer._prepare_inputs
     keep_groups(trl.GRPOTrainer)
-    assert trl.GRPOTrainer._prepare_inputs is once
-    trainer = build("grpo", tmp_path, llama(tmp_path / "model"), max_steps=1, learning_rate=0.0)
+    assert trl.GRPOTrainer._prepare_inputs.__wrapped__ is original
+    trainer = build("grpo", tmp_path, llama(tmp_path / "model"), max_steps=2, learning_rate=0.0, loss_type=loss_type)
     recorder = Recorder(trainer)
     outcome(trainer)
-    assert all(len({row[:-3] for row in batch}) == 1 for batch in recorder.batches)
+    alone = [len({row[:-3] for row in batch}) == 1 for batch in recorder.batches]
+    told = [record.message for record in caplog.records if "per micro-batch" in record.message]
+    assert (all(alone), len(told)) == ((True, 0) if loss_type == "dapo" else (False, 1))
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])

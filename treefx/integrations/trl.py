@@ -8,7 +8,9 @@ micro-batches at once (``_prepare_inputs``), permute all of them and cut micro-b
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,9 +36,10 @@ def keep_groups(trainer: Any) -> None:
 
     GRPO, RLOO and distillation: every optimizer step trains on the rows that TRL drew for it, dealt out to its
     micro-batches so that those of a prompt (and within it those that share more) meet. The step's gradient is the same
-    up to the order of summation where the loss is a sum over rows with a normaliser of the whole step, which all of
-    TRL's are but ``loss_type="bnpo"`` and ``top_entropy_quantile < 1``: these normalise per micro-batch, and see
-    another one of the orders that TRL might have drawn. With several steps per generation
+    up to the order of summation where the loss is a sum over rows with a normaliser of the whole step. What TRL
+    normalises per micro-batch depends on which rows meet, under any order: ``loss_type="bnpo"``,
+    ``top_entropy_quantile < 1``, an entropy bonus, the auxiliary loss of routers. A trainer given here is regrouped
+    all the same; those of a class given here then keep TRL's order, and say so. With several steps per generation
     (``steps_per_generation > gradient_accumulation_steps``) TRL has scattered a group over them, and only what met in a
     step stays together.
 
@@ -56,25 +59,26 @@ def keep_groups(trainer: Any) -> None:
     if isinstance(trainer, type):
         if not hasattr(trainer, "_generate_and_score_completions"):
             raise InputError(f"expected a trainer, or a class of those that sample their rows, got {trainer.__name__}")
-        setattr(trainer, "_prepare_inputs", _regrouping(trainer._prepare_inputs))  # type: ignore[attr-defined]
+        hooked = _regrouping(trainer._prepare_inputs, always=False)  # type: ignore[attr-defined]
+        setattr(trainer, "_prepare_inputs", hooked)
     elif hasattr(trainer, "_buffered_inputs"):
-        prepare = _regrouping(type(trainer)._prepare_inputs)
-        trainer._prepare_inputs = functools.partial(prepare, trainer)
+        hooked = _regrouping(type(trainer)._prepare_inputs, always=True)
+        trainer._prepare_inputs = functools.partial(hooked, trainer)
     else:
         transformers.keep_groups(trainer)
 
 
-def _regrouping(prepare: Callable[..., Any]) -> Callable[..., Any]:
+def _regrouping(prepare: Callable[..., Any], *, always: bool) -> Callable[..., Any]:
     """A trainer's method ``_prepare_inputs`` that regroups what it has newly buffered."""
     if hasattr(prepare, "keeps_groups"):
-        return prepare
+        prepare = prepare.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(prepare)
     def prepare_inputs(self: Any, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         inputs = prepare(self, generation_batch)
         buffered = self._buffered_inputs
-        if buffered is None or buffered is before:
+        if buffered is None or buffered is before or not (always or _may_regroup(self)):
             return inputs
         # In runs of this many, micro-batches belong to one optimizer step, however many a generation serves.
         together = math.gcd(len(buffered), self.args.gradient_accumulation_steps)
@@ -84,6 +88,29 @@ def _regrouping(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(prepare_inputs, "keeps_groups", True)
     return prepare_inputs
+
+
+def _may_regroup(trainer: Any) -> bool:
+    """Whether no term of the loss depends on which rows meet in a micro-batch."""
+    terms = {
+        'loss_type="bnpo"': getattr(trainer.args, "loss_type", None) == "bnpo",
+        "top_entropy_quantile < 1": getattr(trainer.args, "top_entropy_quantile", 1.0) < 1.0,
+        "the entropy bonus": getattr(trainer, "_entropy_bonus_enabled", False),
+        "the auxiliary loss of routers": getattr(trainer, "aux_loss_enabled", False),
+    }
+    found = next((term for term, is_there in terms.items() if is_there), None)
+    if found is not None and trainer not in _told:
+        _told.add(trainer)
+        _log.warning(
+            "micro-batches keep their order, in which groups are scattered: %s is normalised per micro-batch; "
+            "treefx.integrations.trl.keep_groups(trainer) regroups them all the same",
+            found,
+        )
+    return found is None
+
+
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+_log = logging.getLogger("treefx")
 
 
 def regroup(micro_batches: Sequence[Rows]) -> list[Rows]:
