@@ -15,13 +15,14 @@ The journey of one batch, by room:
 7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
 
 ``planning`` runs a forest in parts that fit into memory; ``scale`` shares a step among ranks; ``rl`` samples trees and
-gives credit on them; ``data`` makes batches; ``bench`` measures; ``simulate`` predicts what communication costs;
-``cli`` is the command. What a user imports lies open: ``backend``, ``config``, ``errors``, ``losses``, ``logprobs``.
+gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``bench`` measures;
+``simulate`` predicts what communication costs; ``cli`` is the command. What a user imports lies open: ``backend``,
+``config``, ``errors``, ``losses``, ``logprobs``.
 
 Order of imports, each only of what stands before an arrow::
 
     errors, views -> simulate, kernels -> passes -> config, forests -> losses, logprobs -> rl -> runtime -> backend ->
-    inspection -> planning -> scale -> data -> __init__ -> output -> bench -> fuzz -> cli -> __main__
+    inspection -> planning -> scale -> data -> integrations -> __init__ -> output -> bench -> fuzz -> cli -> __main__
 """
 
 from importlib import import_module
@@ -43,7 +44,7 @@ from treefx.forests.forest import Forest
 from treefx.logprobs import edge_entropy, edge_logprobs
 
 if TYPE_CHECKING:
-    from treefx import kernels, rl, scale
+    from treefx import integrations, kernels, rl, scale
     from treefx.config import Config
     from treefx.inspection.inspector import inspect
     from treefx.planning.execution.backward import backward
@@ -68,6 +69,7 @@ __all__ = [
     "edge_entropy",
     "edge_logprobs",
     "inspect",
+    "integrations",
     "kernels",
     "losses",
     "plan",
@@ -90,7 +92,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     # The kernels register operators and the inspector reads compiled graphs: a program that only builds
     # forests should not load what it does not use.
-    if name in ("kernels", "rl", "scale"):
+    if name in ("integrations", "kernels", "rl", "scale"):
         return import_module(f"treefx.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

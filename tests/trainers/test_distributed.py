@@ -85,6 +85,14 @@ def compiled_in_ddp() -> tuple[nn.Module, nn.Module]:
     return DistributedDataParallel(model), model
 
 
+def compiled_around_ddp() -> tuple[nn.Module, nn.Module]:
+    """As accelerate does it; with buckets so small that Dynamo would cut the graph between them."""
+    setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1000)
+    model = llama()
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    return torch.compile(wrapped, backend="treefx", options={"inner": "aot_eager"}), model
+
+
 def compiled_then_sharded() -> tuple[nn.Module, nn.Module]:
     model = llama()
     for block in model.model.layers:
@@ -106,6 +114,7 @@ def sharded_then_compiled() -> tuple[nn.Module, nn.Module]:
 
 CASES: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], bool]] = {
     "ddp of compiled": (compiled_in_ddp, False),
+    "compiled ddp": (compiled_around_ddp, False),
     "fsdp2": (compiled_then_sharded, False),
     "fsdp2, checkpointing, accumulation": (sharded_then_compiled, True),
 }

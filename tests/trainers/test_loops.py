@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import treefx.data
 from tests.trainers.support import (
     NEEDS_TRAINERS,
     PROMPT,
@@ -85,3 +86,34 @@ def test_lightning_matches_the_uncompiled_run(tmp_path: Path) -> None:
         return Training(module.model, module.losses)
 
     assert_shared(assert_same_training(train).model)
+
+
+def tree_batches() -> DataLoader[Rows]:
+    """Two prompts, four rows of each far apart, batches by the tree."""
+    rows = [[1, start, *range(5, 12), end] for end in (12, 13, 14, 15) for start in (3, 4)]
+    fields = [{name: torch.tensor(row) for name in ("input_ids", "labels")} for row in rows]
+    return DataLoader(fields, batch_sampler=treefx.data.TreeBatchSampler(rows, max_tokens=13))
+
+
+def prompts(batch: Rows) -> set[int]:
+    return set(batch["input_ids"][:, 1].tolist())
+
+
+def test_loops_take_batches_of_the_tree_and_draw_them_anew_every_epoch(tmp_path: Path) -> None:
+    """Lightning and accelerate set the epoch of what they find."""
+    module = Module(llama())
+    seen: list[Rows] = []
+    module.training_step = lambda batch: seen.append(batch) or Module.training_step(module, batch)
+    lightning.Trainer(
+        accelerator="cpu", max_epochs=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    ).fit(module, tree_batches())  # fmt: skip
+    loader = accelerate.Accelerator(cpu=True).prepare(tree_batches())
+    found = []
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        found += list(loader)
+    for batches_seen in (seen, found):
+        assert all(len(prompts(batch)) == 1 for batch in batches_seen)
+        orders = [tuple(map(str, batches_seen[at : at + 2])) for at in range(0, 8, 2)]
+        assert len(batches_seen) == 8 and len(set(orders)) > 1

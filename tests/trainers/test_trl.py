@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import treefx
 from tests.trainers.support import (
     COMMON,
     NEEDS_TRAINERS,
@@ -26,6 +27,8 @@ from tests.trainers.support import (
 datasets = pytest.importorskip("datasets", reason=NEEDS_TRAINERS)
 peft = pytest.importorskip("peft", reason=NEEDS_TRAINERS)
 trl = pytest.importorskip("trl", reason=NEEDS_TRAINERS)
+
+from treefx.integrations import accelerate  # noqa: E402
 
 Build = Callable[[nn.Module, Path], Any]
 """A trainer around a model; the path is a folder to write to."""
@@ -98,3 +101,34 @@ def test_trl_trainer_matches_the_uncompiled_run(tmp_path: Path, build: Build, in
         return Training(trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
     assert_shared(assert_same_training(train, inner=inner).model)
+
+
+class ByName:
+    """Stands for a model that is to be compiled: the trainer does it, by the arguments it gets."""
+
+    def compile(self, backend: str, options: Any) -> None:
+        accelerate.compile_with(options)
+        COMMON.update(torch_compile=True, torch_compile_backend=backend)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("build", [sft, dpo, grpo], ids=lambda build: build.__name__)
+def test_trl_trainer_compiles_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
+    """``torch_compile_backend="treefx"``, with gradients accumulated: accelerate wraps what the trainer has patched."""
+    accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    for name, value in {**accumulated, "torch_compile": False, "torch_compile_backend": None}.items():
+        monkeypatch.setitem(COMMON, name, value)
+
+    def train(compile_model: Callable[[Any], None]) -> Training:
+        model = llama(tmp_path / "model")
+        compile_model(ByName())
+        torch.manual_seed(0)
+        trainer = build(model, tmp_path / "out")
+        trainer.train()
+        return Training(trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+    got = assert_same_training(train, inner="eager")
+    assert_shared(got.model)
+    stats = treefx.inspect(got.model).stats
+    assert stats["step_calls"] == 2 and stats["sharing_possible"] > stats["step_sharing_ratio"]
+    accelerate.compile_with()

@@ -9,6 +9,7 @@ from treefx.cli.doctor import doctor
 from treefx.cli.fuzz import fuzz
 from treefx.cli.inspect_model import inspect
 from treefx.cli.plan import plan
+from treefx.cli.run import run
 from treefx.cli.simulate import simulate
 from treefx.output import refusals_end_the_command
 
@@ -26,6 +27,7 @@ app.command()(plan)
 app.command()(data)
 app.command()(doctor)
 app.command()(fuzz)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.add_typer(bench, name="bench")
 app.add_typer(simulate, name="simulate")
 

@@ -91,6 +91,11 @@ class TreeBatchSampler(Sampler[list[int]]):
         """Change the order; call it with the same number on all ranks, as for `DistributedSampler`."""
         self.epoch = epoch
 
+    @property
+    def sampler(self) -> "TreeBatchSampler":
+        """Itself: Lightning and accelerate call `set_epoch` of the sampler that a batch sampler draws from."""
+        return self
+
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's batches."""
         return (step[self.rank] for step in self.steps())

@@ -21,6 +21,7 @@ from treefx.inspection.text import mark_restorations, summarise
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import restorations
 from treefx.runtime.report import GraphReport, Run, find
+from treefx.runtime.steps import version_of
 
 __all__ = ["STAGES", "Inspection", "inspect"]
 
@@ -209,6 +210,14 @@ def _sources_of(run: Run) -> _Sources | None:
     return None
 
 
+def _of_step(report: GraphReport) -> dict[str, Any]:
+    """The last optimizer step: its calls, their sharing ratio together, and that of all their rows in one call."""
+    step = report.steps.last(version_of(report.parameters))
+    if step is None:  # no call had gradients, or the caller gave forests
+        return {"step_calls": 0, "step_sharing_ratio": None, "sharing_possible": None}
+    return {"step_calls": step.calls, "step_sharing_ratio": step.ratio, "sharing_possible": step.possible}
+
+
 def _statistics(
     everything: list[GraphReport], latest: list[GraphReport], first: GraphReport, config: Config
 ) -> dict[str, Any]:
@@ -223,6 +232,7 @@ def _statistics(
         "tokens": first.tokens,
         "sharing_ratio": first.sharing_ratio,
         "overlap_ratio": 1.0 - 1.0 / first.sharing_ratio,
+        **_of_step(first),
         "ran": first.ran,
         "attention_rewritten": sum(report.attention_rewritten for report in latest if report.fallback is None),
         "recurrences_rewritten": sum(report.recurrences_rewritten for report in latest if report.fallback is None),

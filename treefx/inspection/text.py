@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-__all__ = ["mark_restorations", "summarise"]
+__all__ = ["describe_step", "mark_restorations", "summarise"]
 
 Graphs = Mapping[str, fx.GraphModule]
 """By stage."""
@@ -16,6 +17,14 @@ RESTORATION = "treefx.restore"
 """How the names of the restoring operators begin."""
 _MARK = "  # <-- gradient restoration: the gradients of all rows through a token, summed"
 _INDENT = 14
+_MUCH_LOST = 1.1
+"""Possible sharing over what there was, above which the order of rows is worth a line."""
+_LINES = {
+    "trl.trainer.base_trainer": "treefx.integrations.trl.keep_groups(trainer)",
+    "transformers.trainer": "treefx.integrations.transformers.keep_groups(trainer)",
+}
+"""By what a program that uses a trainer has loaded, the one built on others first."""
+_LINE_OF_LOOPS = "DataLoader(dataset, batch_sampler=treefx.data.TreeBatchSampler(sequences, max_tokens=...))"
 
 
 def mark_restorations(code: str) -> str:
@@ -34,6 +43,7 @@ def summarise(stats: Mapping[str, Any], graphs: Graphs, restorations: Sequence[f
     seconds = ", ".join(f"{name} {value:.2f}" for name, value in stats["seconds"].items())
     lines = {
         "tokens": _tokens(stats),
+        "step": "\n".join(describe_step(stats)),
         "ran": f"{stats['ran']} (inner={stats['inner']!r}, min_sharing={stats['min_sharing']})",
         "fallback": stats["fallback"] or "none",
         "attention": f"{_count(stats['attention_rewritten'], 'layer')} rewritten to tree attention",
@@ -55,6 +65,24 @@ def _tokens(stats: Mapping[str, Any]) -> str:
         f"{stats['raw_tokens']:,} -> {stats['tokens']:,} distinct: "
         f"sharing ratio {ratio:.2f}, potential overlap ratio {overlap:.1%}"
     )
+
+
+def describe_step(stats: Mapping[str, Any]) -> Iterator[str]:
+    """What the calls of the last optimizer step shared of what they could have shared, and the way out."""
+    possible, ratio = stats["sharing_possible"], stats["step_sharing_ratio"]
+    if possible is None:
+        yield "none: no call with gradients of rows [B, T]"
+        return
+    calls = _count(stats["step_calls"], "call")
+    yield f"{calls}: sharing ratio {ratio:.2f}, of {possible:.2f} with all rows in one call"
+    if possible > _MUCH_LOST * ratio:
+        yield "rows that share prefixes came in different calls; what keeps them together, as far as a call has room:"
+        yield f"    {_line_to_change()}"
+
+
+def _line_to_change() -> str:
+    """What keeps rows together in the trainer that this program has loaded."""
+    return next((line for module, line in _LINES.items() if module in sys.modules), _LINE_OF_LOOPS)
 
 
 def _expansions(expansions: Sequence[Mapping[str, str | None]]) -> Iterator[str]:

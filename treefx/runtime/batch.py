@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from treefx.forests.forest import Forest
+from treefx.forests.paths import number_prefixes
 from treefx.forests.trie import build_trie, combine_keys
 from treefx.kernels.lasting import lasting
 
@@ -33,6 +35,8 @@ class Batch:
     metadata: tuple[Tensor, Tensor, Tensor, Tensor]
     own_positions: bool = False
     """Whether rows or segments start in different columns, and tokens are one all the same if their places agree."""
+    prefixes: npt.NDArray[np.uint64] | None = None
+    """[N], equal for tokens of different batches whose prefixes are equal; None for a forest given by the caller."""
 
     @property
     def size(self) -> int:
@@ -105,24 +109,28 @@ def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor]
         trie = build_trie(combine_keys(columns))
         row, column = trie.row, trie.index
         token_of = trie.token_of
+        prefixes = number_prefixes(columns)
     else:
         kept = keep.cpu().numpy()
         order = np.argsort(~kept, axis=1, kind="stable")  # kept columns of each row, in order, then the dropped ones
-        lengths = kept.sum(1)
-        if not (order == np.arange(width)).all():
-            own = places is not None and _has_no_gaps(kept)
-            columns += _arrays(places or ()) if own else [np.broadcast_to(np.arange(width), (rows, width))]
-        trie = build_trie(np.take_along_axis(combine_keys(columns), order, 1), lengths)
+        aligned = bool((order == np.arange(width)).all())
+        own = not aligned and places is not None and _has_no_gaps(kept)
+        columns += _arrays(places or ()) if own else []
+        where = [] if aligned or own else [np.broadcast_to(np.arange(width), (rows, width))]
+        trie = build_trie(np.take_along_axis(combine_keys(columns + where), order, 1), kept.sum(1))
         row, column = trie.row, order[trie.row, trie.index]
+        in_order = [np.take_along_axis(np.broadcast_to(x, (rows, width)), order, 1) for x in columns]
+        prefixes = number_prefixes(in_order, None if own else order)
         token_of = np.full((rows, width), -1, dtype=np.int64)
         token_of[kept] = trie.flat_token_of
-    return replace(_tensors(row, column, trie.subtree_end, token_of, device), own_positions=own)
+    batch = _tensors(row, column, trie.subtree_end, token_of, device)
+    return replace(batch, own_positions=own, prefixes=prefixes[trie.row, trie.index])
 
 
 def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor) -> Batch:
     """The trie whose rows are segments; row and column of a token stay those of a place where it stands."""
-    codes = combine_keys(_arrays(keys)).reshape(-1)
-    width = starts.shape[1]
+    columns, width = _arrays(keys), starts.shape[1]
+    codes = combine_keys(columns).reshape(-1)
     places = np.arange(codes.size) if keep is None else np.flatnonzero(keep.cpu().numpy())
     segment = np.cumsum(starts.cpu().numpy().reshape(-1))[places]
     first = np.flatnonzero(np.diff(segment, prepend=0))
@@ -131,7 +139,18 @@ def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor)
     token_of = np.full(codes.size, -1, dtype=np.int64)
     token_of[places] = trie.flat_token_of
     batch = _tensors(place // width, place % width, trie.subtree_end, token_of.reshape(starts.shape), starts.device)
-    return replace(batch, own_positions=True)
+    prefixes = _prefixes_of_segments([np.broadcast_to(x, starts.shape).reshape(-1)[places] for x in columns], first)
+    return replace(batch, own_positions=True, prefixes=prefixes[first[trie.row] + trie.index])
+
+
+def _prefixes_of_segments(columns: Sequence[np.ndarray], first: np.ndarray) -> npt.NDArray[np.uint64]:
+    """Numbers of prefixes [places], as rows of their own would have them."""
+    count = len(columns[0])
+    segment = np.searchsorted(first, np.arange(count), side="right") - 1
+    numbers = number_prefixes([x[None] for x in columns], (np.arange(count) - first[segment])[None])[0]
+    before = np.concatenate([np.zeros(1, dtype=np.uint64), numbers])[first]
+    own: npt.NDArray[np.uint64] = numbers - before[segment]
+    return own
 
 
 def _has_no_gaps(kept: np.ndarray) -> bool:

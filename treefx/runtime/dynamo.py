@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import builder
@@ -30,6 +31,7 @@ def keep_graphs_whole() -> None:
     _pass_requires_grad()
     _install_hooks_first()
     _take_batches_as_symbols()
+    _leave_buckets_whole()
 
 
 def why_cut(gm: fx.GraphModule) -> str | None:
@@ -136,6 +138,25 @@ def _take_batches_as_symbols() -> None:
         return context
 
     builder._automatic_dynamic = automatic_dynamic
+
+
+def _leave_buckets_whole() -> None:
+    """Let Dynamo compile a model in DistributedDataParallel in one graph, where treefx compiles it.
+
+    Left to itself it cuts the graph where DDP's buckets of gradients end, so that a bucket is sent while the next
+    gradients are computed: all graphs but the first get no token ids. `accelerate` compiles a model after it has
+    wrapped it, so that this is what a trainer meets on several devices. In one graph the buckets are sent after the
+    backward, as they are where a compiled model is wrapped.
+    """
+    original = DDPOptimizer.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if getattr(self.backend_compile_fn, "compiler_name", None) == "treefx":
+            self.compile_fn = self.backend_compile_fn
+
+    DDPOptimizer.__init__ = init  # type: ignore[method-assign]
 
 
 def _is_compiled_again() -> bool:

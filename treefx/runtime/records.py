@@ -6,11 +6,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, fx
 from torch._guards import CompileContext
 
 from treefx.runtime.report import GraphReport, Reports
 from treefx.runtime.shapes import Executable
+from treefx.runtime.steps import version_of
 
 __all__ = ["Records"]
 
@@ -35,7 +39,15 @@ class Records:
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """A call of the model with these parameters."""
         self._current.report = self._reports.of(parameters)
+        self._current.version = version_of(parameters) if torch.is_grad_enabled() else None
         self.report.count_call()
+
+    def count_rows(self, raw_tokens: int, tokens: int, prefixes: npt.NDArray[np.uint64] | None) -> None:
+        """A call of rows, and what it runs; calls without gradients (a reference model, sampling) are of no step."""
+        self.report.raw_tokens, self.report.tokens = raw_tokens, tokens
+        version, self._current.version = getattr(self._current, "version", None), None  # a call may run twice
+        if version is not None and prefixes is not None:
+            self.report.steps.count(version, raw_tokens, tokens, prefixes)
 
     @property
     def report(self) -> GraphReport:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from treefx.config import Config
 from treefx.passes.analysis import Rewritten
+from treefx.runtime.steps import Steps, steps_of
 
 __all__ = ["GraphReport", "Parameters", "ReportingGraph", "Reports", "Run", "find", "register"]
 
@@ -45,6 +46,8 @@ class GraphReport:
     """Dynamo's number of the function the graph came from; its recompilations share it."""
     parameters: Parameters = field(default_factory=WeakIdKeyDictionary)
     """The parameters it ran with, the keys: two models of one class share a graph, and each has a report."""
+    steps: Steps = field(default_factory=Steps)
+    """The calls of an optimizer step together, shared by all graphs of the model."""
     calls: int = 0
     last_call: int = 0
     """Place of the last call among the calls of all graphs: of two graphs, the larger one ran later."""
@@ -78,7 +81,7 @@ class Reports:
         known = self._by_model.get(parameters[0]) if parameters else self._without_parameters
         if known is not None:
             return known
-        made = GraphReport(frame=self._frame, graphs=self._graphs)
+        made = GraphReport(frame=self._frame, graphs=self._graphs, steps=steps_of(parameters))
         made.parameters.update(dict.fromkeys(parameters))
         if parameters:
             self._by_model[parameters[0]] = made

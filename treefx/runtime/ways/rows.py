@@ -79,9 +79,9 @@ class RowsRun:
         places = None if keep is None and starts is None else shape.padding.own_positions(tensors, redundant)
         batch = build_batch(keys, keep, places, starts)
         raw = keys[0].numel() if seen is None or keep is None else int((seen & keep).sum())
-        self._records.report.raw_tokens, self._records.report.tokens = raw, batch.tokens
-        if self._config.min_sharing > 1.0 and raw < self._config.min_sharing * batch.tokens:
-            self._records.report.tokens = raw
+        unshared = self._config.min_sharing > 1.0 and raw < self._config.min_sharing * batch.tokens
+        self._records.count_rows(raw, raw if unshared else batch.tokens, batch.prefixes)
+        if unshared:
             return self._ordinary.instead(args, fallback=None)
         detached = self._analyses.use.detached(shape.analysis)
         absent = self._absent(shape.analysis, batch.size, detached)

@@ -1,0 +1,123 @@
+"""``treefx run``: every Python process of a command is hooked, and pays nothing where it imports no trainer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.trainers.support import NEEDS_TRAINERS
+from treefx.cli import app
+from treefx.cli.run import environment_for
+from treefx.errors import ConfigError
+from treefx.integrations import startup
+
+
+def python(code: str, *, environment: dict[str, str] | None = None, **options: Any) -> str:
+    """What a process under ``treefx run`` prints."""
+    given = environment_for(options, {**os.environ, **(environment or {})})
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_process_without_a_trainer_imports_nothing() -> None:
+    code = "import sys, json; print(sorted(n for n in ('torch', 'treefx', 'transformers', 'trl') if n in sys.modules))"
+    assert python(code) == "[]\n"
+
+
+def test_the_package_imports_no_trainer_before_its_module_is_asked_for() -> None:
+    code = "import sys, treefx; treefx.integrations; print({'accelerate', 'transformers', 'trl'} & set(sys.modules))"
+    assert python(code) == "set()\n"
+
+
+def test_children_of_children_are_hooked_and_paths_stay_clean() -> None:
+    inner = "import sys; print(type(sys.meta_path[0]).__name__, any('startup' in p for p in sys.path))"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
+    assert python(outer) == "_HookingFinder False\n"
+
+
+def test_the_sitecustomize_that_was_there_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.mine = __name__\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    code = "import sys; print(mine, sys.modules['sitecustomize'].__file__, type(sys.meta_path[0]).__name__)"
+    expected = f"sitecustomize {tmp_path / 'sitecustomize.py'} _HookingFinder\n"
+    assert python(code, environment={"PYTHONPATH": path}) == expected
+
+
+def test_hooked_modules_are_imported_as_they_are(tmp_path: Path) -> None:
+    """A module of a hooked name: its own loader, source and errors, then the hook."""
+    package = tmp_path / "accelerate" / "utils"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "dataclasses.py").write_text("raise ValueError('of its own')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    code = "try:\n    import accelerate.utils.dataclasses\nexcept ValueError as error:\n    print(error)"
+    assert python(code, environment={"PYTHONPATH": path}) == "of its own\n"
+
+
+def test_the_environment_is_made_once() -> None:
+    first = environment_for({"inner": "eager"}, {"PYTHONPATH": "/mine", "HOME": "/home"})
+    assert first["PYTHONPATH"].split(os.pathsep) == [str(Path(startup.__file__).parent), "/mine"]
+    assert json.loads(first["TREEFX_RUN"]) == {"options": {"inner": "eager"}}
+    again = environment_for({}, first)
+    assert again["PYTHONPATH"] == first["PYTHONPATH"] and again["HOME"] == "/home"
+    with pytest.raises(ConfigError, match="'inner'"):
+        environment_for({"inner": "outer"}, {})
+
+
+def test_the_command_takes_over_with_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(os, "execvpe", lambda *given: seen.append(given))
+    result = CliRunner().invoke(
+        app, ["run", "--inner", "eager", "--", "python", "train.py", "--inner", "mine", "--help"]
+    )
+    assert result.exit_code == 0, result.output
+    ((file, arguments, environment),) = seen
+    assert file == "python" and arguments == ["python", "train.py", "--inner", "mine", "--help"]
+    assert json.loads(environment["TREEFX_RUN"]) == {"options": {"inner": "eager"}}
+    assert CliRunner().invoke(app, ["run", "python", "--version"]).exit_code == 0
+    assert seen[1][1] == ["python", "--version"]
+    missing = CliRunner().invoke(app, ["run", "--", "no-such-trainer"])
+    assert "no-such-trainer" in str(missing.exception) and len(seen) == 2
+
+
+PROGRAM = """
+import json, sys, tempfile
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+set_seed(0)
+config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+rows = [{"input_ids": ids, "labels": ids} for ids in ([*range(3, 15), n, n + 1] for n in range(8))]
+arguments = TrainingArguments(
+    tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=2, logging_steps=1, report_to="none",
+    save_strategy="no", disable_tqdm=True, use_cpu=True, optim="sgd", learning_rate=0.1,
+)
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+trainer.train()
+from trl.trainer.grpo_trainer import GRPOTrainer
+kept = hasattr(GRPOTrainer._prepare_inputs, "keeps_groups")
+print(json.dumps({"history": trainer.state.log_history, "kept": kept, "treefx": "treefx" in sys.modules}), flush=True)
+"""
+
+
+@pytest.mark.sample(3)
+def test_a_training_program_shares_without_a_line_of_it_changed() -> None:
+    """In the environment that ``accelerate launch`` hands its processes when it is told of no backend."""
+    pytest.importorskip("accelerate", reason=NEEDS_TRAINERS)
+    pytest.importorskip("trl", reason=NEEDS_TRAINERS)
+    environment = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
+    alone = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+    plain = json.loads(alone.stdout.splitlines()[-1])
+    hooked = json.loads(python(PROGRAM, environment=environment, inner="eager").splitlines()[-1])
+    assert not plain["treefx"] and not plain["kept"] and hooked["kept"]
+    for before, now in zip(plain["history"], hooked["history"], strict=True):
+        if "loss" in before:
+            assert now["loss"] == pytest.approx(before["loss"], rel=1e-4)
+            assert now["treefx/fallback"] == 0.0 and now["treefx/sharing"] > 2.0

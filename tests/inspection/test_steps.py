@@ -1,0 +1,182 @@
+"""What a whole optimizer step could share, beside what its calls shared."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import treefx
+from tests.batches import Batch, shared_batch
+from tests.models import double
+from tests.strategies import Rows, row_batches
+from treefx.runtime.batch import build_batch
+from treefx.runtime.steps import Steps, version_of
+
+
+def padded(rows: Rows, *, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows))
+    gaps = [[0] * (width - len(row)) for row in rows]
+    ids = [gap + row if left else row + gap for row, gap in zip(rows, gaps, strict=True)]
+    kept = [
+        [0] * len(gap) + [1] * len(row) if left else [1] * len(row) + [0] * len(gap) for row, gap in zip(rows, gaps)
+    ]
+    return torch.tensor(ids), torch.tensor(kept).bool()
+
+
+def prefixes(rows: Rows) -> set[tuple[int, ...]]:
+    return {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
+
+
+@given(first=row_batches(), second=row_batches())
+def test_prefixes_are_numbered_alike_in_all_batches(first: Rows, second: Rows) -> None:
+    one, other = (build_batch([ids], kept).prefixes for ids, kept in (padded(first), padded(second)))
+    assert one is not None and other is not None
+    assert len(one) == len(set(one.tolist())) == len(prefixes(first))
+    assert len(np.intersect1d(one, other)) == len(prefixes(first) & prefixes(second))
+
+
+@given(rows=row_batches(), split=st.integers(0, 8))
+def test_rows_that_start_in_other_columns_are_other_prefixes(rows: Rows, split: int) -> None:
+    """A model that counts columns computes other numbers there; one that counts tokens says so by its places."""
+    some, others = rows[: split % len(rows) + 1], rows
+    width = max(map(len, others))
+    starts = {(width - len(row), *row[: end + 1]) for row in others for end in range(len(row))}
+    left, kept = padded(others, left=True)
+    found = build_batch([left], kept).prefixes
+    assert found is not None and len(set(found.tolist())) == len(starts)
+    right, everywhere = padded(some)
+    same_column = [row for row in others if len(row) == width]
+    again = build_batch([right], everywhere).prefixes
+    assert len(np.intersect1d(found, again)) == len(prefixes(same_column) & prefixes(some))
+
+
+def test_places_of_their_own_make_rows_alike_in_any_column() -> None:
+    ids, kept = torch.tensor([[0, 5, 6, 7], [5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]).bool()
+    places = (kept.cumsum(1) - 1).clamp(min=0)
+    both = build_batch([ids], kept, [places])
+    alone = build_batch(
+        [torch.tensor([[0, 0, 5, 6]])], torch.tensor([[0, 0, 1, 1]]).bool(), [torch.tensor([[0, 0, 0, 1]])]
+    )
+    assert both.own_positions and both.tokens == 4
+    assert len(np.intersect1d(both.prefixes, alone.prefixes)) == 2
+
+
+def of(*numbers: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.array(numbers, dtype=np.uint64)
+
+
+def test_a_step_ends_where_the_parameters_change() -> None:
+    steps = Steps()
+    assert steps.last(0) is None
+    steps.count(0, 10, 5, of(1, 2, 3, 4, 5))
+    underway = steps.last(0)
+    assert underway is not None and (underway.calls, underway.possible) == (1, 2.0)
+    steps.count(0, 10, 5, of(1, 2, 3, 4, 6))
+    complete = steps.last(1)
+    assert complete is not None and (complete.calls, complete.ratio) == (2, 2.0)
+    assert complete.distinct_tokens == 6
+    steps.count(1, 8, 1, of(9))
+    assert steps.last(1) == complete  # of the step under way too little is known
+    after = steps.last(2)
+    assert after is not None and (after.calls, after.distinct_tokens) == (1, 1)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No optimizer is ever seen: the figures are of pieces."""
+    monkeypatch.setattr("treefx.runtime.steps.MOST_TOKENS", 4)
+    steps = Steps()
+    for _ in range(5):
+        steps.count(0, 4, 2, of(1, 2))
+    piece = steps.last(0)
+    assert piece is not None and (piece.calls, piece.distinct_tokens) == (2, 2)
+
+
+def test_frozen_parameters_and_reading_change_no_version() -> None:
+    weight, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    before = version_of([weight, frozen])
+    with torch.no_grad():
+        frozen.add_(1.0)
+    (weight * 2).sum().backward()
+    assert version_of([weight, frozen]) == before
+    with torch.no_grad():
+        weight.sub_(0.1)
+    assert version_of([weight, frozen]) != before
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach", "capturable"])
+def test_every_optimizer_of_torch_ends_a_step(kind: str) -> None:
+    """The fused ones, transformers' default, leave the versions of tensors alone. Another model's end none."""
+    weight, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    mine, critics = (torch.optim.AdamW([x], **{kind: kind != "capturable"}) for x in (weight, other))
+    for x in (weight, other):
+        x.grad = torch.ones(2)
+    seen = []
+    for optimizer in (mine, critics, mine):
+        optimizer.step()
+        seen.append(version_of([weight]))
+    assert seen[0] == seen[1] < seen[2]
+
+
+def test_an_optimizer_can_still_be_compiled() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1))
+    before = version_of([weight])
+    torch.compile(lambda: optimizer.step(), backend="aot_eager")()
+    assert version_of([weight]) != before
+
+
+def tiny() -> Any:
+    model = double(
+        "llama", num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1
+    )
+    model.compile(backend="treefx", options={"inner": "eager"})
+    return model
+
+
+def call(model: Any, batch: Batch, rows: list[int]) -> Any:
+    return model(**{name: value[rows] for name, value in batch.inputs().items()}).loss
+
+
+def test_the_report_tells_what_the_order_of_rows_lost() -> None:
+    model, batch = tiny(), shared_batch(rows=8, length=12, shared=8, padding=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    distinct = treefx.Forest.from_padded(batch.input_ids, None).num_tokens
+    with torch.no_grad():
+        call(model, batch, [0, 0, 0])  # a reference model's call, say
+    for rows in ([0, 1], [2, 3], [4, 5], [6, 7]):
+        call(model, batch, rows).backward()
+    optimizer.step()
+    inspection = treefx.inspect(model)
+    assert inspection.stats["step_calls"] == 4
+    assert inspection.stats["sharing_possible"] == pytest.approx(96 / distinct)
+    assert inspection.stats["step_sharing_ratio"] == pytest.approx(96 / (4 * 16), rel=0.05)
+    assert "came in different calls" in inspection.summary()
+    call(model, batch, list(range(8))).backward()
+    optimizer.step()
+    stats = treefx.inspect(model).stats
+    assert stats["step_calls"] == 1
+    assert stats["sharing_possible"] == stats["step_sharing_ratio"] == stats["sharing_ratio"]
+    assert "came in different calls" not in treefx.inspect(model).summary()
+
+
+def test_calls_that_run_ordinarily_count_as_they_ran() -> None:
+    """Single rows share nothing, each for itself; as one call they would."""
+    model, batch = tiny(), shared_batch(rows=4, length=12, shared=8, padding=None)
+    for row in range(4):
+        call(model, batch, [row]).backward()
+    stats = treefx.inspect(model).stats
+    assert stats["ran"] == "ordinary"
+    assert stats["step_sharing_ratio"] == 1.0 < stats["sharing_possible"]
+
+
+def test_forests_of_the_caller_are_of_no_step() -> None:
+    model, batch = tiny(), shared_batch(rows=4, length=12, shared=8, padding=None)
+    forest = treefx.Forest.from_padded(batch.input_ids, None)
+    with treefx.use(forest):
+        model(**forest.model_inputs(), use_cache=False)
+    assert treefx.inspect(model).stats["sharing_possible"] is None
+    assert "no call with gradients of rows" in treefx.inspect(model).summary()

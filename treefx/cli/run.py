@@ -1,0 +1,74 @@
+"""``treefx run``: a training command as it is, with treefx in every Python process of it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from treefx.config import Config
+from treefx.errors import InputError
+from treefx.integrations import startup
+
+__all__ = ["environment_for", "run"]
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments.", metavar="-- COMMAND...")],
+    inner: Annotated[str, typer.Option(help="What compiles the rewritten graph: inductor, aot_eager, eager.")] = "",
+    min_sharing: Annotated[
+        float | None, typer.Option(help="Sharing ratio below which a call runs as it is. [default: 1.15]")
+    ] = None,
+) -> None:
+    """Run a training command with treefx in every Python process it starts; no line of it changes.
+
+    \b
+    treefx run -- python train.py
+    treefx run -- accelerate launch train.py --config run.yaml
+    treefx run -- llamafactory-cli train sft.yaml
+    treefx run -- torchrun --nproc-per-node 8 train.py
+
+    In each process, as soon as it imports one of these (nothing is imported that it does not import):
+
+    accelerate (transformers.Trainer, TRL, LLaMA-Factory, axolotl, ms-swift): models are compiled with
+    backend="treefx" where the program names no backend of its own; a program that names one keeps it, and is told so.
+
+    transformers.Trainer: treefx/sharing, treefx/sharing_possible, fallbacks and compile time are logged with the loss.
+
+    TRL's GRPO, RLOO and distillation: the rows of a group stay in one micro-batch. The gradient of a step is the same.
+
+    Trainers over a dataset keep their order: one line of the program, treefx.integrations.trl.keep_groups(trainer),
+    puts rows that share prefixes into one batch. A loop that uses none of these needs one line too:
+    model.compile(backend="treefx").
+    """
+    options: dict[str, Any] = {"inner": inner} if inner else {}
+    if min_sharing is not None:
+        options["min_sharing"] = min_sharing
+    environment = environment_for(options, dict(os.environ))
+    if shutil.which(command[0]) is None:
+        raise InputError(
+            f"expected a command to run, got {command[0]!r}, which is not found; write: treefx run -- COMMAND"
+        )
+    os.execvpe(command[0], command, environment)
+
+
+def environment_for(options: dict[str, Any], environment: dict[str, str]) -> dict[str, str]:
+    """The environment in which every Python process is hooked.
+
+    Args:
+        options: fields of `treefx.Config`.
+        environment: what the command would run in.
+
+    Raises:
+        ConfigError: an unknown option, or a value it does not take.
+    """
+    Config.from_options(options)
+    folder = str(Path(startup.__file__).parent)
+    before = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != folder]
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join([folder, *before]),
+        "TREEFX_RUN": json.dumps({"options": options}),
+    }

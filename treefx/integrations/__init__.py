@@ -1,0 +1,23 @@
+"""Trainers as they ship: one module each, which imports its trainer when it is imported itself, and nothing else does.
+
+In: a trainer, or a class of trainers. Out: the same one, with rows that share prefixes in one call (``keep_groups``), a
+backend it accepts by name (``accelerate``), sharing among its logged metrics (``transformers.SharingCallback``). What
+is hooked is a method or a name of the trainer's own; every module names the versions it was written for.
+``startup`` is how ``treefx run`` reaches all processes of a command: it hooks them when they import a trainer.
+
+Order of imports, each only of what stands before an arrow::
+
+    startup, transformers, accelerate -> trl -> axolotl
+"""
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["accelerate", "transformers", "trl"]
+
+
+def __getattr__(name: str) -> Any:
+    # Each imports its trainer.
+    if name in __all__:
+        return import_module(f"treefx.integrations.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,92 @@
+"""Run when Python starts under ``treefx run``: hook the trainers that this process is going to import.
+
+Nothing but the standard library is imported here, and treefx only once the process has imported a trainer itself. A
+``sitecustomize`` that would have run without this one runs after it.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_WANTED: dict[str, Any] = json.loads(os.environ.get("TREEFX_RUN", "{}"))
+
+
+def _compile_with_treefx(module: ModuleType) -> None:
+    seam = importlib.import_module("treefx.integrations.accelerate")
+    seam.compile_with(_WANTED.get("options"), by_default=True)
+
+
+def _log_sharing(module: ModuleType) -> None:
+    seam = importlib.import_module("treefx.integrations.transformers")
+    module.DEFAULT_CALLBACKS.insert(0, seam.SharingCallback)
+
+
+def _keep_groups(module: ModuleType) -> None:
+    seam = importlib.import_module("treefx.integrations.trl")
+    names = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+    for trainer in (getattr(module, name) for name in names if hasattr(module, name)):
+        seam.keep_groups(trainer)
+
+
+_HOOKS: dict[str, Callable[[ModuleType], None]] = {
+    "accelerate.utils.dataclasses": _compile_with_treefx,
+    "transformers.trainer": _log_sharing,
+    "trl.trainer.grpo_trainer": _keep_groups,
+    "trl.trainer.rloo_trainer": _keep_groups,
+    "trl.trainer.distillation_trainer": _keep_groups,
+}
+"""What is done with a module as soon as it is imported."""
+
+
+class _HookedLoader(Loader):
+    """Loads a module as its own loader does, then calls the hook, and steps aside."""
+
+    def __init__(self, loader: Any, hook: Callable[[ModuleType], None]) -> None:
+        self._loader, self._hook = loader, hook
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """By the module's own loader."""
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        """By the module's own loader, with the hook after it."""
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._hook(module)
+
+
+class _HookingFinder(MetaPathFinder):
+    """Finds the modules with a hook, through all finders but itself."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        """None for all other modules."""
+        hook = _HOOKS.get(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self) if hook else ()
+        spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
+        if spec is not None and spec.loader is not None and hook is not None:
+            spec.loader = _HookedLoader(spec.loader, hook)
+        return spec
+
+
+def _run_the_next() -> None:
+    """Run the ``sitecustomize`` that this one hides, as if it had been found."""
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != _HERE]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":
+    sys.meta_path.insert(0, _HookingFinder())
+    _run_the_next()
