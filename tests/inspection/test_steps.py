@@ -38,6 +38,21 @@ def test_prefixes_are_numbered_alike_in_all_batches(first: Rows, second: Rows) -
     assert len(np.intersect1d(one, other)) == len(prefixes(first) & prefixes(second))
 
 
+@given(first=row_batches(), second=row_batches())
+def test_prefixes_of_packed_rows_are_numbered_alike_in_all_batches(first: Rows, second: Rows) -> None:
+    one, other = (packed(rows).prefixes for rows in (first, second))
+    assert one is not None and other is not None
+    assert len(one) == len(set(one.tolist())) == len(prefixes(first))
+    assert len(np.intersect1d(one, other)) == len(prefixes(first) & prefixes(second))
+
+
+def packed(rows: Rows) -> Any:
+    """The rows behind each other in one, as segments."""
+    ids = torch.tensor([token for row in rows for token in row])[None]
+    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    return build_batch([ids], None, [places], starts=places == 0)
+
+
 @given(rows=row_batches(), split=st.integers(0, 8))
 def test_rows_that_start_in_other_columns_are_other_prefixes(rows: Rows, split: int) -> None:
     """A model that counts columns computes other numbers there; one that counts tokens says so by its places."""
