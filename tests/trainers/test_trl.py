@@ -30,6 +30,8 @@ trl = pytest.importorskip("trl", reason=NEEDS_TRAINERS)
 
 from treefx.integrations import accelerate  # noqa: E402
 
+pytestmark = pytest.mark.sample(2)
+
 Build = Callable[[nn.Module, Path], Any]
 """A trainer around a model; the path is a folder to write to."""
 

@@ -5,6 +5,7 @@ import itertools
 import random
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from tests.backend.calls.test_packed_rows import one_layer
 from tests.backend.calls.test_packed_traps import given_mask
 from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
+
+pytestmark = pytest.mark.sample(3)
 
 
 def exact_step(compiled: Any, model: nn.Module, packed: Packed, step: Any = loss_inside) -> dict[str, Any]:
