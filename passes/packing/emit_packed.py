@@ -25,9 +25,15 @@ from treefx.passes.packing.layout import at_columns
 aten = torch.ops.aten
 
 
-@emits(pointwise_laws.pointwise)
+@emits(pointwise_laws.pointwise, expert_laws.floor_divide)
 def _pointwise(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.call(node, align=fact.dims)
+
+
+@emits(pointwise_laws.custom_function)
+def _custom_function(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    assert fact.parts is not None
+    return packer.call(node, align=fact.parts[0].dims)
 
 
 @emits(pointwise_laws.lerp)

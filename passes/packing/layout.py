@@ -22,7 +22,6 @@ __all__ = [
     "expand_rows",
     "gather_tokens",
     "packed_shape",
-    "reads_columns",
     "tokens_first",
 ]
 
@@ -88,11 +87,6 @@ def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
     for position, axes in _wide_axes(x.shape, dims):
         x = x.narrow(position, 0, 1) if axes == [Axis.ROW] else x.index_select(position, metadata.column)
     return x
-
-
-def reads_columns(shape: Sequence[int], dims: Dims) -> bool:
-    """Whether an invariant operand of this shape has an entry per column of the tokens it stands next to."""
-    return any(axes != [Axis.ROW] for _, axes in _wide_axes(shape, dims))
 
 
 def _wide_axes(shape: Sequence[Any], dims: Dims) -> Iterator[tuple[int, list[Axis]]]:

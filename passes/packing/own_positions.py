@@ -19,16 +19,10 @@ from torch import Tensor, fx
 
 from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import mixes
-from treefx.passes.labels.facts import ALONG_ROWS, Dims, Kind, fact_of, shape_of
+from treefx.passes.labels.facts import ALONG_ROWS, Kind, fact_of, shape_of
 from treefx.passes.labels.label_tokens import Tokens
-from treefx.passes.labels.laws import features as feature_laws
-from treefx.passes.labels.laws import lookups as lookup_laws
-from treefx.passes.labels.laws import matmul as matmul_laws
-from treefx.passes.labels.laws import movement as movement_laws
-from treefx.passes.labels.laws import pointwise as pointwise_laws
-from treefx.passes.labels.laws.base import find_law
+from treefx.passes.labels.laws.base import reads_columns
 from treefx.passes.labels.purity import impurity
-from treefx.passes.packing.layout import reads_columns
 from treefx.passes.scores.attention_facts import Attention
 
 __all__ = ["find_own_positions"]
@@ -83,9 +77,8 @@ class _Search:
         """An operator that runs once per token: what it reads of the inputs, and next to which constants."""
         if isinstance(fact_of(node).law, Attention):  # its expressions say more
             return
-        for operand, dims in _aligned(node):
-            if fact_of(operand).kind is Kind.INVARIANT and reads_columns(shape_of(operand), dims):
-                raise _ByColumn
+        if reads_columns(node):
+            raise _ByColumn
         for operand in _tensors(node.all_input_nodes):
             if fact_of(operand).kind is Kind.PREFIX:
                 self.check_prefix(operand)
@@ -139,19 +132,3 @@ class _Search:
 
 def _tensors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     return (node for node in nodes if isinstance(node.meta.get("val"), Tensor))
-
-
-def _aligned(node: fx.Node) -> list[tuple[fx.Node, Dims]]:
-    """The operands that stand next to token dimensions of the result, and these."""
-    fact = fact_of(node)
-    law = find_law(node.target)
-    if fact.dims is None:
-        return []
-    operands = list(_tensors(node.all_input_nodes))
-    if law in (pointwise_laws.pointwise, feature_laws.complex_, movement_laws.cat, movement_laws.overwrite):
-        return [(item, fact.dims) for item in operands]
-    if law is matmul_laws.bmm:
-        return [(item, (fact.dims[0], (), ())) for item in operands]
-    first = node.args[0]
-    reads_first = law in (lookup_laws.gather, lookup_laws.scatter, matmul_laws.addmm)
-    return [(first, fact.dims)] if reads_first and isinstance(first, fx.Node) else []

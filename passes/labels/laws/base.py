@@ -28,9 +28,10 @@ from treefx.passes.labels.facts import (
 )
 from treefx.passes.labels.uniformity import is_uniform
 
-__all__ = ["LABELLED", "Call", "Law", "aligned", "find_law", "law", "law_where"]
+__all__ = ["LABELLED", "Call", "Law", "aligned", "find_law", "law", "law_where", "reads_columns"]
 
 aten = torch.ops.aten
+_AT_COLUMNS = "treefx_at_columns"
 LABELLED = {Kind.PREFIX, Kind.PACKED, Kind.SCORE}
 
 
@@ -134,7 +135,13 @@ def aligned(call: Call, node: fx.Node, dims: Dims) -> None:
         if size == 1 or not axes:
             continue
         if axes == [Axis.TOKEN] and len(dim) == 1:
+            call.node.meta[_AT_COLUMNS] = True
             continue
         if axes == [Axis.ROW] and len(dim) == 1 and is_uniform(node, len(shape) - offset):
             continue
         raise NoLaw(f"meets a value that varies along the {'/'.join(a.name.lower() for a in axes)} axis")
+
+
+def reads_columns(node: fx.Node) -> bool:
+    """Whether a labelled operator reads an invariant operand at its tokens' columns: ``aligned`` found one."""
+    return _AT_COLUMNS in node.meta

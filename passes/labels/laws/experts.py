@@ -21,7 +21,7 @@ from treefx.passes.labels.laws.base import Call, law
 from treefx.passes.labels.laws.pointwise import pointwise
 from treefx.passes.labels.laws.reductions import selection
 
-__all__ = ["SlotRole", "Slots", "of_statistic", "statistic"]
+__all__ = ["SlotRole", "Slots", "floor_divide", "of_statistic", "statistic"]
 
 aten = torch.ops.aten
 _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}

@@ -111,6 +111,50 @@ def test_chunks(attention: Any) -> None:
     assert_packed(compare(model, batch), distinct_tokens(batch))
 
 
+def by_column(x: Tensor) -> Tensor:
+    """A constant [T, C] whose rows differ in more than a shift, which norms would take away."""
+    return 2.0 + torch.arange(x.shape[1] * x.shape[2], dtype=x.dtype).sin().view(x.shape[1:])
+
+
+class TimesConstant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+MEETINGS = {
+    "product": lambda x: x * by_column(x),
+    "lerp": lambda x: torch.lerp(x, -x, by_column(x)),
+    "floor_divide": lambda x: x + torch.floor_divide(x.detach(), by_column(x)),
+    "baddbmm": lambda x: torch.baddbmm(by_column(x)[None], x, torch.eye(x.shape[2]).to(x).expand(x.shape[0], -1, -1)),
+    "custom_function": lambda x: TimesConstant.apply(x, by_column(x).expand_as(x).contiguous()),
+}
+
+
+class Meeting(nn.Module):
+    """Hidden states meet a constant, in one of these ways."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MEETINGS[self.name](x)
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_constants_by_column(name: str) -> None:
+    """Whatever operator reads them, their tokens are known by their columns."""
+    batch = with_places(left_padded())
+    model = TinyLM(PADDED["sdpa_padding"], layers=1, vocab=128, before=Meeting(name)).double()
+    assert_packed(compare(model, batch), distinct_tokens(batch))
+
+
 def test_next_batch_of_other_starts() -> None:
     """What was compiled for left padding serves others; rows that start in column 0 come back to the usual graph."""
     model = llama()
