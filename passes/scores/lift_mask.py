@@ -27,7 +27,7 @@ from treefx.passes.scores.digits import (
     split_digit,
 )
 from treefx.passes.scores.loads import load, load_maybe
-from treefx.passes.scores.narrow import may_wrap_around
+from treefx.passes.scores.narrow import compares_rounded, may_wrap_around
 from treefx.passes.scores.score_algebra import const, fold
 
 __all__ = ["element_operands", "lift", "step"]
@@ -57,7 +57,8 @@ def lift(node: Any, index: Index) -> Expr:
         return rule(node, index)
     name = _POINTWISE.get(node.target)
     if name is not None:
-        return fold((name, *[_operand(item, node, index) for item in node.args]))
+        operands = [_operand(item, node, index) for item in node.args]
+        return load(node, index) if compares_rounded(node, operands) else fold((name, *operands))
     return load(node, index)
 
 

@@ -1,22 +1,32 @@
-"""Integers of few bits: operators whose results wrap around, which a formula of whole numbers does not.
+"""Numbers of few bits: operators whose results wrap around or are rounded, which a formula of whole numbers is not.
 
-``(columns * 40).to(torch.uint8)`` is no product where columns pass six; ``mask.to(torch.uint8) * causal`` is one.
+``(columns * 40).to(torch.uint8)`` is no product where columns pass six; ``mask.to(torch.uint8) * causal`` is one. In
+bfloat16, column 257 is not after column 256.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["may_wrap_around"]
+from treefx.kernels.score import Expr
+from treefx.passes.labels.constants import constants_of
+from treefx.passes.scores.score_algebra import as_loaded
+
+__all__ = ["compares_rounded", "may_wrap_around"]
 
 aten = torch.ops.aten
 Range = tuple[float, float]
 _NARROW = {torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32}
+_ROUNDED = {torch.float16, torch.bfloat16}
+_COMPARISONS = {
+    aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.le.Tensor,
+    aten.le.Scalar, aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar,
+}  # fmt: skip
 _OF_32_BITS = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar, aten._to_copy.default}
 """What leaves 32 bits although its operands are columns."""
 _MAKES_OTHERS = _OF_32_BITS | {
@@ -38,6 +48,24 @@ def may_wrap_around(node: fx.Node) -> bool:
     if dtype is torch.int32 and node.target is aten._to_copy.default and max(-low, high) > _KNOWN:
         return False  # positions of 64 bits that a caller counts in, as many as there are tokens
     return not (torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max)
+
+
+def compares_rounded(node: fx.Node, operands: Sequence[Expr]) -> bool:
+    """Whether an operator compares columns or integers of inputs, as ``operands`` count them, in a type that rounds
+    them."""
+    types = {item.meta["val"].dtype for item in node.all_input_nodes} if node.target in _COMPARISONS else set()
+    return bool(types & _ROUNDED) and any(map(_counts, operands))
+
+
+def _counts(expr: Expr) -> bool:
+    """Whether an expression calculates with columns, or with integers other than zeros and ones."""
+    expr = as_loaded(expr)
+    if expr[0] == "load":
+        dtype = expr[1].meta["val"].dtype
+        return not (dtype.is_floating_point or dtype is torch.bool) and expr[1] not in constants_of(expr[1]).binary
+    return expr[0] in ("cq", "ck") or (
+        expr[0] != "dot" and any(_counts(item) for item in expr[1:] if isinstance(item, tuple))
+    )
 
 
 def _range(item: Any) -> Range:

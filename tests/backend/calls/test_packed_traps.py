@@ -21,6 +21,7 @@ from tests.backend.packed import (
     loss_of_documents,
     loss_outside,
     pack,
+    same,
     trie_size,
 )
 from tests.backend.support import compare
@@ -128,6 +129,29 @@ def test_layers_that_disagree_on_the_documents() -> None:
         return by_document(torch.div(documents, 2, rounding_mode="floor").cumsum(1), positions)
 
     assert_unshared(compare(DocumentLM(by_document, by_pair).double(), loss_of_documents(PACKED)))
+
+
+def positions_in_bfloat16(documents: Tensor, positions: Tensor) -> Tensor:
+    """From 256 on every other number is rounded: a query sees the position behind its own."""
+    rounded = (positions + 256).to(torch.bfloat16)
+    return (rounded[:, None, :, None] >= rounded[:, None, None]) & same(documents)
+
+
+def columns_in_bfloat16(documents: Tensor, positions: Tensor) -> Tensor:
+    """The same of columns."""
+    rounded = (torch.arange(documents.shape[1]) + 256).to(torch.bfloat16)
+    return (rounded[:, None] >= rounded) & same(documents)
+
+
+def numbers_in_bfloat16(documents: Tensor, positions: Tensor) -> Tensor:
+    """Pairs of documents have one number."""
+    rounded = (documents + 256).to(torch.bfloat16)
+    return causal(documents, positions) & same(rounded)
+
+
+@pytest.mark.parametrize("mask", [positions_in_bfloat16, columns_in_bfloat16, numbers_in_bfloat16])
+def test_whole_numbers_that_a_type_rounds(mask: Any) -> None:
+    assert_unshared(compare(DocumentLM(mask).double(), loss_of_documents(PACKED)))
 
 
 # Masks that the caller gives ------------------------------------------------------------------------------------------
