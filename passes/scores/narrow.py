@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.kernels.score import Expr
+from treefx.kernels.score import Expr, walk
 from treefx.passes.labels.constants import constants_of
 from treefx.passes.scores.score_algebra import as_loaded
 
@@ -27,6 +27,11 @@ _COMPARISONS = {
     aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.le.Tensor,
     aten.le.Scalar, aten.gt.Tensor, aten.gt.Scalar, aten.ge.Tensor, aten.ge.Scalar,
 }  # fmt: skip
+_WHOLE = {
+    "cq", "ck", "b", "head", "add", "sub", "mul", "neg", "abs", "min", "max", "floordiv", "mod", "int", "float",
+    "where", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not",
+}  # fmt: skip
+"""What makes whole numbers of whole numbers."""
 _OF_32_BITS = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar, aten._to_copy.default}
 """What leaves 32 bits although its operands are columns."""
 _MAKES_OTHERS = _OF_32_BITS | {
@@ -51,10 +56,14 @@ def may_wrap_around(node: fx.Node) -> bool:
 
 
 def compares_rounded(node: fx.Node, operands: Sequence[Expr]) -> bool:
-    """Whether an operator compares columns or integers of inputs, as ``operands`` count them, in a type that rounds
-    them."""
+    """Whether an operator compares what ``operands`` make of columns or integers of inputs, in a type that rounds it:
+    ``columns * 0.1`` in all, the columns themselves in half precision."""
     types = {item.meta["val"].dtype for item in node.all_input_nodes} if node.target in _COMPARISONS else set()
-    return bool(types & _ROUNDED) and any(map(_counts, operands))
+    if not any(dtype.is_floating_point for dtype in types) or any(
+        item[0] == "dot" for x in operands for item in walk(x)
+    ):
+        return False
+    return any(_counts(item) and (bool(types & _ROUNDED) or not _is_whole(item)) for item in operands)
 
 
 def _counts(expr: Expr) -> bool:
@@ -63,9 +72,16 @@ def _counts(expr: Expr) -> bool:
     if expr[0] == "load":
         dtype = expr[1].meta["val"].dtype
         return not (dtype.is_floating_point or dtype is torch.bool) and expr[1] not in constants_of(expr[1]).binary
-    return expr[0] in ("cq", "ck") or (
-        expr[0] != "dot" and any(_counts(item) for item in expr[1:] if isinstance(item, tuple))
-    )
+    return expr[0] in ("cq", "ck") or any(_counts(item) for item in expr[1:] if isinstance(item, tuple))
+
+
+def _is_whole(expr: Expr) -> bool:
+    """Whether an expression and all its parts are whole numbers."""
+    if expr[0] == "const":
+        return float(expr[1]).is_integer()
+    if expr[0] == "load":
+        return not expr[1].meta["val"].dtype.is_floating_point
+    return expr[0] in _WHOLE and all(map(_is_whole, expr[1:]))
 
 
 def _range(item: Any) -> Range:

@@ -149,8 +149,14 @@ def numbers_in_bfloat16(documents: Tensor, positions: Tensor) -> Tensor:
     return causal(documents, positions) & same(rounded)
 
 
-@pytest.mark.parametrize("mask", [positions_in_bfloat16, columns_in_bfloat16, numbers_in_bfloat16])
-def test_whole_numbers_that_a_type_rounds(mask: Any) -> None:
+def window_of_tenths(documents: Tensor, positions: Tensor) -> Tensor:
+    """Three or four positions, as the tenths of positions happen to be rounded."""
+    tenths = positions * 0.1
+    return by_document(documents, positions) & (tenths[:, None, :, None] - tenths[:, None, None] <= 0.3)
+
+
+@pytest.mark.parametrize("mask", [positions_in_bfloat16, columns_in_bfloat16, numbers_in_bfloat16, window_of_tenths])
+def test_numbers_that_a_type_rounds(mask: Any) -> None:
     assert_unshared(compare(DocumentLM(mask).double(), loss_of_documents(PACKED)))
 
 
