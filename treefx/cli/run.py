@@ -27,13 +27,12 @@ def run(
     \b
     treefx run -- python train.py
     treefx run -- accelerate launch train.py --config run.yaml
-    treefx run -- llamafactory-cli train sft.yaml
     treefx run -- torchrun --nproc-per-node 8 train.py
 
     In each process, as soon as it imports one of these (nothing is imported that it does not import):
 
-    accelerate (transformers.Trainer, TRL, LLaMA-Factory, axolotl, ms-swift): models are compiled with
-    backend="treefx" where the program names no backend of its own; a program that names one keeps it, and is told so.
+    accelerate, and what compiles through it (transformers.Trainer, TRL): models are compiled with backend="treefx"
+    where the program names no backend of its own; a program that names one keeps it, and is told so.
 
     transformers.Trainer: treefx/sharing, treefx/sharing_possible, fallbacks and compile time are logged with the loss.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,7 +168,8 @@ class KnownShapes:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._known: dict[tuple[Any, ...], list[Shape | Refusal]] = {}  # the one used last is the last
+        self._known: OrderedDict[tuple[Any, ...], list[Shape | Refusal]] = OrderedDict()
+        """The key used last is the last."""
         self._seen: dict[tuple[Any, ...], None] = {}
 
     @property
@@ -179,13 +182,14 @@ class KnownShapes:
         known = self._known.get(key, ())
         admitting = [item for item in known if item.admits(args) and item.proof.holds(args)]
         found = next((x for x in admitting if not sizes or isinstance(x, Shape) and x.serves(args, sizes)), None)
-        if found is not None and next(reversed(self._known)) != key:
-            self._known[key] = self._known.pop(key)
+        if found is not None:
+            with suppress(KeyError):  # another thread has just made room
+                self._known.move_to_end(key)
         return found
 
     def refuse(self, shape: Shape, reason: str) -> None:
         """Forget a shape that turned out not to serve, and why."""
-        for key, known in self._known.items():
+        for key, known in list(self._known.items()):
             self._known[key] = [Refusal(reason, item.proof) if item is shape else item for item in known]
 
     def add(
@@ -214,7 +218,7 @@ class KnownShapes:
         return False
 
     def _make_room(self) -> None:
-        oldest = next(key for key, known in self._known.items() if any(isinstance(item, Shape) for item in known))
+        oldest = next(key for key, known in list(self._known.items()) if any(isinstance(item, Shape) for item in known))
         del self._known[oldest]
 
 
