@@ -176,3 +176,5 @@ class Rewritten:
     """What a graph of parts takes and returns beside the others."""
     asks: bool = False
     """Whether the last result tells that all masks hide what they are to hide (``treefx.passes.scores.hidden``)."""
+    inner: fx.GraphModule | None = None
+    """What the inner compiler gets: ``gm``, with calls of subgraphs where layers are equal."""

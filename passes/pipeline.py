@@ -8,11 +8,12 @@
 5   ``loss_laws``           (inside 2) losses pick from packed values
 6   ``tree_scans``          contracted values that are linear recurrences, recognised by value, run along the tree
 7   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
-8   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
+8   ``regions``             equal layers as calls of one subgraph, compiled once (inductor only)
+9   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
 ==  ======================  ==================================================================================
 
 ``analyse`` runs 1 to 6 for batches of all sizes, or for one shape of inputs, ``rewrite`` 7 for one variant of it,
-``compile_variant`` 8; each of them runs the passes of its stage that ``build_passes`` has listed.
+``compile_variant`` 8 and 9; each of them runs the passes of its stage that ``build_passes`` has listed.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ from treefx.passes.labels.label_tokens import (
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
-from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, compile_inner
+from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, calls_subgraphs, compile_inner
+from treefx.passes.packing.kernel_sources import write_kernel_sources
 from treefx.passes.packing.pack_tokens import PackingInterpreter
+from treefx.passes.regions.find_regions import find_regions
+from treefx.passes.regions.make_regions import call_regions
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import attentions
@@ -66,6 +70,7 @@ OPTIONAL = {
     "contract": "causal mixers are expanded, and everything after them",
     "tree_scans": "linear recurrences run on rows and are contracted",
     "loss_laws": "the loss reads logits that are expanded to rows",
+    "regions": "inductor compiles equal layers one by one",
 }
 """Passes that may be left out, and what then happens. Results stay exact."""
 NECESSARY = {
@@ -134,6 +139,7 @@ def build_passes(inner: Inner, disabled: Collection[str] = ()) -> tuple[Pass, ..
         *([] if "tree_scans" in disabled else [Pass("tree_scans", _tree_scans, "analyse")]),
         Pass("pack_tokens", _pack_tokens, "rewrite"),
         Pass("boundary_kv", _boundary_kv, "rewrite"),
+        *([Pass("regions", _regions, "compile")] if calls_subgraphs(inner) and "regions" not in disabled else []),
         Pass("compile_inner", functools.partial(_compile_inner, inner=inner), "compile"),
     )
 
@@ -380,8 +386,15 @@ def compile_variant(analysis: Analysis, rewritten: Rewritten, observe: Observer,
     return work.run
 
 
+def _regions(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
+    assert work.rewritten is not None
+    work.rewritten.inner = call_regions(gm, find_regions(gm))
+    return work.rewritten.inner
+
+
 def _compile_inner(gm: fx.GraphModule, work: _Work, *, inner: Inner) -> fx.GraphModule:
     assert work.rewritten is not None
+    write_kernel_sources(work.rewritten.gm)
     with torch._C._DisableAutocast():
         work.run = compile_inner(gm, work.rewritten.inputs, work.rewritten.mode, inner, work.observe)
     return gm

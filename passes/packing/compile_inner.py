@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.passes.packing.kept_graphs import keeping_graphs
-from treefx.passes.packing.kernel_sources import write_kernel_sources
+from treefx.passes.regions.make_regions import copy_without_regions, has_regions
+from treefx.passes.regions.own_results import own_results
 from treefx.passes.trace.fingerprint import recompute_tags, source_fingerprint
 
-__all__ = ["Compiled", "Inner", "compile_inner"]
+__all__ = ["Compiled", "Inner", "calls_subgraphs", "compile_inner"]
 
 Compiled = Callable[..., Any]
 Observer = Callable[[str, fx.GraphModule], None]
@@ -42,6 +42,12 @@ class Inner:
         return list_mode_options(self.mode)
 
 
+def calls_subgraphs(inner: Inner) -> bool:
+    """Whether a compiler compiles a subgraph once for all its calls; inductor does so in Python only."""
+    plain = not inner.options.get("triton.cudagraphs") and not torch._inductor.config.cpp_wrapper
+    return inner.name == "inductor" and plain
+
+
 def compile_inner(
     gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, inner: Inner, observe: Observer
 ) -> Compiled:
@@ -54,7 +60,6 @@ def compile_inner(
         inner: By name "inductor", "aot_eager" or "eager".
         observe: Gets the forward and the backward graph as they are compiled.
     """
-    write_kernel_sources(gm)
     if inner.name == "eager":
         observe("forward", gm)
         return gm.forward
@@ -63,7 +68,10 @@ def compile_inner(
     with tracing(TracingContext(mode)), eagerly:
         if inner.name == "inductor":
             patches = {**inner.options, "post_grad_custom_pre_pass": _CacheKey(gm)}
-            compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches)
+            # What a subgraph returns need not be its own memory, so a backward must not write into what it gets.
+            owned = {"donated_buffer": False} if has_regions(gm) else {}
+            with torch._functorch.config.patch(**owned):
+                compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches)
             assert callable(compiled)
             return keeping_graphs(compiled)
         backend = aot_autograd(
@@ -99,7 +107,8 @@ class _CacheKey(CustomGraphPass):
 
 def _observed_inductor(observe: Observer) -> Callable[..., Any]:
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        observe("backward" if options.get("is_backward") else "forward", copy.deepcopy(gm))
+        own_results(gm)
+        observe("backward" if options.get("is_backward") else "forward", copy_without_regions(gm))
         return compile_fx_inner(gm, example_inputs, **options)
 
     return inner_compile

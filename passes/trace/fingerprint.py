@@ -57,16 +57,20 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def recompute_tags(gm: fx.GraphModule) -> list[tuple[int, int]]:
-    """Which nodes are recomputed in the backward, and in which group, by place in the graph.
+    """Which nodes are recomputed in the backward, and in which group, by place in the graph and its subgraphs.
 
     They are no part of the graph's code, which is all that caches of AOTAutograd look at.
     """
     groups: dict[Any, int] = {}
     return [
         (place, groups.setdefault(node.meta.get("ac_graph_id"), len(groups)))
-        for place, node in enumerate(gm.graph.nodes)
+        for place, node in enumerate(node for part in _graphs(gm) for node in part.nodes)
         if "recompute" in node.meta
     ]
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
+    return [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 
 from treefx.passes.analysis import Rewritten
+from treefx.passes.regions.make_regions import copy_without_regions
 
 __all__ = ["trace_inner_graphs"]
 
@@ -26,7 +26,7 @@ def trace_inner_graphs(rewritten: Rewritten) -> dict[str, fx.GraphModule]:
     graphs: dict[str, fx.GraphModule] = {}
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        graphs["backward" if options.get("is_backward") else "forward"] = copy.deepcopy(gm)
+        graphs["backward" if options.get("is_backward") else "forward"] = copy_without_regions(gm)
         return boxed_nop(gm, list(inputs))
 
     environment = rewritten.mode.shape_env
@@ -39,5 +39,5 @@ def trace_inner_graphs(rewritten: Rewritten) -> dict[str, fx.GraphModule]:
         environment.suppress_guards(),
         settings,
     ):
-        compile_fx(rewritten.gm, list(rewritten.inputs), inner_compile=keep)
+        compile_fx(rewritten.inner or rewritten.gm, list(rewritten.inputs), inner_compile=keep)
     return graphs

@@ -15,6 +15,7 @@ from treefx.forests.context import current_tree
 from treefx.kernels.lasting import lasting
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.compile_inner import Compiled, compile_inner
+from treefx.passes.packing.kernel_sources import write_kernel_sources
 from treefx.runtime.blocks.on_tree import OnTree, rewrite_on_tree
 from treefx.runtime.compiling import compiling
 from treefx.runtime.dynamo import why_cut
@@ -82,6 +83,7 @@ class BlockGraph:
         rewritten = rewrite_on_tree(self.gm, args, self.roles)
         self._graphs["rewritten"] = rewritten.gm
         report.seconds["rewrite"] = time.perf_counter() - started
+        write_kernel_sources(rewritten.gm)
         with torch._C._DisableAutocast():
             run = compile_inner(
                 rewritten.gm, rewritten.inputs, rewritten.mode, self.config.compiler, self._graphs.__setitem__

@@ -1,0 +1,156 @@
+"""Find the layers of a graph that compute the same: their operators, what they read and what others read of them.
+
+Two regions are equal if their operators are the same in the same order, with the same numbers and checkpoint tags, if
+what they read has the same shapes, strides, types and need of gradients in the same places, and if the same places of
+them are read by others. One of them then stands for all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+
+__all__ = ["LEAST", "Region", "find_regions"]
+
+aten = torch.ops.aten
+LEAST = 4
+"""Fewer equal layers are not worth a subgraph: it is traced about three times, and a flat layer once."""
+_NUMBERED = re.compile(r"(.*?\.\d+)(?:\.|$)")
+_WITHOUT_GRADIENT = {
+    aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.empty_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.new_empty.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Region:
+    """A layer of a graph.
+
+    Attributes:
+        nodes: Its operators, in the order of the graph.
+        operands: What they read of others, in the order in which they read it.
+        results: Those of its operators that others read.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+
+def find_regions(gm: fx.GraphModule) -> list[list[Region]]:
+    """The kinds of layers that occur at least ``LEAST`` times, each with all that are equal.
+
+    Args:
+        gm: A functional graph with ``meta["val"]`` on its nodes, whose inputs know whether they need gradients.
+    """
+    members: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        layer = _layer_of(node)
+        if layer is not None:
+            members.setdefault(layer, []).append(node)
+    learned = _learned(gm.graph)
+    kinds: dict[Any, list[Region]] = {}
+    for nodes in members.values():
+        if all(map(_is_plain, nodes)):
+            region = _region_of(nodes)
+            kinds.setdefault(_structure(region, learned), []).append(region)
+    return [regions for regions in kinds.values() if len(regions) >= LEAST and all(map(_stands_alone, regions))]
+
+
+def _layer_of(node: fx.Node) -> str | None:
+    """The outermost numbered module that an operator on tensors is of, such as ``model.layers.3``."""
+    if node.op != "call_function" or isinstance(node.meta.get("val"), SymInt):
+        return None
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        found = _NUMBERED.match(path)
+        if found is not None:
+            return found[1]
+    return None
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether an operator computes the same wherever it is written: no random numbers, no changes, no subgraphs."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__module__", None) in ("_operator", "operator")
+    return torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
+
+
+def _region_of(nodes: Sequence[fx.Node]) -> Region:
+    inside = set(nodes)
+    operands = dict.fromkeys(item for node in nodes for item in node.all_input_nodes if item not in inside)
+    results = [node for node in nodes if any(user not in inside for user in node.users)]
+    return Region(tuple(nodes), tuple(operands), tuple(results))
+
+
+def _learned(graph: fx.Graph) -> set[fx.Node]:
+    """The values that need gradients; the trace itself ran without any."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            needed = isinstance(value, Tensor) and value.requires_grad
+        else:
+            needed = node.target not in _WITHOUT_GRADIENT and any(item in found for item in node.all_input_nodes)
+        if needed and _may_need(value):
+            found.add(node)
+    return found
+
+
+def _may_need(value: Any) -> bool:
+    """Whether a value (or one of several) is of a type that has gradients."""
+    items: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in items)
+
+
+def _structure(region: Region, learned: set[fx.Node]) -> tuple[Any, ...]:
+    """Equal for regions of which one can stand for the other."""
+    number = {node: f"%{i}" for i, node in enumerate((*region.operands, *region.nodes))}
+    groups: dict[Any, int] = {}
+    lines = [_line(node, number, groups) for node in region.nodes]
+    operands = [(_read_value(node), node in learned) for node in region.operands]
+    return (*lines, *operands, *(number[node] for node in region.results))
+
+
+def _line(node: fx.Node, number: Mapping[fx.Node, str], groups: dict[Any, int]) -> str:
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
+    tag = node.meta.get("recompute")
+    group = None if tag is None else groups.setdefault(node.meta.get("ac_graph_id"), len(groups))
+    return repr((str(node.target), args, kwargs, tag, group))
+
+
+def _read_value(node: fx.Node) -> tuple[Any, ...]:
+    """What compiled code takes for granted of an operand."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return (type(value), str(value.shape), str(value.stride()), value.dtype, value.device)
+    return (type(value), str(value))
+
+
+def _stands_alone(region: Region) -> bool:
+    """Whether nothing that it reads is made of its own results, and no result is a view of an operand or another."""
+    inside, reached = set(region.nodes), set(region.results)
+    for node in _after(region):
+        if node not in inside and any(item in reached for item in node.all_input_nodes):
+            reached.add(node)
+    storages = [_storage(node) for node in (*region.operands, *region.results)]
+    made = storages[len(region.operands) :]
+    return not reached & {*region.operands} and all(storages.count(item) == 1 for item in made)
+
+
+def _after(region: Region) -> Iterable[fx.Node]:
+    node, last = region.nodes[0], region.nodes[-1]
+    while node is not last:
+        yield node
+        node = node.next
+
+
+def _storage(node: fx.Node) -> Any:
+    """What tells the memory of a value apart; views have that of their base."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else object()
