@@ -18,7 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.passes.packing.kept_graphs import keeping_graphs
-from treefx.passes.regions.make_regions import copy_without_regions, has_regions
+from treefx.passes.regions.loadable import LoadableSizes, fill_freely
+from treefx.passes.regions.make_regions import copy_without_regions, subgraphs
 from treefx.passes.regions.own_results import own_results
 from treefx.passes.trace.fingerprint import recompute_tags, source_fingerprint
 
@@ -67,10 +68,10 @@ def compile_inner(
     eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with tracing(TracingContext(mode)), eagerly:
         if inner.name == "inductor":
-            patches = {**inner.options, "post_grad_custom_pre_pass": _CacheKey(gm)}
-            # What a subgraph returns need not be its own memory, so a backward must not write into what it gets.
-            owned = {"donated_buffer": False} if has_regions(gm) else {}
-            with torch._functorch.config.patch(**owned):
+            patches = {**inner.options, "post_grad_custom_pre_pass": _CacheKey(gm), **_for_regions(gm)}
+            # What a subgraph returns may lie in others' memory: a backward must not write into what it gets.
+            donated = torch._functorch.config.donated_buffer and not subgraphs(gm)
+            with torch._functorch.config.patch(donated_buffer=donated):
                 compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches)
             assert callable(compiled)
             return keeping_graphs(compiled)
@@ -81,6 +82,12 @@ def compile_inner(
             keep_inference_input_mutations=True,
         )
         return keeping_graphs(backend(gm, list(inputs)))
+
+
+def _for_regions(gm: fx.GraphModule) -> dict[str, Any]:
+    """Settings for a graph with subgraphs. A pass of the user's in that place stays, and costs cache hits."""
+    free = torch._inductor.config.joint_custom_post_pass is None
+    return {"joint_custom_post_pass": LoadableSizes()} if free and subgraphs(gm) else {}
 
 
 class _CacheKey(CustomGraphPass):
@@ -107,6 +114,8 @@ class _CacheKey(CustomGraphPass):
 
 def _observed_inductor(observe: Observer) -> Callable[..., Any]:
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        for body in subgraphs(gm):
+            fill_freely(body)
         own_results(gm)
         observe("backward" if options.get("is_backward") else "forward", copy_without_regions(gm))
         return compile_fx_inner(gm, example_inputs, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from torch import fx
 
 from treefx.passes.regions.find_regions import Region
 
-__all__ = ["call_regions", "copy_without_regions", "has_regions"]
+__all__ = ["body_of", "call_regions", "calls_of", "copy_without_regions", "output_of", "subgraphs"]
 
-invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 _NAME = "region_{}"
+_Item = fx.Node | Region
 
 
 def call_regions(gm: fx.GraphModule, kinds: Sequence[Sequence[Region]]) -> fx.GraphModule:
@@ -34,107 +34,64 @@ def call_regions(gm: fx.GraphModule, kinds: Sequence[Sequence[Region]]) -> fx.Gr
         kinds: From ``find_regions``.
 
     Returns:
-        The new graph; ``gm`` itself where regions wait for each other.
+        The new graph; ``gm`` itself where there are no regions, or they wait for each other.
     """
     name_of = {region: _NAME.format(i) for i, kind in enumerate(kinds) for region in kind}
-    order = _order(gm.graph, list(name_of))
+    order = _order(gm.graph, list(name_of)) if kinds else None
     if order is None:
         return gm
-    bodies = {_NAME.format(i): fx.GraphModule(gm, _body(kind[0])) for i, kind in enumerate(kinds)}
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for item in order:
         if isinstance(item, Region):
             new.update(_call(graph, item, name_of[item], new))
         else:
             new[item] = graph.node_copy(item, new.__getitem__)
+    bodies = {_NAME.format(i): fx.GraphModule(gm, _body(kind[0])) for i, kind in enumerate(kinds)}
     return fx.GraphModule({**bodies, **_attributes(gm)}, graph)
 
 
-def has_regions(gm: fx.GraphModule) -> bool:
-    """Whether a graph calls subgraphs."""
-    return bool(gm.graph.find_nodes(op="call_function", target=invoke_subgraph))
+def _order(graph: fx.Graph, regions: Sequence[Region]) -> list[_Item] | None:
+    """Nodes and regions such that each comes after what it reads, otherwise as they stand; None if none is such."""
+    region_of: dict[fx.Node, Region] = {node: region for region in regions for node in region.nodes}
+
+    def item_of(node: fx.Node) -> _Item:
+        return region_of.get(node, node)
+
+    place = {item_of(node): i for i, node in enumerate(graph.nodes)}  # a region stands where its last operator does
+    reads = {item: {item_of(node) for node in _operands(item)} for item in place}
+    return _sorted(place, reads)
 
 
-def copy_without_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy that computes the same without subgraphs, for those who read or count operators."""
-    graph, new, attributes = fx.Graph(), dict[fx.Node, Any](), _attributes(gm)
-    for node in gm.graph.nodes:
-        if node.target is invoke_subgraph:
-            body = getattr(gm, node.args[0].target)
-            new[node] = _inline(graph, body, node, new, attributes)
-        elif node.target is operator.getitem and node.args[0].target is invoke_subgraph:
-            new[node] = new[node.args[0]][node.args[1]]
-        elif not isinstance(attributes.get(node.target), fx.GraphModule):
-            new[node] = graph.node_copy(node, new.__getitem__)
-    return fx.GraphModule(attributes, graph)
-
-
-def _inline(
-    graph: fx.Graph, body: fx.GraphModule, call: fx.Node, new: Mapping[fx.Node, Any], attributes: dict[str, Any]
-) -> Sequence[Any]:
-    """Write the body of a subgraph for the operands of a call; its results."""
-    inside = dict(zip(body.graph.find_nodes(op="placeholder"), (new[item] for item in call.args[2:]), strict=True))
-    prefix = f"{call.args[0].target}."
-    attributes.update({prefix + name: value for name, value in _attributes(body).items()})
-    for node in body.graph.nodes:
-        if node.op == "output":
-            results: Sequence[Any] = fx.node.map_arg(node.args[0], inside.__getitem__)
-            return results
-        if node not in inside:
-            inside[node] = graph.node_copy(node, inside.__getitem__)
-            if node.op == "get_attr":
-                inside[node].target = prefix + node.target
-    raise AssertionError("a graph without an output")
-
-
-def _attributes(gm: fx.GraphModule) -> dict[str, Any]:
-    """What the graph reads of its module, by name."""
-    names = dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
-    return {name: operator.attrgetter(name)(gm) for name in names}
-
-
-def _order(graph: fx.Graph, regions: Sequence[Region]) -> list[fx.Node | Region] | None:
-    """Nodes and regions such that each comes after what it reads, otherwise as they stand; None if there is no such
-    order."""
-    region_of = {node: region for region in regions for node in region.nodes}
-    place: dict[fx.Node | Region, int] = {}
-    for i, node in enumerate(graph.nodes):
-        place[region_of.get(node, node)] = i  # a region stands where its last operator does
-    reads = {
-        item: {region_of.get(source, source) for source in _operands(item)} - {item} for item in place
-    }
-    users: dict[fx.Node | Region, list[fx.Node | Region]] = {item: [] for item in place}
+def _sorted(place: Mapping[_Item, int], reads: Mapping[_Item, set[_Item]]) -> list[_Item] | None:
+    items = {i: item for item, i in place.items()}
+    users: dict[_Item, list[_Item]] = {item: [] for item in place}
     for item, sources in reads.items():
         for source in sources:
             users[source].append(item)
     missing = {item: len(sources) for item, sources in reads.items()}
-    by_place = {i: item for item, i in place.items()}
     ready = [place[item] for item, count in missing.items() if not count]
     heapq.heapify(ready)
-    found: list[fx.Node | Region] = []
+    found: list[_Item] = []
     while ready:
-        item = by_place[heapq.heappop(ready)]
-        found.append(item)
-        for user in users[item]:
+        found.append(items[heapq.heappop(ready)])
+        for user in users[found[-1]]:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, place[user])
     return found if len(found) == len(place) else None
 
 
-def _operands(item: fx.Node | Region) -> Sequence[fx.Node]:
+def _operands(item: _Item) -> Sequence[fx.Node]:
     return item.operands if isinstance(item, Region) else item.all_input_nodes
 
 
 def _body(region: Region) -> fx.Graph:
     graph = fx.Graph()
     new = {node: graph.placeholder(f"operand_{i}") for i, node in enumerate(region.operands)}
-    for node, placeholder in new.items():
-        placeholder.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     for node in region.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
     for node in region.results:
-        # It was traced without gradients. Where AOTAutograd finds no value it runs the body to see who needs one.
+        # It was traced without gradients. Where AOTAutograd finds no value it runs the body to see which need one.
         new[node].meta.pop("val", None)
     graph.output(tuple(new[node] for node in region.results))
     return graph
@@ -142,10 +99,71 @@ def _body(region: Region) -> fx.Graph:
 
 def _call(graph: fx.Graph, region: Region, name: str, new: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Write the call of a region; its results by what they replace."""
-    body = graph.get_attr(name)
-    call = graph.call_function(invoke_subgraph, (body, name, *(new[node] for node in region.operands)))
+    operands = [new[node] for node in region.operands]
+    call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr(name), name, *operands))
     call.meta["val"] = tuple(node.meta["val"] for node in region.results)
     results = {node: graph.call_function(operator.getitem, (call, i)) for i, node in enumerate(region.results)}
     for node, result in results.items():
         result.meta.update(node.meta)
     return results
+
+
+def calls_of(gm: fx.GraphModule) -> list[fx.Node]:
+    """The calls of subgraphs in a graph."""
+    return list(gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph))
+
+
+def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
+    """The subgraph that is called."""
+    attribute: Any = call.args[0]
+    body = getattr(gm, attribute.target)
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+def subgraphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """What a graph calls, each once."""
+    return list(dict.fromkeys(body_of(gm, call) for call in calls_of(gm)))
+
+
+def output_of(graph: fx.Graph) -> Sequence[Any]:
+    """What a graph returns."""
+    results: Any = graph.output_node().args[0]
+    return results  # type: ignore[no-any-return]
+
+
+def copy_without_regions(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that computes the same without subgraphs, for those who read or count operators."""
+    graph, new, attributes = fx.Graph(), dict[fx.Node, Any](), _attributes(gm)
+    for node in gm.graph.nodes:
+        source: Any = node.args[0] if node.args else None
+        if node.target is torch.ops.higher_order.invoke_subgraph:
+            operands: Any = node.args[2:]
+            body = body_of(gm, node)
+            new[node] = _inline(graph, body, [new[item] for item in operands], f"{source.target}.")
+            attributes.update({f"{source.target}.{name}": value for name, value in _attributes(body).items()})
+        elif node.target is operator.getitem and isinstance(new[source], list | tuple):
+            new[node] = new[source][node.args[1]]
+        elif not isinstance(attributes.get(str(node.target)), fx.GraphModule):
+            new[node] = graph.node_copy(node, new.__getitem__)
+    kept = {name: value for name, value in attributes.items() if not isinstance(value, fx.GraphModule)}
+    return fx.GraphModule(kept, graph)
+
+
+def _inline(graph: fx.Graph, body: fx.GraphModule, operands: Sequence[fx.Node], prefix: str) -> Sequence[Any]:
+    """Write the operators of a subgraph; its results. Its attributes get a prefix."""
+    new: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    inside: Callable[[fx.Node], fx.Node] = new.__getitem__
+    for node in body.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            new[node] = graph.node_copy(node, inside)
+        if node.op == "get_attr":
+            new[node].target = prefix + str(node.target)
+    results: Sequence[Any] = fx.node.map_arg(output_of(body.graph), inside)
+    return results
+
+
+def _attributes(gm: fx.GraphModule) -> dict[str, Any]:
+    """What the graph reads of its module, by name."""
+    names = dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
+    return {name: operator.attrgetter(name)(gm) for name in names}

@@ -8,15 +8,15 @@ then overwrites what another has kept, and gradients are wrong although the loss
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["borrowed_results", "own_results"]
+from treefx.passes.regions.make_regions import body_of, calls_of, output_of
 
-invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+__all__ = ["borrowed_results", "own_results"]
 
 
 def own_results(gm: fx.GraphModule) -> None:
@@ -33,11 +33,10 @@ def own_results(gm: fx.GraphModule) -> None:
     Args:
         gm: A functional graph of AOTAutograd, with ``meta["val"]`` on its nodes and on those of its subgraphs.
     """
-    calls: dict[str, list[fx.Node]] = {}
-    for call in gm.graph.find_nodes(op="call_function", target=invoke_subgraph):
-        calls.setdefault(call.args[0].target, []).append(call)
-    for name, found in calls.items():
-        body = getattr(gm, name)
+    calls: dict[fx.GraphModule, list[fx.Node]] = {}
+    for call in calls_of(gm):
+        calls.setdefault(body_of(gm, call), []).append(call)
+    for body, found in calls.items():
         borrowed = borrowed_results(body)
         owned = _own(body, borrowed)
         for call in found:
@@ -47,42 +46,45 @@ def own_results(gm: fx.GraphModule) -> None:
 
 def borrowed_results(body: fx.GraphModule) -> dict[int, fx.Node]:
     """Results of a subgraph, by place, that are operands, views, or results before."""
-    results = _output(body).args[0]
+    results = output_of(body.graph)
     return {
         place: node
         for place, node in enumerate(results)
-        if isinstance(node, fx.Node) and (_root(node) is not node or node.op == "placeholder" or node in results[:place])
+        if isinstance(node, fx.Node)
+        and (node.op == "placeholder" or _root(node) is not node or node in results[:place])
     }
 
 
-def _own(body: fx.GraphModule, borrowed: dict[int, fx.Node]) -> dict[fx.Node, int]:
+def _own(body: fx.GraphModule, borrowed: Mapping[int, fx.Node]) -> dict[fx.Node, int]:
     """Return bases in place of views, each once; the results that are left, with their places."""
-    results = [None if i in borrowed else node for i, node in enumerate(_output(body).args[0])]
+    results = [None if place in borrowed else node for place, node in enumerate(output_of(body.graph))]
     for place, node in borrowed.items():
         root = _root(node)
         if root.op != "placeholder" and root not in results:
             results[place] = root
-    _output(body).args = (tuple(results),)
+    body.graph.output_node().args = (tuple(results),)
     body.recompile()
     return {node: place for place, node in enumerate(results) if node is not None}
 
 
-def _read_outside(call: fx.Node, borrowed: dict[int, fx.Node], outside: _Outside) -> None:
+def _read_outside(call: fx.Node, borrowed: Mapping[int, fx.Node], outside: _Outside) -> None:
     call.meta["val"] = tuple(None if node is None else node.meta["val"] for node in outside.results)
     for user in list(call.users):
-        if user.args[1] in borrowed:
+        place: Any = user.args[1]
+        if place in borrowed:
             with call.graph.inserting_before(user):
-                user.replace_all_uses_with(outside.read(borrowed[user.args[1]]))
+                user.replace_all_uses_with(outside.read(borrowed[place]))
             call.graph.erase_node(user)
 
 
 class _Outside:
     """Writes values of a subgraph behind one of its calls: operands, results, and views of them."""
 
-    def __init__(self, call: fx.Node, body: fx.GraphModule, owned: dict[fx.Node, int]) -> None:
+    def __init__(self, call: fx.Node, body: fx.GraphModule, owned: Mapping[fx.Node, int]) -> None:
         self.graph, self.call, self.owned = call.graph, call, owned
-        self.results = _output(body).args[0]
-        self._known = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[2:], strict=True))
+        self.results = output_of(body.graph)
+        operands: Any = call.args[2:]
+        self._known: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
 
     def read(self, node: fx.Node) -> fx.Node:
         """A value of the subgraph, outside."""
@@ -99,21 +101,17 @@ class _Outside:
             self.read(source)
         view = self.graph.node_copy(node, self._known.__getitem__)
         args, kwargs = fx.node.map_arg((view.args, view.kwargs), lambda item: item.meta["val"])
-        view.meta["val"] = node.target(*args, **kwargs)  # a view of what is read here, not of what the subgraph reads
+        make: Any = node.target
+        view.meta["val"] = make(*args, **kwargs)  # a view of what is read here, not of what the subgraph reads
         return view
-
-
-def _output(body: fx.GraphModule) -> fx.Node:
-    return next(iter(body.graph.find_nodes(op="output")))
 
 
 def _root(node: fx.Node) -> fx.Node:
     """The value whose memory a value lies in: itself, unless it is a view."""
-    mine = _storages(node)
     for source in node.all_input_nodes:
-        if mine & _storages(source):
+        if _storages(node) & _storages(source):
             root = _root(source)
-            return node if isinstance(root.meta["val"], list | tuple) and isinstance(node.meta["val"], Tensor) else root
+            return root if isinstance(root.meta["val"], Tensor) else node  # one result of several, made by an operator
     return node
 
 

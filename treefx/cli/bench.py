@@ -185,6 +185,25 @@ def shapes(
 
 
 @bench.command()
+def first_step(
+    model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "qwen3",
+    layers: Annotated[int, typer.Option(min=1, help="Its number of blocks.")] = 8,
+    width: Annotated[int, typer.Option(min=64, help="Its hidden size, a multiple of 64.")] = 256,
+    json: Json = False,
+) -> None:
+    """Take the first step with inductor and with treefx, with and without equal layers compiled once.
+
+    Each way has empty caches and two processes, of which the second finds what the first compiled. wall is seconds on
+    the clock, python and compilers seconds of the processor, in Python and in what it started. Losses and gradients
+    are compared first.
+    """
+    from treefx.bench import first_step as bench_first_step
+
+    records = bench_first_step.run(model=model, layers=layers, hidden_size=width, json_output=json)
+    _show("The first step", records, json)
+
+
+@bench.command()
 def parts(
     forests: Annotated[int, typer.Option(min=1, help="Random forests, each under three limits.")] = 50,
     inner: Annotated[str, typer.Option(help="Inner compiler: inductor or aot_eager.")] = "inductor",

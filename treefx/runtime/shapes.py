@@ -7,7 +7,6 @@ kept by what the graph computes, and a batch like one seen before compiles nothi
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -45,16 +44,19 @@ class Executable:
         rewritten: What was compiled.
         graphs: Its stages for the inspector: "rewritten", and "forward" and "backward" as the inner compiler got them.
         run: The compiled function of tensors, metadata of the batch and number of tokens.
-        seconds: What rewriting and compiling took.
+        seconds: What each pass that rewrote or compiled it took.
     """
 
     def __init__(self, analysis: Analysis, variant: Variant, args: Sequence[Tensor], passes: Sequence[Pass]) -> None:
-        started = time.perf_counter()
+        before = dict(analysis.seconds)
         self.rewritten: Rewritten = rewrite(analysis, variant, args, passes)
-        rewriting = time.perf_counter() - started
         self.graphs: dict[str, fx.GraphModule] = {"rewritten": self.rewritten.gm}
         self.run = compile_variant(analysis, self.rewritten, self.graphs.__setitem__, passes)
-        self.seconds = {"rewrite": rewriting, "compile": time.perf_counter() - started - rewriting}
+        self.seconds = {
+            name: seconds - before.get(name, 0.0)
+            for name, seconds in analysis.seconds.items()
+            if seconds != before.get(name)
+        }
 
 
 class Shape:

@@ -1,0 +1,60 @@
+"""Subgraphs that a second process can load from AOTAutograd's cache.
+
+The cache writes a subgraph down as code, and reads it by calling that code with proxies. ``aten.full([1, n], 0.0)``
+has no tensor among its arguments, so torch refuses the proxy ``n``: nothing could be loaded, and everything was
+compiled again. Such zeros come from the backwards of slices. They are written as ``x.new_full`` of a gradient that
+comes in, which is how they are kept, and back before inductor, which has no code for that, gets a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+__all__ = ["LoadableSizes", "fill_freely"]
+
+aten = torch.ops.aten
+_TANGENT = "tangents"
+"""How AOTAutograd's names of incoming gradients begin."""
+
+
+class LoadableSizes(CustomGraphPass):
+    """For ``joint_custom_post_pass``: fills of symbolic size in the backward of a subgraph take them from a tensor."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        tangents = [node for node in graph.find_nodes(op="placeholder") if str(node.target).startswith(_TANGENT)]
+        tangents = [node for node in tangents if isinstance(node.meta.get("val"), Tensor)]
+        fills = [node for node in graph.find_nodes(op="call_function", target=aten.full.default) if _has_sizes(node)]
+        if not tangents or not fills:
+            return
+        backward = _descendants(graph, tangents)
+        for node in fills:
+            if all(user in backward for user in node.users):
+                node.target, node.args = aten.new_full.default, (tangents[0], *node.args)
+
+    def uuid(self) -> Any:
+        """What it does is part of treefx, whose sources are part of the key."""
+        return "treefx.regions"
+
+
+def fill_freely(body: fx.GraphModule) -> None:
+    """Write the fills of ``LoadableSizes`` as they were."""
+    for node in body.graph.find_nodes(op="call_function", target=aten.new_full.default):
+        node.target, node.args = aten.full.default, node.args[1:]
+    body.recompile()
+
+
+def _has_sizes(node: fx.Node) -> bool:
+    """Whether the size of a fill is computed, and everything that it takes from a tensor is given."""
+    return bool(node.all_input_nodes) and {"dtype", "device"} <= node.kwargs.keys()
+
+
+def _descendants(graph: fx.Graph, sources: list[fx.Node]) -> set[fx.Node]:
+    found = set(sources)
+    for node in graph.nodes:
+        if any(item in found for item in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,121 @@
+"""Models of equal layers through inductor: gradients of all parameters, and how often their layers are compiled."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import treefx
+from tests.batches import Batch, shared_batch
+from tests.models import double
+from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
+from treefx.passes.packing import compile_inner
+from treefx.passes.regions.make_regions import subgraphs
+from treefx.passes.regions.own_results import borrowed_results
+
+BATCHES = [shared_batch(rows=4, length=12, shared=6), shared_batch(rows=6, length=17, shared=9, seed=1)]
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """What AOTAutograd's cache has never comes to inductor."""
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
+class Seen:
+    """What inductor is given: subgraphs of the forward and of the backward, and what they return of others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bodies: list[int] = []
+        self.borrowed = 0
+        self.results: list[int] = []
+        self._compile = compile_inner.compile_fx_inner
+        monkeypatch.setattr(compile_inner, "compile_fx_inner", self)
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        bodies = subgraphs(gm)
+        self.bodies.append(len(bodies))
+        self.borrowed += sum(len(borrowed_results(body)) for body in bodies)
+        outputs: list[Any] = [next(iter(body.graph.find_nodes(op="output"))).args[0] for body in bodies]
+        self.results += [sum(node is not None for node in output) for output in outputs]
+        return self._compile(gm, inputs, **options)
+
+
+def checked(model: nn.Module, batches: Sequence[Batch] = BATCHES[:1]) -> nn.Module:
+    """Every batch through one compiled model equals eager; the compiled model."""
+    twin = copy.deepcopy(model)
+    compiled: Any = torch.compile(twin, backend="treefx", options={"min_sharing": 1.0}, dynamic=True)
+    for batch in batches:
+        assert_close(outcome(twin, lambda: loss_of(batch)(compiled)), eager_step(model, batch), FLOAT64)
+        stats = stats_of(compiled)
+        assert stats["ran"] == "packed", stats["fallback"]
+    return compiled
+
+
+def test_one_body_for_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once for the forward and once for the backward, rows, columns and tokens being symbols."""
+    seen = Seen(monkeypatch)
+    compiled = checked(double("llama", num_hidden_layers=4), BATCHES)
+    assert seen.bodies == [1, 1] and seen.borrowed == 0
+    graphs = treefx.inspect(compiled).graphs
+    assert all(not subgraphs(gm) for gm in graphs.values()), "people see layers"
+    attention = torch.ops.treefx.tree_attention.default
+    assert len(graphs["forward"].graph.find_nodes(op="call_function", target=attention)) == 4
+
+
+@pytest.mark.sample(4)
+def test_a_body_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gemma2's layers every second one has a window."""
+    seen = Seen(monkeypatch)
+    checked(double("gemma2", num_hidden_layers=8))
+    assert seen.bodies == [2, 2] and seen.borrowed == 0
+
+
+@pytest.mark.sample(4)
+def test_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body is recomputed in the backward: it keeps what it reads and, of what it computes, nothing."""
+    seen = Seen(monkeypatch)
+    model = double("llama", num_hidden_layers=4)
+    model.gradient_checkpointing_enable()
+    checked(model)
+    assert seen.bodies == [1, 1] and seen.borrowed == 0
+    assert seen.results[0] == 1
+
+
+@pytest.mark.sample(4)
+def test_frozen_weights_and_a_layer_without_a_gradient_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small trained matrices beside frozen ones; the first layer reads nothing that needs a gradient."""
+    seen = Seen(monkeypatch)
+    model = double("llama", num_hidden_layers=5)
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    checked(model)
+    assert seen.bodies == [1, 1] and seen.borrowed == 0
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trained product of two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features, dtype=base.weight.dtype))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, dtype=base.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.sample(4)
+def test_inductor_overwrites_what_layers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without results of their own the loss is right and gradients are not."""
+    monkeypatch.setattr(compile_inner, "own_results", lambda gm: None)
+    seen = Seen(monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):
+        checked(double("llama", num_hidden_layers=4))
+    assert seen.borrowed > 0
