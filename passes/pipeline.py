@@ -60,11 +60,12 @@ from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401
 from treefx.passes.scores.attention_facts import attentions
 from treefx.passes.scores.segment_values import along_segments
 from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
+from treefx.passes.trace.fakes import fake_inputs
 from treefx.passes.trace.pattern import Pattern, inline_sizes
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.trace.trace import trace_forward, trace_function
 
-__all__ = ["NECESSARY", "OPTIONAL", "UNHIDDEN", "analyse", "build_passes", "compile_variant", "fake_inputs", "rewrite"]
+__all__ = ["NECESSARY", "OPTIONAL", "UNHIDDEN", "analyse", "build_passes", "compile_variant", "rewrite"]
 
 OPTIONAL = {
     "contract": "causal mixers are expanded, and everything after them",
@@ -91,20 +92,6 @@ GIVES_SCORES = "gives attention scores to the caller"
 """The reason of outputs that are computed on rows though the attention itself runs packed."""
 _FOREST_TOKENS = 8192
 """The size that graphs of the native level are compiled for; a forest may be larger."""
-
-
-def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
-    """Fake tensors with static shapes for run-time inputs; numbers stay."""
-    return [_fake(x, mode) if isinstance(x, Tensor) else x for x in inputs]
-
-
-def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor, no inference tensor: AOTAutograd copies ``requires_grad``, which those do not let it set."""
-    fake = mode.from_tensor(x, static_shapes=True)
-    if not fake.is_inference():
-        return fake
-    with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
 @dataclass

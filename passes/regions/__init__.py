@@ -5,5 +5,5 @@ the graphs that inductor makes of it, because it takes results of subgraphs for 
 
 Order of imports, each only of what stands before an arrow::
 
-    find_regions -> make_regions, own_results
+    find_regions -> make_regions -> own_results, loadable
 """

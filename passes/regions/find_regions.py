@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-__all__ = ["LEAST", "Region", "find_regions"]
+__all__ = ["LEAST", "Region", "find_regions", "is_pure"]
 
 aten = torch.ops.aten
 LEAST = 4
@@ -57,7 +57,7 @@ def find_regions(gm: fx.GraphModule) -> list[list[Region]]:
     learned = _learned(gm.graph)
     kinds: dict[Any, list[Region]] = {}
     for nodes in members.values():
-        if all(map(_is_plain, nodes)):
+        if all(map(is_pure, nodes)):
             region = _region_of(nodes)
             kinds.setdefault(_structure(region, learned), []).append(region)
     return [regions for regions in kinds.values() if len(regions) >= LEAST and all(map(_stands_alone, regions))]
@@ -74,8 +74,10 @@ def _layer_of(node: fx.Node) -> str | None:
     return None
 
 
-def _is_plain(node: fx.Node) -> bool:
-    """Whether an operator computes the same wherever it is written: no random numbers, no changes, no subgraphs."""
+def is_pure(node: fx.Node) -> bool:
+    """Whether a value is the same wherever it is computed: no random numbers, no changes, no subgraphs."""
+    if node.op != "call_function":
+        return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return getattr(node.target, "__module__", None) in ("_operator", "operator")
     return torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
@@ -133,20 +135,27 @@ def _read_value(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _stands_alone(region: Region) -> bool:
-    """Whether nothing that it reads is made of its own results, and no result is a view of an operand or another."""
-    inside, reached = set(region.nodes), set(region.results)
-    for node in _after(region):
-        if node not in inside and any(item in reached for item in node.all_input_nodes):
+    """Whether its operators may move to where its last one is, and no result is a view of an operand or another.
+
+    They may not if what they read is made of its own results, or if something in between is not pure.
+    """
+    reached = set(region.results)
+    for node in _between(region):
+        if not is_pure(node):
+            return False
+        if any(item in reached for item in node.all_input_nodes):
             reached.add(node)
     storages = [_storage(node) for node in (*region.operands, *region.results)]
     made = storages[len(region.operands) :]
     return not reached & {*region.operands} and all(storages.count(item) == 1 for item in made)
 
 
-def _after(region: Region) -> Iterable[fx.Node]:
-    node, last = region.nodes[0], region.nodes[-1]
-    while node is not last:
-        yield node
+def _between(region: Region) -> Iterable[fx.Node]:
+    """What is computed between its operators, and is of others."""
+    inside, node = set(region.nodes), region.nodes[0]
+    while node is not region.nodes[-1]:
+        if node not in inside:
+            yield node
         node = node.next
 
 

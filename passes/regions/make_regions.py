@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.passes.regions.find_regions import Region
+from treefx.passes.regions.find_regions import Region, is_pure
 
 __all__ = ["body_of", "call_regions", "calls_of", "copy_without_regions", "output_of", "subgraphs"]
 
@@ -58,8 +58,18 @@ def _order(graph: fx.Graph, regions: Sequence[Region]) -> list[_Item] | None:
         return region_of.get(node, node)
 
     place = {item_of(node): i for i, node in enumerate(graph.nodes)}  # a region stands where its last operator does
-    reads = {item: {item_of(node) for node in _operands(item)} for item in place}
-    return _sorted(place, reads)
+    found = _sorted(place, {item: {item_of(node) for node in _operands(item)} for item in place})
+    return found if found is not None and _keeps_changes(found, place) else None
+
+
+def _keeps_changes(order: Sequence[_Item], place: Mapping[_Item, int]) -> bool:
+    """Whether everything is on the same side of what is not pure (a random number, a change of an input) as before."""
+    places = [place[item] for item in order]
+    return all(
+        max(places[:i], default=-1) < places[i] < min(places[i + 1 :], default=len(place) + places[i])
+        for i, item in enumerate(order)
+        if isinstance(item, fx.Node) and not is_pure(item)
+    )
 
 
 def _sorted(place: Mapping[_Item, int], reads: Mapping[_Item, set[_Item]]) -> list[_Item] | None:

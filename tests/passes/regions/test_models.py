@@ -59,12 +59,16 @@ def checked(model: nn.Module, batches: Sequence[Batch] = BATCHES[:1], dynamic: b
 def test_one_body_for_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled once for the forward and once for the backward, rows, columns and tokens being symbols."""
     seen = Seen(monkeypatch)
-    compiled = checked(double("llama", num_hidden_layers=4), BATCHES, dynamic=True)
+    model = double("llama", num_hidden_layers=4)
+    compiled = checked(model, BATCHES, dynamic=True)
     assert seen.bodies == [1, 1] and seen.borrowed == 0
     graphs = treefx.inspect(compiled).graphs
     assert all(not subgraphs(gm) for gm in graphs.values()), "people see layers"
     attention = torch.ops.treefx.tree_attention.default
     assert len(graphs["forward"].graph.find_nodes(op="call_function", target=attention)) == 4
+    with torch.no_grad():
+        expected, got = (loss_of(BATCHES[0])(run) for run in (model, compiled))
+    torch.testing.assert_close(got, expected, rtol=FLOAT64, atol=0)
 
 
 @pytest.mark.sample(4)

@@ -35,9 +35,9 @@ from treefx.kernels.score import Score, walk
 from treefx.passes.labels.constants import Constants, InputValues
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.label_tokens import find_tokens, label_tokens, user_line
-from treefx.passes.pipeline import fake_inputs
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import attentions
+from treefx.passes.trace.fakes import fake_inputs
 from treefx.passes.trace.token_count import TokenCount
 from treefx.passes.trace.trace import trace_forward
 

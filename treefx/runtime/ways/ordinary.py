@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.kernels.lasting import lasting
 from treefx.passes.packing.compile_inner import Inner
-from treefx.passes.pipeline import fake_inputs
+from treefx.passes.trace.fakes import fake_inputs
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.records import Records
