@@ -114,8 +114,7 @@ class _CacheKey(CustomGraphPass):
 
 def _observed_inductor(observe: Observer) -> Callable[..., Any]:
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        for body in subgraphs(gm):
-            fill_freely(body)
+        fill_freely(gm)
         own_results(gm)
         observe("backward" if options.get("is_backward") else "forward", copy_without_regions(gm))
         return compile_fx_inner(gm, example_inputs, **options)

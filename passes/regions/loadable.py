@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from treefx.passes.regions.make_regions import subgraphs
+
 __all__ = ["LoadableSizes", "fill_freely"]
 
 aten = torch.ops.aten
@@ -40,11 +42,12 @@ class LoadableSizes(CustomGraphPass):
         return "treefx.regions"
 
 
-def fill_freely(body: fx.GraphModule) -> None:
-    """Write the fills of ``LoadableSizes`` as they were."""
-    for node in body.graph.find_nodes(op="call_function", target=aten.new_full.default):
-        node.target, node.args = aten.full.default, node.args[1:]
-    body.recompile()
+def fill_freely(gm: fx.GraphModule) -> None:
+    """Write the fills of ``LoadableSizes`` in a graph and its subgraphs as they were."""
+    for part in (gm, *subgraphs(gm)):
+        for node in part.graph.find_nodes(op="call_function", target=aten.new_full.default):
+            node.target, node.args = aten.full.default, node.args[1:]
+        part.recompile()
 
 
 def _has_sizes(node: fx.Node) -> bool:
