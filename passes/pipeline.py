@@ -8,7 +8,7 @@
 5   ``loss_laws``           (inside 2) losses pick from packed values
 6   ``tree_scans``          contracted values that are linear recurrences, recognised by value, run along the tree
 7   ``pack_tokens``         the graph once per distinct token, attention as ``treefx::tree_attention``
-8   ``regions``             equal layers as calls of one subgraph, compiled once (inductor only)
+8   ``regions``             equal layers as calls of one subgraph, compiled once (inductor; not parts)
 9   ``compile_inner``       AOTAutograd's joint graph with ``treefx::restore`` nodes, partitioned and compiled
 ==  ======================  ==================================================================================
 
@@ -375,8 +375,9 @@ def compile_variant(analysis: Analysis, rewritten: Rewritten, observe: Observer,
 
 def _regions(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     assert work.rewritten is not None
-    work.rewritten.inner = call_regions(gm, find_regions(gm))
-    return work.rewritten.inner
+    if work.rewritten.cut is None:  # the planner counts the bytes that each layer of a part keeps, by its own values
+        work.rewritten.inner = gm = call_regions(gm, find_regions(gm))
+    return gm
 
 
 def _compile_inner(gm: fx.GraphModule, work: _Work, *, inner: Inner) -> fx.GraphModule:

@@ -143,7 +143,10 @@ def output_of(graph: fx.Graph) -> Sequence[Any]:
 
 
 def copy_without_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy that computes the same without subgraphs, for those who read or count operators."""
+    """A copy that computes the same without subgraphs, for those who read or count operators.
+
+    Layers have the fake values of their subgraph: equal ones share them, so bytes cannot be told from their storages.
+    """
     graph, new, attributes = fx.Graph(), dict[fx.Node, Any](), _attributes(gm)
     for node in gm.graph.nodes:
         source: Any = node.args[0] if node.args else None

@@ -67,10 +67,8 @@ def test_experts_in_float32() -> None:
         assert_close(run(compiled, model, plan), expected, FLOAT32)
 
 
-@pytest.mark.parametrize("layers", [1, 4])
-def test_inductor(layers: int) -> None:
-    """One layer; several, which are one subgraph of inductor that takes and gives K and V."""
-    model, (forest, rows, weights) = copy.deepcopy(tiny(layers=layers)[0]), weighted_forest()
+def test_inductor() -> None:
+    model, (forest, rows, weights) = copy.deepcopy(tiny(layers=1)[0]), weighted_forest()
     compiled, expected = compile_with(model, inner="inductor"), separate_rows(model, rows, weights)
     for plan in (uncut(forest), every_node(forest), random_cuts(forest, 1)):
         assert_close(run(compiled, model, plan), expected, FLOAT64)
