@@ -194,8 +194,8 @@ def first_step(
     """Take the first step with inductor and with treefx, with and without equal layers compiled once.
 
     Each way has empty caches and two processes, of which the second finds what the first compiled. wall is seconds on
-    the clock, python and compilers seconds of the processor, in Python and in what it started. Losses and gradients
-    are compared first.
+    the clock; python, compilers and step (a later one) are seconds of the processor, in Python and in what it started.
+    Losses and gradients are compared first.
     """
     from treefx.bench import first_step as bench_first_step
 
