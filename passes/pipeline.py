@@ -32,6 +32,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.score import walk
 from treefx.passes.analysis import Analysis, Expansion, Rewritten, Variant
 from treefx.passes.causal.contract import contracting, leaks, mixes
+from treefx.passes.causal.convolutions import convolving
 from treefx.passes.causal.tree_mixers import TreeScan
 from treefx.passes.causal.tree_scans import find_tree_scans
 from treefx.passes.cuts.boundary_kv import add_boundary
@@ -227,8 +228,8 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | Non
     found.constants = Constants(gm, work.inputs, found.roles, work.known, found.batch, found.segmented)
     if found.segmented:
         improve = along_segments
-    elif found.batch is not None:  # mixers are read at columns that are numbers
-        improve = None
+    elif found.batch is not None and improve is not None:  # recurrences are read at columns that are numbers
+        improve = convolving
     identity = label_tokens(gm, found.roles, found.tokens, improve=improve, pick_losses=pick_losses)
     placeholders = gm.graph.find_nodes(op="placeholder")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
