@@ -22,7 +22,7 @@ import sympy
 import torch
 from torch import SymInt, Tensor, fx
 
-__all__ = ["COLUMNS", "ROWS", "Pattern", "inline_sizes", "name_size", "pattern_of"]
+__all__ = ["COLUMNS", "ROWS", "Pattern", "inline_sizes", "is_number_input", "name_size", "pattern_of"]
 
 ROWS, COLUMNS = sympy.symbols("rows columns", integer=True, positive=True)
 
@@ -127,3 +127,8 @@ def _size_or_node(node: fx.Node) -> Any:
     if not isinstance(value, SymInt):
         return node
     return int(value) if value.node.expr.is_Integer else value
+
+
+def is_number_input(node: fx.Node) -> bool:
+    """Whether Dynamo's graph asks an input only for its number: with dynamic=True it passes the model's floats so."""
+    return bool(node.users) and all((user.op, user.target) == ("call_method", "item") for user in node.users)

@@ -17,7 +17,7 @@ from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.labels.constants import InputValues, input_values
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass
-from treefx.passes.trace.pattern import Pattern, pattern_of
+from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.output_use import OutputUse
@@ -53,7 +53,7 @@ class Analyses:
         self, gm: fx.GraphModule, roles: list[str], passes: Sequence[Pass], config: Config, records: Records
     ) -> None:
         self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
-        self._numbers = _positions_of_numbers(gm)
+        self._numbers = {i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number_input(node)}
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
         self._has_no_tokens = False
@@ -228,12 +228,3 @@ class Analyses:
 def _listed(items: Sequence[Expansion]) -> str:
     lines = ["" if item.line is None else f" ({item.line})" for item in items]
     return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
-
-
-def _positions_of_numbers(gm: fx.GraphModule) -> frozenset[int]:
-    """The inputs that the graph only asks for their number: with dynamic=True, Dynamo passes the model's floats so."""
-
-    def is_number(node: fx.Node) -> bool:
-        return bool(node.users) and all((user.op, user.target) == ("call_method", "item") for user in node.users)
-
-    return frozenset(i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number(node))
