@@ -393,15 +393,3 @@ def test_page_of_a_fallback_escapes_names(tmp_path: Path) -> None:
     text = inspection.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "&lt;b&gt; &amp; co" in text
     assert Page(text).open == []
-
-
-def test_looking_at_a_graph_for_all_sizes_leaves_it_one_for_all(tmp_path: Path) -> None:
-    """Whoever asked a symbol for its number would make it that number for good."""
-    model = tiny(layers=1).double()
-    compiled = torch.compile(model, backend="treefx", options={"inner": "eager"}, dynamic=True)
-    for length in (14, 19, 11):
-        step(compiled, batch_of(length=length))
-        found = treefx.inspect(compiled)
-        assert found.summary() and found.to_html(tmp_path / "page.html").exists()
-        assert all(found.readable(stage) for stage in found.graphs)
-        assert found.stats["compiles"] == 1
