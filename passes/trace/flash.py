@@ -14,7 +14,7 @@ nothing of these                whole rows
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,7 +23,10 @@ from torch import Tensor, fx
 
 from treefx.kernels.common import owned
 
-__all__ = ["FlashCall", "call_flash", "flash", "has_flash", "is_flash", "register_kernel", "segments"]
+__all__ = [
+    "FlashCall", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash", "read_equal_once",
+    "register_kernel", "segments",
+]  # fmt: skip
 
 Kernel = Callable[..., Tensor]
 _KERNELS: dict[str, Kernel] = {}
@@ -185,6 +188,19 @@ def has_flash(gm: fx.GraphModule) -> bool:
     return any(is_flash(node.target) for body in bodies for node in body.graph.nodes)
 
 
+def ends_of_segments(gm: fx.GraphModule) -> set[fx.Node]:
+    """The inputs of a graph of Dynamo that say where segments end, and nothing else."""
+    holders = {torch.ops.higher_order.tag_activation_checkpoint}  # of bodies that may call it
+
+    def says_ends(node: fx.Node) -> bool:
+        at_flash = [node in user.args[5:7] for user in node.users if is_flash(user.target)]
+        others = [user for user in node.users if not is_flash(user.target) and user.target not in holders]
+        return node.meta["example_value"].dim() == 1 and not others and all(at_flash)
+
+    given = gm.graph.find_nodes(op="placeholder") if has_flash(gm) else []
+    return {node for node in given if isinstance(node.meta.get("example_value"), Tensor) and says_ends(node)}
+
+
 def call_flash(call: FlashCall, known: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
     """A call as passes read it: with its segments, and with the zeros that the function leaves at padding.
 
@@ -200,6 +216,14 @@ def call_flash(call: FlashCall, known: dict[int, tuple[Tensor, Tensor]]) -> Tens
         call = call._replace(segments=known[id(tells)][1])
     out: Tensor = flash(*call)
     return out if call.mask is None else out * call.mask.to(out.dtype)[:, None, :, None]
+
+
+def read_equal_once(gm: fx.GraphModule, equal: Sequence[tuple[int, int]]) -> None:
+    """Let flash attention in a traced graph read one of two inputs that hold the same: positions of pairs."""
+    given = gm.graph.find_nodes(op="placeholder")
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.flash.default):
+        for later, earlier in equal:
+            node.replace_input_with(given[later], given[earlier])
 
 
 def _run(call: FlashCall) -> Tensor:

@@ -84,7 +84,7 @@ class Analyses:
 
     def _values(self, args: Sequence[Any]) -> InputValues:
         return input_values(
-            self.tensors(args), self._tensor_roles(args), masks=current_forest() is None, runs=self._has_flash
+            self.tensors(args), self._tensor_roles(args), masks=current_forest() is None, flash=self._has_flash
         )
 
     def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
