@@ -3,6 +3,7 @@
 The truth is the caller's own call in eager mode, with the same stubs.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Iterator
@@ -24,8 +25,17 @@ from tests.backend.support import assert_packed, compare
 from tests.batches import Batch, distinct_tokens, padded
 from tests.models import double, zoo
 from tests.oracle import (
-    FLOAT32, FLOAT64, Checked, Step, assert_close, compile_with, loss_of, outcome, separate_rows, stats_of,
-)  # fmt: skip
+    FLOAT64,
+    Checked,
+    Step,
+    assert_close,
+    compile_with,
+    loss_of,
+    outcome,
+    relative_errors,
+    separate_rows,
+    stats_of,
+)
 from treefx.passes.scores import flash_facts
 from treefx.passes.trace import trace
 from treefx.passes.trace.flash import FlashCall
@@ -35,7 +45,7 @@ pytestmark = pytest.mark.sample(3)
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1}, "mistral": {"num_hidden_layers": 1, "sliding_window": 4},
-    "gemma2": {"sliding_window": 4}, "gpt_oss": {"sliding_window": 4},
+    "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.5}, "gpt_oss": {"sliding_window": 4},
     "qwen3_moe": {"num_hidden_layers": 1},
 }  # fmt: skip
 SINGLE = {"gpt_oss", "qwen3_moe"}
@@ -277,25 +287,25 @@ def test_other_backends_see_the_original() -> None:
     assert len(graphs) > 1 and not any("treefx" in target for target in targets)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_forests(name: str) -> None:
     """The native level: positions count up along each path, and cut nothing."""
     model, rows = flash_model(name), rollouts()
     forest = treefx.Forest.from_sequences(rows, weights=[[1.0] * len(row) for row in rows])
     compiled = compile_with(model, inner="eager")
     wanted = separate_rows(model, rows, [[1.0] * len(row) for row in rows])
-    tolerance = FLOAT32 if name in SINGLE else FLOAT64
-    assert_close(outcome(model, lambda: native_loss(forest)(compiled)), wanted, tolerance)
+    assert_close(outcome(model, lambda: native_loss(forest)(compiled)), wanted, FLOAT64)
 
 
 # Mistakes on purpose --------------------------------------------------------------------------------------------------
 
 
 def assert_wrong(model: nn.Module, step: Step | Batch) -> None:
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # what is wrong is looked at in float64, too
-    with pytest.raises(AssertionError, match="differ by more than"):
-        compare(model, step)
+    run = loss_of(step) if isinstance(step, Batch) else step
+    twin = copy.deepcopy(model)
+    compiled = compile_with(twin, inner="eager")
+    got, expected = outcome(twin, lambda: run(compiled)), outcome(model, lambda: run(model))
+    assert stats_of(compiled)["ran"] == "packed" and max(relative_errors(got, expected).values()) > 1e-3
 
 
 @pytest.mark.parametrize("by_ends", [False, True])
