@@ -38,13 +38,34 @@ def keep_flash_whole() -> None:
 
     @functools.wraps(original)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        instead = _INSTEAD.get((getattr(self.fn, "__module__", None), getattr(self.fn, "__name__", None)))
         ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
-        if instead is None or not ours or tx.f_code is instead.__code__:
-            return original(self, tx, args, kwargs)
-        return original(UserFunctionVariable(instead), tx, args, kwargs)
+        name = _name_of(self.fn) if ours else None
+        if name in _INSTEAD and tx.f_code is not _INSTEAD[name].__code__:
+            _taken[name] = self.fn
+            self = UserFunctionVariable(_INSTEAD[name])
+        elif self.fn in _LEFT:
+            self = UserFunctionVariable(_taken[_LEFT[self.fn]])
+        return original(self, tx, args, kwargs)
 
     UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def _name_of(function: Any) -> tuple[str, str] | None:
+    """Module and name that a function was written under: wrappers take on those of what they wrap."""
+    code = getattr(function, "__code__", None)
+    return None if code is None else (function.__globals__.get("__name__"), code.co_name)
+
+
+_taken: dict[Any, Any] = {}
+"""The functions of transformers in whose place others were traced."""
+
+
+def _flash_as_it_is(*args: Any, **kwargs: Any) -> Any:
+    """Stands for transformers' function itself in what Dynamo traces."""
+
+
+def _mask_as_it_is(*args: Any, **kwargs: Any) -> Any:
+    """Stands for transformers' function itself in what Dynamo traces."""
 
 
 def _flash_attention(
@@ -58,12 +79,10 @@ def _flash_attention(
     **given: Any,
 ) -> Any:
     """``_flash_attention_forward``: query [B, T, H, D], key [B, T, Hkv, D], value [B, T, Hkv, D] -> [B, T, H, D]."""
-    from transformers.modeling_flash_attention_utils import _flash_attention_forward
-
     kernel = given.get("attn_implementation")
     if others or _asks_for_more(given) or not _is_plain(query, key, attention_mask, given) or not _loads(kernel):
         whole = {"query_length": query_length, "is_causal": is_causal, **given} if not others else given
-        return _flash_attention_forward(query, key, value, attention_mask, *others, **whole)
+        return _flash_as_it_is(query, key, value, attention_mask, *others, **whole)
     dtype = given.get("target_dtype")
     if dtype is not None and query.dtype == torch.float32:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -82,13 +101,11 @@ def _flash_attention(
 
 def _flash_mask(*args: Any, **given: Any) -> Any:
     """``flash_attention_mask``: the mask [B, T] as it is, where the kernel asks itself whether it hides anything."""
-    from transformers.masking_utils import flash_attention_mask
-
     mask, length, config = given.get("attention_mask"), given.get("kv_length"), given.get("config")
     if args or mask is None or config is None or not _is_flash(config._attn_implementation):
-        return flash_attention_mask(*args, **given)
+        return _mask_as_it_is(*args, **given)
     if mask.dim() != 2 or mask.shape[1] != length or given.get("q_length") != length:
-        return flash_attention_mask(*args, **given)
+        return _mask_as_it_is(*args, **given)
     return mask
 
 
@@ -119,8 +136,7 @@ def _asks_for_more(given: dict[str, Any]) -> bool:
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_meant(name: str) -> bool:
     """Whether an argument that the operator has none for means something to transformers."""
-    utils = sys.modules[_UTILS]
-    functions = (utils._flash_attention_forward, utils._process_flash_attention_kwargs)
+    functions = (_taken[_FLASH], sys.modules[_UTILS]._process_flash_attention_kwargs)
     return name != "dropout" and any(name in inspect.signature(function).parameters for function in functions)
 
 
@@ -135,26 +151,32 @@ def _loads(implementation: str | None) -> bool:
     """Whether the kernel is there, and takes rows of different lengths."""
     if implementation is None or not _arguments_of(implementation):
         return False
-    register_kernel(implementation, sys.modules[_UTILS]._flash_attention_forward)
+    register_kernel(implementation, _taken[_FLASH])
     return True
 
 
 def _arguments_of(implementation: str) -> set[str]:
-    _, (process, _) = sys.modules[_UTILS].lazy_import_flash_attention(implementation)
+    _, found = sys.modules[_UTILS].lazy_import_flash_attention(implementation)
+    process = found[0] if isinstance(found, tuple) else found  # older versions have one
     takes = getattr(process, "keywords", {}).get("supports_mapping", {})
     return {name for name, there in takes.items() if there}
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_flash(implementation: str) -> bool:
-    """Whether transformers' own function calls the kernel, which asks the mask again."""
+    """Whether transformers' own functions call the kernel, which ask the mask again."""
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-    own = sys.modules["transformers.integrations.flash_attention"].flash_attention_forward
-    return functions.get(implementation) is own
+    own = sys.modules["transformers.integrations.flash_attention"]
+    return functions.get(implementation) is own.flash_attention_forward and (
+        _name_of(own._flash_attention_forward) == _FLASH
+    )
 
 
+_FLASH, _MASK = (_UTILS, "_flash_attention_forward"), (_MASKS, "flash_attention_mask")
 _INSTEAD: dict[Any, FunctionType] = {
-    (_UTILS, "_flash_attention_forward"): cast(FunctionType, _flash_attention),
-    (_MASKS, "flash_attention_mask"): cast(FunctionType, _flash_mask),
+    _FLASH: cast(FunctionType, _flash_attention),
+    _MASK: cast(FunctionType, _flash_mask),
 }
 """By module and name of a function of transformers, what is traced in its place."""
+_LEFT: dict[Any, tuple[str, str]] = {_flash_as_it_is: _FLASH, _mask_as_it_is: _MASK}
+"""What stands there for the function itself."""

@@ -262,14 +262,23 @@ def test_dropout_is_left_to_the_kernel() -> None:
     assert counters["graph_break"]
 
 
-def test_a_function_in_their_place_that_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_function_in_their_place_that_calls_them(
+    monkeypatch: pytest.MonkeyPatch, wraps: bool, everywhere: bool
+) -> None:
+    """What a trainer puts there is traced, and called once."""
     original = utils._flash_attention_forward
 
     def doubled(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return 2 * original(0.5 * query, *args, **kwargs)
 
-    monkeypatch.setattr(transformers.integrations.flash_attention, "_flash_attention_forward", doubled)
-    assert_shared(compare_whole(flash_model("llama"), loss_inside(pack(AGENTS))), trie_size(pack(AGENTS)))
+    function = functools.wraps(original)(doubled) if wraps else doubled
+    for module in [transformers.integrations.flash_attention, *([utils] if everywhere else [])]:
+        monkeypatch.setattr(module, "_flash_attention_forward", function)
+    packed = pack(AGENTS)
+    assert_shared(compare_whole(flash_model("llama"), loss_inside(packed)), trie_size(packed))
+    assert compare_whole(flash_model("llama"), loss_inside(packed), min_sharing=99.0).stats["ran"] == "ordinary"
 
 
 def test_other_backends_see_the_original() -> None:
