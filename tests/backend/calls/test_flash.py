@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from transformers import modeling_flash_attention_utils as utils
 
 import treefx
 from tests.backend.flash import flash_attn_varlen_func, flash_stubs, with_flash
-from tests.backend.life.test_packed_lengths import drawn, exact_step
+from tests.backend.life.test_packed_lengths import PACKINGS, drawn, exact_step
 from tests.backend.native import native_loss, rollouts
 from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.backend.support import assert_packed, compare
@@ -237,6 +239,26 @@ def test_padded_lengths_compile_twice_at_most() -> None:
         )
         stats = stats_of(compiled)
         assert stats["tokens"] == distinct_tokens(batch) and stats["fallback"] is None and stats["compiles"] <= 2
+
+
+@functools.cache
+def compiled_for_all() -> tuple[Any, nn.Module]:
+    """One model for all packings."""
+    model = flash_model("mistral")
+    return torch.compile(model, backend="treefx", options={"inner": "eager", "min_sharing": 1.0}, dynamic=True), model
+
+
+@settings(max_examples=20)
+@given(PACKINGS, st.integers(0, 3), st.booleans(), st.sampled_from(["positions", "ends", "mask"]))
+def test_random_rows(rows: list[list[int]], pads: int, counted: bool, form: str) -> None:
+    packed, batch = pack(rows, pads=pads, counted=counted), padded(rows)
+    if form == "mask" and batch.input_ids.numel() > 1 and bool((batch.labels >= 0).any()):
+        stats = exact_step(*compiled_for_all(), packed, lambda _: loss_of(batch))
+        assert stats["fallback"] is None and stats["tokens"] == distinct_tokens(batch)
+    elif form != "mask" and packed.input_ids.numel() > 1 and bool((packed.labels >= 0).any()):
+        more = ends_of(packed) if form == "ends" else {}
+        stats = exact_step(*compiled_for_all(), packed, lambda packed: loss_inside(packed, **more))
+        assert stats["fallback"] is None and stats["tokens"] == trie_size(packed)
 
 
 # Kernels, and what stands in their place ------------------------------------------------------------------------------
