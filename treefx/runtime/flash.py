@@ -74,15 +74,12 @@ def _flash_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *others: Any,
-    query_length: int | None = None,
-    is_causal: bool = True,
     **given: Any,
 ) -> Any:
     """``_flash_attention_forward``: query [B, T, H, D], key [B, T, Hkv, D], value [B, T, Hkv, D] -> [B, T, H, D]."""
     kernel = given.get("attn_implementation")
-    if others or _asks_for_more(given) or not _is_plain(query, key, attention_mask, given) or not _loads(kernel):
-        whole = {"query_length": query_length, "is_causal": is_causal, **given} if not others else given
-        return _flash_as_it_is(query, key, value, attention_mask, *others, **whole)
+    if others or not _loads(kernel) or _asks_for_more(given) or not _is_plain(query, key, attention_mask, given):
+        return _flash_as_it_is(query, key, value, attention_mask, *others, **given)
     dtype = given.get("target_dtype")
     if dtype is not None and query.dtype == torch.float32:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -93,7 +90,7 @@ def _flash_attention(
     return torch.ops.treefx.flash(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask,
         given.get("position_ids") if one_row and not cut else None, ends[0] if cut else None, ends[1] if cut else None,
-        given.get("s_aux") if knows_sinks else None, None, is_causal, given.get("softmax_scale"),
+        given.get("s_aux") if knows_sinks else None, None, given["is_causal"], given.get("softmax_scale"),
         given.get("sliding_window") if _knows(kernel, "window_size") else None, given.get("softcap"),
         given.get("deterministic"), kernel,
     ).transpose(1, 2)  # fmt: skip
