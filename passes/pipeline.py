@@ -57,6 +57,7 @@ from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401
 from treefx.passes.scores.attention_facts import attentions
 from treefx.passes.scores.segment_values import along_segments
 from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
+from treefx.passes.trace.flash import read_equal_once
 from treefx.passes.trace.pattern import Pattern, inline_sizes
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.trace.trace import trace_forward, trace_function
@@ -202,6 +203,7 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     for node, value in zip(traced.graph.find_nodes(op="placeholder"), work.inputs, strict=True):
         if not isinstance(value, Tensor):
             traced.graph.erase_node(node)
+    read_equal_once(traced, work.known.equal)
     traced.recompile()
     work.inputs = [x for x in work.inputs if isinstance(x, Tensor)]
     _add_parts_of_masks(traced, work, mode)

@@ -35,7 +35,7 @@ from treefx.passes.scores.score_algebra import (
 )
 from treefx.passes.scores.segment_values import note_segments
 
-__all__ = ["Attention", "attentions", "lift_products", "lift_sdpa", "reads_key_alone"]
+__all__ = ["Attention", "attentions", "index_of_scores", "lift_products", "lift_sdpa", "prove", "reads_key_alone"]
 
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
@@ -109,10 +109,7 @@ def lift_sdpa(node: fx.Node) -> Attention:
         raise NoLaw("pairs several key heads with more query heads, without enable_gqa")
     factor = float(scale) if scale is not None else 1 / math.sqrt(features)  # type: ignore[arg-type]
     score: Expr = ("mul", ("dot", node, ()), const(factor))
-    index: Index = tuple(
-        (digit,) if digit[1] > 1 else ()
-        for digit in ((("b",), rows), (("head",), heads), (("cq",), columns), (("ck",), columns))
-    )
+    index = index_of_scores(rows, heads, columns)
     if is_causal:
         score = ("where", ("le", ("ck",), ("cq",)), score, const(-math.inf))
     if isinstance(mask, fx.Node):
@@ -121,7 +118,13 @@ def lift_sdpa(node: fx.Node) -> Attention:
         lifted = lift(mask, aligned)
         boolean = mask.meta["val"].dtype is torch.bool
         score = ("where", lifted, score, const(-math.inf)) if boolean else ("add", score, lifted)
-    return _prove(node, (query, key, value), score, columns, heads, safe=True)
+    return prove(node, (query, key, value), score, columns, heads, safe=True)
+
+
+def index_of_scores(rows: int, heads: int, columns: int) -> Index:
+    """The index of a score [row, head, query, key]."""
+    digits: list[Digit] = [(("b",), rows), (("head",), heads), (("cq",), columns), (("ck",), columns)]
+    return tuple((digit,) if digit[1] > 1 else () for digit in digits)
 
 
 def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
@@ -147,7 +150,7 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     query, key = product.args[-2:]
     heads = as_number(math.prod(size for expr, size in batch if expr != ("b",)))
     safe = node.target is aten._safe_softmax.default
-    return _prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
+    return prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
 
 
 def _normalised(node: fx.Node, index: Index, columns: int) -> tuple[Expr, Expr | None]:
@@ -229,7 +232,7 @@ def _digit(factor: Factor, heads: list[Factor]) -> Digit:
     return ("mod", ("floordiv", ("head",), const(stride)), const(factor.size)), factor.size
 
 
-def _prove(
+def prove(
     node: fx.Node,
     operands: tuple[fx.Node, fx.Node, fx.Node],
     score: Expr,

@@ -17,6 +17,7 @@ from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.labels.constants import InputValues, input_values
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass
+from treefx.passes.trace.flash import has_flash
 from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.proof import Proof
@@ -54,6 +55,7 @@ class Analyses:
     ) -> None:
         self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
         self._numbers = {i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number_input(node)}
+        self._has_flash = has_flash(gm)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
         self._has_no_tokens = False
@@ -74,7 +76,7 @@ class Analyses:
         if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
             return ""
         tensors = self.tensors(args)
-        values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None)
+        values = self._values(args)
         shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
         if isinstance(shape, Refusal):
             return shape.reason
@@ -83,6 +85,11 @@ class Analyses:
         self._records.report.recurrences_rewritten = shape.analysis.recurrences
         self._records.report.expansions = [asdict(item) for item in shape.analysis.expansions]
         return shape
+
+    def _values(self, args: Sequence[Any]) -> InputValues:
+        return input_values(
+            self.tensors(args), self._tensor_roles(args), masks=current_forest() is None, flash=self._has_flash
+        )
 
     def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
         """What is known of calls of these very sizes."""
