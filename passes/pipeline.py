@@ -33,6 +33,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.score import walk
 from treefx.passes.analysis import Analysis, Expansion, Rewritten, Variant
 from treefx.passes.causal.contract import contracting, leaks, mixes
+from treefx.passes.causal.convolutions import convolving
 from treefx.passes.causal.tree_mixers import TreeScan
 from treefx.passes.causal.tree_scans import find_tree_scans
 from treefx.passes.cuts.boundary_kv import add_boundary
@@ -61,6 +62,7 @@ from treefx.passes.scores.attention_facts import attentions
 from treefx.passes.scores.segment_values import along_segments
 from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
 from treefx.passes.trace.fakes import fake_inputs
+from treefx.passes.trace.flash import read_equal_once
 from treefx.passes.trace.pattern import Pattern, inline_sizes
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.trace.trace import trace_forward, trace_function
@@ -194,6 +196,7 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     for node, value in zip(traced.graph.find_nodes(op="placeholder"), work.inputs, strict=True):
         if not isinstance(value, Tensor):
             traced.graph.erase_node(node)
+    read_equal_once(traced, work.known.equal)
     traced.recompile()
     work.inputs = [x for x in work.inputs if isinstance(x, Tensor)]
     _add_parts_of_masks(traced, work, mode)
@@ -220,8 +223,8 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | Non
     found.constants = Constants(gm, work.inputs, found.roles, work.known, found.batch, found.segmented)
     if found.segmented:
         improve = along_segments
-    elif found.batch is not None:  # mixers are read at columns that are numbers
-        improve = None
+    elif found.batch is not None and improve is not None:  # recurrences are read at columns that are numbers
+        improve = convolving
     identity = label_tokens(gm, found.roles, found.tokens, improve=improve, pick_losses=pick_losses)
     placeholders = gm.graph.find_nodes(op="placeholder")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]

@@ -127,11 +127,12 @@ def _beginning(node: fx.Node) -> tuple[fx.Node, int]:
     dim, start = (node.args[i] if len(node.args) > i else 0 for i in (1, 2))
     step = node.args[4] if len(node.args) > 4 else 1
     rank = len(shape_of(source))
-    if not isinstance(dim, int) or dim % rank != rank - 1 or step != 1:
+    first, size = start or 0, shape_of(source)[-1]
+    if not isinstance(dim, int) or dim % rank != rank - 1 or step != 1 or not isinstance(first, int):
         return node, 0
-    assert start is None or isinstance(start, int)
-    first = start or 0
-    return source, first if first >= 0 else max(0, first + shape_of(source)[-1])
+    if first < 0 and not isinstance(size, int):  # counted from an end that moves
+        return node, 0
+    return source, first if first >= 0 else max(0, first + size)
 
 
 def _unpadded(x: Any) -> tuple[fx.Node, int]:

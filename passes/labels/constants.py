@@ -6,7 +6,8 @@ so that the run time can tell when one of them has changed and the proof no long
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,12 @@ class InputValues:
     """[B, T] or [1, T], counting up by one along each row, such as position ids."""
     binary: frozenset[int] = frozenset()
     """[B, T] or [1, T], zeros and ones alone, such as an attention mask."""
+    runs: frozenset[int] = frozenset()
+    """[B, T] or [1, T], zeros and ones (or truths) of which each row has at most one run of ones; if asked for."""
+    full: frozenset[int] = frozenset()
+    """[1, T], ones alone; if asked for."""
+    equal: tuple[tuple[int, int], ...] = ()
+    """Vectors of integers, and an earlier one that holds the same; if asked for."""
     masks: tuple[GivenMask, ...] = ()
     """[.., T, T], causal and at most hidden keys, a window or documents beside; their parts become inputs too."""
 
@@ -45,18 +52,34 @@ class InputValues:
         return [*args, *[part for mask in self.masks for part in parts_of_mask(mask, args[mask.position])]]
 
 
-def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True) -> InputValues:
-    """Look at the inputs of a call, at masks [.., T, T] where wanted."""
+def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True, flash: bool = False) -> InputValues:
+    """Look at the inputs of a call: at masks [.., T, T], and at what decides over ``flash`` attention, where wanted."""
     given = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and isinstance(x, Tensor)]
     tables = [(i, x) for i, x in given if x.dim() == 2]
     widths = {x.shape[1] for _, x in tables}
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
     found = [prove_mask(i, x) for i, x in square]
+    binary = frozenset(i for i, x in tables if x.dtype is not torch.bool and bool(((x == 0) | (x == 1)).all()))
+    asked = [(i, x) for i, x in tables if flash and (i in binary or x.dtype is torch.bool)]
     return InputValues(
         frozenset(i for i, x in tables if _counts_up(x)),
-        frozenset(i for i, x in tables if x.dtype is not torch.bool and bool(((x == 0) | (x == 1)).all())),
+        binary,
+        frozenset(i for i, x in asked if _is_one_run(x)),
+        frozenset(i for i, x in asked if x.shape[0] == 1 and bool(x.all())),
+        tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
         tuple(mask for mask in found if mask is not None),
     )
+
+
+def _equal(vectors: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int]]:
+    for n, (i, x) in enumerate(vectors):
+        same = (j for j, y in vectors[:n] if x.dtype == y.dtype and x.device == y.device and torch.equal(x, y))
+        yield from ((i, j) for j in itertools.islice(same, 1))
+
+
+def _is_one_run(x: Tensor) -> bool:
+    starts = torch.nn.functional.pad(x.to(torch.int8), (1, 0)).diff(dim=1) == 1
+    return bool((starts.sum(1) <= 1).all())
 
 
 def _counts_up(x: Tensor) -> bool:
@@ -99,6 +122,8 @@ class Constants:
         self._per_call |= changed_inputs(gm).keys()
         self.consecutive = frozenset(node for node, i in self._positions.items() if i in known.consecutive)
         self.binary = frozenset(node for node, i in self._positions.items() if i in known.binary)
+        self.runs = frozenset(node for node, i in self._positions.items() if i in known.runs)
+        self.full = frozenset(node for node, i in self._positions.items() if i in known.full)
         self.segments = Segments(segmented)
         """What masks say of segments."""
         self.masks = _masks(list(self._positions), known)

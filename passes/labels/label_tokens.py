@@ -42,6 +42,7 @@ from treefx.passes.labels.laws.base import Call, find_law
 from treefx.passes.labels.laws.losses import find_sink
 from treefx.passes.labels.laws.reindex import Reindexed, find_reindexed
 from treefx.passes.labels.purity import draws, impurity
+from treefx.passes.trace import flash as _flash  # noqa: F401  (registers operators)
 
 __all__ = [
     "DTYPE_ONLY",
@@ -57,6 +58,9 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+_ops = torch.ops.treefx
+_ASKS_ITSELF = {_ops.attention.default, _ops.flash.default, _ops.segments.default}
+"""Their laws say which of their operands may be computed per row."""
 DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 """Their operand gives a dtype and a device, not values."""
 SHAPE_ONLY = {aten.zeros_like.default: 0, aten.ones_like.default: 1}
@@ -121,7 +125,7 @@ def _cores(gm: fx.GraphModule) -> list[fx.Node]:
     def calls(*targets: Any) -> list[fx.Node]:
         return [node for target in targets for node in gm.graph.find_nodes(op="call_function", target=target)]
 
-    mixers = calls(torch.ops.treefx.attention.default, aten.bmm.default, aten.convolution.default)
+    mixers = calls(_ops.attention.default, _ops.flash.default, aten.bmm.default, aten.convolution.default)
     return mixers or calls(aten.mm.default, aten.addmm.default)
 
 
@@ -245,7 +249,7 @@ class _Labeller:
             return sink
         if any(isinstance(fact.law, Reindexed) for fact in facts):
             return find_reindexed(call) or self._refuse_shifted(call, facts)
-        if Kind.ROW in kinds and Kind.SCORE not in kinds and node.target is not torch.ops.treefx.attention.default:
+        if Kind.ROW in kinds and Kind.SCORE not in kinds and node.target not in _ASKS_ITSELF:
             return self.refuse(call, MEETS_VARIABLE if self._meets_variable(call) else MEETS_ROWS)
         try:
             return self.lawful(call)

@@ -18,6 +18,7 @@ from treefx.kernels.score import Expr, walk
 from treefx.passes.labels.constants import MASKING, Constants, constants_of
 from treefx.passes.labels.dims import NoLaw, extent
 from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, Lifted, as_number, fact_of, shape_of
+from treefx.passes.scores.batch_numbers import reads_batch, without_shifts
 from treefx.passes.scores.digits import Digit, Index, offset_of_keys
 from treefx.passes.scores.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.scores.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
@@ -34,12 +35,13 @@ from treefx.passes.scores.score_algebra import (
 )
 from treefx.passes.scores.segment_values import note_segments
 
-__all__ = ["Attention", "attentions", "lift_products", "lift_sdpa", "reads_key_alone"]
+__all__ = ["Attention", "attentions", "index_of_scores", "lift_products", "lift_sdpa", "prove", "reads_key_alone"]
 
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
 
 _OTHER_SINKS = "takes logits beside the keys for other than one attention sink per head"
+_NUMBER_OF_BATCH = "reads a mask or bias that depends on the number of columns"
 _WORDS: dict[Any, str] = {
     aten.sub.Tensor: "subtracts attention probabilities from others before the values (multiply each by the values)",
     aten.add.Tensor: "adds attention probabilities to others before the values (multiply each by the values)",
@@ -107,10 +109,7 @@ def lift_sdpa(node: fx.Node) -> Attention:
         raise NoLaw("pairs several key heads with more query heads, without enable_gqa")
     factor = float(scale) if scale is not None else 1 / math.sqrt(features)  # type: ignore[arg-type]
     score: Expr = ("mul", ("dot", node, ()), const(factor))
-    index: Index = tuple(
-        (digit,) if digit[1] > 1 else ()
-        for digit in ((("b",), rows), (("head",), heads), (("cq",), columns), (("ck",), columns))
-    )
+    index = index_of_scores(rows, heads, columns)
     if is_causal:
         score = ("where", ("le", ("ck",), ("cq",)), score, const(-math.inf))
     if isinstance(mask, fx.Node):
@@ -119,7 +118,13 @@ def lift_sdpa(node: fx.Node) -> Attention:
         lifted = lift(mask, aligned)
         boolean = mask.meta["val"].dtype is torch.bool
         score = ("where", lifted, score, const(-math.inf)) if boolean else ("add", score, lifted)
-    return _prove(node, (query, key, value), score, columns, heads, safe=True)
+    return prove(node, (query, key, value), score, columns, heads, safe=True)
+
+
+def index_of_scores(rows: int, heads: int, columns: int) -> Index:
+    """The index of a score [row, head, query, key]."""
+    digits: list[Digit] = [(("b",), rows), (("head",), heads), (("cq",), columns), (("ck",), columns)]
+    return tuple((digit,) if digit[1] > 1 else () for digit in digits)
 
 
 def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
@@ -145,7 +150,7 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     query, key = product.args[-2:]
     heads = as_number(math.prod(size for expr, size in batch if expr != ("b",)))
     safe = node.target is aten._safe_softmax.default
-    return _prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
+    return prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
 
 
 def _normalised(node: fx.Node, index: Index, columns: int) -> tuple[Expr, Expr | None]:
@@ -227,7 +232,7 @@ def _digit(factor: Factor, heads: list[Factor]) -> Digit:
     return ("mod", ("floordiv", ("head",), const(stride)), const(factor.size)), factor.size
 
 
-def _prove(
+def prove(
     node: fx.Node,
     operands: tuple[fx.Node, fx.Node, fx.Node],
     score: Expr,
@@ -242,6 +247,7 @@ def _prove(
     ``safe`` tells of a softmax that gives zero where all scores are -inf.
     """
     constants = constants_of(node)
+    score, shifted = _without_numbers_of_batch(score, sinks)
     tables = _tables(score, constants, columns, heads)
     unseen = [residue(score, relation, tables) for relation in _unseen(constants, columns)]
     if any(interval(item, zero)[1] > MASKING for item in unseen):
@@ -250,6 +256,8 @@ def _prove(
     masked = unseen + [residue(item, "past", tables) for _, item in found]
     visible = residue(value, "past", tables) if sinks is None else ("either", residue(value, "past", tables), sinks)
     doubted = [item for item in masked if not is_hidden(item, visible, unknown)]
+    if doubted and shifted:
+        raise NoLaw(_NUMBER_OF_BATCH)
     split = [item for one, _ in found for item in conjuncts(one)]
     conditions = [_window_of_table(canonical_window(item, tables), tables) for item in split]
     conditions = [item for item in conditions if decide(item, "past", tables) is not True]
@@ -267,6 +275,20 @@ def _prove(
         *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), heads, zero_if_blind, sinks,
         (functools.reduce(lambda x, y: ("max", x, y), doubted), visible) if doubted else None,
     )  # fmt: skip
+
+
+def _without_numbers_of_batch(score: Expr, sinks: Expr | None) -> tuple[Expr, bool]:
+    """The score without numbers that no softmax notices, and whether it had any.
+
+    Raises:
+        NoLaw: A number of the batch matters. A sink is one more logit, which a shift does not reach.
+    """
+    if not reads_batch(score):
+        return score, False
+    found = score if sinks is not None else without_shifts(score)
+    if reads_batch(found):
+        raise NoLaw(_NUMBER_OF_BATCH)
+    return found, True
 
 
 def _tables(score: Expr, constants: Constants, columns: int, heads: int) -> Tables:

@@ -13,10 +13,12 @@ from torch import fx
 from treefx.passes.labels import dims as algebra
 from treefx.passes.labels.constants import constants_of
 from treefx.passes.labels.dims import NoLaw
-from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, fact_of
+from treefx.passes.labels.facts import ALONG_ROWS, Axis, Fact, Factor, Kind, fact_of, shape_of
 from treefx.passes.labels.laws.base import Call, law
 from treefx.passes.labels.laws.matmul import ends_in_tokens
 from treefx.passes.scores.attention_facts import Attention, lift_products, lift_sdpa
+from treefx.passes.scores.flash_facts import lift_flash
+from treefx.passes.trace.flash import is_flash
 
 aten = torch.ops.aten
 
@@ -39,9 +41,9 @@ def close_attention(call: Call) -> Fact:
     return Fact(Kind.PACKED, (p[0], p[1], v[2]), law=attention, learned=learned)
 
 
-@law(torch.ops.treefx.attention)
+@law(torch.ops.treefx.attention, torch.ops.treefx.flash)
 def attention(call: Call) -> Fact:
-    """scaled_dot_product_attention of token-wise queries, keys and values: one tree attention."""
+    """Attention of token-wise queries, keys and values by one operator: one tree attention."""
     query, key, value = call.node.args[:3]
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
     if not all(call.labelled(node) for node in (query, key, value)):
@@ -54,7 +56,15 @@ def attention(call: Call) -> Fact:
             raise NoLaw("attention with tokens in its head or feature dimension")
     learned = any(fact_of(node).learned for node in call.operands)
     dims = (q[0], algebra.coalesce(q[1]), q[2], v[3])
-    return Fact(Kind.PACKED, dims, law=_lifted(call, lambda: lift_sdpa(call.node)), learned=learned)
+    lift = lift_flash if is_flash(call.node.target) else lift_sdpa
+    return Fact(Kind.PACKED, dims, law=_lifted(call, lambda: lift(call.node)), learned=learned)
+
+
+@law(torch.ops.treefx.segments)
+def segments(call: Call) -> Fact:
+    """Numbers of the segments of the one row there is; they are not read where there are several."""
+    rows, columns = shape_of(call.node)
+    return Fact(Kind.PREFIX, ((Factor(Axis.ROW, rows),), (Factor(Axis.TOKEN, columns),)), law=ALONG_ROWS)
 
 
 def _lifted(call: Call, lift: Callable[[], Attention]) -> Attention:

@@ -16,6 +16,7 @@ from torch import fx
 from treefx.kernels.score import Expr
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Kind, fact_of, shape_of
+from treefx.passes.scores.batch_numbers import number_of_batch
 from treefx.passes.scores.digits import (
     Digit,
     Index,
@@ -158,9 +159,10 @@ def _move_slice(node: fx.Node, source: fx.Node, index: Index) -> Index:
     if (start == 0 and stride == 1) or shape_of(node)[dim] == shape_of(source)[dim]:
         return index
     size = shape_of(source)[dim]
-    if not isinstance(start, int) or not isinstance(stride, int):
+    if not isinstance(stride, int) or not (isinstance(start, int) or 0 <= start <= size):  # type: ignore[operator]
         raise NoLaw("reads a mask from a column that depends on the number of columns")
-    start = max(0, min(start + size if start < 0 else start, size))
+    if isinstance(start, int):
+        start = max(0, min(start + size if start < 0 else start, size))
     moved = _add(_multiply(combined(index[dim]), stride), start)
     return index[:dim] + (((moved, size),),) + index[dim + 1 :]
 
@@ -184,7 +186,9 @@ _MOVES: dict[Any, Callable[[fx.Node, fx.Node, Index], Index | None]] = {
 }  # fmt: skip
 
 
-def _add(expr: Expr, number: int) -> Expr:
+def _add(expr: Expr, number: Any) -> Expr:
+    if isinstance(number, torch.SymInt):
+        return ("add", expr, number_of_batch(number))
     return expr if number == 0 else ("add", expr, const(number))
 
 

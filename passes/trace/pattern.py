@@ -22,14 +22,18 @@ import sympy
 import torch
 from torch import SymInt, Tensor, fx
 
-__all__ = ["COLUMNS", "ROWS", "Pattern", "inline_sizes", "name_size", "pattern_of"]
+from treefx.passes.trace.flash import ends_of_segments
+
+__all__ = ["COLUMNS", "ROWS", "SEGMENTS", "Pattern", "inline_sizes", "is_number_input", "name_size", "pattern_of"]
 
 ROWS, COLUMNS = sympy.symbols("rows columns", integer=True, positive=True)
+SEGMENTS = sympy.Symbol("segments", integer=True, positive=True)
+"""The size of an input that says where the segments of a row end, for flash attention alone."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS``.
+    """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS`` (and ``SEGMENTS``).
 
     ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number.
     """
@@ -39,7 +43,7 @@ class Pattern:
     def symbols(self) -> list[sympy.Symbol]:
         """Those that occur."""
         found = {symbol for item in _leaves(self.inputs) for symbol in getattr(item, "free_symbols", ())}
-        return [symbol for symbol in (ROWS, COLUMNS) if symbol in found]
+        return [symbol for symbol in (ROWS, COLUMNS, SEGMENTS) if symbol in found]
 
 
 def _leaves(inputs: Sequence[Any]) -> list[Any]:
@@ -62,13 +66,14 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
     rows, columns = ids.shape
     names: dict[Any, Any] = {}
     inputs: list[Any] = []
-    for x, example in zip(args, examples, strict=True):
+    ends = ends_of_segments(gm)
+    for node, x, example in zip(placeholders, args, examples, strict=True):
         if not isinstance(x, Tensor) or not isinstance(example, Tensor):
             inputs.append(x)
             continue
         given = zip(x.shape, example.shape, strict=True)
         sizes = [
-            name_size(size, d, rows, columns) if isinstance(traced, SymInt) else size
+            size if not isinstance(traced, SymInt) else SEGMENTS if node in ends else name_size(size, d, rows, columns)
             for d, (size, traced) in enumerate(given)
         ]
         traced_sizes: list[Any] = list(example.shape)
@@ -127,3 +132,8 @@ def _size_or_node(node: fx.Node) -> Any:
     if not isinstance(value, SymInt):
         return node
     return int(value) if value.node.expr.is_Integer else value
+
+
+def is_number_input(node: fx.Node) -> bool:
+    """Whether Dynamo's graph asks an input only for its number: with dynamic=True it passes the model's floats so."""
+    return bool(node.users) and all((user.op, user.target) == ("call_method", "item") for user in node.users)

@@ -33,6 +33,8 @@ _ADVICE = (
     ("torch._inductor.codegen.cpp", "CppKernel", "need_use_acc_helper"),
     # Whether fusing sums over rows with sums over columns is expected to pay.
     ("torch._inductor.scheduler", "MixOrderReduction", "can_fuse"),
+    # Which order of dimensions a layout looks like; no dimension is left out of it.
+    ("torch._prims_common", "", "are_strides_like_channels_last_or_false"),
 )
 _DEPTH = 8
 """How many callers up a question of ``_ADVICE`` is looked for; they ask through two or three functions of inductor."""
@@ -146,8 +148,9 @@ def _advice_code() -> frozenset[CodeType]:
 
 
 def _code_of(module: str, owner: str, function: str) -> Iterator[CodeType]:
-    """The code of a method, nothing where this version of torch has none: its questions are then recorded."""
-    found = getattr(getattr(importlib.import_module(module), owner, None), function, None)
+    """The code of a function or a method, nothing where this version of torch has none: its questions are recorded."""
+    place: Any = importlib.import_module(module)
+    found = getattr(getattr(place, owner, None) if owner else place, function, None)
     code = getattr(found, "__code__", None)
     if isinstance(code, CodeType):
         yield code

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from treefx.passes.trace import opaque_ops
 from treefx.passes.trace.changed_inputs import read_changed_inputs_once
 from treefx.passes.trace.custom_functions import call_custom_function
+from treefx.passes.trace.flash import FlashCall, call_flash, is_flash
 from treefx.passes.trace.functional import functionalised
 from treefx.passes.trace.inline_flex import flex_attention
 from treefx.passes.trace.inline_scan import associative_scan
@@ -85,9 +86,12 @@ def trace_function(
 class _ForwardTracer(fx.Interpreter):
     """Runs Dynamo's graph; the operators named in the module docstring are handled here, all others run as they are."""
 
-    def __init__(self, gm: fx.GraphModule, grad_enabled: bool = True) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, grad_enabled: bool = True, segments: dict[int, tuple[Tensor, Tensor]] | None = None
+    ) -> None:
         super().__init__(gm)
         self.grad_enabled = grad_enabled
+        self.segments = {} if segments is None else segments
         self.batch_levels: list[int] = []
         """The levels that vmap has here, by nesting; functionalisation is one below."""
 
@@ -125,6 +129,8 @@ class _ForwardTracer(fx.Interpreter):
             )
         if target in _ATTENTION:
             return _call_attention(*args, **kwargs)
+        if is_flash(target):
+            return call_flash(FlashCall(*args), self.segments)
         if target is _HIGHER_ORDER.tag_activation_checkpoint:
             return self._inline_checkpoint(args)
         if target is _HIGHER_ORDER.autograd_function_apply:
@@ -157,7 +163,7 @@ class _ForwardTracer(fx.Interpreter):
         for node in body.graph.nodes:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = identity
-        return _ForwardTracer(body, self.grad_enabled).run(*args[1:])
+        return _ForwardTracer(body, self.grad_enabled, self.segments).run(*args[1:])
 
 
 def _detach(x: Tensor) -> Tensor:

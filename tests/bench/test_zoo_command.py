@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from treefx.bench.zoo import run as zoo
+from treefx.bench.zoo.batches import zoo_batches
 from treefx.bench.zoo.exact import in_float64
-from treefx.bench.zoo.models import VOCABULARY, WithLoss, ZooModel
+from treefx.bench.zoo.flop_share import flop_share
+from treefx.bench.zoo.models import VOCABULARY, WithLoss, ZooModel, zoo_models
 from treefx.cli.app import app
 from treefx.errors import UnsupportedError
+from treefx.runtime.report import find
 
 
 class Pooled(nn.Module):
@@ -45,6 +48,34 @@ def test_a_model_that_runs_packed() -> None:
     assert max(row["loss_error"], row["gradient_error"]) <= 1e-5
     assert row["packed_share"] == row["packed_share_of_all"] == 1.0
     assert row["tokens"] < row["raw_tokens"] and row["attention_rewritten"] == 2 and row["expansions"] == []
+
+
+def test_many_batches_through_two_compilations() -> None:
+    """Counting operations of a graph for all sizes asks it for none: it stays one for all."""
+    code, text = _run("--model", "nanogpt-flash", "--inner", "eager", "--batches", "5", "--json")
+    (row,) = json.loads(text)
+    assert code == 0 and len({batch["shape"] for batch in row["batches"]}) == 5
+    assert [batch["compiles"] for batch in row["batches"]] == [1, 2, 2, 2, 2] and row["compiles"] == 2
+    assert row["packed_share"] == 1.0 and all(batch["verdict"] == "packed" for batch in row["batches"])
+
+
+def test_shares_are_counted_in_the_sizes_that_were_traced() -> None:
+    """A share of the operations is the same for every size, whatever the graph was traced with."""
+    model = zoo_models()[0].build()
+    found = []
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="treefx", options={"inner": "eager"}, dynamic=dynamic)
+        compiled(**next(iter(zoo_batches(1).values())).model_inputs())
+        found.append(flop_share(find(model.parameters())[0].graph.rewrites[0].traced))
+    assert found[0].rows == found[1].rows == 0 and min(found[0].packed, found[1].packed) > 1000
+
+
+def test_another_number_of_batches_is_another_run(tmp_path: Path) -> None:
+    run = ("--model", "torchtune-llama3", "--out", str(tmp_path / "zoo.json"), "--inner", "eager")
+    assert _run(*run, "--batches", "3")[0] == 0
+    refused = CliRunner().invoke(app, ["doctor", "--zoo", *run, "--resume"]).exception
+    assert "3 shapes" in str(refused) and "5 x 20 right" in str(refused)
 
 
 def test_a_mixer_that_is_not_causal_runs_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.library import opcheck
+from torch.nn.functional import scaled_dot_product_attention
 
 import treefx  # defines the operators
 from treefx.passes.packing.vocab_tail import surprise
-from treefx.passes.trace import opaque_ops
+from treefx.passes.trace import flash, opaque_ops
 from treefx.runtime.blocks import on_tree
 
 _ops: Any = torch.ops.treefx
@@ -95,6 +96,32 @@ def test_attention(lay: Callable[[Tensor], Tensor]) -> None:
     opcheck(_ops.attention.default, (inside, q, q[..., :6], torch.randn(5, 5), 0.0, False, 0.3, False))
 
 
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s_aux: Tensor | None = None, **more: Any) -> Tensor:
+    """Stands for transformers' function, [B, T, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=more["is_causal"], enable_gqa=True)
+    return out.transpose(1, 2) * (1 if s_aux is None else s_aux[None, None, :, None])
+
+
+def test_flash(lay: Callable[[Tensor], Tensor]) -> None:
+    flash.register_kernel("plain", _plain)
+    q, sinks, ends = lay(torch.randn(2, 4, 5, 8)), torch.randn(4), torch.tensor([0, 3, 10], dtype=torch.int32)
+    settings = (True, 0.3, 4, None, None, "plain")
+    mask = torch.tensor([[True] * 5, [True] * 4 + [False]])
+    for operands in ((mask, None, None, None, None), (None, torch.arange(5)[None], ends, ends, sinks)):
+        opcheck(_ops.flash.default, (leaf(q), leaf(q[:, :2]), leaf(q[:, 2:]), *operands, None, *settings))
+        grad = torch.ones(()).expand(2, 4, 5, 8)
+        opcheck(_ops.flash_backward.default, (grad, q, q[:, :2], q[:, 2:], *operands, *settings))
+
+
+def test_segments() -> None:
+    positions, ends = torch.tensor([[0, 1, 2, 0, 0, 1]]), torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    for given in ((positions, None), (None, ends), (positions, ends[::2])):
+        opcheck(_ops.segments.default, (*given, 6))
+    by_positions, by_ends = flash.segments(positions, None, 6), flash.segments(None, ends, 6)
+    assert torch.equal(by_positions, by_ends + 1) and by_ends.tolist() == [[0, 0, 0, 1, 2, 2]]
+
+
 class Forward(nn.Module):
     def forward(self, x: Tensor, w: Tensor) -> Any:
         return [x * w, (x + 1).t()]
@@ -130,9 +157,9 @@ def test_every_operator_has_its_check() -> None:
     """``on_tree`` is a mark: the rewrite takes it out, and it refuses to run."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
-        "as_read", "attention", "custom_function", "custom_function_backward", "expand", "on_tree", "pick", "restore",
-        "restore_pick", "restore_surprise", "surprise", "tree_attention", "tree_attention_backward", "tree_scan",
-        "tree_scan_backward",
+        "as_read", "attention", "custom_function", "custom_function_backward", "expand", "flash", "flash_backward",
+        "on_tree", "pick", "restore", "restore_pick", "restore_surprise", "segments", "surprise", "tree_attention",
+        "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip
     with pytest.raises(treefx.TreefxError, match="must run as a graph of treefx"):
         on_tree.on_tree(torch.randn(1, 2, 3), torch.tensor([2, 2], dtype=torch.int32), None)

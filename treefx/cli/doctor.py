@@ -34,6 +34,9 @@ def doctor(
     model: Annotated[
         list[str] | None, typer.Option(help="With --zoo: this model only, by its name in the table; may be repeated.")
     ] = None,
+    batches: Annotated[
+        int, typer.Option(min=1, help="With --zoo: batches of each model, no two of one shape.")
+    ] = 2,
     workers: Annotated[
         int, typer.Option(help="With --zoo: number of processes, which outlive a crash or a hang; 0: this one alone.")
     ] = 0,
@@ -52,17 +55,18 @@ def doctor(
 
     With --zoo, 64 architectures of transformers and models of other libraries, tiny and random, run two
     batches of rows that share prefixes, of different shapes, padded right and left, in float32, against
-    eager. A line says how far loss and gradients are off at most, the tokens that ran of those in both
-    batches, and of the worse one the share of the floating-point operations in attention, projections,
-    MLPs, experts and heads that ran once per distinct token, and what was expanded to rows and why.
+    eager; with --batches, more. A line says how far loss and gradients are off at most, the tokens that
+    ran of those in all batches, of the worst one the share of the floating-point operations in attention,
+    projections, MLPs, experts and heads that ran once per distinct token, what was expanded to rows and
+    why, and how often the model was compiled.
     Where float32 results differ by more than 1e-5, as gradients do that are sums which all but cancel,
     both are compared with float64, and treefx may be 1.5 times as far off as eager. Models of a library
     that is not installed say so (pip install 'treefx[examples]' brings transformers; litgpt, torchtune
     and x-transformers are yours).
     """
     if zoo:
-        record = ZooRecord(out, inner or "aot_eager", resume=resume)
-        _doctor_zoo(model or [], record, workers, json, markdown)
+        record = ZooRecord(out, inner or "aot_eager", batches, resume=resume)
+        _doctor_zoo(model or [], record, workers, batches, json, markdown)
         return
     inner = inner or "inductor"
     findings = _findings()
@@ -92,15 +96,17 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _doctor_zoo(names: list[str], record: ZooRecord, workers: int, json: bool, markdown: bool) -> None:
+def _doctor_zoo(
+    names: list[str], record: ZooRecord, workers: int, batches: int, json: bool, markdown: bool
+) -> None:
     wanted = [model.name for model in choose(names)]
     remaining, inner = record.remaining(wanted), record.conditions["inner"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as progress:
         task = progress.add_task("zoo", total=len(wanted), completed=len(wanted) - len(remaining))
         on_start = partial(_begin, progress, task)
-        checked = run_zoo(remaining, workers=workers, inner=inner, on_start=on_start) if remaining else ()
-        for row in checked:
+        settings: dict[str, Any] = {"workers": workers, "inner": inner, "batches": batches, "on_start": on_start}
+        for row in run_zoo(remaining, **settings) if remaining else ():
             record.add(row)
             progress.advance(task)
     rows = record.of(wanted)

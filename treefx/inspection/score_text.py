@@ -13,6 +13,7 @@ from treefx.kernels.expression_text import format_condition, format_expression
 from treefx.kernels.score import Score
 from treefx.passes.labels.label_tokens import user_line
 from treefx.passes.packing.kernel_sources import kernel_source_of
+from treefx.passes.trace.pattern import is_number_input
 
 __all__ = ["attention_nodes", "describe_attentions", "format_expression"]
 
@@ -40,7 +41,7 @@ def describe_attentions(captured: fx.GraphModule, rewritten: fx.GraphModule) -> 
         rewritten: The graph after ``pack_tokens``.
     """
     placeholders = captured.graph.find_nodes(op="placeholder")
-    names = [_input_name(node) for node in placeholders if not isinstance(_example(node), torch.SymInt | int)]
+    names = [_input_name(node) for node in placeholders if not _is_constant(node)]
     given = rewritten.graph.find_nodes(op="placeholder")
     sizes = [node for node in given if isinstance(node.meta["val"], torch.SymInt)][1:]  # the first one counts tokens
     masks = [f"mask {i}" for i in range(len(given) - len(names) - len(_METADATA) - len(sizes))]
@@ -49,9 +50,9 @@ def describe_attentions(captured: fx.GraphModule, rewritten: fx.GraphModule) -> 
     return {node.name: f"{_describe(node, inputs)}\n\n{kernel_source_of(node)}" for node in nodes}
 
 
-def _example(node: fx.Node) -> Any:
-    """What Dynamo traced an input with; sizes are not inputs of the rewritten graph, which has them as constants."""
-    return node.meta.get("example_value")
+def _is_constant(node: fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is a size or a number: the rewritten graph has those as constants."""
+    return isinstance(node.meta.get("example_value"), torch.SymInt | int) or is_number_input(node)
 
 
 def _input_name(node: fx.Node) -> str:

@@ -17,7 +17,8 @@ from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.labels.constants import InputValues, input_values
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass
-from treefx.passes.trace.pattern import Pattern, pattern_of
+from treefx.passes.trace.flash import has_flash
+from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.output_use import OutputUse
@@ -53,7 +54,8 @@ class Analyses:
         self, gm: fx.GraphModule, roles: list[str], passes: Sequence[Pass], config: Config, records: Records
     ) -> None:
         self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
-        self._numbers = _positions_of_numbers(gm)
+        self._numbers = {i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number_input(node)}
+        self._has_flash = has_flash(gm)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
         self._has_no_tokens = False
@@ -66,13 +68,16 @@ class Analyses:
         """The rewritten graphs, one per variant of a shape."""
         return [item for shape in self._batches.shapes + self._shapes.shapes for item in shape.rewrites]
 
-    def shape(self, args: Sequence[Any]) -> Shape | str:
-        """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none)."""
+    def shape(self, args: Sequence[Any], sizes: Sequence[int] = ()) -> Shape | str:
+        """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none).
+
+        ``sizes`` are the number of tokens (and sizes of a cut) that the first one found for these inputs did not serve.
+        """
         if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
             return ""
         tensors = self.tensors(args)
-        values = input_values(tensors, self._tensor_roles(args), masks=current_forest() is None)
-        shape = self._of_batches(args, tensors, values) or self._of_sizes(args, tensors, values)
+        values = self._values(args)
+        shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
         if isinstance(shape, Refusal):
             return shape.reason
         self._records.report.has_tokens = True
@@ -80,6 +85,11 @@ class Analyses:
         self._records.report.recurrences_rewritten = shape.analysis.recurrences
         self._records.report.expansions = [asdict(item) for item in shape.analysis.expansions]
         return shape
+
+    def _values(self, args: Sequence[Any]) -> InputValues:
+        return input_values(
+            self.tensors(args), self._tensor_roles(args), masks=current_forest() is None, flash=self._has_flash
+        )
 
     def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
         """What is known of calls of these very sizes."""
@@ -101,13 +111,6 @@ class Analyses:
             self._has_warned = True
             warnings.warn(_MANY_SHAPES.format(limit=self._config.max_shapes, why=self._why_numbers), stacklevel=2)
 
-    def for_tokens(self, args: Sequence[Any], sizes: Sequence[int]) -> Shape | str:
-        """The analysis for a call whose number of tokens the first one found for its inputs does not serve, or why
-        there is none."""
-        tensors = self.tensors(args)
-        values = input_values(tensors, self._tensor_roles(args))
-        return self._of_batches(args, tensors, values, sizes) or self.shape(args)
-
     def with_numbers(self, shape: Shape, args: Sequence[Any], reason: str) -> Shape | str:
         """The analysis for these sizes where one for all sizes could not be compiled, or why not."""
         self._batches.refuse(shape, reason)
@@ -126,7 +129,7 @@ class Analyses:
             with compiling, lasting():
                 found = self._batches.find(key, tensors, sizes)
                 if found is None:
-                    found = self._batches.add(key, tensors, lambda: self._analyse(args, values, pattern))
+                    found = self._batches.add(key, tensors, lambda: self._analyse(args, values, pattern, sizes))
         if isinstance(found, Refusal):
             self._why_numbers = found.reason
         return found if isinstance(found, Shape) else None
@@ -142,19 +145,21 @@ class Analyses:
     def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
         return [role for x, role in zip(self._filled(args), self._roles, strict=True) if isinstance(x, Tensor)]
 
-    def _analyse(self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None) -> list[Shape | Refusal]:
+    def _analyse(
+        self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None, sizes: Sequence[int] = ()
+    ) -> list[Shape | Refusal]:
         """What there is for calls like this one: rows as they are and, before, rows packed with segments."""
         rows = self._attempt(args, values, batch)
         if isinstance(rows, Refusal):
             return [rows]
-        segmented = self._segmented(rows, args, values, batch)
+        segmented = self._segmented(rows, args, values, batch, sizes)
         if batch is None or not rows.expansions or segmented is not None:
             self._records.report.shapes += 1
         if segmented is None:
-            return [self._shape(rows, args)]
+            return [self._shape(rows, args, sizes)]
         if segmented.admits(self.tensors(args)) and rows.expansions and self._config.on_unsupported == "error":
             return [segmented]  # rows as they are would be an error
-        found = self._shape(rows, args)
+        found = self._shape(rows, args, sizes)
         return [segmented, replace(found, reason=_NO_SEGMENTS) if isinstance(found, Refusal) else found]
 
     def _attempt(
@@ -177,7 +182,7 @@ class Analyses:
         return analysis
 
     def _segmented(
-        self, rows: Analysis, args: Sequence[Any], values: InputValues, batch: Pattern | None
+        self, rows: Analysis, args: Sequence[Any], values: InputValues, batch: Pattern | None, sizes: Sequence[int]
     ) -> Shape | None:
         """The analysis that takes rows to be packed, where masks tell segments apart and every attention stays inside
         one."""
@@ -193,10 +198,10 @@ class Analyses:
             and (batch is not None or self._config.on_unsupported != "expand")
         ):
             return None
-        shape = self._shape(found, args)
+        shape = self._shape(found, args, sizes)
         return shape if isinstance(shape, Shape) else None
 
-    def _shape(self, analysis: Analysis, args: Sequence[Any]) -> Shape | Refusal:
+    def _shape(self, analysis: Analysis, args: Sequence[Any], sizes: Sequence[int]) -> Shape | Refusal:
         tensors = self.tensors(args)
         if analysis.batch is not None and analysis.expansions:  # where sizes are numbers, more may be proved
             reason = f"sizes have to be known: {_listed(analysis.expansions)}"
@@ -206,7 +211,7 @@ class Analyses:
         refusal = self._refusal(analysis)
         if refusal is not None:
             return Refusal(refusal, proof_of(analysis, tensors))
-        shape = share_shape(analysis, tensors, self.use, analysis.known, self._config)
+        shape = share_shape(analysis, tensors, sizes, self.use, analysis.known, self._config)
         if not self.use.settled:
             self.use = shape.outputs
         return shape
@@ -230,12 +235,3 @@ class Analyses:
 def _listed(items: Sequence[Expansion]) -> str:
     lines = ["" if item.line is None else f" ({item.line})" for item in items]
     return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
-
-
-def _positions_of_numbers(gm: fx.GraphModule) -> frozenset[int]:
-    """The inputs that the graph only asks for their number: with dynamic=True, Dynamo passes the model's floats so."""
-
-    def is_number(node: fx.Node) -> bool:
-        return bool(node.users) and all((user.op, user.target) == ("call_method", "item") for user in node.users)
-
-    return frozenset(i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number(node))

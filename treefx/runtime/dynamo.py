@@ -21,6 +21,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
+from treefx.runtime.flash import keep_flash_whole
+
 __all__ = ["keep_graphs_whole", "why_cut"]
 
 
@@ -32,6 +34,7 @@ def keep_graphs_whole() -> None:
     _install_hooks_first()
     _take_batches_as_symbols()
     _leave_buckets_whole()
+    keep_flash_whole()
 
 
 def why_cut(gm: fx.GraphModule) -> str | None:

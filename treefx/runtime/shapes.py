@@ -237,19 +237,23 @@ def proof_of(analysis: Analysis, args: Sequence[Tensor]) -> Proof:
 _shapes: weakref.WeakSet[Shape] = weakref.WeakSet()
 
 
-def share_shape(analysis: Analysis, args: Sequence[Tensor], outputs: OutputUse, *settings: object) -> Shape:
+def share_shape(
+    analysis: Analysis, args: Sequence[Tensor], sizes: Sequence[int], outputs: OutputUse, *settings: object
+) -> Shape:
     """The shape that another graph has for this analysis and these tensors, or a new one.
 
     Args:
         analysis: A new analysis.
         args: The tensors of the call.
+        sizes: What it has to serve, if a number of tokens (and sizes of a cut) is known.
         outputs: For a new shape.
         settings: What else decides about the compiled code: options, facts proved from the inputs.
     """
     keys = map(tensor_key, args) if analysis.batch is None else analysis.batch.keys(args)
     key = (fingerprint(analysis.gm), tuple(analysis.roles), analysis.segmented, *keys, *process_state(), *settings)
     for shape in list(_shapes):
-        if shape.key == key and shape.admits(args) and shape.proof.holds(args):
+        serves = not sizes or shape.serves(args, sizes)
+        if serves and shape.key == key and shape.admits(args) and shape.proof.holds(args):
             return shape
     made = Shape(analysis, args, outputs, key)
     _shapes.add(made)

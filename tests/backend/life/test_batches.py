@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.batches import Batch, distinct_tokens, shared_batch
-from tests.mixers import CausalConvolution
+from tests.mixers import CumulativeSum
 from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, eager_step, loss_of, outcome, stats_of
 from tests.spellings import PADDED, SPELLINGS
@@ -269,8 +269,8 @@ def test_static_shapes_are_kept_as_asked() -> None:
 
 
 def shapes_of_their_own(**options: Any) -> tuple[nn.Module, Any]:
-    """A model with a convolution, which is analysed for each number of columns."""
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16, before=CausalConvolution(16)).double()
+    """A model with a running sum, which is analysed for each number of columns."""
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16, before=CumulativeSum()).double()
     return model, compile_for_all(model, **options)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from treefx.passes.causal.tree_mixers import TreeScan
-from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of, shape_of
+from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of
 from treefx.passes.labels.laws import experts as expert_laws
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.scores.attention_facts import Attention
@@ -93,22 +94,41 @@ def _attends(node: fx.Node) -> bool:
 
 
 def _example(node: fx.Node) -> Any:
-    return node.meta["val"]
+    """The value of a node with numbers for sizes: asking a symbol for its number would bind the graph to it."""
+    value = tree_map_only(torch.SymInt, _number, node.meta["val"])
+    return tree_map_only(Tensor, _with_numbers, value)
+
+
+def _with_numbers(x: Tensor) -> Tensor:
+    return torch.empty(_shape(x), dtype=x.dtype, device="meta")
+
+
+def _shape(x: Tensor) -> list[int]:
+    return [_number(size) for size in x.shape]
+
+
+def _number(size: Any) -> int:
+    """A size; of a symbol the one that the graph was traced with."""
+    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
+
+
+def _shape_of(node: Any) -> list[int]:
+    return _shape(node.meta["val"])
 
 
 def _flops(node: fx.Node, fact: Fact) -> int:
     if isinstance(fact.law, TreeScan):
         return sum(_registered(item) for item in fact.law.region)
     if isinstance(fact.law, Attention):
-        *batch, queries, features = node.meta["val"].shape
-        width = shape_of(fact.law.query)[-1]
-        keys = next(f.size for dim in fact_of(fact.law.value).dims or () for f in dim if f.axis is Axis.TOKEN)
-        return int(2 * math.prod(batch) * queries * keys * (width + features))
+        *batch, queries, features = _shape_of(node)
+        width = _shape_of(fact.law.query)[-1]
+        keys = next(_number(f.size) for dim in fact_of(fact.law.value).dims or () for f in dim if f.axis is Axis.TOKEN)
+        return 2 * math.prod(batch) * queries * keys * (width + features)
     if node.target is torch.ops.treefx.attention.default:
-        query, key, value = (shape_of(item) for item in node.args[:3])  # type: ignore[arg-type]
-        return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+        query, key, value = (_shape_of(item) for item in node.args[:3])
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     if expert_laws.is_grouped(node.target):
-        return int(2 * node.meta["val"].numel() * shape_of(node.args[0])[-1])  # type: ignore[arg-type]
+        return 2 * math.prod(_shape_of(node)) * _shape_of(node.args[0])[-1]
     return _registered(node)
 
 
@@ -118,4 +138,5 @@ def _registered(node: fx.Node) -> int:
     if packet not in flop_registry:
         return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _example)
-    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    args, kwargs = tree_map_only(torch.SymInt, _number, (args, kwargs))
+    return int(flop_registry[packet](*args, **kwargs, out_val=_example(node)))

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treefx.bench.zoo.run import ZooBatch, ZooRow, zoo_batches
+from treefx.bench.zoo.batches import describe_batches
+from treefx.bench.zoo.run import ZooBatch, ZooRow
 from treefx.errors import InputError
 
 __all__ = ["ZooRecord", "conditions"]
@@ -19,12 +20,12 @@ _FINAL = ("packed", "partly", "rows", "refused")
 """Verdicts that a resumed run keeps; what was wrong, crashed or not installed is checked again."""
 
 
-def conditions(inner: str) -> dict[str, str]:
+def conditions(inner: str, batches: int = 2) -> dict[str, str]:
     """What a table was made with: the inner compiler, the libraries, the batches."""
     return {
         "inner": inner,
         **{library: _version(library) for library in ("torch", "transformers")},
-        "batches": ", ".join(zoo_batches()),
+        "batches": describe_batches(batches),
     }
 
 
@@ -41,14 +42,15 @@ class ZooRecord:
     Args:
         path: The file; ``None`` keeps nothing.
         inner: Inner compiler of the run.
+        batches: Number of batches of each model.
         resume: Go on with what the file holds.
 
     Raises:
-        InputError: There is a file already, or it was made with another inner compiler.
+        InputError: There is a file already, or it was made with another inner compiler or other batches.
     """
 
-    def __init__(self, path: Path | None, inner: str, *, resume: bool = False) -> None:
-        self.path, self.conditions = path, conditions(inner)
+    def __init__(self, path: Path | None, inner: str, batches: int = 2, *, resume: bool = False) -> None:
+        self.path, self.conditions = path, conditions(inner, batches)
         self.rows: dict[str, ZooRow] = {}
         if resume and path is None:
             raise InputError("--resume needs the file of the run that it goes on with: give --out")
@@ -59,6 +61,8 @@ class ZooRecord:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["inner"] != inner:
             raise InputError(f"{path} was made with the inner compiler {kept['inner']}, got --inner {inner}")
+        if kept["batches"] != self.conditions["batches"]:
+            raise InputError(f"{path} was made with batches of {kept['batches']}, got {self.conditions['batches']}")
         self.rows = {row["model"]: _row(row) for row in kept["rows"]}
 
     def remaining(self, names: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``treefx doctor --zoo``: every model of the zoo, treefx against eager on two padded batches that share prefixes."""
+"""``treefx doctor --zoo``: every model of the zoo, treefx against eager on padded batches that share prefixes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 import treefx
 from treefx.bench.job.processes import Failure, Note, each_apart
+from treefx.bench.zoo.batches import zoo_batches
 from treefx.bench.zoo.exact import in_float64
 from treefx.bench.zoo.flop_share import FlopShare, flop_share
-from treefx.bench.zoo.models import VOCABULARY, ZooModel, zoo_models
+from treefx.bench.zoo.models import ZooModel, zoo_models
 from treefx.data import Batch
 from treefx.errors import InputError, TreefxError
 from treefx.runtime.report import find
 
-__all__ = ["VERDICTS", "ZooBatch", "ZooRow", "check_model", "choose", "run_zoo", "shared_rows", "zoo_batches"]
+__all__ = ["VERDICTS", "ZooBatch", "ZooRow", "check_model", "choose", "run_zoo"]
 
 _TOLERANCE = 1e-5
 _SMALLEST = 1e-3
@@ -66,6 +67,8 @@ class ZooBatch:
     """Why nothing ran packed, or why there is no result."""
     float64_errors: tuple[float, float] | None = None
     """Largest gradient error of treefx and of eager against float64; measured where they differ beyond 1e-5."""
+    compiles: int = 0
+    """Compilations up to and with this batch: the first is compiled for its shape, the next for all."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class ZooRow:
     note: str | None = None
     float64_errors: tuple[float, float] | None = None
     batches: list[ZooBatch] = field(default_factory=list)
+    compiles: int = 0
+    """Of all batches."""
     seconds: float = 0.0
     """Time of the check, compilation included."""
 
@@ -107,7 +112,12 @@ def choose(names: Sequence[str]) -> list[ZooModel]:
 
 
 def run_zoo(
-    names: Sequence[str] = (), *, workers: int = 0, inner: str = "aot_eager", on_start: Callable[[str], None] = print
+    names: Sequence[str] = (),
+    *,
+    workers: int = 0,
+    inner: str = "aot_eager",
+    batches: int = 2,
+    on_start: Callable[[str], None] = print,
 ) -> Iterator[ZooRow]:
     """Check models one after the other; rows come as they are done.
 
@@ -115,29 +125,30 @@ def run_zoo(
         names: Which models; none for all.
         workers: Number of processes, one after another for what remains where one dies or hangs; 0 for this one.
         inner: Inner compiler of the backend.
+        batches: Number of batches, no two of one shape, through one compiled model.
         on_start: Told the model that is being checked (with workers: the last one that is done).
     """
     models = choose(names)
     if workers < 0:
         raise InputError(f"workers must be 0 for this process or the number of others, got {workers}")
     if workers:
-        yield from _in_processes(models, workers, inner, on_start)
+        yield from _in_processes(models, workers, inner, batches, on_start)
         return
     for model in models:
         on_start(model.name)
-        yield check_model(model.name, inner)
+        yield check_model(model.name, inner, batches)
 
 
 def _in_processes(
-    models: Sequence[ZooModel], workers: int, inner: str, on_start: Callable[[str], None]
+    models: Sequence[ZooModel], workers: int, inner: str, batches: int, on_start: Callable[[str], None]
 ) -> Iterator[ZooRow]:
     """Deal the models out; a thread per process waits for its rows."""
     done = SimpleQueue[ZooRow | None]()
 
     def serve(part: Sequence[ZooModel]) -> None:
         try:
-            pieces = [(model.name, model.library, inner) for model in part]
-            for (name, library, _), row in each_apart(_check_apart, pieces, seconds=_LONGEST_CHECK):
+            pieces = [(model.name, model.library, inner, batches) for model in part]
+            for (name, library, *_), row in each_apart(_check_apart, pieces, seconds=_LONGEST_CHECK):
                 done.put(ZooRow(name, library, "crashed", note=row) if isinstance(row, Failure) else row)
         finally:
             done.put(None)
@@ -151,46 +162,17 @@ def _in_processes(
             thread.result()
 
 
-def _check_apart(piece: tuple[str, str, str], note: Note) -> tuple[ZooRow, bool]:
+def _check_apart(piece: tuple[str, str, str, int], note: Note) -> tuple[ZooRow, bool]:
     """Check a model in a process that serves a few of them: what Dynamo and inductor keep of each adds up."""
     global _checked_here
     _checked_here += 1
     torch.set_num_threads(1)
-    name, _, inner = piece
+    name, _, inner, batches = piece
     note(name)
-    return check_model(name, inner), _checked_here < _CHECKS_PER_PROCESS
+    return check_model(name, inner, batches), _checked_here < _CHECKS_PER_PROCESS
 
 
-def shared_rows(rows: int = 4, length: int = 20, prefix: int = 8, seed: int = 0, left: bool = False) -> Batch:
-    """Rows of different lengths over two levels of forks and one duplicate, padded on one side; the first is full.
-
-    No row's first token is predicted: what would predict it is padding, where padding is on the left.
-    """
-    draw = torch.Generator().manual_seed(seed)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(3, VOCABULARY, (count,), generator=draw).tolist()
-
-    stem, branches = tokens(prefix), [tokens(prefix // 2), tokens(prefix // 2)]
-    full = [[*stem, *branches[row % 2], *tokens(length)][: length - 3 * (row % 3)] for row in range(rows)]
-    full.append(list(full[1]))
-    ids = torch.zeros(len(full), length, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, content in enumerate(full):
-        place = slice(length - len(content), None) if left else slice(len(content))
-        ids[row, place] = torch.tensor(content)
-        mask[row, place] = 1
-    unpredicted = mask.cumsum(dim=1) <= 1
-    return Batch(ids, mask, ids.masked_fill((mask == 0) | unpredicted, -100))
-
-
-def zoo_batches() -> dict[str, Batch]:
-    """Two batches of other shapes, so that the second is compiled for any; the first pads right, the second left."""
-    batches = {"right": shared_rows(), "left": shared_rows(rows=3, length=27, prefix=11, seed=1, left=True)}
-    return {" x ".join(map(str, batch.input_ids.shape)) + f" {side}": batch for side, batch in batches.items()}
-
-
-def check_model(name: str, inner: str = "aot_eager") -> ZooRow:
+def check_model(name: str, inner: str = "aot_eager", batches: int = 2) -> ZooRow:
     """Loss and all gradients of one model in float32, treefx against eager, on batches of different shapes."""
     (model,) = choose([name])
     start = time.perf_counter()
@@ -198,11 +180,11 @@ def check_model(name: str, inner: str = "aot_eager") -> ZooRow:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        row = _check(model, inner)
+        row = _check(model, inner, batches)
     return replace(row, seconds=time.perf_counter() - start)
 
 
-def _check(model: ZooModel, inner: str) -> ZooRow:
+def _check(model: ZooModel, inner: str, batches: int) -> ZooRow:
     torch.manual_seed(0)
     try:
         original = _spread(model.build().train())
@@ -214,7 +196,7 @@ def _check(model: ZooModel, inner: str) -> ZooRow:
     options = {"inner": inner, "min_sharing": 1.0}
     compiled = torch.compile(twin, backend="treefx", options=options)  # type: ignore[arg-type]
     results = []
-    for shape, batch in zoo_batches().items():
+    for shape, batch in zoo_batches(batches).items():
         try:
             results.append(_compare(original, twin, compiled, shape, batch))
         except Exception as error:
@@ -250,6 +232,7 @@ def _worst(model: ZooModel, batches: list[ZooBatch]) -> ZooRow:
         note,
         max((batch.float64_errors for batch in ran if batch.float64_errors is not None), default=None),
         batches,
+        max((batch.compiles for batch in batches), default=0),
     )
 
 
@@ -327,6 +310,7 @@ def _result(
         list(stats["expansions"]),
         note,
         float64_errors,
+        stats["compiles"],
     )
     return replace(result, verdict=_verdict(result))
 

@@ -11,7 +11,10 @@ from treefx.output import console, make_table, print_json, print_line
 
 __all__ = ["show_zoo"]
 
-_HEADINGS = ("model", "result", "loss error", "gradient error", "tokens run", "FLOPs packed", "with mixers", "expanded")
+_HEADINGS = (
+    "model", "result", "loss error", "gradient error", "tokens run", "FLOPs packed", "with mixers", "expanded",
+    "compiled",
+)  # fmt: skip
 
 
 def show_zoo(
@@ -20,7 +23,8 @@ def show_zoo(
     """Print what the models did, and what with.
 
     The share "with mixers" also counts products between values of tokens that are no attention. "expanded" counts the
-    operators that read rows; those in brackets are causal mixers, behind which values are packed again.
+    operators that read rows; those in brackets are causal mixers, behind which values are packed again. "compiled"
+    counts compilations; "3 + 1" of many batches: one in their second half.
     """
     if json:
         print_json([asdict(row) for row in rows])
@@ -52,7 +56,16 @@ def _cells(row: ZooRow) -> tuple[str, ...]:
     expanded = " ".join([str(others)] * bool(others) + [f"({contracted})"] * bool(contracted))
     tokens = f"{row.tokens} of {row.raw_tokens}"
     shares = (f"{row.packed_share:.0%}", f"{row.packed_share_of_all:.0%}")
-    return (row.model, row.verdict, f"{row.loss_error:.0e}", f"{row.gradient_error:.0e}", tokens, *shares, expanded)
+    errors = (f"{row.loss_error:.0e}", f"{row.gradient_error:.0e}")
+    return (row.model, row.verdict, *errors, tokens, *shares, expanded, _compiled(row))
+
+
+def _compiled(row: ZooRow) -> str:
+    """Compilations after the first half of the batches, and what the second half added to them."""
+    counts = [batch.compiles for batch in row.batches]
+    half = max(counts[: (len(counts) + 1) // 2], default=0)
+    added = row.compiles - half
+    return f"{half} + {added}" if added and len(counts) > 2 else str(row.compiles)
 
 
 def _why(row: ZooRow) -> str:

@@ -57,7 +57,7 @@ class RowsRun:
         try:
             return self._run(shape, args)
         except Outgrown as call:
-            other = self._analyses.for_tokens(args, call.sizes)
+            other = self._analyses.shape(args, call.sizes)
         except Unfit as error:
             other = self._analyses.with_numbers(shape, args, str(error))
         return self._ordinary.instead(args, fallback=other or None) if isinstance(other, str) else self.run(other, args)

@@ -1,0 +1,286 @@
+"""Flash attention of transformers, whole: one operator of everything its function is called with.
+
+``treefx::flash`` stands for that function, whichever kernel it calls in the end; where the graph runs on rows, it still
+does. What the function finds out by looking at numbers, one call after the other, is written down here:
+
+==============================  ============================================================================
+a mask with padding             the kept tokens of each row see each other; zeros at the others
+``cu_seq_lens``                 one row, cut where they say (``treefx::segments``)
+positions that do not count up  one row, cut where they are lowest (``treefx::segments``)
+nothing of these                whole rows
+==============================  ============================================================================
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from treefx.kernels.common import owned
+
+__all__ = [
+    "FlashCall", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash", "read_equal_once",
+    "register_kernel", "segments",
+]  # fmt: skip
+
+Kernel = Callable[..., Tensor]
+_KERNELS: dict[str, Kernel] = {}
+
+
+def register_kernel(name: str, kernel: Kernel) -> None:
+    """Keep the function of transformers that operators call by the name of an implementation."""
+    _KERNELS[name] = kernel
+
+
+class FlashCall(NamedTuple):
+    """The arguments of ``treefx::flash``: as the function of transformers takes them, but for heads first.
+
+    Shapes: query [B, H, T, D], key and value [B, Hkv, T, D], mask bool [B, T], positions int [1, T], ends of segments
+    int [S + 1] from 0 to T, sinks [H]; ``segments`` [1, T] is for proofs alone. None where there is none.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any
+    positions: Any
+    query_ends: Any
+    key_ends: Any
+    sinks: Any
+    segments: Any
+    is_causal: bool
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    deterministic: bool | None
+    kernel: str
+
+
+@torch.library.custom_op("treefx::flash", mutates_args=())
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    query_ends: Tensor | None,
+    key_ends: Tensor | None,
+    sinks: Tensor | None,
+    segments: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    deterministic: bool | None,
+    kernel: str,
+) -> Tensor:
+    """The result of a ``FlashCall``, [B, H, T, Dv]."""
+    call = FlashCall(
+        query, key, value, mask, positions, query_ends, key_ends, sinks, segments, is_causal, scale, window, softcap,
+        deterministic, kernel,
+    )  # fmt: skip
+    return _tokens_first(_run(call).transpose(1, 2))
+
+
+@flash.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return _empty(query, value.shape[-1])
+
+
+@torch.library.custom_op("treefx::flash_backward", mutates_args=())
+def flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    query_ends: Tensor | None,
+    key_ends: Tensor | None,
+    sinks: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    deterministic: bool | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and sinks (empty where there are none).
+
+    The forward runs once more, under autograd: what a kernel keeps for its backward is known to the kernel alone.
+    """
+    with _autograd_recorded():
+        leaves = [x.detach().requires_grad_() for x in (query, key, value, *([] if sinks is None else [sinks]))]
+        call = FlashCall(
+            leaves[0], leaves[1], leaves[2], mask, positions, query_ends, key_ends,
+            None if sinks is None else leaves[3], None, is_causal, scale, window, softcap, deterministic, kernel,
+        )  # fmt: skip
+        found = torch.autograd.grad(_run(call).transpose(1, 2), leaves, grad)
+    of_sinks = query.new_empty(0) if sinks is None else found[3].contiguous()
+    return _tokens_first(found[0]), _tokens_first(found[1]), _tokens_first(found[2]), of_sinks
+
+
+@flash_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    query_ends: Tensor | None,
+    key_ends: Tensor | None,
+    sinks: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return (*[_empty(x, x.shape[-1]) for x in (query, key, value)], of_sinks)  # type: ignore[return-value]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    call = FlashCall(*inputs)
+    ctx.save_for_backward(*call[:8])
+    ctx.settings = call[9:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, sinks = flash_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    of_sinks = None if ctx.saved_tensors[7] is None else sinks
+    return (query, key, value, None, None, None, None, of_sinks, *[None] * 7)
+
+
+flash.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("treefx::segments", mutates_args=())
+def segments(positions: Tensor | None, ends: Tensor | None, columns: int) -> Tensor:
+    """A number per segment of one row, int64 [1, columns]: cut at ``ends``, or where positions are lowest."""
+    if ends is not None:
+        column = torch.arange(columns, device=ends.device, dtype=ends.dtype)
+        return torch.searchsorted(ends[1:].contiguous(), column, right=True)[None]
+    assert positions is not None
+    return (positions == positions.min()).cumsum(1)
+
+
+@segments.register_fake
+def _(positions: Tensor | None, ends: Tensor | None, columns: int) -> Tensor:
+    given = positions if ends is None else ends
+    assert given is not None
+    return given.new_empty((1, columns), dtype=torch.int64)
+
+
+_FLASH: set[Any] = {torch.ops.treefx.flash, torch.ops.treefx.flash.default, flash}
+
+
+def is_flash(target: Any) -> bool:
+    """Whether a target of a graph is ``treefx::flash``."""
+    return target in _FLASH
+
+
+def has_flash(gm: fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo, or a body inside of it, calls ``treefx::flash``."""
+    bodies = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return any(is_flash(node.target) for body in bodies for node in body.graph.nodes)
+
+
+def ends_of_segments(gm: fx.GraphModule) -> set[fx.Node]:
+    """The inputs of a graph of Dynamo that say where segments end, and nothing else."""
+    holders = {torch.ops.higher_order.tag_activation_checkpoint}  # of bodies that may call it
+
+    def says_ends(node: fx.Node) -> bool:
+        at_flash = [node in user.args[5:7] for user in node.users if is_flash(user.target)]
+        others = [user for user in node.users if not is_flash(user.target) and user.target not in holders]
+        return node.meta["example_value"].dim() == 1 and not others and all(at_flash)
+
+    given = gm.graph.find_nodes(op="placeholder") if has_flash(gm) else []
+    return {node for node in given if isinstance(node.meta.get("example_value"), Tensor) and says_ends(node)}
+
+
+def call_flash(call: FlashCall, known: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    """A call as passes read it: with its segments, and with the zeros that the function leaves at padding.
+
+    Args:
+        call: In a graph of Dynamo.
+        known: By the values that tell segments, these and the segments; the layers of a model share them.
+    """
+    tells = call.positions if call.query_ends is None else call.query_ends
+    if tells is not None:
+        if id(tells) not in known:
+            positions = call.positions if call.query_ends is None else None
+            known[id(tells)] = tells, segments(positions, call.query_ends, call.query.shape[2])
+        call = call._replace(segments=known[id(tells)][1])
+    out: Tensor = flash(*call)
+    return out if call.mask is None else out * call.mask.to(out.dtype)[:, None, :, None]
+
+
+def read_equal_once(gm: fx.GraphModule, equal: Sequence[tuple[int, int]]) -> None:
+    """Let flash attention in a traced graph read one of two inputs that hold the same: positions of pairs."""
+    given = gm.graph.find_nodes(op="placeholder")
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.flash.default):
+        for later, earlier in equal:
+            node.replace_input_with(given[later], given[earlier])
+
+
+def _run(call: FlashCall) -> Tensor:
+    """Call the function of transformers, [B, T, H, Dv]."""
+    query, key, value = (x.transpose(1, 2) for x in call[:3])
+    mask = None if call.mask is None or _remembered(_is_full, call.mask) else call.mask
+    longest = None if call.query_ends is None else _remembered(_longest, call.query_ends)
+    sinks = {} if call.sinks is None else {"s_aux": call.sinks}
+    return _KERNELS[call.kernel](
+        query, key, value, mask, query_length=query.shape[1], is_causal=call.is_causal, position_ids=call.positions,
+        softmax_scale=call.scale, sliding_window=call.window, softcap=call.softcap, deterministic=call.deterministic,
+        cu_seq_lens_q=call.query_ends, cu_seq_lens_k=call.key_ends, max_length_q=longest, max_length_k=longest,
+        attn_implementation=call.kernel, **sinks,
+    )  # fmt: skip
+
+
+def _is_full(mask: Tensor) -> bool:
+    return bool(mask.all())
+
+
+def _longest(ends: Tensor) -> int:
+    return int(ends.diff().max())
+
+
+_answers: dict[Callable[[Tensor], Any], tuple[weakref.ref[Tensor], int, Any]] = {}
+
+
+def _remembered(question: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """What every layer asks of the same tensor, and waits for: asked once."""
+    if x.is_inference():
+        return question(x)
+    known = _answers.get(question)
+    if known is None or known[0]() is not x or known[1] != x._version:
+        known = _answers[question] = (weakref.ref(x), x._version, question(x))
+    return known[2]
+
+
+@contextmanager
+def _autograd_recorded() -> Iterator[None]:
+    """Let autograd record inside of an operator, which runs below it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _RECORDING:
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+_KEYS = torch._C.DispatchKey
+_RECORDING = (_KEYS.AutogradFunctionality, _KEYS.AutogradOther, _KEYS.ADInplaceOrView)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """[B, H, T, D] that lies in memory as [B, T, H, D]."""
+    return owned(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _empty(query: Tensor, features: int) -> Tensor:
+    """What ``treefx::flash`` returns for a query: [B, H, T, features] that lies in memory as [B, T, H, features]."""
+    rows, heads, columns, _ = query.shape
+    return query.new_empty(rows, columns, heads, features).transpose(1, 2)

@@ -1,0 +1,375 @@
+"""Models that call flash attention: one graph, shared like any other; the kernels are stubs (``tests.backend.flash``).
+
+The truth is the caller's own call in eager mode, with the same stubs.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from transformers import modeling_flash_attention_utils as utils
+
+import treefx
+from tests.backend.flash import flash_attn_varlen_func, flash_stubs, with_flash
+from tests.backend.life.test_packed_lengths import PACKINGS, drawn, exact_step
+from tests.backend.native import native_loss, rollouts
+from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
+from tests.backend.support import assert_packed, compare
+from tests.batches import Batch, distinct_tokens, padded
+from tests.models import double, zoo
+from tests.oracle import (
+    FLOAT64,
+    Checked,
+    Step,
+    assert_close,
+    compile_with,
+    loss_of,
+    outcome,
+    relative_errors,
+    separate_rows,
+    stats_of,
+)
+from treefx.passes.scores import flash_facts
+from treefx.passes.trace import trace
+from treefx.passes.trace.flash import FlashCall
+from treefx.passes.trace.flash import flash as flash_operator
+
+pytestmark = pytest.mark.sample(3)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1}, "mistral": {"num_hidden_layers": 1, "sliding_window": 4},
+    "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.5}, "gpt_oss": {"sliding_window": 4},
+    "qwen3_moe": {"num_hidden_layers": 1},
+}  # fmt: skip
+SINGLE = {"gpt_oss", "qwen3_moe"}
+"""Those that are compared in float32: their files cast to it in places that ``double`` does not reach."""
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    with flash_stubs():
+        yield
+
+
+def flash_model(name: str, **changes: Any) -> nn.Module:
+    make = zoo if name in SINGLE else double
+    return with_flash(make(name, **{**MODELS[name], **changes}))
+
+
+def compare_whole(model: nn.Module, step: Step | Batch, **options: Any) -> Checked:
+    """Compares, and asserts that Dynamo made one graph."""
+    counters.clear()
+    torch._dynamo.reset()
+    checked = compare(model, step, **options)
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+    return checked
+
+
+def ends_of(packed: Packed) -> dict[str, Any]:
+    """``cu_seq_lens`` and what goes with them."""
+    lengths = torch.tensor([len(item) for item in packed.segments])
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    longest = int(lengths.max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def assert_shared(checked: Checked, tokens: int) -> None:
+    assert_packed(checked, tokens)
+    assert checked.stats["ran"] == "packed" and not checked.stats["expansions"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_rows(name: str, side: Any) -> None:
+    batch = padded(AGENTS, side)
+    assert_shared(compare_whole(flash_model(name), batch), distinct_tokens(batch))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("step", [loss_inside, loss_outside])
+def test_packed_rows_by_positions(name: str, step: Any) -> None:
+    packed = pack(AGENTS)
+    assert_shared(compare_whole(flash_model(name), step(packed)), trie_size(packed))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_rows_by_their_ends(name: str) -> None:
+    packed = pack(AGENTS)
+    assert_shared(compare_whole(flash_model(name), loss_inside(packed, **ends_of(packed))), trie_size(packed))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_packed_rows_see_across_segments(name: str) -> None:
+    """As transformers computes them: without a mask, rows of a batch are whole."""
+    packed = pack(AGENTS, AGENTS)
+    assert_shared(compare_whole(flash_model(name), loss_inside(packed)), packed.input_ids.numel() // 2)
+
+
+# Forms of a call ------------------------------------------------------------------------------------------------------
+
+
+def test_pads_that_the_caller_reads_are_zero() -> None:
+    """Not what a query at a padded place would see."""
+    batch = padded(AGENTS)
+    checked = compare_whole(flash_model("llama"), everywhere(batch))
+    assert checked.stats["ran"] == "packed" and checked.stats["fallback"] is None
+
+
+def everywhere(batch: Batch) -> Step:
+    """A loss that reads all places, those of padding included."""
+
+    def step(model: nn.Module) -> Tensor:
+        logits: Tensor = model(**batch.without("labels").inputs()).logits
+        return (
+            logits.square().mean(-1) * torch.linspace(0.5, 2.0, logits[..., 0].numel()).view(logits.shape[:2])
+        ).sum()
+
+    return step
+
+
+def test_ends_in_tensors_of_their_own() -> None:
+    """What is moved to a device one by one holds the same numbers, in two places."""
+    packed = pack(AGENTS)
+    ends = ends_of(packed)
+    ends["cu_seq_lens_k"] = ends["cu_seq_lens_q"].clone()
+    assert_shared(compare_whole(flash_model("llama"), loss_inside(packed, **ends)), trie_size(packed))
+
+
+def test_ends_go_before_positions() -> None:
+    """Two sequences that are one to the kernel see each other, though positions restart between them."""
+    packed = pack(AGENTS)
+    ends = ends_of(packed)
+    joined = {**ends, "max_length_q": 40, "max_length_k": 40}
+    joined["cu_seq_lens_q"] = joined["cu_seq_lens_k"] = torch.cat(
+        [ends["cu_seq_lens_q"][:1], ends["cu_seq_lens_q"][2:]]
+    )
+    checked = compare_whole(flash_model("llama"), loss_inside(packed, **joined))
+    assert checked.stats["fallback"] is None and checked.stats["tokens"] > trie_size(packed)
+
+
+def test_ends_of_several_rows_are_refused_by_name() -> None:
+    """A sequence may run on from one row into the next."""
+    rows = pack(AGENTS[:2], AGENTS[:2])
+    whole = torch.tensor([0, 4, 9, 13, 18], dtype=torch.int32)
+    ends = {"cu_seq_lens_q": whole, "cu_seq_lens_k": whole, "max_length_q": 5, "max_length_k": 5}
+    stats = compare_whole(flash_model("llama"), loss_inside(rows, **ends)).stats
+    assert "cu_seq_lens of several rows" in stats["fallback"]
+
+
+def test_a_mask_over_one_packed_row() -> None:
+    """Positions cut the row where the mask hides nothing; where it hides something, transformers does not look."""
+    packed, model = pack(AGENTS), flash_model("llama")
+    mask = torch.ones_like(packed.input_ids)
+    assert_shared(compare_whole(model, loss_inside(packed, attention_mask=mask)), trie_size(packed))
+    mask[:, -1] = 0
+    checked = compare_whole(model, loss_inside(packed, attention_mask=mask))
+    assert checked.stats["fallback"] is None and checked.stats["tokens"] == mask.sum()
+
+
+def with_holes() -> Step:
+    """Rows with padding inside; the kernel counts its window over the tokens that are kept."""
+    batch = padded([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 9, 3, 4, 12], [5, 6, 7, 8, 9, 10, 11, 12]])
+    assert batch.attention_mask is not None
+    batch.attention_mask[:, [4, 6]] = 0
+    return everywhere(batch)
+
+
+def test_a_window_over_holes_is_refused_by_name() -> None:
+    stats = compare_whole(flash_model("mistral"), with_holes()).stats
+    assert "more than one run" in stats["fallback"]
+
+
+def test_holes_without_a_window() -> None:
+    checked = compare_whole(flash_model("llama"), with_holes())
+    assert checked.stats["ran"] == "packed" and checked.stats["fallback"] is None
+
+
+def test_calls_that_do_not_share_call_the_kernel() -> None:
+    """The ordinary graph, forward and backward, in all forms; sinks and soft caps among them."""
+    for name in ("gemma2", "gpt_oss"):
+        packed = pack(AGENTS)
+        for step in (padded(AGENTS), loss_inside(packed), loss_inside(packed, **ends_of(packed))):
+            assert compare_whole(flash_model(name), step, min_sharing=99.0).stats["ran"] == "ordinary"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool) -> None:
+    model, packed = flash_model("llama", num_hidden_layers=2), pack(AGENTS)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for step in (loss_inside(packed), loss_inside(packed, **ends_of(packed))):
+        assert_shared(compare_whole(model, step), trie_size(packed))
+
+
+def test_inductor() -> None:
+    packed = pack(AGENTS)
+    assert_shared(compare_whole(flash_model("mistral"), loss_inside(packed), inner="inductor"), trie_size(packed))
+    model = flash_model("mistral")
+    assert compare_whole(model, padded(AGENTS), inner="inductor", min_sharing=99.0).stats["ran"] == "ordinary"
+
+
+@pytest.mark.parametrize("by_ends", [False, True])
+def test_lengths_compile_twice_at_most(by_ends: bool) -> None:
+    model = flash_model("mistral")
+    compiled = compile_with(model, inner="eager")
+    for seed in range(6):
+        packed = pack(drawn(seed, 3 + seed), pads=seed % 3, counted=seed % 2 == 0)
+        more = ends_of(packed) if by_ends else {}
+        stats = exact_step(compiled, model, packed, lambda packed, more=more: loss_inside(packed, **more))
+        assert stats["tokens"] == trie_size(packed) and stats["fallback"] is None and stats["compiles"] <= 2
+
+
+def test_padded_lengths_compile_twice_at_most() -> None:
+    model = flash_model("mistral")
+    compiled = compile_with(model, inner="eager")
+    for seed in range(5):
+        batch = padded(drawn(seed, 3 + seed), seed=seed)
+        assert_close(
+            outcome(model, lambda batch=batch: loss_of(batch)(compiled)),
+            outcome(model, lambda batch=batch: loss_of(batch)(model)),
+            FLOAT64,
+        )
+        stats = stats_of(compiled)
+        assert stats["tokens"] == distinct_tokens(batch) and stats["fallback"] is None and stats["compiles"] <= 2
+
+
+@functools.cache
+def compiled_for_all() -> tuple[Any, nn.Module]:
+    """One model for all packings."""
+    model = flash_model("mistral")
+    return torch.compile(model, backend="treefx", options={"inner": "eager", "min_sharing": 1.0}, dynamic=True), model
+
+
+@settings(max_examples=20)
+@given(PACKINGS, st.integers(0, 3), st.booleans(), st.sampled_from(["positions", "ends", "mask"]))
+def test_random_rows(rows: list[list[int]], pads: int, counted: bool, form: str) -> None:
+    packed, batch = pack(rows, pads=pads, counted=counted), padded(rows)
+    if form == "mask" and batch.input_ids.numel() > 1 and bool((batch.labels >= 0).any()):
+        stats = exact_step(*compiled_for_all(), packed, lambda _: loss_of(batch))
+        assert stats["fallback"] is None and stats["tokens"] == distinct_tokens(batch)
+    elif form != "mask" and packed.input_ids.numel() > 1 and bool((packed.labels >= 0).any()):
+        more = ends_of(packed) if form == "ends" else {}
+        stats = exact_step(*compiled_for_all(), packed, lambda packed: loss_inside(packed, **more))
+        assert stats["fallback"] is None and stats["tokens"] == trie_size(packed)
+
+
+# Kernels, and what stands in their place ------------------------------------------------------------------------------
+
+
+def test_a_kernel_without_sinks_does_without_them() -> None:
+    """FlashAttention 2: transformers leaves them out without a word."""
+    lengths = functools.partial(flash_attn_varlen_func)
+    parameters = dict(inspect.signature(lengths).parameters)
+    del parameters["s_aux"]
+    lengths.__signature__ = inspect.Signature([*parameters.values()])
+    with flash_stubs(lengths=lengths):
+        checked = compare_whole(flash_model("gpt_oss"), loss_inside(pack(AGENTS)))
+    assert_shared(checked, trie_size(pack(AGENTS)))
+    assert checked.model.model.layers[0].self_attn.sinks.grad is None
+
+
+def test_dropout_is_left_to_the_kernel() -> None:
+    """Dynamo cuts the graph there as without treefx."""
+    model = flash_model("llama", attention_dropout=0.5)
+    counters.clear()
+    compare(model, loss_inside(pack(AGENTS)))
+    assert counters["graph_break"]
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_function_in_their_place_that_calls_them(
+    monkeypatch: pytest.MonkeyPatch, wraps: bool, everywhere: bool
+) -> None:
+    """What a trainer puts there is traced, and called once."""
+    original = utils._flash_attention_forward
+
+    def doubled(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * original(0.5 * query, *args, **kwargs)
+
+    function = functools.wraps(original)(doubled) if wraps else doubled
+    for module in [transformers.integrations.flash_attention, *([utils] if everywhere else [])]:
+        monkeypatch.setattr(module, "_flash_attention_forward", function)
+    packed = pack(AGENTS)
+    assert_shared(compare_whole(flash_model("llama"), loss_inside(packed)), trie_size(packed))
+    assert compare_whole(flash_model("llama"), loss_inside(packed), min_sharing=99.0).stats["ran"] == "ordinary"
+
+
+def test_other_backends_see_the_original() -> None:
+    """Also where treefx has been at work in the process."""
+    model, packed, graphs = flash_model("llama"), pack(AGENTS), []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        graphs.append(gm)
+        return gm
+
+    compare(model, loss_inside(packed))
+    torch._dynamo.reset()
+    loss_inside(packed)(torch.compile(model, backend=backend))
+    targets = [str(node.target) for gm in graphs for node in gm.graph.nodes]
+    assert len(graphs) > 1 and not any("treefx" in target for target in targets)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_forests(name: str) -> None:
+    """The native level: positions count up along each path, and cut nothing."""
+    model, rows = flash_model(name), rollouts()
+    forest = treefx.Forest.from_sequences(rows, weights=[[1.0] * len(row) for row in rows])
+    compiled = compile_with(model, inner="eager")
+    wanted = separate_rows(model, rows, [[1.0] * len(row) for row in rows])
+    assert_close(outcome(model, lambda: native_loss(forest)(compiled)), wanted, FLOAT64)
+
+
+# Mistakes on purpose --------------------------------------------------------------------------------------------------
+
+
+def assert_wrong(model: nn.Module, step: Step | Batch) -> None:
+    run = loss_of(step) if isinstance(step, Batch) else step
+    twin = copy.deepcopy(model)
+    compiled = compile_with(twin, inner="eager")
+    got, expected = outcome(twin, lambda: run(compiled)), outcome(model, lambda: run(model))
+    assert stats_of(compiled)["ran"] == "packed" and max(relative_errors(got, expected).values()) > 1e-3
+
+
+@pytest.mark.parametrize("by_ends", [False, True])
+def test_without_segments_packed_rows_would_be_wrong(monkeypatch: pytest.MonkeyPatch, by_ends: bool) -> None:
+    monkeypatch.setattr(flash_facts, "_tells_segments", lambda call, constants: False)
+    packed = pack(AGENTS)
+    assert_wrong(flash_model("llama"), loss_inside(packed, **(ends_of(packed) if by_ends else {})))
+
+
+def test_segments_in_several_rows_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that positions alone would tell."""
+    packed = pack(AGENTS, AGENTS)
+    model = flash_model("llama")
+    model.set_attn_implementation("sdpa")
+    alone = outcome(model, lambda: loss_inside(packed)(model))
+    with pytest.raises(AssertionError, match="differ by more than"):
+        assert_close(alone, outcome(with_flash(model), lambda: loss_inside(packed)(model)), FLOAT64)
+
+
+@pytest.mark.parametrize(("name", "ignored"), [("mistral", "window"), ("gemma2", "softcap"), ("gpt_oss", "sinks")])
+def test_what_a_kernel_is_asked_for_may_not_be_ignored(
+    monkeypatch: pytest.MonkeyPatch, name: str, ignored: str
+) -> None:
+    monkeypatch.setattr(flash_facts, "FlashCall", lambda *args: FlashCall(*args)._replace(**{ignored: None}))
+    assert_wrong(flash_model(name), loss_inside(pack(AGENTS)))
+    assert_wrong(flash_model(name), padded(AGENTS))
+
+
+def test_garbage_at_pads_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "call_flash", lambda call, known: flash_operator(*call))
+    assert_wrong(flash_model("llama"), everywhere(padded(AGENTS)))
+
+
+def test_a_window_over_holes_by_columns_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_facts, "_is_among", lambda inputs, mask: True)
+    assert_wrong(flash_model("mistral"), with_holes())

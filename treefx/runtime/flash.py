@@ -1,0 +1,179 @@
+"""What Dynamo traces in place of transformers' flash attention, where treefx compiles: one operator, and no branch on
+numbers.
+
+Two functions of transformers stand before all its flash kernels (FlashAttention 2, 3, 4, those of the hub). Both ask
+numbers of a call which way to go, so Dynamo cuts the graph there, in every layer. Here they are taken by what they are,
+not by the name they stand under: what a trainer puts in their place is traced as it is, and taken here where it calls
+them in turn. Written for transformers 5.23; what is called in another way than there runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._dynamo.variables.functions import UserFunctionVariable
+
+from treefx.passes.trace.flash import register_kernel
+
+__all__ = ["keep_flash_whole"]
+
+_UTILS, _MASKS = "transformers.modeling_flash_attention_utils", "transformers.masking_utils"
+_HANDLED = {
+    "query_states", "key_states", "value_states", "attention_mask", "query_length", "is_causal", "position_ids",
+    "softmax_scale", "sliding_window", "softcap", "deterministic", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "target_dtype", "attn_implementation", "s_aux",
+}  # fmt: skip
+"""The arguments that ``treefx::flash`` takes, or that say nothing to it."""
+
+
+def keep_flash_whole() -> None:
+    """Let Dynamo trace the functions of this file in place of transformers' own, where treefx compiles it."""
+    original = UserFunctionVariable.call_function
+
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
+        name = _name_of(self.fn) if ours else None
+        if name in _INSTEAD and tx.f_code is not _INSTEAD[name].__code__:
+            _taken[name] = self.fn
+            self = UserFunctionVariable(_INSTEAD[name])
+        elif self.fn in _LEFT:
+            self = UserFunctionVariable(_taken[_LEFT[self.fn]])
+        return original(self, tx, args, kwargs)
+
+    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def _name_of(function: Any) -> tuple[str, str] | None:
+    """Module and name that a function was written under: wrappers take on those of what they wrap."""
+    code = getattr(function, "__code__", None)
+    return None if code is None else (function.__globals__.get("__name__"), code.co_name)
+
+
+_taken: dict[Any, Any] = {}
+"""The functions of transformers in whose place others were traced."""
+
+
+def _flash_as_it_is(*args: Any, **kwargs: Any) -> Any:
+    """Stands for transformers' function itself in what Dynamo traces."""
+
+
+def _mask_as_it_is(*args: Any, **kwargs: Any) -> Any:
+    """Stands for transformers' function itself in what Dynamo traces."""
+
+
+def _flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *others: Any,
+    **given: Any,
+) -> Any:
+    """``_flash_attention_forward``: query [B, T, H, D], key [B, T, Hkv, D], value [B, T, Hkv, D] -> [B, T, H, D]."""
+    kernel = given.get("attn_implementation")
+    if others or not _loads(kernel) or _asks_for_more(given) or not _is_plain(query, key, attention_mask, given):
+        return _flash_as_it_is(query, key, value, attention_mask, *others, **given)
+    dtype = given.get("target_dtype")
+    if dtype is not None and query.dtype == torch.float32:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    ends = [given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
+    cut = all([end is not None for end in ends])
+    one_row = query.shape[0] == 1 and query.shape[1] > 1
+    knows_sinks = _knows(kernel, "s_aux") or _knows(kernel, "learnable_sink")
+    return torch.ops.treefx.flash(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask,
+        given.get("position_ids") if one_row and not cut else None, ends[0] if cut else None, ends[1] if cut else None,
+        given.get("s_aux") if knows_sinks else None, None, given["is_causal"], given.get("softmax_scale"),
+        given.get("sliding_window") if _knows(kernel, "window_size") else None, given.get("softcap"),
+        given.get("deterministic"), kernel,
+    ).transpose(1, 2)  # fmt: skip
+
+
+def _flash_mask(*args: Any, **given: Any) -> Any:
+    """``flash_attention_mask``: the mask [B, T] as it is, where the kernel asks itself whether it hides anything."""
+    mask, length, config = given.get("attention_mask"), given.get("kv_length"), given.get("config")
+    if args or mask is None or config is None or not _is_flash(config._attn_implementation):
+        return _mask_as_it_is(*args, **given)
+    if mask.dim() != 2 or mask.shape[1] != length or given.get("q_length") != length:
+        return _mask_as_it_is(*args, **given)
+    return mask
+
+
+def _is_plain(query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> bool:
+    """Whether queries and keys are of the same tokens, each of which a mask and positions have a number for."""
+    if query.shape[1] != key.shape[1] or (mask is not None and (mask.dim() != 2 or mask.shape[1] != key.shape[1])):
+        return False
+    positions, ends = given.get("position_ids"), given.get("cu_seq_lens_q")
+    if query.shape[0] == 1 and positions is not None and (positions.dim() != 2 or positions.shape[0] != 1):
+        return False
+    return ends is None or ends.dim() == 1
+
+
+def _asks_for_more(given: dict[str, Any]) -> bool:
+    """Whether an argument is given that the operator does not take: dropout, caches, a block table."""
+    for name, value in given.items():
+        if name == "dropout" and value:
+            return True
+        if name not in _HANDLED and value is not None and value is not False and _is_meant(name):
+            return True
+    softcap: Any = given.get("softcap")
+    return softcap is not None and not _knows(given.get("attn_implementation"), "softcap")
+
+
+# Asked when Dynamo traces; the answers become constants of the graph --------------------------------------------------
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_meant(name: str) -> bool:
+    """Whether an argument that the operator has none for means something to transformers."""
+    functions = (_taken[_FLASH], sys.modules[_UTILS]._process_flash_attention_kwargs)
+    return name != "dropout" and any(name in inspect.signature(function).parameters for function in functions)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _knows(implementation: str, name: str) -> bool:
+    """Whether the kernel takes an argument of this name; transformers leaves out most of those that it does not."""
+    return name in _arguments_of(implementation)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _loads(implementation: str | None) -> bool:
+    """Whether the kernel is there, and takes rows of different lengths."""
+    if implementation is None or not _arguments_of(implementation):
+        return False
+    register_kernel(implementation, _taken[_FLASH])
+    return True
+
+
+def _arguments_of(implementation: str) -> set[str]:
+    _, found = sys.modules[_UTILS].lazy_import_flash_attention(implementation)
+    process = found[0] if isinstance(found, tuple) else found  # older versions have one
+    takes = getattr(process, "keywords", {}).get("supports_mapping", {})
+    return {name for name, there in takes.items() if there}
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_flash(implementation: str) -> bool:
+    """Whether transformers' own functions call the kernel, which ask the mask again."""
+    functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    own = sys.modules["transformers.integrations.flash_attention"]
+    return functions.get(implementation) is own.flash_attention_forward and (
+        _name_of(own._flash_attention_forward) == _FLASH
+    )
+
+
+_FLASH, _MASK = (_UTILS, "_flash_attention_forward"), (_MASKS, "flash_attention_mask")
+_INSTEAD: dict[Any, FunctionType] = {
+    _FLASH: cast(FunctionType, _flash_attention),
+    _MASK: cast(FunctionType, _flash_mask),
+}
+"""By module and name of a function of transformers, what is traced in its place."""
+_LEFT: dict[Any, tuple[str, str]] = {_flash_as_it_is: _FLASH, _mask_as_it_is: _MASK}
+"""What stands there for the function itself."""
