@@ -73,7 +73,6 @@ OPTIONAL = {
     "contract": "causal mixers are expanded, and everything after them",
     "tree_scans": "linear recurrences run on rows and are contracted",
     "loss_laws": "the loss reads logits that are expanded to rows",
-    "regions": "inductor compiles equal layers one by one",
 }
 """Passes that may be left out, and what then happens. Results stay exact."""
 NECESSARY = {
@@ -110,12 +109,13 @@ class _Work:
     run: Compiled | None = None
 
 
-def build_passes(inner: Inner, disabled: Collection[str] = ()) -> tuple[Pass, ...]:
+def build_passes(inner: Inner, disabled: Collection[str] = (), *, regions: bool = False) -> tuple[Pass, ...]:
     """All passes in order, their options bound.
 
     Args:
         inner: What compiles the rewritten graph.
         disabled: Those of ``OPTIONAL`` to be left out.
+        regions: Whether equal layers are compiled once, where the compiler can.
     """
     label = functools.partial(
         _label_tokens,
@@ -128,7 +128,7 @@ def build_passes(inner: Inner, disabled: Collection[str] = ()) -> tuple[Pass, ..
         *([] if "tree_scans" in disabled else [Pass("tree_scans", _tree_scans, "analyse")]),
         Pass("pack_tokens", _pack_tokens, "rewrite"),
         Pass("boundary_kv", _boundary_kv, "rewrite"),
-        *([Pass("regions", _regions, "compile")] if calls_subgraphs(inner) and "regions" not in disabled else []),
+        *([Pass("regions", _regions, "compile")] if regions and calls_subgraphs(inner) else []),
         Pass("compile_inner", functools.partial(_compile_inner, inner=inner), "compile"),
     )
 

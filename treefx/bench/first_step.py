@@ -38,8 +38,8 @@ class FirstStepCase:
 
     name: str
     backend: str = "treefx"
-    disabled: tuple[str, ...] = ()
-    """Passes of treefx that are left out."""
+    regions: bool = False
+    """Whether treefx compiles equal layers once."""
     model: str = "qwen3"
     layers: int = 8
     hidden_size: int = 256
@@ -48,8 +48,8 @@ class FirstStepCase:
 
 CASES = (
     FirstStepCase(name="inductor", backend="inductor"),
-    FirstStepCase(name="treefx, layer by layer", disabled=("regions",)),
     FirstStepCase(name="treefx"),
+    FirstStepCase(name="treefx, regions=True", regions=True),
 )
 
 
@@ -136,7 +136,7 @@ def measure(case: FirstStepCase) -> dict[str, Any]:
     sizes = {"vocab_size": case.vocab_size, "hidden_size": case.hidden_size, "layers": case.layers}
     causal_lm = make_model(make_config(case.model, **sizes, max_positions=128))
     inputs = shared_prefix_batch(6, 40, 24, case.vocab_size).model_inputs()
-    options: Any = {"disable_passes": list(case.disabled)} if case.backend == "treefx" else None
+    options: Any = {"regions": case.regions} if case.backend == "treefx" else None
     compiled: Any = torch.compile(causal_lm, backend=case.backend, options=options)
 
     def step() -> float:

@@ -45,7 +45,7 @@ class CompiledGraph:
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
         self.gm, self.roles, self.config = gm, roles, config
-        passes = build_passes(config.compiler, config.disable_passes)
+        passes = build_passes(config.compiler, config.disable_passes, regions=config.regions)
         self._records = Records(gm)
         self._analyses = Analyses(gm, roles, passes, config, self._records)
         packed = PackedRun(passes, self._records)

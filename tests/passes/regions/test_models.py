@@ -48,7 +48,8 @@ class Seen:
 def checked(model: nn.Module, batches: Sequence[Batch] = BATCHES[:1], dynamic: bool | None = None) -> nn.Module:
     """Every batch through one compiled model equals eager; the compiled model."""
     twin = copy.deepcopy(model)
-    compiled: Any = torch.compile(twin, backend="treefx", options={"min_sharing": 1.0}, dynamic=dynamic)
+    options: Any = {"min_sharing": 1.0, "regions": True}
+    compiled: Any = torch.compile(twin, backend="treefx", options=options, dynamic=dynamic)
     for batch in batches:
         assert_close(outcome(twin, lambda: loss_of(batch)(compiled)), eager_step(model, batch), FLOAT64)
         stats = stats_of(compiled)

@@ -259,11 +259,11 @@ def test_fills_of_a_backward_are_loaded_from_code() -> None:
     torch.testing.assert_close(gm(2, torch.ones(2)), torch.full((2, 2), 1.5, dtype=torch.float64))
 
 
-def test_the_pass_is_of_inductor_and_may_be_left_out() -> None:
-    def names(inner: Inner, *disabled: str) -> list[str]:
-        return [item.name for item in build_passes(inner, disabled) if item.stage == "compile"]
+def test_the_pass_is_of_inductor_and_asked_for() -> None:
+    def names(inner: Inner, regions: bool = True) -> list[str]:
+        return [item.name for item in build_passes(inner, regions=regions) if item.stage == "compile"]
 
     assert names(Inner("inductor")) == ["regions", "compile_inner"]
-    for left_out in (names(Inner("inductor"), "regions"), names(Inner("aot_eager")), names(Inner("eager"))):
+    for left_out in (names(Inner("inductor"), regions=False), names(Inner("aot_eager")), names(Inner("eager"))):
         assert left_out == ["compile_inner"]
     assert names(Inner("inductor", "reduce-overhead")) == ["compile_inner"]

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 torch.manual_seed(0)
 model = Model()
-compiled = torch.compile(model, backend="treefx", options={"min_sharing": 1.0})
+compiled = torch.compile(model, backend="treefx", options={"min_sharing": 1.0, "regions": True})
 ids = torch.randint(0, 50, (6, 16))
 ids[:, :9] = ids[0, :9]
 gradients = []
