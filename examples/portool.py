@@ -3,7 +3,7 @@
     python examples/portool.py             # three seeds; --quick for a first look
 
 The world is scripted (`portool_world.py`): seven tools, a search that fails at times, prices and temperatures that
-change with the hour, tasks of two to seven steps. A model with random weights imitates careless demonstrations, and
+change with the hour, tasks of four to seven steps. A model with random weights imitates careless demonstrations, and
 then learns from rewards alone which of their habits pay. Two ways from the same start, with the same budget of
 generated tokens:
 
@@ -20,11 +20,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import matplotlib.pyplot as plt
 import torch
 import typer
 from rich.progress import Progress
@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import treefx
-from treefx.output import console, make_table, notes, print_line, refusals_end_the_command
+from treefx.output import notes, print_line, refusals_end_the_command
 from treefx.rl import Group, PortoolTree, Rollouts, Scheme, TransformersSampler, grpo, portool, rollout
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which a checkout needs, leaves this folder out
+from portool_report import draw_results, print_results
 from portool_world import END, TOOLS, VOCABULARY, World, demonstrate, encode
 
 
@@ -43,24 +44,24 @@ from portool_world import END, TOOLS, VOCABULARY, World, demonstrate, encode
 class Settings:
     """What decides a run, beside its seed."""
 
-    carelessness: float = 0.55
+    carelessness: float = 0.5
     """Probability that a demonstration cuts a corner where it can."""
     demonstrations: int = 2048
     warm_steps: int = 300
     warm_rows: int = 32
     """Demonstrations per step of the warm start."""
     warm_rate: float = 5e-3
-    budget: int = 48_000
+    budget: int = 36_000
     """Tokens that each method may generate."""
     rate: float = 1e-3
     """Learning rate of both methods at the beginning; it falls to a tenth."""
-    tasks: int = 8
+    tasks: int = 16
     """Per update."""
     trajectories: int = 8
     """Per task."""
-    first_steps: int = 2
+    first_steps: int = 1
     """How many steps follow the prompt of a tree."""
-    max_steps: int = 8
+    max_steps: int = 10
     held_out: int = 200
     """Tasks of the evaluation, the same ones for all seeds and methods; their numbers are never trained on."""
     evaluations: int = 3
@@ -212,7 +213,7 @@ def tokens_per_trajectory(model: nn.Module, settings: Settings) -> dict[str, flo
     found = {}
     for name, method in methods(settings).items():
         with sampler(model) as generate:
-            got = rollout(generate, World(), range(64), method.scheme, max_steps=settings.max_steps)
+            got = rollout(generate, World(), range(4 * settings.tasks), method.scheme, max_steps=settings.max_steps)
         found[name] = got.info["sampled_tokens"] / len(got)
     return found
 
@@ -260,10 +261,10 @@ def time_steps(
     for name, several in batches.items():
         given = [(got, methods(settings)[name].advantages(got)) for got in several]
         first = {way: sum(timed(way, *one) for one in given) for way in ways}
-        again = [{way: timed(way, *one) for way in ways} for _ in range(3) for one in given]
+        again = [{way: timed(way, *one) for way in ways} for _ in range(2) for one in given]
         figures[name] = {way: median(one[way] for one in again) for way in ways}
         figures[name]["error"] = gradient_error(model, plain, *given[0])
-        compiling += first["rows"] - sum(one["rows"] for one in again) / 3
+        compiling += first["rows"] - sum(one["rows"] for one in again) / 2
     return figures, compiling
 
 
@@ -274,10 +275,9 @@ def gradient_error(model: nn.Module, plain: nn.Module, got: Rollouts, advantages
     pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
     model.zero_grad()
     plain.zero_grad()
-    largest = max(float(rows.abs().max()) for _, rows in pairs if rows is not None)
-    return (
-        max(float((tree - rows).abs().max()) for tree, rows in pairs if tree is not None and rows is not None) / largest
-    )
+    both = [(tree, rows) for tree, rows in pairs if tree is not None and rows is not None]
+    largest = max(float(rows.abs().max()) for _, rows in both)
+    return max(float((tree - rows).abs().max()) for tree, rows in both) / (largest or 1.0)
 
 
 def compile_seconds(model: nn.Module) -> float:
@@ -299,95 +299,26 @@ def run_seed(model: nn.Module, settings: Settings, seed: int, progress: Progress
     task = progress.add_task(f"seed {seed}: warm start", total=settings.warm_steps)
     started = time.perf_counter()
     model.load_state_dict(make_model(seed).state_dict())
-    warm_start(model, settings, seed, lambda: progress.advance(task))
+    warm_start(model, settings, seed, partial(progress.advance, task))
     figures: dict[str, Any] = {"seed": seed, "warm_start_seconds": time.perf_counter() - started}
     start = {name: weight.clone() for name, weight in model.state_dict().items()}
-    figures["start_greedy"] = evaluate(model, settings, temperature=0)[0]
-    figures["tokens_per_trajectory"] = tokens_per_trajectory(model, settings)
+    figures["start_success"], figures["start_greedy"] = (evaluate(model, settings, t)[0] for t in (1.0, 0.0))
+    figures["tokens_per_trajectory"] = {"start": tokens_per_trajectory(model, settings)}
     figures["methods"], batches = {}, {}
     for name, method in methods(settings).items():
         model.load_state_dict(start)
         task = progress.add_task(f"seed {seed}: {name}", total=settings.budget)
-        course, batches[name] = train(model, method, settings, seed, lambda n, of=task: progress.advance(of, n))
+        course, batches[name] = train(model, method, settings, seed, partial(progress.advance, task))
         figures["methods"][name] = asdict(course)
+        figures["tokens_per_trajectory"][name] = tokens_per_trajectory(model, settings)
     return figures, batches
-
-
-def print_results(figures: Mapping[str, Any]) -> None:
-    seeds = figures["seeds"]
-    lines = []
-    for name in seeds[0]["methods"]:
-        of = [seed["methods"][name] for seed in seeds]
-        rows = [*zip((f"seed {seed['seed']}" for seed in seeds), of, strict=True), ("median", _median(of))]
-        lines += [[f"{name}, {label}", *_cells(course)] for label, course in rows]
-    columns = ["", "start %", "end %", "greedy %", "steps", "generated", "per trajectory", "trained", "on rows", "s"]
-    console.print(make_table("success on held-out tasks, tokens, and seconds of sampling and training", columns, lines))
-    per = {name: median(seed["tokens_per_trajectory"][name] for seed in seeds) for name in seeds[0]["methods"]}
-    rows, trees = per.values()
-    print_line(
-        f"same policy, same tasks: {rows:.2f} and {trees:.2f} tokens per trajectory, {rows / trees:.2f} times fewer"
-    )
-    for name, timing in figures["step_seconds"].items():
-        ratio = timing["rows"] / timing["treefx"]
-        print_line(
-            f"one training step, {name}: {1000 * timing['treefx']:.0f} ms, on padded rows through {figures['inner']} "
-            f"{1000 * timing['rows']:.0f} ms, {ratio:.1f} times; largest difference of a gradient {timing['error']:.0e}"
-        )
-    compiling = ", ".join(f"{way} {seconds:.0f} s" for way, seconds in figures["compile_seconds"].items())
-    print_line(
-        f"compiling: {compiling}; all: {figures['seconds']:.0f} s, {figures['processor_seconds']:.0f} of processors"
-    )
-
-
-def _median(courses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The median of every figure; of those of several evaluations, at the start and at the end."""
-    ends = [{k: [v[0], v[-1]] if isinstance(v, list) else [v] for k, v in course.items()} for course in courses]
-    medians = {k: [median(of[k][i] for of in ends) for i in range(len(ends[0][k]))] for k in ends[0]}
-    return {k: v if isinstance(courses[0][k], list) else v[0] for k, v in medians.items()}
-
-
-def _cells(course: Mapping[str, Any]) -> list[str]:
-    percents = [f"{100 * value:.1f}" for value in (course["success"][0], course["success"][-1], course["greedy"])]
-    generated = course["generated"][-1]
-    counts = [course["trained_tokens"], course["raw_tokens"]]
-    seconds = course["sampling_seconds"] + course["training_seconds"]
-    per_trajectory = generated / course["trajectories"]
-    return [
-        *percents, f"{course['steps'][-1]:.2f}", f"{generated:,.0f}", f"{per_trajectory:.1f}",
-        *(f"{count:,.0f}" for count in counts), f"{seconds:.0f}",
-    ]  # fmt: skip
-
-
-def draw_results(figures: Mapping[str, Any], path: Path) -> None:
-    """Success and steps over generated tokens, a thin line per seed and a thick one for medians; seconds per step."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for color, name in zip(("tab:orange", "tab:blue"), figures["seeds"][0]["methods"], strict=True):
-        of = [seed["methods"][name] for seed in figures["seeds"]]
-        for axes, key, factor in ((left, "success", 100), (middle, "steps", 1)):
-            for course in of:
-                axes.plot(course["generated"], [factor * v for v in course[key]], color=color, alpha=0.3, linewidth=1)
-            points = [
-                [median(at) for at in zip(*(course[k] for course in of), strict=True)] for k in ("generated", key)
-            ]
-            axes.plot(points[0], [factor * value for value in points[1]], color=color, marker="o", label=name)
-    left.set(xlabel="generated tokens", ylabel="success on held-out tasks, %", ylim=(0, 100))
-    middle.set(xlabel="generated tokens", ylabel="steps per task", ylim=(0, None))
-    left.legend()
-    names = list(figures["step_seconds"])
-    for shift, way, color in ((-0.2, "treefx", "tab:green"), (0.2, "rows", "tab:gray")):
-        heights = [1000 * figures["step_seconds"][name][way] for name in names]
-        label = "treefx" if way == "treefx" else f"padded rows, {figures['inner']}"
-        right.bar([place + shift for place in range(len(names))], heights, 0.4, color=color, label=label)
-    right.set(xticks=range(len(names)), xticklabels=names, ylabel="ms per training step")
-    right.legend()
-    figure.savefig(path, dpi=110)
 
 
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 1,
     budget: Annotated[int, typer.Option(min=1, help="Tokens that each method may generate.")] = Settings.budget,
-    quick: Annotated[bool, typer.Option(help="One seed, a short warm start and a twelfth of the budget.")] = False,
+    quick: Annotated[bool, typer.Option(help="One seed, a short warm start and a sixth of the budget.")] = False,
     inner: Annotated[str, typer.Option(help="What compiles the graphs: inductor, aot_eager or eager.")] = "inductor",
     out: Annotated[Path, typer.Option(help="Folder for the plot and the figures.")] = Path("out/portool"),
 ) -> None:
@@ -395,7 +326,7 @@ def main(
     settings = Settings(budget=budget)
     if quick:
         seeds = 1
-        settings = Settings(budget=budget // 12, warm_steps=30, demonstrations=256, held_out=32, evaluations=1)
+        settings = Settings(budget=budget // 6, warm_steps=180, held_out=50, evaluations=1)
     figures = run(range(first_seed, first_seed + seeds), settings, inner)
     print_results(figures)
     out.mkdir(parents=True, exist_ok=True)
@@ -415,7 +346,7 @@ def run(seeds: Sequence[int], settings: Settings, inner: str) -> dict[str, Any]:
         progress.remove_task(task)
         runs = [run_seed(model, settings, seed, progress) for seed in seeds]
         progress.add_task("training steps on rows", total=None)
-        batches = {name: spread_out(of, 4) for name, of in runs[0][1].items()}
+        batches = {name: spread_out(of, 3) for name, of in runs[0][1].items()}
         timing, compiling["rows"] = time_steps(model, batches, settings, inner)
     return {
         "settings": asdict(settings),

@@ -1,4 +1,4 @@
-"""The scripted world of `portool.py`: seven tools, tasks that need one to seven steps, careless demonstrations.
+"""The scripted world of `portool.py`: seven tools, tasks of four to seven steps or more, careless demonstrations.
 
 The language has some two hundred words, one token each. Every task has prices, temperatures, homes and events of its
 own, drawn from the task's number, so nothing can be known without asking. In each step the agent calls one tool, or
@@ -6,7 +6,7 @@ gives its answer; "->" begins what the world replies:
 
     question temperature in fahrenheit where anna lives at lunch ?
     search anna end        -> nothing found , try again
-    search anna end        -> anna lives in rome
+    search anna end        -> anna is in rome
     calendar lunch end     -> lunch is at 14
     weather rome 14 end    -> rome has 21
     convert 21 fahrenheit end -> that is 69
@@ -25,6 +25,7 @@ __all__ = ["END", "VOCABULARY", "Task", "World", "decode", "demonstrate", "encod
 CITIES = ("rome", "oslo", "cairo", "lima", "paris", "delhi")
 PEOPLE = ("anna", "ben", "carla", "david", "emma", "farid")
 ITEMS = ("tea", "bread", "rice", "milk", "soap", "salt")
+SHOPS = ("corner", "market", "mill", "harbor", "kiosk", "dairy")
 EVENTS = ("lunch", "dinner", "meeting", "training", "concert", "party")
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "plus": lambda a, b: a + b,
@@ -35,8 +36,11 @@ UNITS: Mapping[str, Callable[[int], int]] = {
     "fahrenheit": lambda celsius: 32 + celsius * 9 // 5,
     "dollar": lambda euro: euro * 11 // 10,
 }
+PLACES = ((PEOPLE, CITIES), (ITEMS, SHOPS))
 LARGEST = 99
 """Numbers are words, from 0 to this one."""
+GUESS = "6"
+"""The hour it is, to those who do not ask."""
 FAILING = 0.3
 """How often a search finds nothing."""
 
@@ -47,9 +51,9 @@ calendar event : the hour of an event . events are lunch dinner meeting training
 example : calendar dinner end
 weather city hour : the temperature in celsius . it changes every hour , so always give the hour .
 example : weather oslo 9 end
-price item hour : what an item costs in euro . it changes every hour , so always give the hour .
-example : price tea 17 end
-search person : the city where a person lives . it finds nothing now and then ; then try again .
+price shop hour : what a shop takes for its item , in euro . it changes every hour , so always give the hour .
+example : price market 17 end
+search name : the city of a person , or the shop of an item . it finds nothing now and then ; then try again .
 example : search ben end
 convert number unit : celsius to fahrenheit , or euro to dollar . example : convert 20 fahrenheit end
 calc number operation number : operations are plus minus times . example : calc 3 times 8 end
@@ -57,9 +61,9 @@ answer number : this ends the task . answer unknown if there is no way to know .
 question
 """
 _WORDS = """
--> ? hours until temperature price of where lives at in now nothing found try again that is not a call it has costs
+-> ? hours until temperature price of where lives at in now nothing found try again that is not a call it has takes
 """
-_NAMES = (*CITIES, *PEOPLE, *ITEMS, *EVENTS, *OPERATIONS, *UNITS, *map(str, range(LARGEST + 1)))
+_NAMES = (*CITIES, *PEOPLE, *ITEMS, *SHOPS, *EVENTS, *OPERATIONS, *UNITS, *map(str, range(LARGEST + 1)))
 VOCABULARY = tuple(dict.fromkeys([*TOOLS.split(), *_WORDS.split(), *_NAMES]))
 _NUMBER = {word: number for number, word in enumerate(VOCABULARY)}
 END = _NUMBER["end"]
@@ -82,15 +86,15 @@ class Task:
 
     Attributes:
         kind: "temperature", "price" or "hours" (until an event).
-        subject: a city, or a person, for the city where somebody lives; or an item; "" for hours.
+        subject: a person or an item; "" for hours.
         count: how many of the item.
         event: at what time; "now" where the clock says it.
         unit: what the result is converted to; "" if it is not.
         hour: it is now.
         events: the hour of each.
-        homes: the city of each person.
+        places: the city of each person, the shop of each item.
         weather: of each city, the temperature at every hour.
-        prices: of each item, at every hour.
+        prices: of each shop, at every hour.
     """
 
     kind: str
@@ -100,7 +104,7 @@ class Task:
     unit: str
     hour: int
     events: Mapping[str, int]
-    homes: Mapping[str, str]
+    places: Mapping[str, str]
     weather: Mapping[str, Sequence[int]]
     prices: Mapping[str, Sequence[int]]
 
@@ -108,8 +112,8 @@ class Task:
     def draw(cls, number: int) -> "Task":
         """The task of a number, at least 0, which decides everything."""
         random = np.random.default_rng(number)
-        kind = ("temperature", "price", "hours")[random.choice(3, p=[0.45, 0.4, 0.15])]
-        subjects = {"temperature": [*CITIES, *PEOPLE, *PEOPLE], "price": [*ITEMS], "hours": [""]}[kind]
+        kind = ("temperature", "price", "hours")[random.choice(3, p=[0.4, 0.4, 0.2])]
+        subjects = {"temperature": PEOPLE, "price": ITEMS, "hours": [""]}[kind]
         unit = {"temperature": "fahrenheit", "price": "dollar", "hours": ""}[kind]
         return cls(
             kind=kind,
@@ -119,9 +123,9 @@ class Task:
             unit=unit if random.random() < 0.6 else "",
             hour=int(random.integers(0, 12)),
             events={event: int(random.integers(12, 24)) for event in EVENTS},
-            homes={person: str(random.choice(CITIES)) for person in PEOPLE},
+            places={name: str(random.choice(of)) for names, of in PLACES for name in names},
             weather={city: random.integers(0, 31, 24).tolist() for city in CITIES},
-            prices={item: random.integers(2, 21, 24).tolist() for item in ITEMS},
+            prices={shop: random.integers(2, 21, 24).tolist() for shop in SHOPS},
         )
 
     @property
@@ -133,8 +137,7 @@ class Task:
             return f"hours until {self.event} ?"
         if self.kind == "price":
             return f"price {unit} of {self.count} {self.subject} {when} ?"
-        where = f"where {self.subject} lives" if self.subject in PEOPLE else f"in {self.subject}"
-        return f"temperature {unit} {where} {when} ?"
+        return f"temperature {unit} where {self.subject} lives {when} ?"
 
     @property
     def truth(self) -> int:
@@ -143,9 +146,9 @@ class Task:
         if self.kind == "hours":
             return hour - self.hour
         if self.kind == "price":
-            value = self.count * self.prices[self.subject][hour]
+            value = self.count * self.prices[self.places[self.subject]][hour]
         else:
-            value = self.weather[self.homes.get(self.subject, self.subject)][hour]
+            value = self.weather[self.places[self.subject]][hour]
         return UNITS[self.unit](value) if self.unit else value
 
 
@@ -185,11 +188,11 @@ def run_tool(task: Task, call: Sequence[str], seed: int) -> str | None:
             return f"{event} is at {task.events[event]}"
         case ["weather", city, hour] if city in CITIES and hour.isdigit() and int(hour) < 24:
             return f"{city} has {task.weather[city][int(hour)]}"
-        case ["price", item, hour] if item in ITEMS and hour.isdigit() and int(hour) < 24:
-            return f"{item} costs {task.prices[item][int(hour)]}"
-        case ["search", person] if person in PEOPLE:
+        case ["price", shop, hour] if shop in SHOPS and hour.isdigit() and int(hour) < 24:
+            return f"{shop} takes {task.prices[shop][int(hour)]}"
+        case ["search", name] if name in task.places:
             lucky = np.random.default_rng(seed).random() >= FAILING
-            return f"{person} lives in {task.homes[person]}" if lucky else "nothing found , try again"
+            return f"{name} is in {task.places[name]}" if lucky else "nothing found , try again"
         case ["convert", number, unit] if number.isdigit() and unit in UNITS:
             return _result(UNITS[unit](int(number)))
         case ["calc", one, operation, other] if one.isdigit() and other.isdigit() and operation in OPERATIONS:
@@ -207,28 +210,24 @@ def expert(task: Task, slips: Callable[[], bool] = lambda: False) -> Generator[s
     `slips` is asked wherever somebody careless cuts a corner: gives up instead of trying again, guesses the hour
     instead of asking, leaves out a calculation at the end.
     """
-    place = task.subject
-    if place in PEOPLE:
-        while (reply := (yield f"search {task.subject}")).startswith("nothing"):
-            if slips():
-                yield "answer unknown"
-                return
-        place = _last(reply)
     if task.kind == "hours":
-        start = "6" if slips() else _last((yield "clock"))
         value = _last((yield f"calendar {task.event}"))
+        now = GUESS if slips() else _last((yield "clock"))
         if not slips():
-            value = _last((yield f"calc {value} minus {start}"))
-    else:
-        if task.event != "now":
-            hour = _last((yield f"calendar {task.event}"))
-        else:
-            hour = "6" if slips() else _last((yield "clock"))
-        value = _last((yield f"{'price' if task.kind == 'price' else 'weather'} {place} {hour}"))
-        if task.count > 1 and not slips():
-            value = _last((yield f"calc {task.count} times {value}"))
-        if task.unit and not slips():
-            value = _last((yield f"convert {value} {task.unit}"))
+            value = _last((yield f"calc {value} minus {now}"))
+        yield f"answer {value}"
+        return
+    while (reply := (yield f"search {task.subject}")).startswith("nothing"):
+        if slips():
+            yield "answer unknown"
+            return
+    asks = "clock" if task.event == "now" else f"calendar {task.event}"
+    hour = GUESS if slips() else _last((yield asks))
+    value = _last((yield f"{'price' if task.kind == 'price' else 'weather'} {_last(reply)} {hour}"))
+    if task.count > 1 and not slips():
+        value = _last((yield f"calc {task.count} times {value}"))
+    if task.unit and not slips():
+        value = _last((yield f"convert {value} {task.unit}"))
     yield f"answer {value}"
 
 
