@@ -80,5 +80,6 @@ def draw_results(figures: Mapping[str, Any], path: Path) -> None:
         label = "treefx" if way == "treefx" else f"padded rows, {figures['inner']}"
         right.bar([place + shift for place in range(len(names))], heights, 0.4, color=color, label=label)
     right.set(xticks=range(len(names)), xticklabels=names, ylabel="ms per training step")
+    right.set_ylim(top=1.3 * right.get_ylim()[1])  # room for the legend
     right.legend()
     figure.savefig(path, dpi=110)
