@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def load(name: str) -> ModuleType:
@@ -114,7 +114,7 @@ def test_the_loss_on_trees_is_that_on_rows() -> None:
 
 def test_a_small_run_of_the_whole(tmp_path: Path) -> None:
     settings = example.Settings(
-        demonstrations=16, warm_steps=4, warm_rows=4, budget=60, tasks=2, trajectories=3, max_steps=3, held_out=4,
+        demonstrations=16, warm_steps=4, warm_rows=4, budget=60, tasks=2, trajectories=3, max_steps=2, held_out=2,
         evaluations=1,
     )  # fmt: skip
     figures = json.loads(json.dumps(example.run([7], settings, "eager")))
