@@ -136,4 +136,12 @@ def _size_or_node(node: fx.Node) -> Any:
 
 def is_number_input(node: fx.Node) -> bool:
     """Whether Dynamo's graph asks an input only for its number: with dynamic=True it passes the model's floats so."""
-    return bool(node.users) and all((user.op, user.target) == ("call_method", "item") for user in node.users)
+    return bool(node.users) and all(_asks_for_number(user, node) for user in node.users)
+
+
+def _asks_for_number(user: fx.Node, node: fx.Node) -> bool:
+    if user.target is torch.ops.higher_order.tag_activation_checkpoint:
+        body: Any = user.args[0]
+        inside = getattr(user.graph.owning_module, body.target).graph.find_nodes(op="placeholder")
+        return all(is_number_input(own) for own, given in zip(inside, user.args[1:], strict=True) if given is node)
+    return (user.op, user.target) == ("call_method", "item")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.backend.life.test_batches import SHAPES, batch_of, compile_for_all, step, steps
 from tests.batches import distinct_tokens
 from tests.mixers import CausalConvolution, SameConvolution
-from tests.models import TinyLM
+from tests.models import TinyLM, double
 from tests.spellings import SPELLINGS
 from treefx.kernels.score import Expr
 from treefx.passes import pipeline
@@ -242,3 +242,13 @@ def test_code_that_holds_for_few_tokens_makes_room_for_code_for_more(monkeypatch
         assert stats["tokens"] == distinct_tokens(batch) and stats["fallback"] is None
         compiles.append(stats["compiles"])
     assert compiles == [1, 2, 2, 2, 3, 3]
+
+
+# Numbers of the model -------------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_checkpointed_layers_read_are_numbers() -> None:
+    """With dynamic=True Dynamo hands epsilon, scale and dropout of a layer to its checkpoint as tensors."""
+    model = double("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert steps(model, [(3, 7), (5, 19)], "right")["compiles"] == 1
