@@ -11,6 +11,7 @@ from tests.backend.support import assert_packed
 from tests.batches import distinct_tokens, shared_batch
 from tests.models import PACKED_ZOO, zoo
 from tests.oracle import FLOAT64, compare
+from treefx.bench.zoo.run import check_model
 
 pytestmark = pytest.mark.zoo
 
@@ -29,6 +30,22 @@ def test_architecture(name: str) -> None:
     attentions = 4 if name == "diffllama" else 2  # two per layer there
     inner = "aot_eager" if name in THROUGH_AOT else "eager"
     assert_packed(compare(zoo(name), BATCH, inner=inner), distinct_tokens(BATCH), attentions)
+
+
+SHAPES_OF_THEIR_OWN = {
+    "bamba", "jamba", "jetmoe", "mamba2", "minimax", "phimoe", "qwen3_next", "recurrent_gemma", "rwkv",
+}  # fmt: skip
+"""Recurrences, and operators on rows, are analysed for each number of columns; JetMoE is cut by Dynamo."""
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", sorted({*PACKED_ZOO, "lfm2"} - SHAPES_OF_THEIR_OWN))
+def test_architecture_in_batches_of_all_shapes(name: str) -> None:
+    """The first batch is compiled for its shape, the next for all; a third time where padding changes its side."""
+    row = check_model(name, "eager", batches=5)
+    assert row.verdict == "packed", row.note
+    counts = [batch.compiles for batch in row.batches]
+    assert counts[2] <= 3 and counts[2] == counts[4]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "bloom"])
