@@ -153,10 +153,9 @@ def measure(case: FirstStepCase) -> dict[str, Any]:
 
 def _taken(step: Any) -> tuple[dict[str, float], float]:
     """Seconds of a step, and its loss."""
-    before, started = os.times(), time.perf_counter()
+    before, started, worked = os.times(), time.perf_counter(), time.process_time()
     loss = step()
-    wall, after = time.perf_counter() - started, os.times()
-    python = after.user + after.system - before.user - before.system
+    wall, python, after = time.perf_counter() - started, time.process_time() - worked, os.times()
     compilers = after.children_user + after.children_system - before.children_user - before.children_system
     return {"wall": wall, "python": python, "compilers": compilers}, loss
 
