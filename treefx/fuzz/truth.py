@@ -34,8 +34,6 @@ _SMALL = 1e-4
 """Gradients below this share of the largest one of their step are judged against it."""
 _CANCELLED = 1e-12
 """Where no gradient reaches this share of the loss, the weights do not matter: they are judged against the loss."""
-_COARSE = 1e-3
-"""The same where a program computes in float32: what cancels there leaves rounding of that size."""
 _STEEP = 1.0
 """The same where scores are scaled up, and with them the rounding of a softmax that is nearly one key."""
 _ROUNDING = 6.0
@@ -143,9 +141,8 @@ def _compared(
 ) -> Outcome:
     if any(not value.isfinite().all() for name, value in want.items() if "loss" in name or "gradient" in name):
         return Outcome("nan", "eager is not finite", stats=watch.stats)
-    allowed = _allowed(program, eager, want)
-    small = _STEEP if _has_trait(program, "steep") else _SMALL if allowed == _TOLERANCE else _COARSE
-    errors = errors_of(got, want, small)
+    small = _STEEP if _has_trait(program, "steep") else _SMALL
+    errors, allowed = errors_of(got, want, small), _allowed(program, eager, want)
     if allowed < max(errors.values(), default=0.0) < _ROUNDED:
         allowed = max(allowed, _SENSITIVE * max(errors_of(play(_nudged, dtype), want).values()))
     wrong = {name: error for name, error in errors.items() if not error <= allowed}
