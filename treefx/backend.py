@@ -14,6 +14,7 @@ from treefx.runtime.blocks.on_tree import is_on_tree
 from treefx.runtime.compiled_graph import CompiledGraph
 from treefx.runtime.dynamo import keep_graphs_whole
 from treefx.runtime.report import register
+from treefx.runtime.roles import role_of
 from treefx.runtime.shapes import forget_shapes
 
 __all__ = ["treefx"]
@@ -39,7 +40,7 @@ def treefx(
     """
     config = Config.from_options({"mode": mode or "default", **(options or {})})
     placeholders = gm.graph.find_nodes(op="placeholder")
-    roles = [_role(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
+    roles = [role_of(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
     graph = BlockGraph(gm, roles, config) if is_on_tree(gm) else CompiledGraph(gm, roles, config)
     register(graph)
     return graph
@@ -48,21 +49,3 @@ def treefx(
 keep_graphs_whole()
 setattr(treefx, "reset", forget_shapes)  # torch.compiler.reset calls it
 
-
-def _role(node: fx.Node, example: Any) -> str:
-    """Whether an input is a parameter, a buffer of the model, or comes with the call, and is then to be learned."""
-    if isinstance(example, torch.nn.Parameter):
-        return "parameter"
-    learned = isinstance(example, torch.Tensor) and example.requires_grad
-    if isinstance(example, torch.Tensor) and _is_of_module(node):
-        return "parameter" if learned else "buffer"
-    return "variable" if learned else "input"
-
-
-def _is_of_module(node: fx.Node) -> bool:
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return False
-    kind = source.guard_source
-    kind = kind() if callable(kind) else kind
-    return bool(kind.is_specialized_nn_module() or kind.is_unspecialized_nn_module())

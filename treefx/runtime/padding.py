@@ -59,6 +59,11 @@ class Padding:
         met = [grid.keys(condition, heads).all(0).reshape(grid.rows, grid.columns) for condition in conditions]
         return torch.stack(met).all(0)
 
+    def met(self, args: Sequence[Any], conditions: Sequence[Expr]) -> Tensor:
+        """bool [B, T], whether a position as a key meets all of some conditions on keys."""
+        grid = Grid(self._analysis, args)
+        return self._met(grid, conditions) if conditions else grid.everywhere()
+
     def needed(self, args: Sequence[Any], seen: Tensor) -> Tensor:
         """bool [B, T], the positions that have to run: seen or read themselves, or read on the way by a mixer."""
         wanted = seen | self.read(args) if self._analysis.attentions else self.read(args)

@@ -10,11 +10,12 @@ from torch import Tensor, fx
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
+from treefx.kernels.score import Expr
 from treefx.passes.analysis import Analysis, Variant
 from treefx.passes.packing.vocab_tail import logits_of_losses
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.batch import build_batch
+from treefx.runtime.batch import Batch, build_batch
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Outgrown, Shape, Unfit
@@ -22,7 +23,7 @@ from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.outputs import Outputs
 from treefx.runtime.ways.packed import PackedRun
 
-__all__ = ["RowsRun"]
+__all__ = ["RowsRun", "build_rows"]
 
 
 class RowsRun:
@@ -73,12 +74,8 @@ class RowsRun:
             return self._ordinary.instead(
                 args, fallback="a position that sees no key is read by the loss or the caller"
             )
-        redundant = shape.padding.redundant(tensors, keep)
-        identity = shape.analysis.identity_without(redundant)
-        keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
-        places = None if keep is None and starts is None else shape.padding.own_positions(tensors, redundant)
-        batch = build_batch(keys, keep, places, starts)
-        raw = keys[0].numel() if seen is None or keep is None else int((seen & keep).sum())
+        batch, redundant = build_rows(shape, tensors, keep, starts)
+        raw = batch.metadata[3].numel() if seen is None or keep is None else int((seen & keep).sum())
         unshared = self._config.min_sharing > 1.0 and raw < self._config.min_sharing * batch.tokens
         self._records.count_rows(raw, raw if unshared else batch.tokens, batch.prefixes)
         if unshared:
@@ -112,3 +109,21 @@ class RowsRun:
         if self._config.padding == "drop":
             return seen, shape.padding.reached(seen)
         return seen, torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(args, seen)
+
+
+def build_rows(
+    shape: Shape, tensors: Sequence[Tensor], keep: Tensor | None, starts: Tensor | None
+) -> tuple[Batch, frozenset[Expr]]:
+    """The trie of the rows (or segments) of a call, and the conditions of attentions that all its tokens meet.
+
+    Args:
+        shape: What is known of calls like it.
+        tensors: Its tensors, with the parts of masks.
+        keep: bool [B, T], the positions that run; None keeps all.
+        starts: bool [B, T], where segments start; None where there are none.
+    """
+    redundant = shape.padding.redundant(tensors, keep)
+    identity = shape.analysis.identity_without(redundant)
+    keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
+    places = None if keep is None and starts is None else shape.padding.own_positions(tensors, redundant)
+    return build_batch(keys, keep, places, starts), redundant

@@ -1,0 +1,209 @@
+"""What stands around the blocks, tried out: on the packed row each block must get what it gets on rows, token by token.
+
+Blocks are proved by their graph; the code between them and the ids (embedding, positions, masks) decides from shapes
+and arguments in Python, and is run here on a few made-up rows with blocks that only note what they get. It shows that
+positions left out are those of columns, that positions passed are the ones used, and that the tree reaches every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
+
+from treefx.errors import UnsupportedError
+from treefx.passes.analysis import Analysis
+from treefx.passes.labels.facts import Kind, fact_of
+from treefx.passes.labels.liveness import live_nodes
+from treefx.passes.scores.attention_facts import Attention
+from treefx.runtime.converted.seam import tree_of
+
+__all__ = ["blocks_of", "check_blocks", "check_frame", "module_of", "packed_inputs"]
+
+_ROWS = [[0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 5, 6], [0, 0, 1, 2, 5, 7]]
+_PADDING = 2
+_END = [7, 7, 4, 4, 7, 6, 7]
+"""The tree of the rows without padding: 1 2, below it 3 4 and 5, below that 6 and 7."""
+_ROW, _COLUMN = [0, 0, 0, 0, 1, 1, 2], [2, 3, 4, 5, 4, 5, 5]
+_WEIGHTS = 16
+"""Rows of tables that ids and positions of the made-up rows can read."""
+
+
+def packed_inputs(given: Mapping[str, Any], ids: Tensor, positions: Tensor, tree: Tensor) -> dict[str, Any]:
+    """The arguments of the module that takes the ids, for the packed row; ids and positions are [N]."""
+    changed = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": tree, "use_cache": False}
+    return {**given, **changed}
+
+
+def blocks_of(model: nn.Module, attention: Mapping[str, nn.Module]) -> set[str]:
+    """The names of the blocks: what stands in a list of modules and holds an attention.
+
+    Raises:
+        UnsupportedError: An attention stands in no list.
+    """
+    found = set()
+    for name in attention:
+        parts = name.split(".")
+        prefixes = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+        parents = [model.get_submodule(".".join(parts[: i - 1])) for i in range(1, len(parts) + 1)]
+        listed = [p for p, q in zip(prefixes, parents, strict=True) if isinstance(q, nn.ModuleList | nn.ModuleDict)]
+        if not listed:
+            raise UnsupportedError(f"the attention {name} stands in no list of blocks (nn.ModuleList)")
+        found.add(listed[0])
+    return found
+
+
+# By trial ----------------------------------------------------------------------------------------------------------
+
+
+def check_frame(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) -> None:
+    """Run a skeleton on made-up rows and on their packed row, and compare what the blocks get and what comes out.
+
+    Args:
+        owner: A skeleton of the module that takes the ids; its weights are undefined, and some are overwritten.
+        blocks: Names of its blocks.
+        given: The arguments of a call, on the CPU; of its tensors only which are there counts.
+
+    Raises:
+        UnsupportedError: They differ, or the code cannot be run.
+    """
+    rows, packed = _calls(given)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, parameter in owner.named_parameters():
+            if not any(name.startswith(f"{block}.") for block in blocks):
+                parameter.data[:_WEIGHTS].normal_()
+        try:
+            expected, got = _noted(owner, blocks, rows), _noted(owner, blocks, packed)
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "")
+            raise UnsupportedError(f"the code around the blocks fails on a tree: {type(error).__name__}: {first}") from error
+    if len(expected) != len(got) or not expected:
+        raise UnsupportedError("the packed row runs other blocks than rows do")
+    for (name, *on_rows), (again, *on_tree) in zip(expected, got, strict=True):
+        if name != again or not _agree(on_rows, on_tree, packed["attention_mask"], name != "output"):
+            raise UnsupportedError(f"on the packed row {name or 'a block'} gets other values than on rows")
+
+
+def _calls(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments for the made-up rows and for their packed row."""
+    ids = torch.tensor(_ROWS)
+    masked, placed = given.get("attention_mask") is not None, given.get("position_ids") is not None
+    ids = ids if masked else torch.where(ids == 0, torch.tensor([[9, 8, 0, 0, 0, 0]]), ids)
+    row, column, end = (torch.tensor(x) for x in (_ROW, _COLUMN, _END))
+    if not masked:  # what was padding stands before the tree
+        first = torch.arange(_PADDING)
+        row, column = torch.cat([first * 0, row]), torch.cat([first, column])
+        end = torch.cat([first * 0 + len(row), end + _PADDING])
+    positions = (torch.arange(ids.shape[1]) - _PADDING).clamp(min=0).expand_as(ids) if placed else None
+    mask = (ids != 0).to(torch.int64) if masked else None
+    on_rows = {**given, "input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+    tree = tree_of(end.to(torch.int32), column, None)
+    place = column if positions is None else positions[row, column]
+    return on_rows, packed_inputs(given, ids[row, column], place, tree)
+
+
+def _noted(owner: nn.Module, blocks: set[str], inputs: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """What each block gets, and what the owner returns: blocks hand on the hidden states they get."""
+    notes: list[tuple[Any, ...]] = []
+
+    def noting(name: str) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            notes.append((name, args, kwargs))
+            return args[0] if args else kwargs["hidden_states"]
+
+        return forward
+
+    modules = {name: owner.get_submodule(name) for name in blocks}
+    before = {name: module.__dict__.get("forward") for name, module in modules.items()}
+    try:
+        for name, module in modules.items():
+            module.__dict__["forward"] = noting(name)
+        notes.append(("output", (), dict(owner(**inputs))))
+    finally:
+        for name, module in modules.items():
+            del module.__dict__["forward"]
+            if before[name] is not None:
+                module.__dict__["forward"] = before[name]
+    return notes
+
+
+def _agree(on_rows: list[Any], on_tree: list[Any], tree: Tensor, is_block: bool) -> bool:
+    (args, kwargs), (tree_args, tree_kwargs) = on_rows, on_tree
+    kwargs, tree_kwargs = dict(kwargs), dict(tree_kwargs)
+    kwargs.pop("attention_mask", None)
+    mask = tree_kwargs.pop("attention_mask", None)
+    if is_block and (mask is None or mask.dtype != tree.dtype or not torch.equal(mask, tree)):
+        return False
+    expected, shape = tree_flatten((args, kwargs))
+    got, other = tree_flatten((tree_args, tree_kwargs))
+    return shape == other and all(map(_same, expected, got))
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether a value of the packed row is that of rows, token by token."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return x is y or bool(x == y)
+    if x.dim() >= 2 and x.dim() == y.dim() and x.shape[1] == len(_ROWS[0]) and y.shape[0] == 1:
+        padded = y.shape[1] == len(_ROW)
+        first = [] if padded else list(range(_PADDING))
+        row, column = torch.tensor([0] * len(first) + _ROW), torch.tensor(first + _COLUMN)
+        x = x.expand(len(_ROWS), *x.shape[1:])[row, column][None]
+    return x.shape == y.shape and x.dtype == y.dtype and bool(torch.allclose(x, y, rtol=1e-6, atol=0, equal_nan=True))
+
+
+# By proof ----------------------------------------------------------------------------------------------------------
+
+
+def module_of(node: fx.Node) -> str:
+    """The name, inside of the module that takes the ids, of the module whose code made a node; "" for itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(list(stack.values())), ("", None))[0]
+    return str(path).rpartition("]")[2].lstrip(".")
+
+
+def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
+    """Check that no block counts columns itself: on the packed row it would count tokens.
+
+    Raises:
+        UnsupportedError: One does.
+    """
+    assert analysis.tokens is not None
+    columns, rows = analysis.tokens.columns, analysis.tokens.rows
+    sizes = (str(columns), str(columns * rows))
+    for node in live_nodes(analysis.gm):
+        if node.op != "call_function" or fact_of(node).kind is not Kind.PACKED or isinstance(fact_of(node).law, Attention):
+            continue
+        for operand in node.all_input_nodes:
+            maker = _counter(operand, sizes, blocks)
+            if maker is not None:
+                raise UnsupportedError(f"{maker.target} in {module_of(maker)} counts columns inside of a block")
+
+
+def _counter(node: fx.Node, sizes: tuple[str, str], blocks: set[str]) -> fx.Node | None:
+    """What first made a constant with an entry per column, if a block did."""
+    waiting, seen = [node], set()
+    while waiting:
+        item = waiting.pop()
+        if item in seen or item.op != "call_function" or not _counts(item, sizes):
+            continue
+        seen.add(item)
+        counting = [x for x in item.all_input_nodes if _counts(x, sizes)]
+        if not counting and _inside(item, blocks):
+            return item
+        waiting += counting
+    return None
+
+
+def _counts(node: fx.Node, sizes: tuple[str, str]) -> bool:
+    value = node.meta.get("val")
+    invariant = isinstance(value, Tensor) and fact_of(node).kind is Kind.INVARIANT
+    return invariant and any(str(size) in sizes for size in value.shape)
+
+
+def _inside(node: fx.Node, blocks: set[str]) -> bool:
+    name = module_of(node)
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)

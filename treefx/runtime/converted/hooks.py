@@ -1,0 +1,200 @@
+"""Before and after the module that takes the ids: the packed row in, rows out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from treefx.config import Config
+from treefx.errors import UnsupportedError
+from treefx.passes.analysis import Rewritten
+from treefx.passes.packing.restore_gradients import expand
+from treefx.runtime.converted.frame import packed_inputs
+from treefx.runtime.converted.planner import Plan, Planner
+from treefx.runtime.converted.seam import attention_modules, install
+from treefx.runtime.report import GraphReport, register
+from treefx.runtime.steps import steps_of, version_of
+
+__all__ = ["Hooks"]
+
+_PER_POSITION = ("input_ids", "attention_mask", "position_ids")
+"""What a batch is made of, each [B, T]; positions may be [1, T]."""
+_FOR_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict")
+_SAYS_NOTHING = {*_FOR_OUTPUTS, "num_items_in_batch", "labels"}
+"""Arguments that no value of the backbone depends on."""
+_UNREAD = "a position that sees no key is read by the loss: its label is not -100"
+
+
+class Hooks:
+    """Hooks of a converted model.
+
+    Args:
+        model: What the user converted.
+        owner: The module in it that takes the ids.
+        config: Options.
+    """
+
+    def __init__(self, model: nn.Module, owner: nn.Module, config: Config) -> None:
+        self.model, self.owner, self.config = model, owner, config
+        parameters = inspect.signature(type(owner).forward).parameters
+        self._names = [name for name, item in parameters.items() if item.kind is item.POSITIONAL_OR_KEYWORD][1:]
+        self._planner = Planner(owner, config)
+        self._report, self.rewrites = GraphReport(has_tokens=True), list[Rewritten]()
+        self._token_of: Tensor | None = None
+        self._labels: Tensor | None = None
+        register(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
+        return Hooks(copy.deepcopy(self.model, memo), copy.deepcopy(self.owner, memo), self.config)
+
+    def __reduce__(self) -> Any:
+        return Hooks, (self.model, self.owner, self.config)
+
+    @property
+    def reports(self) -> list[GraphReport]:
+        """The one report of the model."""
+        return [self._report]
+
+    def hang(self) -> None:
+        """Hang the hooks on the model."""
+        self.owner.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.owner.register_forward_hook(self.after, always_call=True)
+        for module in self.model.modules():
+            if module is not self.owner and "labels" in inspect.signature(type(module).forward).parameters:
+                module.register_forward_pre_hook(self.note_labels, with_kwargs=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember what the loss of the call predicts."""
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace a batch [B, T] by the packed row of its distinct tokens."""
+        labels, self._labels, self._token_of = self._labels, None, None
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self._begin()
+        found = self._plan(given, labels)
+        if not isinstance(found, Plan):
+            self._report.ran, self._report.fallback = "ordinary", found
+            return None
+        return (), self._packed(given, found)
+
+    def _begin(self) -> None:
+        first = next(self.model.parameters(), None)
+        if first is not None and first not in self._report.parameters:  # sharding has put others in their place
+            parameters = list(self.model.parameters())
+            self._report.parameters.clear()
+            self._report.parameters.update(dict.fromkeys(parameters))
+            self._report.steps = steps_of(parameters)
+        self._report.count_call()
+
+    def _plan(self, given: dict[str, Any], labels: Tensor | None) -> Plan | str | None:
+        """A plan, or why the call runs on rows; None if it shares too little."""
+        reason = _why_rows(given, getattr(self.owner, "config", None))
+        if reason is not None:
+            return reason
+        ids, mask, positions = (given.get(name) for name in _PER_POSITION)
+        assert ids is not None
+        if positions is not None and mask is None and _counts_columns(positions, ids.shape[1]):
+            positions = None
+        rows = {name: x for name, x in given.items() if x is not None and name not in _SAYS_NOTHING}
+        rows["position_ids"] = None if positions is None else positions.expand_as(ids)
+        try:
+            found = self._planner.plan(rows)
+        except UnsupportedError as error:
+            raise UnsupportedError(_REFUSED.format(type(self.owner).__name__, error)) from error
+        if isinstance(found, str):
+            return found
+        batch = found.batch
+        unshared = ids.numel() < self.config.min_sharing * batch.tokens
+        self._count(found, unshared)
+        dropped = batch.metadata[3] < 0
+        if labels is not None and labels.shape == ids.shape:
+            read = torch.nn.functional.pad(labels[:, 1:].cpu() != -100, (0, 1), value=False)
+            if bool((read & dropped).any()):
+                return _UNREAD
+        return None if unshared else found
+
+    def _count(self, found: Plan, unshared: bool) -> None:
+        report = self._report
+        report.raw_tokens, report.tokens = found.raw_tokens, found.raw_tokens if unshared else found.tokens
+        report.attention_rewritten, report.seconds = len(found.specs), dict(found.seconds)
+        report.graphs["captured"] = found.captured
+        version = version_of(report.parameters) if torch.is_grad_enabled() else None
+        if version is not None and found.batch.prefixes is not None:
+            report.steps.count(version, report.raw_tokens, report.tokens, found.batch.prefixes)
+
+    def _packed(self, given: dict[str, Any], found: Plan) -> dict[str, Any]:
+        ids, positions = given["input_ids"], given.get("position_ids")
+        row, column, _, self._token_of = (x.to(ids.device) for x in found.batch.metadata)
+        place = column if positions is None else positions.expand_as(ids)[row, column]
+        attention = attention_modules(self.owner)
+        for name, module in attention.items():
+            install(module, found.specs[name])
+        self._report.ran, self._report.fallback = "packed", None
+        return packed_inputs(given, ids[row, column], place, found.tree.to(ids.device))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Expand what the module returns to rows."""
+        token_of, self._token_of = self._token_of, None
+        return None if token_of is None or output is None else _expanded(output, token_of)
+
+
+_REFUSED = (
+    "treefx.convert runs a model on its distinct tokens if every attention is proved to be causal attention with a "
+    "scale, softcap, window or sinks, and all else to be computed token by token, but of {} this was not proved: {}. "
+    "Way out: change what is named (dropout to 0, say), or leave the model unconverted; "
+    'torch.compile(model, backend="treefx") expands what it cannot share'
+)
+
+
+def _counts_columns(positions: Tensor, columns: int) -> bool:
+    return bool((positions == torch.arange(columns, device=positions.device)).all())
+
+
+def _why_rows(given: Mapping[str, Any], config: Any) -> str | None:
+    """Why a call runs on rows whatever the model; None if nothing speaks against it."""
+    ids, mask, positions = (given.get(name) for name in _PER_POSITION)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+        return "the call gives no input_ids [B, T]"
+    if given.get("use_cache") or given.get("past_key_values") is not None:
+        return "the call uses a cache"
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
+        return "the call gives an attention_mask that is not [B, T]"
+    if positions is not None and not (positions.dim() == 2 and positions.shape[1] == ids.shape[1]):
+        return "the call gives position_ids that are not [B, T]"
+    if given.get("output_attentions", getattr(config, "output_attentions", False)):
+        return "the call asks for attention probabilities (output_attentions)"
+    others = [name for name, x in given.items() if isinstance(x, Tensor) and x.dim() and name not in _PER_POSITION]
+    others = [name for name in others if name not in _SAYS_NOTHING]
+    return f"the call gives {others[0]}, of which nothing is known on distinct tokens" if others else None
+
+
+def _expanded(output: Any, token_of: Tensor) -> Any:
+    """An output of the packed row on rows [B, T]; containers keep their type."""
+    if output is None:
+        return None
+    if isinstance(output, Tensor) and output.dim() > 2 and output.shape[0] == 1:
+        rows: Tensor = expand(output[0], token_of)
+        return rows
+    if isinstance(output, Tensor) and output.dim() == 2:  # of experts: [B * T, experts]
+        rows = expand(output, token_of).flatten(0, 1)
+        return rows
+    if isinstance(output, dict):
+        for name in list(output):
+            output[name] = _expanded(output[name], token_of)
+        return output
+    if isinstance(output, tuple | list):
+        return type(output)(_expanded(item, token_of) for item in output)
+    raise UnsupportedError(
+        f"under treefx.convert the module that takes the ids must return hidden states, got {type(output).__name__} "
+        "among its outputs; ask for no attentions or caches"
+    )

@@ -1,0 +1,89 @@
+"""A copy of a module for tracing: the same code and settings, no hooks, and parameters that hold nothing.
+
+Sharding, checkpoints and compiled blocks leave marks on a model that a trace of its rows must not meet: hooks that
+gather weights from other ranks, classes made by FSDP, graphs of other backends. The copy has none of them. Memory of
+its parameters is asked for and never written, so that a model of any size has one.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["skeleton"]
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def skeleton(module: nn.Module) -> nn.Module:
+    """Copy a module and everything in it; parameters are on the CPU with undefined values, buffers keep theirs."""
+    return _Copy().of(module)
+
+
+class _Copy:
+    """One copy: what occurs twice in the original (tied weights) does so in the copy."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    def of(self, module: nn.Module) -> nn.Module:
+        if id(module) in self._modules:
+            return self._modules[id(module)]
+        inner = module.__dict__["_modules"].get("_orig_mod")
+        if inner is not None:  # what torch.compile returned
+            self._modules[id(module)] = self.of(inner)
+            return self._modules[id(module)]
+        made = object.__new__(_class_of(module))
+        self._modules[id(module)] = made
+        state = dict(module.__dict__)
+        state |= {name: type(state[name])() for name in _HOOKS}
+        state["_parameters"] = {name: self._parameter(p) for name, p in module._parameters.items()}
+        state["_buffers"] = {name: self._buffer(x) for name, x in module._buffers.items()}
+        state["_modules"] = {name: None if x is None else self.of(x) for name, x in module._modules.items()}
+        state["_compiled_call_impl"] = None
+        if "gradient_checkpointing" in state:  # which changes no value
+            state["gradient_checkpointing"] = False
+        made.__dict__.update(state)
+        _bind_methods(module, made)
+        return made
+
+    def _parameter(self, parameter: Any) -> Any:
+        if parameter is None:
+            return None
+        if id(parameter) not in self._tensors:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed's stage 3 leaves an empty shape
+            data = torch.empty(tuple(shape), dtype=parameter.dtype, device="cpu")
+            self._tensors[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        return self._tensors[id(parameter)]
+
+    def _buffer(self, buffer: Any) -> Any:
+        if buffer is None:
+            return None
+        if id(buffer) not in self._tensors:
+            self._tensors[id(buffer)] = buffer.detach().to("cpu", copy=True)
+        return self._tensors[id(buffer)]
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """The class as written: ``fully_shard`` puts one of its own in front."""
+    found = type(module)
+    index = getattr(found, "_orig_cls_mro_index", None)
+    if index is None and found.__name__.startswith("FSDP") and len(found.__mro__) > 2:
+        index = 2 if found.__mro__[1].__name__ == "FSDPModule" else None
+    return found if index is None else found.__mro__[index]
+
+
+def _bind_methods(module: nn.Module, made: nn.Module) -> None:
+    """Methods that were put on the original are those of the copy; what accelerate has wrapped is unwrapped."""
+    if "_old_forward" in made.__dict__:
+        made.__dict__["forward"] = made.__dict__["_old_forward"]
+    for name, value in made.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            made.__dict__[name] = types.MethodType(value.__func__, made)
