@@ -132,15 +132,12 @@ def _noted(owner: nn.Module, blocks: set[str], inputs: Mapping[str, Any]) -> lis
 
 
 def _agree(on_rows: list[Any], on_tree: list[Any], tree: Tensor, is_block: bool) -> bool:
-    (args, kwargs), (tree_args, tree_kwargs) = on_rows, on_tree
-    kwargs, tree_kwargs = dict(kwargs), dict(tree_kwargs)
-    kwargs.pop("attention_mask", None)
-    mask = tree_kwargs.pop("attention_mask", None)
-    if is_block and (mask is None or mask.dtype != tree.dtype or not torch.equal(mask, tree)):
-        return False
-    expected, shape = tree_flatten((args, kwargs))
-    got, other = tree_flatten((tree_args, tree_kwargs))
-    return shape == other and all(map(_same, expected, got))
+    """Whether a block gets on the packed row what it gets on rows, with the tree where there was a mask."""
+    expected, shape = tree_flatten(on_rows)
+    got, other = tree_flatten(on_tree)
+    trees = [x is tree or (isinstance(x, Tensor) and x.dtype == tree.dtype and torch.equal(x, tree)) for x in got]
+    values = zip(expected, got, trees, strict=False)
+    return shape == other and any(trees) is is_block and all(is_tree or _same(x, y) for x, y, is_tree in values)
 
 
 def _same(x: Any, y: Any) -> bool:
