@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from treefx.planning.execution.profile import profile
     from treefx.planning.search.planner import plan
     from treefx.runtime.blocks.distributed import distribute
+    from treefx.runtime.converted.convert import convert
 
 __all__ = [
     "Config",
@@ -64,6 +65,7 @@ __all__ = [
     "TreefxError",
     "UnsupportedError",
     "backward",
+    "convert",
     "current_forest",
     "distribute",
     "edge_entropy",
@@ -82,6 +84,7 @@ __all__ = [
 _LAZY = {
     "Config": "treefx.config",
     "backward": "treefx.planning.execution.backward",
+    "convert": "treefx.runtime.converted.convert",
     "distribute": "treefx.runtime.blocks.distributed",
     "inspect": "treefx.inspection.inspector",
     "plan": "treefx.planning.search.planner",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from treefx.config import Config
@@ -48,4 +47,3 @@ def treefx(
 
 keep_graphs_whole()
 setattr(treefx, "reset", forget_shapes)  # torch.compiler.reset calls it
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from treefx.config import Config
@@ -26,6 +27,8 @@ __all__ = ["CompiledGraph"]
 
 _WHOLE = "under treefx.use(forest) the model must be one whole graph, because nobody sees what runs beside it, but "
 _WHERE = "call it on a padded batch without treefx.use (TORCH_LOGS=graph_breaks shows the line)"
+
+_ON_TREE = {torch.ops.treefx.tree_attention, torch.ops.treefx.tree_attention.default}
 
 _OFF_TREE = (
     "under treefx.distribute every compiled graph must start from the hidden states of a block, got one that does not: "
@@ -52,6 +55,8 @@ class CompiledGraph:
         self._ordinary = Ordinary(gm, config.compiler, self._records)
         self._rows = RowsRun(gm, roles, self._analyses, packed, self._ordinary, config, self._records)
         self._native = NativeRun(roles, packed, self._records)
+        self._attends = _attends_on_tree(gm)
+        """Whether the graph is one of a block of a converted model, which gets distinct tokens and their tree."""
 
     @property
     def reports(self) -> list[GraphReport]:
@@ -88,4 +93,12 @@ class CompiledGraph:
             raise UnsupportedError(f"under treefx.use(forest) the model must run packed, but {fallback}")
         if forest is not None and "parameter" in self.roles:
             raise UnsupportedError(_WHOLE + "one of its graphs gets no token ids; give the model input_ids")
-        return self._ordinary.instead(args, fallback=fallback)
+        results = self._ordinary.instead(args, fallback=fallback)
+        if self._attends:
+            self._records.report.ran = "packed"
+        return results
+
+
+def _attends_on_tree(gm: fx.GraphModule) -> bool:
+    bodies = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return any(node.target in _ON_TREE for body in bodies for node in body.graph.nodes)

@@ -17,9 +17,7 @@ __all__ = ["convert"]
 _HOOKS = "treefx_hooks"
 
 
-def convert(
-    model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["auto", "drop"] = "auto"
-) -> nn.Module:
+def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["auto", "drop"] = "auto") -> nn.Module:
     """Run the backbone of a model once per distinct token of a batch, without a compiler.
 
     For models that do not reach one whole graph: sharded (``fully_shard``), compiled block by block, with adapters, or

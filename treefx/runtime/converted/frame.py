@@ -56,6 +56,8 @@ def blocks_of(model: nn.Module, attention: Mapping[str, nn.Module]) -> set[str]:
     return found
 
 
+_FAILS = "the code around the blocks fails on a tree: {}: {}"
+
 # By trial ----------------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +82,9 @@ def check_frame(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) ->
             expected, got = _noted(owner, blocks, rows), _noted(owner, blocks, packed)
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
-            raise UnsupportedError(f"the code around the blocks fails on a tree: {type(error).__name__}: {first}") from error
+            raise UnsupportedError(
+                f"the code around the blocks fails on a tree: {type(error).__name__}: {first}"
+            ) from error
     if len(expected) != len(got) or not expected:
         raise UnsupportedError("the packed row runs other blocks than rows do")
     for (name, *on_rows), (again, *on_tree) in zip(expected, got, strict=True):
@@ -172,7 +176,11 @@ def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
     columns, rows = analysis.tokens.columns, analysis.tokens.rows
     sizes = (str(columns), str(columns * rows))
     for node in live_nodes(analysis.gm):
-        if node.op != "call_function" or fact_of(node).kind is not Kind.PACKED or isinstance(fact_of(node).law, Attention):
+        if (
+            node.op != "call_function"
+            or fact_of(node).kind is not Kind.PACKED
+            or isinstance(fact_of(node).law, Attention)
+        ):
             continue
         for operand in node.all_input_nodes:
             maker = _counter(operand, sizes, blocks)
@@ -197,8 +205,9 @@ def _counter(node: fx.Node, sizes: tuple[str, str], blocks: set[str]) -> fx.Node
 
 def _counts(node: fx.Node, sizes: tuple[str, str]) -> bool:
     value = node.meta.get("val")
-    invariant = isinstance(value, Tensor) and fact_of(node).kind is Kind.INVARIANT
-    return invariant and any(str(size) in sizes for size in value.shape)
+    if not isinstance(value, Tensor) or fact_of(node).kind is not Kind.INVARIANT:
+        return False
+    return any(str(size) in sizes for size in value.shape)
 
 
 def _inside(node: fx.Node, blocks: set[str]) -> bool:

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
 from treefx.runtime.converted.frame import packed_inputs
-from treefx.runtime.converted.planner import Plan, Planner
-from treefx.runtime.converted.seam import attention_modules, install
+from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
+from treefx.runtime.converted.seam import install
 from treefx.runtime.report import GraphReport, register
 from treefx.runtime.steps import steps_of, version_of
 
@@ -27,6 +27,7 @@ _PER_POSITION = ("input_ids", "attention_mask", "position_ids")
 _FOR_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict")
 _SAYS_NOTHING = {*_FOR_OUTPUTS, "num_items_in_batch", "labels"}
 """Arguments that no value of the backbone depends on."""
+_IGNORED = -100
 _UNREAD = "a position that sees no key is read by the loss: its label is not -100"
 
 
@@ -80,11 +81,14 @@ class Hooks:
         labels, self._labels, self._token_of = self._labels, None, None
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._begin()
-        found = self._plan(given, labels)
-        if not isinstance(found, Plan):
-            self._report.ran, self._report.fallback = "ordinary", found
-            return None
-        return (), self._packed(given, found)
+        reason = _why_rows(given, getattr(self.owner, "config", None))
+        found = self._plan(given, labels) if reason is None else reason
+        if isinstance(found, Plan):
+            self._report.ran, self._report.fallback = "packed", None
+            return (), self._packed(given, found)
+        self._report.ran, self._report.fallback = "ordinary", found
+        self._report.raw_tokens = self._report.tokens = _count_rows(given)
+        return None
 
     def _begin(self) -> None:
         first = next(self.model.parameters(), None)
@@ -97,13 +101,12 @@ class Hooks:
 
     def _plan(self, given: dict[str, Any], labels: Tensor | None) -> Plan | str | None:
         """A plan, or why the call runs on rows; None if it shares too little."""
-        reason = _why_rows(given, getattr(self.owner, "config", None))
-        if reason is not None:
-            return reason
         ids, mask, positions = (given.get(name) for name in _PER_POSITION)
         assert ids is not None
         if positions is not None and mask is None and _counts_columns(positions, ids.shape[1]):
             positions = None
+        if len(ids) == 1 and positions is None and mask is None:
+            return None
         rows = {name: x for name, x in given.items() if x is not None and name not in _SAYS_NOTHING}
         rows["position_ids"] = None if positions is None else positions.expand_as(ids)
         try:
@@ -112,19 +115,15 @@ class Hooks:
             raise UnsupportedError(_REFUSED.format(type(self.owner).__name__, error)) from error
         if isinstance(found, str):
             return found
-        batch = found.batch
-        unshared = ids.numel() < self.config.min_sharing * batch.tokens
-        self._count(found, unshared)
-        dropped = batch.metadata[3] < 0
-        if labels is not None and labels.shape == ids.shape:
-            read = torch.nn.functional.pad(labels[:, 1:].cpu() != -100, (0, 1), value=False)
-            if bool((read & dropped).any()):
-                return _UNREAD
-        return None if unshared else found
+        token_of = found.batch.metadata[3]
+        unshared = ids.numel() < self.config.min_sharing * found.batch.tokens
+        unread = labels is not None and labels.shape == ids.shape and _reads(labels.cpu(), token_of < 0)
+        self._count(found, found.raw_tokens if unshared or unread else found.tokens)
+        return _UNREAD if unread else None if unshared else found
 
-    def _count(self, found: Plan, unshared: bool) -> None:
+    def _count(self, found: Plan, tokens: int) -> None:
         report = self._report
-        report.raw_tokens, report.tokens = found.raw_tokens, found.raw_tokens if unshared else found.tokens
+        report.raw_tokens, report.tokens = found.raw_tokens, tokens
         report.attention_rewritten, report.seconds = len(found.specs), dict(found.seconds)
         report.graphs["captured"] = found.captured
         version = version_of(report.parameters) if torch.is_grad_enabled() else None
@@ -135,10 +134,8 @@ class Hooks:
         ids, positions = given["input_ids"], given.get("position_ids")
         row, column, _, self._token_of = (x.to(ids.device) for x in found.batch.metadata)
         place = column if positions is None else positions.expand_as(ids)[row, column]
-        attention = attention_modules(self.owner)
-        for name, module in attention.items():
-            install(module, found.specs[name])
-        self._report.ran, self._report.fallback = "packed", None
+        for name, module in self._planner.modules.items():
+            install(module, found.specs[without_compiled_name(name)])
         return packed_inputs(given, ids[row, column], place, found.tree.to(ids.device))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -154,6 +151,19 @@ _REFUSED = (
     "Way out: change what is named (dropout to 0, say), or leave the model unconverted; "
     'torch.compile(model, backend="treefx") expands what it cannot share'
 )
+
+
+def _count_rows(given: Mapping[str, Any]) -> int:
+    """Tokens under the mask of a call that runs on rows."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if not isinstance(ids, Tensor):
+        return 0
+    return int((mask != 0).sum()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
+
+
+def _reads(labels: Tensor, dropped: Tensor) -> bool:
+    """Whether a loss reads what stands at a dropped position [B, T]: the label of the next one is not -100."""
+    return bool((dropped[:, :-1] & (labels[:, 1:] != _IGNORED)).any())
 
 
 def _counts_columns(positions: Tensor, columns: int) -> bool:

@@ -4,12 +4,13 @@ skeleton, and the tree of the call built by what was proved."""
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
@@ -22,7 +23,7 @@ from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch
 from treefx.runtime.converted.frame import blocks_of, check_blocks, check_frame, module_of
 from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
-from treefx.runtime.converted.skeleton import skeleton
+from treefx.runtime.converted.skeleton import refresh, skeleton
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
 from treefx.runtime.records import Records
 from treefx.runtime.roles import role_of
@@ -30,7 +31,7 @@ from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Shape
 from treefx.runtime.ways.rows import build_rows
 
-__all__ = ["Plan", "Planner"]
+__all__ = ["Plan", "Planner", "without_compiled_name"]
 
 _PASSING = ("more than",)
 """How reasons begin that hold for a call and not for the model."""
@@ -71,7 +72,8 @@ class Planner:
 
     def __init__(self, owner: nn.Module, config: Config) -> None:
         self._owner, self._config = owner, config
-        self._known: list[int] = []
+        self._known: list[nn.Module] = []
+        self._compiled: Callable[..., Any] = owner
         self._checked: set[Any] = set()
 
     def plan(self, given: Mapping[str, Any]) -> Plan | str:
@@ -85,16 +87,18 @@ class Planner:
         on_cpu["use_cache"] = False
         kind = tuple(sorted(name for name, x in on_cpu.items() if x is not None))
         if kind not in self._checked:
-            check_frame(self._copy, self._blocks, on_cpu)
+            check_frame(self._copy.eval(), self._blocks, on_cpu)
             self._checked.add(kind)
+        for module, copied in self._pairs:
+            refresh(copied, module)
         try:
             with torch.no_grad():
                 self._compiled(**on_cpu)
         except _Planned as planned:
             return planned.found
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
+        except FailOnRecompileLimitHit:
             return "more than torch._dynamo.config.recompile_limit kinds of calls"
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UnsupportedError(f"its rows cannot be traced as one graph: {reason}") from error
         raise AssertionError("a skeleton has run")
@@ -102,21 +106,22 @@ class Planner:
     def _renew(self) -> None:
         """Make the skeleton, again if the modules of the model are others than those it was made of."""
         modules = list(self._owner.modules())
-        known = [id(module) for module in modules]
-        if known != self._known:
+        if modules != self._known:
             self._copy = skeleton(self._owner)
-            self.attention = attention_modules(self._copy)
-            self._blocks = blocks_of(self._copy, self.attention)
-            self._compiled = torch.compile(_own_code(self._copy), backend=self._backend(), fullgraph=True, dynamic=True)
-            self._known, self._checked = known, set()
-        for module, copied in zip(modules, self._copy.modules(), strict=False):
-            copied.training = module.training
+            self._pairs = list(zip(_without_compiled(modules), self._copy.modules(), strict=True))
+            self.modules = attention_modules(self._owner)
+            attention = attention_modules(self._copy)
+            self._blocks = blocks_of(self._copy, attention)
+            self._compiled = torch.compile(
+                _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
+            )
+            self._known, self._checked = modules, set()
 
-    def _backend(self) -> Any:
+    def _backend(self, attention: Mapping[str, nn.Module]) -> Any:
         def treefx(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
             nodes = gm.graph.find_nodes(op="placeholder")
             roles = [role_of(node, example) for node, example in zip(nodes, examples, strict=True)]
-            graph = _Graph(gm, roles, self._config, self.attention, self._blocks)
+            graph = _Graph(gm, roles, self._config, attention, self._blocks)
 
             def run(*args: Any) -> Any:
                 raise _Planned(graph.plan(args))
@@ -125,6 +130,16 @@ class Planner:
 
         setattr(treefx, "compiler_name", "treefx")  # what Dynamo traces for the backend, it traces here too
         return treefx
+
+
+def _without_compiled(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules without those that ``torch.compile`` returned for another one."""
+    return [module for module in modules if "_orig_mod" not in module._modules]
+
+
+def without_compiled_name(name: str) -> str:
+    """The name that a module has in the skeleton."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _own_code(module: nn.Module) -> Any:
@@ -219,7 +234,9 @@ class _Graph:
             return
         analysis = shape.analysis
         if analysis.recurrences or analysis.has_side_effects:
-            what = "has a recurrence along the tokens" if analysis.recurrences else "draws random numbers or keeps state"
+            what = (
+                "has a recurrence along the tokens" if analysis.recurrences else "draws random numbers or keeps state"
+            )
             raise UnsupportedError(f"the model {what}")
         outputs: Any = next(iter(analysis.gm.graph.find_nodes(op="output"))).args[0]
         tensors = {i for i, item in enumerate(outputs) if isinstance(item, fx.Node)}

@@ -134,7 +134,8 @@ def install(module: nn.Module, spec: Spec) -> None:
     assert names is not None
     if not isinstance(names[_NAME], _Interfaces):
         names[_NAME] = _Interfaces(names[_NAME])
-    setattr(module, _SPEC, spec)
+    if getattr(module, _SPEC, None) != spec:  # compiled blocks are compiled anew for another object
+        setattr(module, _SPEC, spec)
 
 
 # Attention --------------------------------------------------------------------------------------------------------
@@ -194,7 +195,6 @@ def _agree(asked: Spec, spec: Spec) -> bool:
     return close and asked.softcap == spec.softcap and asked.sinks == spec.sinks
 
 
-@functools.cache
 def score_of(spec: Spec, *, padded: bool) -> Score:
     """The score of a spec; the first buffer is the place of each token if there is a window, the last is ``seen``."""
     logit: Expr = ("mul", ("dot",), ("const", spec.scale))

@@ -13,17 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["skeleton"]
+__all__ = ["refresh", "skeleton"]
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 
+_OWN = {*_HOOKS, "_parameters", "_buffers", "_modules", "_compiled_call_impl", "gradient_checkpointing", "forward"}
+"""What a copy does not share with its original."""
+
 
 def skeleton(module: nn.Module) -> nn.Module:
     """Copy a module and everything in it; parameters are on the CPU with undefined values, buffers keep theirs."""
     return _Copy().of(module)
+
+
+def refresh(copied: nn.Module, module: nn.Module) -> None:
+    """Give a copy the settings that its original has now: training, a dropout's probability, an adapter's switch."""
+    state = copied.__dict__
+    for name, value in module.__dict__.items():
+        if name in _OWN or state.get(name) is value or isinstance(value, types.MethodType | Tensor | nn.Module):
+            continue
+        state[name] = value
 
 
 class _Copy:

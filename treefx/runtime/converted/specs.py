@@ -39,7 +39,9 @@ def lifted_as(attention: Attention, redundant: Collection[Expr]) -> Lifted:
         UnsupportedError: Its logit is another one, or its mask may not hide what it is to hide.
     """
     scale, softcap = _logit(attention.score)
-    window, of_keys, others = None, [], []
+    window: int | None = None
+    of_keys: list[Expr] = []
+    others: list[Expr] = []
     for condition in attention.conditions + attention.padding:
         if condition in redundant:
             continue

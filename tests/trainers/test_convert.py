@@ -1,0 +1,305 @@
+"""``treefx.convert`` in one process: calls as trainers make them, exact against the unconverted model on the same rows."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import treefx
+from tests.batches import Batch, shared_batch
+from tests.models import double, zoo
+from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, outcome, relative_errors
+from treefx.runtime.converted import seam
+
+
+def small(name: str = "llama", **changes: Any) -> Any:
+    return double(name, num_hidden_layers=1, **changes)
+
+
+def converted(model: Any, **options: Any) -> tuple[Any, Any]:
+    """The model, converted, and its twin as it was."""
+    twin = copy.deepcopy(model)
+    return treefx.convert(model, **options), twin
+
+
+def check(model: Any, twin: Any, step: Callable[[Any], Tensor], limit: float = FLOAT64, *, packed: bool = True) -> Any:
+    """The step on both; the statistics of the converted one."""
+    got = outcome(model, lambda: step(model))
+    assert_close(got, outcome(twin, lambda: step(twin)), limit)
+    stats = treefx.inspect(model).stats
+    assert stats["ran"] == ("packed" if packed else "ordinary")
+    assert not packed or (stats["fallback"] is None and stats["tokens"] < stats["raw_tokens"])
+    return stats
+
+
+def batches(padding: Any = "right") -> list[Batch]:
+    return [shared_batch(rows=4, length=n, shared=6, padding=padding, seed=n) for n in (12, 13, 9)]
+
+
+def total(model: Any, given: list[Batch], **inputs: Any) -> Tensor:
+    """The loss of several forwards before one backward."""
+    return torch.stack([model(**batch.inputs(), **inputs).loss for batch in given]).sum()
+
+
+def packed_row(batch: Batch, cut: int = 0) -> dict[str, Tensor]:
+    """The rows of a batch one behind another, positions starting anew."""
+    rows = batch.rows()
+    ids = torch.tensor(sum(rows, []))[None]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    end = ids.shape[1] - cut
+    return {"input_ids": ids[:, :end], "position_ids": positions[:, :end]}
+
+
+# What runs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", [None, True, False])
+def test_trees_of_several_forwards_are_kept_apart(checkpoint: bool | None) -> None:
+    """``checkpoint``: None, or whether reentrant. Recomputation comes when other trees have run."""
+    model, twin = converted(small())
+    if checkpoint is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
+    check(model, twin, lambda run: total(run, batches()))
+
+
+def test_padding_on_both_sides_positions_and_packed_rows() -> None:
+    model, twin = converted(small())
+    left = shared_batch(rows=4, length=12, shared=6, padding="left")
+    assert left.attention_mask is not None
+    stats = check(model, twin, lambda run: total(run, [left]))
+    by_column = stats["tokens"]
+    own = (left.attention_mask.cumsum(1) - 1).clamp(min=0)
+    stats = check(model, twin, lambda run: total(run, [left], position_ids=own))
+    assert stats["tokens"] < by_column  # rows that start in other columns share too
+    both = left.input_ids.clone(), left.attention_mask.clone()
+    both[1][:2, -2:] = 0
+    labels = torch.where(both[1] == 0, -100, left.labels)
+    check(model, twin, lambda run: run(input_ids=both[0], attention_mask=both[1], labels=labels).loss)
+    for cut in (0, 3, 5):
+        row = packed_row(shared_batch(rows=4, length=12, shared=6), cut)
+        check(model, twin, lambda run, row=row: run(**row, labels=row["input_ids"]).loss)  # type: ignore[misc]
+
+
+def test_a_trainer_calls_as_it_likes() -> None:
+    """Evaluation first, other shapes each call, a row of its own, logits and hidden states read."""
+    model, twin = converted(small())
+    first, *others = batches()
+    with torch.no_grad():
+        logits = model.eval()(**first.inputs()).logits
+        torch.testing.assert_close(logits, twin.eval()(**first.inputs()).logits, rtol=1e-10, atol=1e-12)
+    model.train(), twin.train()
+    check(model, twin, lambda run: total(run, others, num_items_in_batch=torch.tensor(20)))
+    check(model, twin, lambda run: run(**first.without("labels").inputs()).logits.pow(2).sum())
+    asked = {"output_hidden_states": True}
+    check(model, twin, lambda run: torch.stack([x.sin().sum() for x in run(**first.inputs(), **asked)[2]]).sum())
+    assert first.attention_mask is not None
+    everything = Batch(first.input_ids, first.attention_mask, first.input_ids)  # padding has labels too
+    check(model, twin, lambda run: total(run, [everything]))
+    single = {name: x[:1] for name, x in first.inputs().items()}
+    stats = check(model, twin, lambda run: run(**single).loss, packed=False)
+    assert stats["fallback"] is None  # nothing to share is no reason to complain
+    ids = first.input_ids[:2, :5]
+    assert torch.equal(*(run.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0) for run in (model, twin)))
+
+
+def test_padding_may_be_dropped() -> None:
+    model, twin = converted(small(), padding="drop")
+    batch = batches()[0]
+    check(model, twin, lambda run: total(run, [batch]))
+    assert batch.attention_mask is not None
+    hidden = model.model(batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
+    assert bool((hidden[batch.attention_mask == 0] == 0).all())
+    assert bool((hidden[batch.attention_mask == 1] != 0).any(-1).all())
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt2", "gemma3_text", "phi3"])
+@pytest.mark.sample(2)
+def test_windows_and_softcaps(name: str) -> None:
+    """Two layers: of gemma2 and gemma3 only one has a window."""
+    model = double(name, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}))
+    check(*converted(model), lambda run: total(run, [*batches()[:2], shared_batch(4, 12, 6, padding="left")]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_and_sinks(name: str) -> None:
+    model, twin = converted(zoo(name))
+    asked = {"output_router_logits": True} if name == "qwen3_moe" else {}
+    check(model, twin, lambda run: total(run, batches()[:1], **asked), FLOAT32)
+
+
+def test_adapters_after_conversion_and_switched_off() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    given = batches()[:1]
+    model = treefx.convert(small())
+    check(model, copy.deepcopy(small()), lambda run: total(run, given))
+    adapted = get_peft_model(model, config).double()
+    twin = get_peft_model(small(), config).double()
+    twin.load_state_dict(adapted.state_dict())
+    check(adapted, twin, lambda run: total(run, given))
+    with adapted.disable_adapter(), twin.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(total(adapted, given), total(twin, given), rtol=1e-10, atol=0)
+    for module in adapted.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    lora = [module for module in adapted.modules() if hasattr(module, "lora_dropout")]
+    lora[0].lora_dropout["default"] = torch.nn.Dropout(0.5).train()
+    with pytest.raises(treefx.UnsupportedError, match="dropout draws random numbers"):
+        total(adapted, given)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "treefx", pytest.param("inductor", marks=pytest.mark.sample(2))])
+def test_blocks_compiled_one_by_one(backend: str) -> None:
+    torch._dynamo.reset()
+    model, twin = converted(double("mistral"))
+    for block in model.model.layers:
+        block.compile(backend=backend, fullgraph=True)
+    check(model, twin, lambda run: total(run, batches()))
+
+
+def test_a_copy_of_a_converted_model_is_converted() -> None:
+    model, twin = converted(small())
+    again = copy.deepcopy(model)
+    check(again, twin, lambda run: total(run, batches()[:1]))
+    assert again.model.treefx_hooks.owner is again.model
+    with pytest.raises(treefx.ConfigError, match="not converted yet"):
+        treefx.convert(again)
+
+
+# What does not ------------------------------------------------------------------------------------------------------
+
+
+def test_calls_on_rows_are_exact_and_named() -> None:
+    model, twin = converted(small())
+    batch, left = batches()[0], shared_batch(rows=4, length=12, shared=6, padding="left")
+    ids, labels = batch.input_ids, batch.labels
+    whole = torch.ones(4, 1, 12, 12).tril().bool()
+    calls: dict[str, Callable[[Any], Tensor]] = {
+        "cache": lambda run: run(ids, labels=labels, use_cache=True).loss,
+        "attention_mask that is not": lambda run: run(ids, attention_mask=whole, labels=labels).loss,
+        "no input_ids": lambda run: run(inputs_embeds=run.get_input_embeddings()(ids), labels=labels).loss,
+        "read by the loss": lambda run: run(left.input_ids, left.attention_mask, labels=left.input_ids).loss,
+        "token_type_ids": lambda run: run(ids, labels=labels, token_type_ids=torch.zeros_like(ids)).loss,
+    }
+    for reason, call in calls.items():
+        assert reason in check(model, twin, call, packed=False)["fallback"]
+    check(model, twin, lambda run: total(run, [batch]))  # and the next one runs packed again
+
+
+def refuses(model: Any, reason: str) -> None:
+    """A call that would share is refused, and says why."""
+    treefx.convert(model)
+    with pytest.raises(treefx.UnsupportedError, match=reason):
+        total(model, batches()[:1])
+
+
+def test_models_are_refused_by_name() -> None:
+    refuses(small(attention_dropout=0.1), "dropout in attention draws anew for every row")
+    refuses(small("opt"), "gets other values than on rows")  # its positions come from the mask
+    for name in ("bloom", "mamba"):
+        with pytest.raises(treefx.ConfigError, match="of transformers"):
+            treefx.convert(zoo(name))
+
+
+def test_an_attention_function_that_does_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands behind the products, token by token: the proof of the graph alone would let it pass."""
+    model = small("gemma2")
+    names = seam.attention_modules(model)["model.layers.0.self_attn"].forward.__globals__
+    original = names["eager_attention_forward"]
+
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        out, weights = original(*args, **kwargs)
+        return 1.01 * out, weights
+
+    monkeypatch.setitem(names, "eager_attention_forward", gated)
+    refuses(model, "computes something beside attention")
+
+
+def test_blocks_that_count_columns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    mlp = type(model.model.layers[0].mlp)
+    original = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: original(self, x + torch.arange(x.shape[1])[:, None]))
+    refuses(model, "counts columns inside of a block")
+
+
+def test_a_backbone_with_positions_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    rotary = type(model.model.rotary_emb)
+    original = rotary.forward
+    by_column = lambda self, x, position_ids: original(self, x, torch.arange(x.shape[1])[None])  # noqa: E731
+    monkeypatch.setattr(rotary, "forward", by_column)
+    refuses(model, "gets other values than on rows")
+
+
+def test_an_operator_that_mixes_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    mlp = type(model.model.layers[0].mlp)
+    original = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: original(self, x.cumsum(1)))
+    refuses(model, "cumsum")
+
+
+def test_a_changed_attention_is_refused() -> None:
+    """What was proved holds for the scale that was proved: a block compiled or checkpointed sees the change too."""
+    model = treefx.convert(small())
+    total(model, batches()[:1])
+    attention = model.model.layers[0].self_attn
+    tree = seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), torch.arange(3), None)
+    q = torch.zeros(1, 4, 3, 16)
+    for changed in ({"scaling": 0.5}, {"scaling": attention.scaling, "softcap": 5.0}, {"dropout": 0.1}):
+        with pytest.raises(treefx.UnsupportedError, match="must compute what was proved of it"):
+            seam.attend_on_tree(attention, q, q, q, tree, **changed)  # type: ignore[arg-type]
+
+
+# Mistakes on purpose ------------------------------------------------------------------------------------------------
+
+
+def mistaken(model: Any, batch: Batch) -> float:
+    """Largest relative error of a converted model."""
+    twin = copy.deepcopy(model)
+    treefx.convert(model)
+    got: Outcome = outcome(model, lambda: total(model, [batch]))
+    return max(relative_errors(got, outcome(twin, lambda: total(twin, [batch]))).values())
+
+
+@pytest.mark.parametrize("mistake", ["causal", "index for place", "padding seen"])
+def test_wrong_trees_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from treefx.runtime.converted import planner
+
+    def wrong(end: Tensor, place: Tensor, seen: Tensor | None) -> Tensor:
+        if mistake == "causal":
+            end = torch.full_like(end, len(end))
+        elif mistake == "index for place":
+            place = torch.arange(len(place))
+        else:
+            seen = None
+        return seam.tree_of(end, place, seen)
+
+    monkeypatch.setattr(planner, "tree_of", wrong)
+    batch = shared_batch(rows=4, length=12, shared=6)
+    everything = Batch(batch.input_ids, batch.attention_mask, batch.input_ids)
+    model = small("mistral", sliding_window=4)
+    if mistake == "padding seen":  # which matters where padding stands between tokens
+        assert batch.attention_mask is not None
+        batch.attention_mask[:, 3] = 0
+        everything = Batch(batch.input_ids, batch.attention_mask, batch.input_ids)
+    assert mistaken(model, everything) > 1e-4
+
+
+@pytest.mark.parametrize("mistake", ["window", "softcap"])
+def test_wrong_scores_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = seam.score_of
+
+    def wrong(spec: seam.Spec, *, padded: bool) -> Any:
+        window = None if mistake == "window" else spec.window
+        softcap = None if mistake == "softcap" else spec.softcap
+        return original(seam.Spec(spec.scale, softcap, spec.window and (window or 1000), spec.sinks), padded=padded)
+
+    monkeypatch.setattr(seam, "score_of", wrong)
+    model = small("gemma2", sliding_window=4, attn_logit_softcapping=0.5)
+    assert mistaken(model, shared_batch(rows=4, length=12, shared=6)) > 1e-6
