@@ -1,4 +1,4 @@
-"""``treefx.convert`` in one process: calls as trainers make them, exact against the unconverted model on the same rows."""
+"""``treefx.convert`` in one process: calls as trainers make them, exact against the unconverted model on rows."""
 
 import copy
 from collections.abc import Callable
@@ -143,12 +143,9 @@ def test_adapters_after_conversion_and_switched_off() -> None:
     check(adapted, twin, lambda run: total(run, given))
     with adapted.disable_adapter(), twin.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(total(adapted, given), total(twin, given), rtol=1e-10, atol=0)
-    for module in adapted.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
     lora = [module for module in adapted.modules() if hasattr(module, "lora_dropout")]
     lora[0].lora_dropout["default"] = torch.nn.Dropout(0.5).train()
-    with pytest.raises(treefx.UnsupportedError, match="dropout draws random numbers"):
+    with pytest.raises(treefx.UnsupportedError, match="dropout.default draws random numbers"):
         total(adapted, given)
 
 
@@ -195,6 +192,16 @@ def refuses(model: Any, reason: str) -> None:
     treefx.convert(model)
     with pytest.raises(treefx.UnsupportedError, match=reason):
         total(model, batches()[:1])
+
+
+def test_settings_changed_after_the_proof_are_seen() -> None:
+    model = treefx.convert(small("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    total(model, batches()[:1])
+    model.transformer.h[0].mlp.dropout.p = 0.5
+    with pytest.raises(treefx.UnsupportedError, match="dropout.default draws random numbers"):
+        total(model, batches()[:1])
+    total(model.eval(), batches()[:1])
+    assert treefx.inspect(model).stats["ran"] == "packed"
 
 
 def test_models_are_refused_by_name() -> None:

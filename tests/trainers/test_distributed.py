@@ -61,9 +61,8 @@ def train(model: nn.Module, rank: int, accumulate: bool) -> list[float]:
     return losses
 
 
-def reference(accumulate: bool = False) -> tuple[list[list[float]], nn.Module]:
+def reference(model: nn.Module, accumulate: bool = False) -> tuple[list[list[float]], nn.Module]:
     """What all ranks together must compute: the mean of their gradients, in one process without any compiler."""
-    model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses: list[list[float]] = [[] for _ in range(WORLD)]
     given = [batches(rank) for rank in range(WORLD)]
@@ -112,7 +111,9 @@ def sharded_then_compiled() -> tuple[nn.Module, nn.Module]:
     return treefx.distribute(model), model
 
 
-CASES: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], bool]] = {
+Cases = dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], bool]]
+
+CASES: Cases = {
     "ddp of compiled": (compiled_in_ddp, False),
     "compiled ddp": (compiled_around_ddp, False),
     "fsdp2": (compiled_then_sharded, False),
@@ -123,11 +124,16 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], bool]] = {
 
 def worker(rank: int, port: int, folder: str) -> None:
     """Train every case in one of the processes and write what came out."""
+    train_cases(rank, port, folder, CASES)
+
+
+def train_cases(rank: int, port: int, folder: str, cases: Cases) -> None:
+    """Join the other processes, then train case after case."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     results = {}
-    for name, (build, accumulate) in CASES.items():
+    for name, (build, accumulate) in cases.items():
         torch._dynamo.reset()
         called, model = build()
         losses = train(called, rank, accumulate)
@@ -135,16 +141,14 @@ def worker(rank: int, port: int, folder: str) -> None:
         weights = {
             name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in model.named_parameters()
         }
-        kept = ("fallback", "sharing_ratio", "attention_rewritten", "expansions")
+        kept = ("fallback", "sharing_ratio", "attention_rewritten", "expansions", "ran")
         results[name] = (losses, weights, {key: stats[key] for key in kept})
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank, what each case gave."""
-    folder = tmp_path_factory.mktemp("ranks")
+def run_ranks(module: str, folder: Path, *more: str, seconds: float = 500) -> list[Any]:
+    """Run ``worker(rank, port, folder, *more)`` of a module in one process per rank; what each wrote."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -152,27 +156,45 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ranks = []
     for rank in range(WORLD):
         # The folder of the repository comes last: libraries look for packages called kernels.
-        call = f"worker({rank}, {port}, {str(folder)!r})"
-        code = f"import sys; sys.path.append({str(root)!r}); from {__name__} import worker; {call}"
+        call = f"worker(*{(rank, port, str(folder), *more)!r})"
+        code = f"import sys; sys.path.append({str(root)!r}); from {module} import worker; {call}"
         ranks.append(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True))
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=500)
-        assert rank.returncode == 0, errors[-3000:]
+    try:
+        for running in ranks:
+            _, errors = running.communicate(timeout=seconds)
+            assert running.returncode == 0, errors[-3000:]
+    finally:
+        for running in ranks:
+            running.kill()
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what each case gave."""
+    return run_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_match_one_uncompiled_process(results: list[dict[str, Any]], name: str) -> None:
-    losses, model = reference(accumulate=CASES[name][1])
-    first = dict(llama().named_parameters())
-    expected = {key: p.detach() - first[key].detach() for key, p in model.named_parameters()}
+    check_ranks(results, name, llama(), CASES[name][1])
+
+
+def check_ranks(
+    results: list[dict[str, Any]], name: str, model: nn.Module, accumulate: bool, limit: float = FLOAT64
+) -> None:
+    """Losses and updates of weights of every rank against the model as it was before, trained in one process."""
+    first = {key: p.detach().clone() for key, p in model.named_parameters()}
+    losses, model = reference(model, accumulate)
+    expected = {key: p.detach() - first[key] for key, p in model.named_parameters()}
     for rank in range(WORLD):
         got, weights, stats = results[rank][name]
-        updates = {key: weights[key] - first[key].detach() for key in weights}
+        updates = {key: weights[key].detach() - first[key] for key in weights}
         assert_close(
-            Outcome(torch.tensor(got), dict(updates)), Outcome(torch.tensor(losses[rank]), dict(expected)), FLOAT64
+            Outcome(torch.tensor(got), dict(updates)), Outcome(torch.tensor(losses[rank]), dict(expected)), limit
         )
         assert stats["fallback"] is None
+        assert stats["ran"] == "packed"
         assert stats["expansions"] == []
         assert stats["sharing_ratio"] > 1.2
         assert stats["attention_rewritten"] >= 1

@@ -20,7 +20,18 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
 
-_OWN = {*_HOOKS, "_parameters", "_buffers", "_modules", "_compiled_call_impl", "gradient_checkpointing", "forward"}
+_OF_SHARDING = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""Attributes by which Dynamo takes the buffers of a module for something else."""
+_OWN = {
+    *_HOOKS,
+    *_OF_SHARDING,
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_compiled_call_impl",
+    "gradient_checkpointing",
+    "forward",
+}
 """What a copy does not share with its original."""
 
 
@@ -54,7 +65,7 @@ class _Copy:
             return self._modules[id(module)]
         made = object.__new__(_class_of(module))
         self._modules[id(module)] = made
-        state = dict(module.__dict__)
+        state = {name: value for name, value in module.__dict__.items() if name not in _OF_SHARDING}
         state |= {name: type(state[name])() for name in _HOOKS}
         state["_parameters"] = {name: self._parameter(p) for name, p in module._parameters.items()}
         state["_buffers"] = {name: self._buffer(x) for name, x in module._buffers.items()}
