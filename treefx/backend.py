@@ -11,9 +11,8 @@ from treefx.config import Config
 from treefx.runtime.blocks.block_graph import BlockGraph
 from treefx.runtime.blocks.on_tree import is_on_tree
 from treefx.runtime.compiled_graph import CompiledGraph
-from treefx.runtime.dynamo import keep_graphs_whole
+from treefx.runtime.dynamo import keep_graphs_whole, role_of
 from treefx.runtime.report import register
-from treefx.runtime.roles import role_of
 from treefx.runtime.shapes import forget_shapes
 
 __all__ = ["treefx"]

@@ -207,7 +207,7 @@ def test_settings_changed_after_the_proof_are_seen() -> None:
 def test_models_are_refused_by_name() -> None:
     refuses(small(attention_dropout=0.1), "dropout in attention draws anew for every row")
     refuses(small("opt"), "gets other values than on rows")  # its positions come from the mask
-    for name in ("bloom", "mamba"):
+    for name in ("bloom", "falcon"):
         with pytest.raises(treefx.ConfigError, match="of transformers"):
             treefx.convert(zoo(name))
 
@@ -232,6 +232,18 @@ def test_blocks_that_count_columns_are_refused(monkeypatch: pytest.MonkeyPatch) 
     original = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda self, x: original(self, x + torch.arange(x.shape[1])[:, None]))
     refuses(model, "counts columns inside of a block")
+
+
+def test_branches_on_the_size_of_a_batch_run_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed row is longer than rows are: the branch would go the other way."""
+    model = small()
+    mlp = type(model.model.layers[0].mlp)
+    original = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: original(self, x if x.shape[1] < 15 else 2 * x))
+    model, twin = converted(model)
+    stats = check(model, twin, lambda run: total(run, batches()[:1]), packed=False)
+    assert "decides by the size of a batch" in stats["fallback"]
+    check(model, twin, lambda run: total(run, [shared_batch(rows=4, length=6, shared=4)]))
 
 
 def test_a_backbone_with_positions_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

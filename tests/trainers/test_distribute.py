@@ -15,6 +15,8 @@ from tests.models import double, zoo
 from tests.oracle import FLOAT64, assert_close, outcome, refused
 from treefx.runtime.blocks.on_tree import on_tree
 
+pytestmark = pytest.mark.filterwarnings("ignore:treefx.distribute is deprecated:DeprecationWarning")
+
 
 def compiled(model: Any, **options: Any) -> Any:
     for block in model.model.layers:
@@ -66,6 +68,11 @@ def test_calls_with_a_cache_run_as_they_are() -> None:
         got = compiled(model)(input_ids=ids, use_cache=True)
     torch.testing.assert_close(got.logits, expected.logits)
     assert got.past_key_values.get_seq_length() == ids.shape[1]
+
+
+def test_it_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match="treefx.convert"):
+        compiled(llama())
 
 
 def test_blocks_must_be_compiled() -> None:

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicCo
 
 from treefx.runtime.flash import keep_flash_whole
 
-__all__ = ["keep_graphs_whole", "why_cut"]
+__all__ = ["keep_graphs_whole", "role_of", "why_cut"]
 
 
 @functools.cache
@@ -43,6 +43,25 @@ def why_cut(gm: fx.GraphModule) -> str | None:
     if ending is None or not ending.graph_break:
         return None
     return next(iter(str(ending.reason).splitlines()), "for a reason it does not name")
+
+
+def role_of(node: fx.Node, example: Any) -> str:
+    """Whether an input is a parameter, a buffer of the model, or comes with the call, and is then to be learned."""
+    if isinstance(example, torch.nn.Parameter):
+        return "parameter"
+    learned = isinstance(example, torch.Tensor) and example.requires_grad
+    if isinstance(example, torch.Tensor) and _is_of_module(node):
+        return "parameter" if learned else "buffer"
+    return "variable" if learned else "input"
+
+
+def _is_of_module(node: fx.Node) -> bool:
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return False
+    kind = source.guard_source
+    kind = kind() if callable(kind) else kind
+    return bool(kind.is_specialized_nn_module() or kind.is_unspecialized_nn_module())
 
 
 def _pass_warnings() -> None:

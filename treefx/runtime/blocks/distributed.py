@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from treefx.runtime.blocks.on_tree import on_tree
 __all__ = ["distribute"]
 
 _ARGUMENT = "treefx_tree"
+_DEPRECATED = "treefx.distribute is deprecated: treefx.convert(model) does it for models of transformers"
 _PER_POSITION = ("input_ids", "attention_mask", "position_ids")
 """What a batch is made of, each [B, T]; positions may be [1, T]."""
 _PER_TOKEN = ("position_ids", "position_embeddings")
@@ -45,6 +47,9 @@ class _Tree:
 
 def distribute(model: nn.Module, *, min_sharing: float = 1.15) -> nn.Module:
     """Share prefixes in a model whose blocks are compiled one by one, such as under FSDP2.
+
+    Deprecated: ``treefx.convert`` does it for models of transformers, with windows, softcaps, sinks and padding on
+    either side, whatever compiles the blocks. This serves models of one's own with full causal attention.
 
     Call it once, after the blocks were compiled with ``block.compile(backend="treefx")``; sharding (``fully_shard``)
     may come before or after. Plain forwards ``model(input_ids=..., attention_mask=...)`` then run the blocks once per
@@ -71,6 +76,7 @@ def distribute(model: nn.Module, *, min_sharing: float = 1.15) -> nn.Module:
         >>> fully_shard(model)
         >>> treefx.distribute(model)
     """
+    warnings.warn(_DEPRECATED, DeprecationWarning, stacklevel=2)
     blocks = [module for module in model.modules() if module._compiled_call_impl is not None and module is not model]
     if not blocks:
         raise ConfigError(

@@ -6,5 +6,5 @@ call and expand what it returns, and attention reads the tree. What may run so i
 
 Order of imports, each only of what stands before an arrow::
 
-    skeleton, seam -> specs -> frame -> planner -> hooks -> convert
+    skeleton, seam, branches -> specs -> frame -> planner -> hooks -> convert
 """

@@ -77,4 +77,6 @@ def _owner(model: nn.Module) -> nn.Module:
 
 
 def _takes_ids(module: nn.Module) -> bool:
-    return {"input_ids", "position_ids", "attention_mask"} <= set(inspect.signature(type(module).forward).parameters)
+    """Whether a module takes token ids and computes no loss, which would meet labels of rows."""
+    parameters = set(inspect.signature(type(module).forward).parameters)
+    return {"input_ids", "position_ids", "attention_mask"} <= parameters and "labels" not in parameters

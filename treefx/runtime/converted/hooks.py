@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ __all__ = ["Hooks"]
 _PER_POSITION = ("input_ids", "attention_mask", "position_ids")
 """What a batch is made of, each [B, T]; positions may be [1, T]."""
 _FOR_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict")
-_SAYS_NOTHING = {*_FOR_OUTPUTS, "num_items_in_batch", "labels"}
+_SAYS_NOTHING = {*_FOR_OUTPUTS, "num_items_in_batch"}
 """Arguments that no value of the backbone depends on."""
 _IGNORED = -100
 _UNREAD = "a position that sees no key is read by the loss: its label is not -100"
@@ -50,11 +49,11 @@ class Hooks:
         self._labels: Tensor | None = None
         register(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
-        return Hooks(copy.deepcopy(self.model, memo), copy.deepcopy(self.owner, memo), self.config)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "owner": self.owner, "config": self.config}
 
-    def __reduce__(self) -> Any:
-        return Hooks, (self.model, self.owner, self.config)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     @property
     def reports(self) -> list[GraphReport]:

@@ -21,12 +21,13 @@ from treefx.passes.pipeline import build_passes
 from treefx.passes.scores.attention_facts import Attention
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch
+from treefx.runtime.converted.branches import Branches
 from treefx.runtime.converted.frame import blocks_of, check_blocks, check_frame, module_of
 from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
 from treefx.runtime.converted.skeleton import refresh, skeleton
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
+from treefx.runtime.dynamo import role_of
 from treefx.runtime.records import Records
-from treefx.runtime.roles import role_of
 from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Shape
 from treefx.runtime.ways.rows import build_rows
@@ -168,6 +169,7 @@ class _Graph:
         self._records = Records(gm)
         self._analyses = Analyses(gm, roles, build_passes(config.compiler), config, self._records)
         self._known: dict[tuple[int, frozenset[Expr]], dict[str, Lifted]] = {}
+        self._branches = Branches(gm, roles)
 
     def plan(self, args: Sequence[Any]) -> Plan | str:
         """A plan, or why the call runs on rows."""
@@ -183,6 +185,9 @@ class _Graph:
         if not shape.padding.is_defined(tensors, keep, starts):
             return "a position that sees no key is read by the caller"
         batch, redundant = build_rows(shape, tensors, keep, starts)
+        branch = self._branches.not_taken(batch.size)
+        if branch is not None:
+            return f"code of the model decides by the size of a batch, otherwise on the distinct tokens: {branch}"
         return self._found(shape, tensors, batch, redundant, seen)
 
     def _found(

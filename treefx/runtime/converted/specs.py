@@ -96,7 +96,7 @@ def check_function(module: nn.Module, spec: Spec, name: str) -> None:
     function = eager_or_other(module)
     if "flash" in getattr(function, "__name__", "") or "flex" in getattr(function, "__name__", ""):
         return
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         expected, got = _both(function, module, spec)
     if not torch.allclose(got.double(), expected.double(), rtol=_TOLERANCE, atol=_TOLERANCE):
