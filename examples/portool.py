@@ -56,9 +56,9 @@ class Settings:
     """Tokens that each method may generate."""
     rate: float = 1e-3
     """Learning rate of both methods at the beginning; it falls to a tenth."""
-    tasks: int = 16
+    tasks: int = 8
     """Per update."""
-    trajectories: int = 8
+    trajectories: int = 16
     """Per task."""
     first_steps: int = 1
     """How many steps follow the prompt of a tree."""
