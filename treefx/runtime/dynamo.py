@@ -50,18 +50,9 @@ def role_of(node: fx.Node, example: Any) -> str:
     if isinstance(example, torch.nn.Parameter):
         return "parameter"
     learned = isinstance(example, torch.Tensor) and example.requires_grad
-    if isinstance(example, torch.Tensor) and _is_of_module(node):
+    if isinstance(example, torch.Tensor) and _is_of_module(getattr(node, "_dynamo_source", None)):
         return "parameter" if learned else "buffer"
     return "variable" if learned else "input"
-
-
-def _is_of_module(node: fx.Node) -> bool:
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return False
-    kind = source.guard_source
-    kind = kind() if callable(kind) else kind
-    return bool(kind.is_specialized_nn_module() or kind.is_unspecialized_nn_module())
 
 
 def _pass_warnings() -> None:
@@ -196,6 +187,8 @@ def _dimensions_of_batches(x: torch.Tensor) -> range | list[int]:
 
 
 def _is_of_module(source: Any) -> bool:
+    if source is None:
+        return False
     kind = source.guard_source
     kind = kind() if callable(kind) else kind
     return bool(kind.is_specialized_nn_module() or kind.is_unspecialized_nn_module())
