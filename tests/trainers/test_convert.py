@@ -124,6 +124,7 @@ def test_windows_and_softcaps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.sample(2)
 def test_experts_and_sinks(name: str) -> None:
     model, twin = converted(zoo(name))
     asked = {"output_router_logits": True} if name == "qwen3_moe" else {}
@@ -149,7 +150,8 @@ def test_adapters_after_conversion_and_switched_off() -> None:
         total(adapted, given)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "treefx", pytest.param("inductor", marks=pytest.mark.sample(2))])
+@pytest.mark.parametrize("backend", ["aot_eager", "treefx", "inductor"])
+@pytest.mark.sample(3)
 def test_blocks_compiled_one_by_one(backend: str) -> None:
     torch._dynamo.reset()
     model, twin = converted(double("mistral"))
