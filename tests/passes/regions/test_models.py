@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 import treefx
 from tests.batches import Batch, shared_batch
 from tests.models import double
-from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
+from tests.oracle import FLOAT64, Outcome, assert_close, eager_step, loss_of, outcome, stats_of
 from treefx.passes.packing import compile_inner
 from treefx.passes.regions import find_regions
 from treefx.passes.regions.make_regions import subgraphs
@@ -92,6 +92,23 @@ def test_a_body_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     checked(double("gemma2", num_hidden_layers=8))
     assert seen.bodies == [2, 2] and seen.borrowed == 0
+
+
+@pytest.mark.sample(4)
+def test_a_graph_that_is_kept() -> None:
+    """Subgraphs are compiled without donated buffers, which AOTAutograd writes down as None."""
+    model = double("llama", num_hidden_layers=4)
+    compiled: Any = checked(model)
+    expected = outcome(model, lambda: 3 * loss_of(BATCHES[0])(model))
+
+    def thrice() -> Tensor:
+        loss = loss_of(BATCHES[0])(compiled)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        return loss
+
+    got = outcome(compiled._orig_mod, thrice)
+    assert_close(Outcome(3 * got.loss, got.gradients), expected, FLOAT64)
 
 
 @pytest.mark.sample(4)
