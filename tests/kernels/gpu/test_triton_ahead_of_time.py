@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
-from treefx.kernels.gpu.triton_tree.ahead_of_time import CompileReport, _specialised
+from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised
 
 pytest.importorskip("triton")
 
@@ -87,6 +87,7 @@ GOOD = CompileReport(168, 0, 150_000, wgmma=24, tcgen05=0, mma=0, setmaxnreg=Tru
         ({"mma": 3}, "by warpgroups only"),
         ({"wgmma": 0}, "by warpgroups only"),
         ({"warnings": ("C7512",)}, "serialises its products"),
+        ({"races": ("%q is read when not held",)}, "when not held"),
     ],
 )
 def test_every_bound_can_be_missed(change: dict[str, Any], text: str) -> None:

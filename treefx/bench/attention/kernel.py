@@ -23,7 +23,7 @@ from torch import Tensor
 
 from treefx.errors import InputError
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.triton_tree.ahead_of_time import CompileReport, compile_launch
+from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, compile_launch
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.gpu.triton_tree.paths import PATHS, refused_widths
@@ -162,7 +162,8 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
 
     Yields:
         One record per kernel: ``kernel, path, dtype, head_dim, head_dim_v, group, features, registers, spill_bytes,
-        shared_bytes, wgmma, tcgen05, mma, setmaxnreg, tile, seconds, problems``.
+        shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, tile, seconds, problems``; ``race_free`` is ``None``
+        where all warps do the same.
     """
     import triton
 
@@ -193,6 +194,7 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
         "tcgen05": report.tcgen05,
         "mma": report.mma,
         "setmaxnreg": report.setmaxnreg,
+        "race_free": None if report.races is None else not report.races,
         "tile": f"{launch.config.block_m}x{launch.config.block_n} w{launch.config.warps} s{launch.config.stages}",
         "seconds": round(time.perf_counter() - start, 2),
         "problems": problems(report, case.dtype, name, path, arch),
@@ -208,6 +210,7 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
         found.append(f"needs {report.shared_bytes} bytes of shared memory, the device has {SHARED_MEMORY[arch]}")
     if report.setmaxnreg != (path == "warp"):
         found.append("is not warp-specialised" if path == "warp" else "is warp-specialised")
+    found += report.races or ()
     if kernel in _WITHOUT_PRODUCTS or dtype == torch.float32:  # float32 is right first, and fast where it may be
         return found
     if arch == 90:
@@ -226,8 +229,9 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     inputs = attention.inputs
     out, row = _heads(inputs.q.shape[1], case.value_dim, case.dtype), torch.empty(1, inputs.q.shape[1], _TOKENS)
     yield attention.forward(source, out, row)
-    yield attention.backward_keys(source, out, row, row, inputs.k, inputs.v)
-    yield attention.backward_queries(source, out, row, row, inputs.q)
+    gradients = attention.gradients(out, row, row)
+    yield attention.backward_keys(source, gradients, inputs.k, inputs.v)
+    yield attention.backward_queries(source, gradients, inputs.q)
     if path == "plain" and not case.features and case.group == 1:
         yield attention.delta(out, out, row)
         config = attention.config("backward_keys")
