@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.inspection.pipeline import copies_ahead
 from treefx.kernels.gpu.triton_tree.launch import Launch
 
 __all__ = ["CompileReport", "compile_kernel", "compile_launch"]
@@ -43,6 +44,8 @@ class CompileReport:
         setmaxnreg: whether registers move between warps, the mark of warp specialisation.
         warnings: the assembler's C75xx performance warnings.
         races: where warps may overwrite what others still read; ``None`` if all warps do the same.
+        prefetch: copies that stay under way while a tile is used, for every loop with products; ``None`` if some warps
+            only load.
     """
 
     registers: int
@@ -54,6 +57,7 @@ class CompileReport:
     setmaxnreg: bool
     warnings: tuple[str, ...]
     races: tuple[str, ...] | None = None
+    prefetch: tuple[int, ...] | None = None
 
 
 def compile_launch(launch: Launch, arch: int) -> CompileReport:
@@ -118,6 +122,7 @@ def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[t
 
 def _report(log: str, compiled: Any) -> CompileReport:
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    specialised = "ttg.warp_specialize(" in ttgir
     registers = re.findall(r"Used (\d+) registers", log)
     spills = re.findall(r"(\d+) bytes spill stores", log)
     return CompileReport(
@@ -129,5 +134,6 @@ def _report(log: str, compiled: Any) -> CompileReport:
         mma=len(re.findall(r"\bmma\.sync", ptx)),
         setmaxnreg="setmaxnreg" in ptx,
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
-        races=(*races(ttgir), *unmet_releases(ptx)) if "ttg.warp_specialize(" in ttgir else None,
+        races=(*races(ttgir), *unmet_releases(ptx)) if specialised else None,
+        prefetch=None if specialised else copies_ahead(ttgir),
     )

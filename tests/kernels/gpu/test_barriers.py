@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator
 
-import jinja2
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from tests.kernels.gpu.planting import planted, template
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import CASES, MORE_CASES, Case, run
 from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
-from treefx.kernels.gpu.triton_tree import codegen
 
 SMALL = Case(torch.bfloat16, 64, 64, 4)
 SPECIALISED = [case for case in (*CASES, *MORE_CASES) if bench_kernel._has_warp_path(case, 90)]
@@ -59,29 +58,15 @@ def right(own_folder: None) -> tuple[str, str]:
     return texts()
 
 
-@pytest.fixture
-def reshaped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The template with the old form of dk and dv planted in it."""
-    text = (codegen._TEMPLATES / "warp.py.jinja").read_text()
-    before, name, rest = text.partition("def backward_keys(")
+def reshaped() -> str:
+    """Return the template with the old form of dk and dv in it."""
+    before, name, rest = template("warp").partition("def backward_keys(")
     kernel, after, others = rest.partition("def backward_queries(")
     for old, new in (("row_descriptors(", "reshaped_descriptors("), ("load_packed_rows(", "load_reshaped(")):
         assert kernel.count(old) == 2, "of Q and of the gradient"
         kernel = kernel.replace(old, new)
     imports, line, others_before = before.partition("\n")
-    planted = "".join((imports, RESHAPED, line, others_before, name, kernel, after, others))
-    environment = codegen._environment().overlay(
-        loader=jinja2.ChoiceLoader(
-            [jinja2.DictLoader({"warp.py.jinja": planted}), jinja2.FileSystemLoader(codegen._TEMPLATES)]
-        )
-    )
-    monkeypatch.setattr(codegen, "_environment", lambda: environment)
-    caches = codegen.kernel_source, codegen.kernel_module
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+    return "".join((imports, RESHAPED, line, others_before, name, kernel, after, others))
 
 
 @pytest.mark.sample(13)
@@ -93,9 +78,10 @@ def test_every_specialised_kernel(case: Case) -> None:
     }
 
 
-def test_the_form_that_dk_and_dv_had_is_found(reshaped: None) -> None:
+def test_the_form_that_dk_and_dv_had_is_found() -> None:
     """Queries and gradients were released before the first product, in both groups of warps."""
-    ttgir, ptx = texts()
+    with planted("warp", reshaped()):
+        ttgir, _ = texts()
     assert "memdesc_reshape" in ttgir
     assert {" ".join(text.split()[:2]).rstrip("0123456789_") for text in races(ttgir)} == {
         f"partition{number}: %{name}_box" for number in (0, 1) for name in ("q", "grad")
@@ -112,7 +98,7 @@ def find(text: str, *needles: str, after: int = 0) -> int:
     )
 
 
-def planted(text: str, number: int, *instead: str) -> str:
+def changed(text: str, number: int, *instead: str) -> str:
     """Return the text with one line left out, or others in its place."""
     lines = text.splitlines()
     return "\n".join([*lines[:number], *instead, *lines[number + 1 :]])
@@ -123,9 +109,9 @@ def test_one_line_makes_a_race(right: tuple[str, str]) -> None:
     ttgir, _ = right
     assert races(ttgir) == []
     loop = find(ttgir, "scf.for", after=find(ttgir, "partition0("))
-    (text,) = races(planted(ttgir, find(ttgir, "wait_barrier", after=loop)))
+    (text,) = races(changed(ttgir, find(ttgir, "wait_barrier", after=loop)))
     assert text.startswith("partition0: %q_box") and "is read by ttng.warp_group_dot when not held" in text
-    (text,) = races(planted(ttgir, find(ttgir, "arrive_barrier", after=loop)))
+    (text,) = races(changed(ttgir, find(ttgir, "arrive_barrier", after=loop)))
     assert text.startswith("partition0: %lse_box") and "is waited for again before it is released" in text
 
 
@@ -133,7 +119,7 @@ def test_a_copy_into_a_buffer_that_may_be_full_is_found(right: tuple[str, str]) 
     """The warps that load wait for the second group, whose keys are others, and no more for the first."""
     ttgir, _ = right
     loop = find(ttgir, "scf.for", after=find(ttgir, "default {"))
-    (text,) = races(planted(ttgir, find(ttgir, "wait_barrier", after=loop)))
+    (text,) = races(changed(ttgir, find(ttgir, "wait_barrier", after=loop)))
     assert "%q_box" in text and "is waited for again before it is released" in text
     alone = "\n".join(line for line in ttgir.splitlines() if "wait_barrier" not in line or "array<i32: 0>" not in line)
     assert sum("is copied without a wait for an empty buffer" in text for text in races(alone)) == 7
@@ -144,16 +130,16 @@ def test_products_under_way_are_readers(right: tuple[str, str]) -> None:
     ttgir, _ = right
     number = find(ttgir, "warp_group_dot", after=find(ttgir, "scf.for", after=find(ttgir, "partition0(")))
     under_way = ttgir.splitlines()[number].replace("inputPrecision", "isAsync = true, inputPrecision")
-    found = races(planted(ttgir, number, under_way))
+    found = races(changed(ttgir, number, under_way))
     assert len(found) == 2 and all("is released while a product of it is under way" in text for text in found)
     wait = "%settled = ttng.warp_group_dot_wait %dot {pendings = 0 : i32} : tensor<64x64xf32>"
-    assert races(planted(ttgir, number, under_way, wait)) == []
+    assert races(changed(ttgir, number, under_way, wait)) == []
 
 
 def test_what_cannot_be_followed_is_a_hazard(right: tuple[str, str]) -> None:
     ttgir, _ = right
     number = find(ttgir, "wait_barrier", after=find(ttgir, "partition0("))
-    (text,) = races(planted(ttgir, number, "scf.if %true {", ttgir.splitlines()[number], "}"))
+    (text,) = races(changed(ttgir, number, "scf.if %true {", ttgir.splitlines()[number], "}"))
     assert "stands inside scf.if, which cannot be followed" in text
     assert races("module {}") == ["no buffer was found that one group of warps fills for another"]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.kernels.gpu.planting import planted, template
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
@@ -40,6 +41,21 @@ def test_hopper_wide_and_uneven_heads() -> None:
     cases = Case(BF16, 192, 128, 4, ("boundary",)), Case(torch.float32, 80, 80)
     found = verdicts(90, *cases, paths=("plain",))
     assert not any(found.values()), found
+
+
+def test_plain_loops_load_ahead() -> None:
+    """Both loops of each kernel; not where the number of a tile is loaded in the turn that uses it, as it once was."""
+
+    def ahead() -> dict[str, list[int]]:
+        records = run(90, paths=("plain",), cases=[Case(BF16, 64, 64, 4)])
+        return {record["kernel"]: record["prefetch"] for record in records}
+
+    found = ahead()
+    assert found.keys() == {"forward", "backward_keys", "backward_queries"}
+    assert all(len(loops) == 2 and min(loops) > 0 for loops in found.values())
+    at_use = template("plain").replace("key = tile * BLOCK_N", "key = tl.load(tiles + entry) * BLOCK_N")
+    with planted("plain", at_use.replace("block = tile\n", "block = tl.load(tiles + entry // CHUNKS)\n")):
+        assert {name: loops[0] for name, loops in ahead().items()} == dict.fromkeys(found, 0)
 
 
 def test_blackwell() -> None:
@@ -88,6 +104,7 @@ GOOD = CompileReport(168, 0, 150_000, wgmma=24, tcgen05=0, mma=0, setmaxnreg=Tru
         ({"wgmma": 0}, "by warpgroups only"),
         ({"warnings": ("C7512",)}, "serialises its products"),
         ({"races": ("%q is read when not held",)}, "when not held"),
+        ({"prefetch": (2, 0)}, "loads nothing ahead"),
     ],
 )
 def test_every_bound_can_be_missed(change: dict[str, Any], text: str) -> None:

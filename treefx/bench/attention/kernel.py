@@ -162,8 +162,8 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
 
     Yields:
         One record per kernel: ``kernel, path, dtype, head_dim, head_dim_v, group, features, registers, spill_bytes,
-        shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, tile, seconds, problems``; ``race_free`` is ``None``
-        where all warps do the same.
+        shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch, tile, seconds, problems``; ``race_free`` is
+        ``None`` where all warps do the same, ``prefetch`` where some of them only load.
     """
     import triton
 
@@ -195,6 +195,7 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
         "mma": report.mma,
         "setmaxnreg": report.setmaxnreg,
         "race_free": None if report.races is None else not report.races,
+        "prefetch": None if report.prefetch is None else list(report.prefetch),
         "tile": f"{launch.config.block_m}x{launch.config.block_n} w{launch.config.warps} s{launch.config.stages}",
         "seconds": round(time.perf_counter() - start, 2),
         "problems": problems(report, case.dtype, name, path, arch),
@@ -211,6 +212,8 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
     if report.setmaxnreg != (path == "warp"):
         found.append("is not warp-specialised" if path == "warp" else "is warp-specialised")
     found += report.races or ()
+    if 0 in (report.prefetch or ()):
+        found.append("a loop loads nothing ahead: it waits for every tile")
     if kernel in _WITHOUT_PRODUCTS or dtype == torch.float32:  # float32 is right first, and fast where it may be
         return found
     if arch == 90:
