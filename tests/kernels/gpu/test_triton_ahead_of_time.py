@@ -1,6 +1,7 @@
 """Kernels compiled for GPUs that are not there: a part of ``treefx bench kernel``, and the bounds themselves."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from tests.kernels.gpu.planting import planted, template
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
+from treefx.errors import InputError
 from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 EVERYTHING = ("window", "softcap", "alibi", "sinks")
 BF16 = torch.bfloat16
@@ -113,15 +115,31 @@ def test_every_bound_can_be_missed(change: dict[str, Any], text: str) -> None:
     assert text in problem
 
 
-def test_command_prints_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Ampere, where there is one form only."""
+def test_command_prints_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On Ampere, where there is one form only; by a Triton in a folder, which is the installed one renamed."""
     monkeypatch.setattr(bench_kernel, "CASES", (Case(torch.float16, 64, 64, 1, ("sinks",)),))
-    result = CliRunner().invoke(app, ["bench", "kernel", "--arch", "sm_80", "--json"])
+    installed = Path(triton.__file__).parent
+    other = tmp_path / "other" / "triton"
+    other.mkdir(parents=True)
+    for path in installed.iterdir():
+        if path.name == "__init__.py":
+            text = path.read_text(encoding="utf-8")
+            assert f"'{triton.__version__}'" in text
+            (other / path.name).write_text(text.replace(triton.__version__, "99.9.9"), encoding="utf-8")
+        elif path.name != "__pycache__":
+            (other / path.name).symlink_to(path)
+    result = CliRunner().invoke(app, ["bench", "kernel", "--arch", "sm_80", "--json", "--triton", str(other.parent)])
     assert result.exit_code == 0, result.output
     records = json.loads(result.stdout)
+    assert {record["triton"] for record in records} == {"99.9.9"} and str(other.parent) not in sys.path
     keys = {"kernel", "path", "dtype", "head_dim", "head_dim_v", "features", "registers", "spill_bytes"}
     assert all(keys | {"shared_bytes", "wgmma", "setmaxnreg"} <= record.keys() for record in records)
     assert [record["kernel"] for record in records] == ["forward", "backward_keys", "backward_queries"]
+
+
+def test_command_refuses_a_folder_without_triton(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="folder that holds the package triton.*pip install"):
+        bench_kernel.run_with_progress("sm_90", "plain", json=True, triton=tmp_path)
 
 
 def test_command_refuses_other_architectures() -> None:

@@ -6,6 +6,7 @@ products.
 """
 
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, compile_launch
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
-from treefx.kernels.gpu.triton_tree.paths import PATHS, refused_widths
+from treefx.kernels.gpu.triton_tree.paths import PATHS, keys_refusal, refused_widths
 from treefx.kernels.score import Expr, Score, make_score
 from treefx.kernels.tiles.tree_blocks import Keys
 from treefx.output import make_table
@@ -80,7 +82,14 @@ MORE_CASES = (
 
 
 def run_with_progress(
-    arch: str, path: str, *, quick: bool = False, full: bool = False, json: bool = False, jobs: int = 1
+    arch: str,
+    path: str,
+    *,
+    quick: bool = False,
+    full: bool = False,
+    json: bool = False,
+    jobs: int = 1,
+    triton: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Compile the table under a progress bar.
 
@@ -91,12 +100,13 @@ def run_with_progress(
         full: :data:`MORE_CASES` as well.
         json: a program reads the result, so no progress bar is shown.
         jobs: processes that compile at once.
+        triton: a folder with another Triton in it, ``pip install --no-deps --target FOLDER triton==3.6.0``.
 
     Returns:
         The records of :func:`run`.
 
     Raises:
-        InputError: another architecture or path.
+        InputError: another architecture or path, or no Triton in the folder.
     """
     if path not in (*PATHS, "both"):
         raise InputError(f"path must be plain, warp or both, got {path!r}")
@@ -108,20 +118,30 @@ def run_with_progress(
         raise InputError(f"arch must be one of {known}, got {arch}")
     cases = (*CASES, *MORE_CASES) if full else CASES[::10] if quick else CASES
     compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "both" else (path,))
-    with _pool(min(jobs, len(cases))) as run_all:
+    with _pool(min(jobs, len(cases)), triton) as run_all:
         done = run_all(compile_case, cases)
         shown = track(done, "compiling kernels", len(cases), disable=json, console=Console(stderr=True), transient=True)
         return [record for records in shown for record in records]
 
 
 @contextmanager
-def _pool(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """Give a ``map`` over some processes."""
-    if jobs == 1:
+def _pool(jobs: int, triton: Path | None) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Give a ``map`` over some processes, which import Triton from a folder if there is one."""
+    if triton is not None and not (triton / "triton" / "__init__.py").is_file():
+        raise InputError(
+            f"triton must be a folder that holds the package triton, got {triton}: "
+            f"pip install --no-deps --target {triton} triton==3.6.0"
+        )
+    if jobs == 1 and triton is None:
         yield map
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield pool.map
+    sys.path[:0] = folders = [] if triton is None else [str(triton.resolve())]  # processes inherit it
+    try:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            yield pool.map
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
 
 
 def _compile_case(case: Case, *, arch: int, paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -161,9 +181,9 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
         cases: what to compile.
 
     Yields:
-        One record per kernel: ``kernel, path, dtype, head_dim, head_dim_v, group, features, registers, spill_bytes,
-        shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch, tile, seconds, problems``; ``race_free`` is
-        ``None`` where all warps do the same, ``prefetch`` where some of them only load.
+        One record per kernel: ``triton`` (its version), ``kernel, path, dtype, head_dim, head_dim_v, group, features,
+        registers, spill_bytes, shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch, tile, seconds,
+        problems``; ``race_free`` is ``None`` where all warps do the same, ``prefetch`` where some of them only load.
     """
     import triton
 
@@ -176,10 +196,13 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
 
 
 def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
+    import triton
+
     start = time.perf_counter()
     report = compile_launch(launch, arch)
     name = launch.kernel.__name__
     return {
+        "triton": triton.__version__,
         "kernel": name,
         "path": path,
         "dtype": str(case.dtype).removeprefix("torch."),
@@ -233,7 +256,8 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     out, row = _heads(inputs.q.shape[1], case.value_dim, case.dtype), torch.empty(1, inputs.q.shape[1], _TOKENS)
     yield attention.forward(source, out, row)
     gradients = attention.gradients(out, row, row)
-    yield attention.backward_keys(source, gradients, inputs.k, inputs.v)
+    if path == "plain" or keys_refusal(attention) is None:
+        yield attention.backward_keys(source, gradients, inputs.k, inputs.v)
     yield attention.backward_queries(source, gradients, inputs.q)
     if path == "plain" and not case.features and case.group == 1:
         yield attention.delta(out, out, row)
