@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.inspection.instructions import disassembled, instructions_of_loops
 from treefx.kernels.gpu.inspection.pipeline import copies_ahead
 from treefx.kernels.gpu.triton_tree.launch import Launch
 
@@ -46,6 +47,7 @@ class CompileReport:
         races: where warps may overwrite what others still read; ``None`` if all warps do the same.
         prefetch: copies that stay under way while a tile is used, for every loop with products; ``None`` if some warps
             only load.
+        loop_instructions: what a thread executes per tile, for every loop with products (in each group of warps).
     """
 
     registers: int
@@ -58,6 +60,7 @@ class CompileReport:
     warnings: tuple[str, ...]
     races: tuple[str, ...] | None = None
     prefetch: tuple[int, ...] | None = None
+    loop_instructions: tuple[int, ...] = ()
 
 
 def compile_launch(launch: Launch, arch: int) -> CompileReport:
@@ -136,4 +139,5 @@ def _report(log: str, compiled: Any) -> CompileReport:
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
         races=(*races(ttgir), *unmet_releases(ptx)) if specialised else None,
         prefetch=None if specialised else copies_ahead(ttgir),
+        loop_instructions=instructions_of_loops(disassembled(compiled.asm["cubin"])),
     )

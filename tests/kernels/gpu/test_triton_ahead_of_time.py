@@ -16,6 +16,7 @@ from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
 from treefx.errors import InputError
 from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised
+from treefx.kernels.gpu.inspection.instructions import instructions_of_loops
 
 triton = pytest.importorskip("triton")
 
@@ -58,6 +59,27 @@ def test_plain_loops_load_ahead() -> None:
     at_use = template("plain").replace("key = tile * BLOCK_N", "key = tl.load(tiles + entry) * BLOCK_N")
     with planted("plain", at_use.replace("block = tile\n", "block = tl.load(tiles + entry // CHUNKS)\n")):
         assert {name: loops[0] for name, loops in ahead().items()} == dict.fromkeys(found, 0)
+
+
+@pytest.mark.parametrize(("path", "most"), [("warp", [14.0, 14.0]), ("plain", [12.5, 17.5])])
+def test_instructions_of_the_forward(path: str, most: list[float]) -> None:
+    """Per logit: in both groups of warps, or over full tiles and under the mask (17, and 13.1 and 24.4, untrimmed)."""
+    record = next(iter(run(90, paths=(path,), cases=[Case(BF16, 128, 128, 4)])))
+    assert record["kernel"] == "forward"
+    assert all(0 < found <= bound for found, bound in zip(record["instructions_per_logit"], most, strict=True))
+
+
+def test_loops_are_found_in_machine_code() -> None:
+    """A loop with a product, one around it, one without, a jump back from out of line; fillers do not count."""
+    text = """
+    .L_x_0:
+    /*0*/ MOV R1, R2 ;
+    .L_x_1: \n /*1*/ @P0 HGMMA.64x64 R1 ; \n /*2*/ NOP ;
+    .L_x_2: \n /*3*/ FADD R1, R2 ; \n /*4*/ @!P1 BRA `(.L_x_1) ;
+    .L_x_3: \n /*5*/ FADD R1, R2 ; \n /*6*/ @P2 BRA `(.L_x_3) ; \n /*7*/ HGMMA.64x64 R1 ; \n /*8*/ BRA `(.L_x_0) ;
+    /*9*/ SYNCS ; \n /*a*/ BRA `(.L_x_2) ;
+    """
+    assert instructions_of_loops(text.replace("\\n", "\n")) == (3,)
 
 
 def test_blackwell() -> None:

@@ -38,6 +38,8 @@ __all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "prob
 ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
 _WITHOUT_PRODUCTS = ("delta", "sum_parts")
+_MULTIPLYING_WARPS = 8
+"""Of a specialised kernel: two groups of four, which share a tile."""
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 """Bytes per thread."""
 
@@ -182,8 +184,10 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
 
     Yields:
         One record per kernel: ``triton`` (its version), ``kernel, path, dtype, head_dim, head_dim_v, group, features,
-        registers, spill_bytes, shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch, tile, seconds,
-        problems``; ``race_free`` is ``None`` where all warps do the same, ``prefetch`` where some of them only load.
+        registers, spill_bytes, shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch,
+        instructions_per_logit, tile, seconds, problems``; ``race_free`` is ``None`` where all warps do the same,
+        ``prefetch`` where some of them only load. ``prefetch`` has an item per loop with products,
+        ``instructions_per_logit`` one per loop and group of warps: what a thread executes for each of its logits.
     """
     import triton
 
@@ -200,7 +204,9 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
 
     start = time.perf_counter()
     report = compile_launch(launch, arch)
-    name = launch.kernel.__name__
+    name, config = launch.kernel.__name__, launch.config
+    threads = 32 * (_MULTIPLYING_WARPS if path == "warp" else config.warps)
+    logits = config.block_m * config.block_n / threads
     return {
         "triton": triton.__version__,
         "kernel": name,
@@ -219,7 +225,8 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
         "setmaxnreg": report.setmaxnreg,
         "race_free": None if report.races is None else not report.races,
         "prefetch": None if report.prefetch is None else list(report.prefetch),
-        "tile": f"{launch.config.block_m}x{launch.config.block_n} w{launch.config.warps} s{launch.config.stages}",
+        "instructions_per_logit": [round(number / logits, 1) for number in report.loop_instructions],
+        "tile": f"{config.block_m}x{config.block_n} w{config.warps} s{config.stages}",
         "seconds": round(time.perf_counter() - start, 2),
         "problems": problems(report, case.dtype, name, path, arch),
     }
