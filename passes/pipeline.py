@@ -54,7 +54,7 @@ from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, calls_subgraphs, compile_inner
 from treefx.passes.packing.kernel_sources import write_kernel_sources
 from treefx.passes.packing.pack_tokens import PackingInterpreter
-from treefx.passes.regions.find_regions import find_regions
+from treefx.passes.regions.find_regions import find_regions, pays_off
 from treefx.passes.regions.make_regions import call_regions
 from treefx.passes.runner import Pass, run_passes
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
@@ -109,26 +109,27 @@ class _Work:
     run: Compiled | None = None
 
 
-def build_passes(inner: Inner, disabled: Collection[str] = (), *, regions: bool = False) -> tuple[Pass, ...]:
+def build_passes(inner: Inner, disabled: Collection[str] = (), *, regions: bool | str = False) -> tuple[Pass, ...]:
     """All passes in order, their options bound.
 
     Args:
         inner: What compiles the rewritten graph.
         disabled: Those of ``OPTIONAL`` to be left out.
-        regions: Whether equal layers are compiled once, where the compiler can.
+        regions: Whether equal layers are compiled once, where the compiler can; "auto": those for which it pays.
     """
     label = functools.partial(
         _label_tokens,
         improve=None if "contract" in disabled else contracting,
         pick_losses="loss_laws" not in disabled,
     )
+    calls = regions and calls_subgraphs(inner)
     return (
         Pass("trace", _trace, "analyse"),
         Pass("label_tokens", label, "analyse"),
         *([] if "tree_scans" in disabled else [Pass("tree_scans", _tree_scans, "analyse")]),
         Pass("pack_tokens", _pack_tokens, "rewrite"),
         Pass("boundary_kv", _boundary_kv, "rewrite"),
-        *([Pass("regions", _regions, "compile")] if regions and calls_subgraphs(inner) else []),
+        *([Pass("regions", functools.partial(_regions, every=regions is True), "compile")] if calls else []),
         Pass("compile_inner", functools.partial(_compile_inner, inner=inner), "compile"),
     )
 
@@ -376,10 +377,11 @@ def compile_variant(analysis: Analysis, rewritten: Rewritten, observe: Observer,
     return work.run
 
 
-def _regions(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
+def _regions(gm: fx.GraphModule, work: _Work, *, every: bool) -> fx.GraphModule:
     assert work.rewritten is not None
     if work.rewritten.cut is None:  # the planner counts the bytes that each layer of a part keeps, by its own values
-        work.rewritten.inner = gm = call_regions(gm, find_regions(gm))
+        found = [kind for kind in find_regions(gm) if every or pays_off(kind)]
+        work.rewritten.inner = gm = call_regions(gm, found)
     return gm
 
 

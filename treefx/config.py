@@ -44,9 +44,10 @@ class Config:
     max_shapes: int = 8
     """How many shapes [B, T] one graph keeps compiled packed where rows and columns have to be numbers. A further one
     runs the ordinary graph when it comes for the first time; when it comes again, it takes the place of the oldest."""
-    regions: bool = False
+    regions: Literal["auto", True, False] = "auto"
     """Whether inductor compiles layers that are equal (four or more) once: Python works half as long on the first step,
-    and each later step calls one more function per layer. Other inner compilers compile every layer all the same."""
+    and each later step calls one more function per layer. "auto": on the CPU, for layers that are large beside that
+    call. Other inner compilers compile every layer all the same."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out, to find the one at fault: those of ``treefx.passes.pipeline.OPTIONAL``."""
 

@@ -44,6 +44,7 @@ def _copy_donated(function: Any) -> None:
     """Let the backward write into copies of its donated arguments where the graph is kept."""
     metadata, backward = function.metadata, function._backward_impl
     donated = metadata.bw_donated_idxs
+    metadata.bw_donated_idxs = []  # AOTAutograd refuses to keep a graph unless this is what it knows of
     if not donated:
         return
 
@@ -53,7 +54,6 @@ def _copy_donated(function: Any) -> None:
         return backward(ctx, args)
 
     function._backward_impl = staticmethod(run)
-    metadata.bw_donated_idxs = []  # AOTAutograd refuses to keep a graph as long as it knows of any
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class FirstStepCase:
 
 CASES = (
     FirstStepCase(name="inductor", backend="inductor"),
-    FirstStepCase(name="treefx"),
+    FirstStepCase(name="treefx, regions=False"),
     FirstStepCase(name="treefx, regions=True", regions=True),
 )
 

@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 import treefx
 from tests.batches import Batch, shared_batch
 from tests.models import double
-from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
+from tests.oracle import FLOAT64, Outcome, assert_close, eager_step, loss_of, outcome, stats_of
 from treefx.passes.packing import compile_inner
+from treefx.passes.regions import find_regions
 from treefx.passes.regions.make_regions import subgraphs
 from treefx.passes.regions.own_results import borrowed_results
 
@@ -45,10 +46,12 @@ class Seen:
         return self._compile(gm, inputs, **options)
 
 
-def checked(model: nn.Module, batches: Sequence[Batch] = BATCHES[:1], dynamic: bool | None = None) -> nn.Module:
+def checked(
+    model: nn.Module, batches: Sequence[Batch] = BATCHES[:1], dynamic: bool | None = None, regions: bool | str = True
+) -> nn.Module:
     """Every batch through one compiled model equals eager; the compiled model."""
     twin = copy.deepcopy(model)
-    options: Any = {"min_sharing": 1.0, "regions": True}
+    options: Any = {"min_sharing": 1.0, "regions": regions}
     compiled: Any = torch.compile(twin, backend="treefx", options=options, dynamic=dynamic)
     for batch in batches:
         assert_close(outcome(twin, lambda: loss_of(batch)(compiled)), eager_step(model, batch), FLOAT64)
@@ -73,11 +76,39 @@ def test_one_body_for_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.sample(4)
+def test_layers_are_compiled_once_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen(monkeypatch)
+    model = double("llama", num_hidden_layers=4)
+    checked(model, regions="auto")
+    torch._dynamo.reset()
+    monkeypatch.setattr(find_regions, "LEAST_WEIGHTS", sum(x.numel() for x in model.model.layers[0].parameters()))
+    checked(model, regions="auto")
+    assert seen.bodies == [0, 0, 1, 1] and seen.borrowed == 0
+
+
+@pytest.mark.sample(4)
 def test_a_body_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of gemma2's layers every second one has a window."""
     seen = Seen(monkeypatch)
     checked(double("gemma2", num_hidden_layers=8))
     assert seen.bodies == [2, 2] and seen.borrowed == 0
+
+
+@pytest.mark.sample(4)
+def test_a_graph_that_is_kept() -> None:
+    """Subgraphs are compiled without donated buffers, which AOTAutograd writes down as None."""
+    model = double("llama", num_hidden_layers=4)
+    compiled: Any = checked(model)
+    expected = outcome(model, lambda: 3 * loss_of(BATCHES[0])(model))
+
+    def thrice() -> Tensor:
+        loss = loss_of(BATCHES[0])(compiled)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        return loss
+
+    got = outcome(compiled._orig_mod, thrice)
+    assert_close(Outcome(3 * got.loss, got.gradients), expected, FLOAT64)
 
 
 @pytest.mark.sample(4)

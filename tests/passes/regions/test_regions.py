@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.passes.packing.compile_inner import Inner
 from treefx.passes.pipeline import build_passes
-from treefx.passes.regions.find_regions import LEAST, find_regions
+from treefx.passes.regions.find_regions import LEAST, find_regions, pays_off
 from treefx.passes.regions.loadable import LoadableSizes, fill_freely
 from treefx.passes.regions.make_regions import call_regions, copy_without_regions, subgraphs
 from treefx.passes.regions.own_results import borrowed_results, own_results
@@ -259,8 +259,24 @@ def test_fills_of_a_backward_are_loaded_from_code() -> None:
     torch.testing.assert_close(gm(2, torch.ones(2)), torch.full((2, 2), 1.5, dtype=torch.float64))
 
 
-def test_the_pass_is_of_inductor_and_asked_for() -> None:
-    def names(inner: Inner, regions: bool = True) -> list[str]:
+def test_layers_that_pay_off() -> None:
+    """Large ones on the CPU: what a call costs elsewhere was not measured."""
+
+    def pays(width: int, device: str = "cpu") -> bool:
+        put = Stack()
+        with torch.device(device):
+            x, weights = put.placeholder(3, width), [put.placeholder(width, width) for _ in range(LEAST)]
+        for put.layer, w in enumerate(weights):
+            x = plain(put, x, w)
+        put.layer = -1
+        (kind,) = find_regions(put.module(put(aten.sin.default, x)))
+        return pays_off(kind)
+
+    assert pays(512) and not pays(500) and not pays(512, "meta")
+
+
+def test_the_pass_is_of_inductor() -> None:
+    def names(inner: Inner, regions: bool | str = "auto") -> list[str]:
         return [item.name for item in build_passes(inner, regions=regions) if item.stage == "compile"]
 
     assert names(Inner("inductor")) == ["regions", "compile_inner"]
