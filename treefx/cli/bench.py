@@ -91,6 +91,7 @@ def kernel(
     quick: Annotated[bool, typer.Option("--quick", help="A tenth of the table.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every type, width, group and feature.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compile at once.")] = os.cpu_count() or 1,
+    triton: Annotated[Path | None, typer.Option(help="A folder with another version of Triton in it.")] = None,
     json: Json = False,
 ) -> None:
     """Compile the generated Triton kernels for a GPU that need not be there, and judge the assembler's report.
@@ -100,7 +101,7 @@ def kernel(
     """
     from treefx.bench.attention import kernel as bench_kernel
 
-    records = bench_kernel.run_with_progress(arch, path, quick=quick, full=full, json=json, jobs=jobs)
+    records = bench_kernel.run_with_progress(arch, path, quick=quick, full=full, json=json, jobs=jobs, triton=triton)
     if json:
         print_json(records)
     else:

@@ -13,7 +13,7 @@ from treefx.kernels.gpu.triton_tree.arguments import dense_features
 from treefx.kernels.gpu.triton_tree.buffer_gradients import buffer_gradients
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource
-from treefx.kernels.gpu.triton_tree.paths import checked, on_path
+from treefx.kernels.gpu.triton_tree.paths import checked, on_path, path_of_keys
 from treefx.kernels.gpu.triton_tree.support import interpreted
 from treefx.kernels.gpu.triton_tree.tuning import best_config, tuned
 from treefx.kernels.score import Score
@@ -104,20 +104,21 @@ def backward_from(
     last = max((number for number, source in enumerate(sources) if len(source)), default=0)
     dq = empty_heads_inside(inputs.q, inputs.q.shape[-1])
     with _device_of(inputs.q):
+        gradients = attention.gradients(grad_out, lse, delta)
+        keys_on = path_of_keys(attention)
+        of_keys = gradients if keys_on is attention else keys_on.gradients(grad_out, lse, delta)
         for number, source in enumerate(sources):
             dk, dv = (_gradient_of(tensor, len(source)) for tensor in (source.k, source.v))
             pairs.append((dk, dv))
             if not len(source):
                 continue
             target = dq if number == last else torch.empty_like(dq, dtype=torch.float32)
-            keys = partial(
-                Attention.backward_keys, source=source, grad_out=grad_out, lse=lse, delta=delta, dk=dk, dv=dv
-            )
+            keys = partial(Attention.backward_keys, source=source, gradients=of_keys, dk=dk, dv=dv)
             queries = partial(
-                Attention.backward_queries, source=source, grad_out=grad_out, lse=lse, delta=delta, dq=target
+                Attention.backward_queries, source=source, gradients=gradients, dq=target, previous=previous
             )
-            tuned(attention, "backward_keys", keys).run()
-            tuned(attention, "backward_queries", partial(queries, previous=previous)).run()
+            tuned(keys_on, "backward_keys", keys).run()
+            tuned(attention, "backward_queries", queries).run()
             previous = target
     return dq if previous is not None else dq.zero_(), pairs
 

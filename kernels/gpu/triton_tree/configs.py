@@ -127,20 +127,20 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
 
 
 def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
-    """Return a first choice for devices on which the tables' own does not fit: they are Hopper's.
+    """Return a first choice where the tables' own spills, or does not fit the device: they are Hopper's.
 
     Before it, products are made warp by warp, with all sums in registers; after it, sums have a memory of their own.
     """
-    if problem.shared_limit >= SHARED_MEMORY[90] or problem.dtype == torch.float32:
+    if problem.path == "warp" or problem.dtype == torch.float32:
         return ()
     both = problem.head_dim + problem.value_dim
     if problem.shared_limit >= usable_shared_memory(100):
         return (Config(32, 64, 8, 3),) if problem.kernel == "backward_keys" and 320 < both <= 384 else ()
     if problem.kernel == "backward_keys" and (problem.loads_pairs or 320 <= both <= 384):
-        return (Config(32, 64 if problem.loads_pairs and both <= 256 else 32, 8, 2),)
+        return (Config(32, 64 if problem.loads_pairs and both <= 256 else 32, 8, 3),)
     if problem.kernel == "backward_queries" and problem.loads_pairs:
-        return (Config(64, 64, 8, 2),)
-    if problem.kernel == "forward" and (problem.loads_pairs or (problem.heavy and both > 384)):
+        return (Config(64, 64, 8, 3),)
+    if problem.kernel == "forward" and (problem.loads_pairs or both > 384):
         return (Config(64, 64 if problem.loads_pairs and both <= 256 else 32, 8, 3),)
     return ()
 
@@ -173,7 +173,7 @@ def _fits(problem: Problem, config: Config) -> bool:
 _Table = dict[str, dict[int, tuple[Config, ...]]]
 
 # Tables: the widest head a row is good for, then its configurations.
-# Three stages: with two, the assembler serialises the products of Hopper (its warning C7515).
+# Three stages: with two, a loop loads nothing ahead, and the assembler serialises the products of Hopper (C7515).
 _SIXTEEN_BITS: _Table = {
     "forward": {
         128: (Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(128, 32, 8, 3), Config(64, 32, 4, 3)),
@@ -208,20 +208,20 @@ _WARP: _Table = {
 """Four warps: Triton adds a second group of them and one that loads."""
 _FLOAT32: _Table = {
     "forward": {
-        64: (Config(64, 32, 4, 2), Config(32, 32, 4, 2)),
-        128: (Config(32, 32, 4, 2), Config(32, 16, 4, 2)),
-        256: (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
+        64: (Config(64, 32, 4, 3), Config(32, 32, 4, 3)),
+        128: (Config(32, 32, 4, 3), Config(32, 16, 4, 3)),
+        256: (Config(32, 32, 8, 3), Config(16, 32, 8, 3)),
     },
     "backward_keys": {
-        64: (Config(32, 32, 8, 2), Config(32, 64, 8, 2)),
-        128: (Config(32, 16, 8, 2), Config(16, 16, 4, 2)),
-        256: (Config(16, 16, 8, 2),),
+        64: (Config(32, 32, 8, 3), Config(32, 64, 8, 3)),
+        128: (Config(32, 16, 8, 3), Config(16, 16, 4, 3)),
+        256: (Config(16, 16, 8, 3),),
     },
     "backward_queries": {
-        64: (Config(32, 32, 8, 2), Config(64, 32, 4, 2)),
-        96: (Config(16, 32, 4, 2), Config(16, 16, 4, 2)),
-        128: (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
-        256: (Config(16, 16, 8, 2),),
+        64: (Config(32, 32, 8, 3), Config(64, 32, 4, 3)),
+        96: (Config(16, 32, 4, 3), Config(16, 16, 4, 3)),
+        128: (Config(32, 32, 8, 3), Config(16, 32, 8, 3)),
+        256: (Config(16, 16, 8, 3),),
     },
 }
 _SMALL = (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(16, 16, 4, 2), Config(16, 16, 4, 1))

@@ -5,7 +5,19 @@
 import triton
 import triton.language as tl
 
-__all__ = ["clamped", "floor_divide", "load_rows", "remainder", "softened", "store_rows", "tanh", "under"]
+__all__ = [
+    "clamped",
+    "floor_divide",
+    "load_rows",
+    "remainder",
+    "seen_or_lowest",
+    "softened",
+    "store_rows",
+    "tanh",
+    "under",
+]
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -41,6 +53,27 @@ def store_rows(pointer, offsets, valid, tile, START: tl.constexpr, WIDTH: tl.con
 def under(query, low, size):
     """Return where ``low <= query < low + size``: one comparison, because negative distances are huge unsigned."""
     return (query - low).to(tl.uint32, bitcast=True) < size.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def seen_or_lowest(logit, query, low, size):
+    """Return the logit where :func:`under` holds, minus infinity elsewhere.
+
+    On a device the comparison and the choice are one block: apart, LLVM gathers the bits of a tile's comparisons in
+    registers and takes them out again, three instructions for each.
+    """
+    if INTERPRETED:
+        result = tl.where(under(query, low, size), logit, float("-inf"))
+    else:
+        result = tl.inline_asm_elementwise(
+            "{ .reg .pred seen; setp.lt.u32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }",
+            "=f,f,r,r",
+            [logit, query - low, size],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return result
 
 
 @triton.jit

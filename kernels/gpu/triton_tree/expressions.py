@@ -65,6 +65,7 @@ class ScoreCode:
         visible: the extra condition, or ``None``.
         value: statements that only the logit needs.
         logit: the logit times log2(e); if ``soft``, the logit itself.
+        scale: the number that ``logit`` is the product q.k times, if it is that alone and positive.
         derivative: statements that only the slope needs.
         slope: d value / d dot; ``None`` if it is the number ``factor``.
         factor: the constant slope, or 1.
@@ -84,6 +85,7 @@ class ScoreCode:
     visible: str | None
     value: tuple[str, ...]
     logit: str
+    scale: float | None
     derivative: tuple[str, ...]
     slope: str | None
     factor: float
@@ -143,6 +145,7 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
         visible=visible,
         value=first,
         logit=_tidy(text),
+        scale=_scale_of(logit, dot),
         derivative=second,
         slope=None if constant else _tidy(to_text(rest[0])),
         factor=float(slope) if constant else 1.0,
@@ -154,6 +157,12 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
         row_values=writer.values_read(read, ("row", "uniform")),
         column_values=writer.values_read(read, ("column",)),
     )
+
+
+def _scale_of(logit: Any, dot: Any) -> float | None:
+    """Return the positive number that an expression is ``dot`` times, or ``None`` if it is something else."""
+    scale = logit.coeff(dot) if logit.free_symbols == {dot} else sympy.Integer(0)
+    return float(scale) if scale.is_number and scale.is_positive and logit == scale * dot else None
 
 
 def _shares_pairs(text: str, read: Iterable[str]) -> bool:

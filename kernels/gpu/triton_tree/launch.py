@@ -181,10 +181,15 @@ class Attention:
         grid = (-(-queries // _DELTA_ROWS), batch * heads)
         return Launch(self.module.delta, grid, arguments, Config(_DELTA_ROWS, 0, 4, 1))
 
-    def backward_keys(
-        self, source: KeySource, grad_out: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor
-    ) -> Launch:
-        """Return the launch that writes the gradients of a source's keys and values."""
+    def backward_keys(self, source: KeySource, gradients: dict[str, Any], dk: Tensor, dv: Tensor) -> Launch:
+        """Return the launch that writes the gradients of a source's keys and values.
+
+        Args:
+            source: the keys.
+            gradients: what :meth:`gradients` returned.
+            dk: where the gradient of the keys goes.
+            dv: where that of the values goes.
+        """
         config = self.config("backward_keys")
         blocks = self.blocks(source, config)
         work = blocks.key_programs
@@ -197,7 +202,7 @@ class Attention:
         ]
         arguments = {
             **self.shared(source, config, blocks, blocks.by_key),
-            **self.gradients(grad_out, lse, delta),
+            **gradients,
             "GradK": dk,
             "GradV": dv,
             "PartsK": parts[0],
@@ -248,22 +253,14 @@ class Attention:
         return Launch(sum_parts, grid, arguments, Config(rows, 0, 4, 1))
 
     def backward_queries(
-        self,
-        source: KeySource,
-        grad_out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        dq: Tensor,
-        previous: Tensor | None = None,
+        self, source: KeySource, gradients: dict[str, Any], dq: Tensor, previous: Tensor | None = None
     ) -> Launch:
         """Return the launch that writes the gradient of the queries, added to a previous one."""
         config = self.config("backward_queries")
         blocks = self.blocks(source, config)
         arguments = {
             **self.shared(source, config, blocks, blocks.by_query),
-            **self.gradients(grad_out, lse, delta),
-            **self.rows("Q", "q", self.inputs.q),
-            **self.rows("GradOut", "grad", grad_out),
+            **gradients,
             "GradQ": dq,
             "PreviousGradQ": previous,
             **strides("dq", dq),
@@ -319,8 +316,13 @@ class Attention:
         }
 
     def gradients(self, grad_out: Tensor, lse: Tensor, delta: Tensor) -> dict[str, Any]:
-        """Return the arguments that both backward kernels have in common."""
-        arguments = {"GradOut": grad_out, "Lse": lse, "Delta": delta, **strides("grad", grad_out)}
+        """Return what both backward kernels read of every query: made once for both, and for all sources."""
+        arguments = {
+            **self.rows("Q", "q", self.inputs.q),
+            **self.rows("GradOut", "grad", grad_out),
+            "Lse": lse,
+            "Delta": delta,
+        }
         if self.path == "warp":
             seen = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
             arguments["PackedLse"], arguments["PackedDelta"] = self.packed(seen, torch.inf), self.packed(delta, 0.0)

@@ -18,7 +18,16 @@ from treefx.kernels.gpu.triton_tree.configs import default_config
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted
 
-__all__ = ["PATHS", "checked", "forced_path", "on_path", "refused_widths", "warp_refusal"]
+__all__ = [
+    "PATHS",
+    "checked",
+    "forced_path",
+    "keys_refusal",
+    "on_path",
+    "path_of_keys",
+    "refused_widths",
+    "warp_refusal",
+]
 
 PATHS = ("plain", "warp")
 _WIDEST, _WIDEST_TOGETHER = 192, 320
@@ -79,6 +88,25 @@ def refused_widths(head_dim: int, value_dim: int) -> str | None:
     return None
 
 
+def keys_refusal(attention: Attention) -> str | None:
+    """Return why dk and dv have no warp-specialised form although the other kernels do, or ``None`` if they have.
+
+    Triton 3.6 fails to divide them between warps where several statements read a value of query and key, such as the
+    distance that both a window and ALiBi take.
+    """
+    import triton
+
+    if attention.code.shares_pairs and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        return f"Triton {triton.__version__} cannot specialise dk and dv of a score that shares values of pairs"
+    return None
+
+
+def path_of_keys(attention: Attention) -> Attention:
+    """Return the attention on the path of dk and dv: the plain one where only they have no other."""
+    specialised = attention.path == "warp" and not interpreted()
+    return replace(attention, path="plain") if specialised and keys_refusal(attention) else attention
+
+
 def _aligned(tensor: Tensor) -> bool:
     size = tensor.element_size()
     steps = [stride * size for stride, length in zip(tensor.stride()[:3], tensor.shape, strict=False) if length > 1]
@@ -100,6 +128,8 @@ def checked(
         UnsupportedError: ``TREEFX_KERNEL_PATH=warp`` demands what cannot be run.
     """
     forced, refusal = forced_path(), warp_refusal(attention, tensors)
+    if forced == "warp" and name == "backward" and not interpreted():
+        refusal = refusal or keys_refusal(attention)
     if forced == "warp" and refusal is not None:
         raise UnsupportedError(f"TREEFX_KERNEL_PATH=warp must meet an attention that path can run, but {refusal}")
     if forced is not None:

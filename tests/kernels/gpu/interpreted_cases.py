@@ -25,6 +25,7 @@ SCORES: dict[str, Score] = {
     "plain": make_score(scale=0.3),
     "window": make_score(scale=0.3, window=3, depth=0),
     "softcap": make_score(scale=0.3, softcap=1.5),
+    "alibi": make_score(scale=0.3, depth=0, alibi=3),
     "chunked": Score(SCALED, ("eq", ("floordiv", DEPTH_Q, const(4)), ("floordiv", DEPTH_K, const(4)))),
     "bias": Score(("add", SCALED, BIAS)),
     "relative": Score(("add", SCALED, ("load", 2, ("head",), ("min", ("sub", DEPTH_Q, DEPTH_K), const(5))))),

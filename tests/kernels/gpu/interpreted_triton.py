@@ -64,10 +64,12 @@ def test_head_widths(widths: tuple[int, int]) -> None:
     check(draw(*SMALL, heads=(2, 1), widths=widths), SCORES["softcap"])
 
 
+@pytest.mark.parametrize(("path", "name"), [("plain", "window"), ("warp", "alibi")])
 @pytest.mark.parametrize("heads", [(6, 2), (24, 1), (40, 2)])
-def test_groups(heads: tuple[int, int]) -> None:
+def test_groups(heads: tuple[int, int], path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that are no power of two, and groups that take several tiles."""
-    check(draw(*SMALL, heads=heads), SCORES["window"])
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    check(draw(*SMALL, heads=heads), SCORES[name])
 
 
 def test_half_precision() -> None:
@@ -81,13 +83,24 @@ def test_warp_specialised_form(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     check(draw(*SMALL, heads=(6, 2), batch=2, sinks=name in ("plain", "softcap")), SCORES[name])
 
 
-@pytest.mark.parametrize(("heads", "widths"), [((7, 1), (64, 64)), ((24, 1), (80, 40)), ((2, 2), (192, 128))])
+@pytest.mark.parametrize(
+    ("heads", "widths", "name"),
+    [
+        ((7, 1), (64, 64), "window"),
+        ((24, 1), (80, 40), "window"),
+        ((2, 2), (192, 128), "window"),
+        ((20, 1), (16, 16), "softcap"),
+        ((5, 1), (128, 128), "softcap"),
+        ((6, 2), (80, 80), "chunked"),
+    ],
+)
 def test_warp_specialised_shapes(
-    heads: tuple[int, int], widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int], widths: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tiles of several tokens: groups that are padded, groups of several tiles (of which the last token is ragged)."""
     monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
     monkeypatch.setattr(attention, "_interpreted_config", lambda problem: Config(128, 32, 4, 1))
-    check(draw(*BRANCH_AT_57, heads=heads, widths=widths), SCORES["window"])
+    check(draw(*BRANCH_AT_57, heads=heads, widths=widths, batch=2, sinks=name != "window"), SCORES[name])
 
 
 def test_forced_paths_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Kernels compiled for GPUs that are not there: a part of ``treefx bench kernel``, and the bounds themselves."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.kernels.gpu.planting import planted, template
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
-from treefx.kernels.gpu.triton_tree.ahead_of_time import CompileReport, _specialised
+from treefx.errors import InputError
+from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised
+from treefx.kernels.gpu.inspection.instructions import instructions_of_loops
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 EVERYTHING = ("window", "softcap", "alibi", "sinks")
 BF16 = torch.bfloat16
@@ -40,6 +44,42 @@ def test_hopper_wide_and_uneven_heads() -> None:
     cases = Case(BF16, 192, 128, 4, ("boundary",)), Case(torch.float32, 80, 80)
     found = verdicts(90, *cases, paths=("plain",))
     assert not any(found.values()), found
+
+
+def test_plain_loops_load_ahead() -> None:
+    """Both loops of each kernel; not where the number of a tile is loaded in the turn that uses it, as it once was."""
+
+    def ahead() -> dict[str, list[int]]:
+        records = run(90, paths=("plain",), cases=[Case(BF16, 64, 64, 4)])
+        return {record["kernel"]: record["prefetch"] for record in records}
+
+    found = ahead()
+    assert found.keys() == {"forward", "backward_keys", "backward_queries"}
+    assert all(len(loops) == 2 and min(loops) > 0 for loops in found.values())
+    at_use = template("plain").replace("key = tile * BLOCK_N", "key = tl.load(tiles + entry) * BLOCK_N")
+    with planted("plain", at_use.replace("block = tile\n", "block = tl.load(tiles + entry // CHUNKS)\n")):
+        assert {name: loops[0] for name, loops in ahead().items()} == dict.fromkeys(found, 0)
+
+
+@pytest.mark.parametrize(("path", "most"), [("warp", [14.0, 14.0]), ("plain", [12.5, 17.5])])
+def test_instructions_of_the_forward(path: str, most: list[float]) -> None:
+    """Per logit: in both groups of warps, or over full tiles and under the mask (17, and 13.1 and 24.4, untrimmed)."""
+    record = next(iter(run(90, paths=(path,), cases=[Case(BF16, 128, 128, 4)])))
+    assert record["kernel"] == "forward"
+    assert all(0 < found <= bound for found, bound in zip(record["instructions_per_logit"], most, strict=True))
+
+
+def test_loops_are_found_in_machine_code() -> None:
+    """A loop with a product, one around it, one without, a jump back from out of line; fillers do not count."""
+    text = """
+    .L_x_0:
+    /*0*/ MOV R1, R2 ;
+    .L_x_1: \n /*1*/ @P0 HGMMA.64x64 R1 ; \n /*2*/ NOP ;
+    .L_x_2: \n /*3*/ FADD R1, R2 ; \n /*4*/ @!P1 BRA `(.L_x_1) ;
+    .L_x_3: \n /*5*/ FADD R1, R2 ; \n /*6*/ @P2 BRA `(.L_x_3) ; \n /*7*/ HGMMA.64x64 R1 ; \n /*8*/ BRA `(.L_x_0) ;
+    /*9*/ SYNCS ; \n /*a*/ BRA `(.L_x_2) ;
+    """
+    assert instructions_of_loops(text.replace("\\n", "\n")) == (3,)
 
 
 def test_blackwell() -> None:
@@ -87,6 +127,8 @@ GOOD = CompileReport(168, 0, 150_000, wgmma=24, tcgen05=0, mma=0, setmaxnreg=Tru
         ({"mma": 3}, "by warpgroups only"),
         ({"wgmma": 0}, "by warpgroups only"),
         ({"warnings": ("C7512",)}, "serialises its products"),
+        ({"races": ("%q is read when not held",)}, "when not held"),
+        ({"prefetch": (2, 0)}, "loads nothing ahead"),
     ],
 )
 def test_every_bound_can_be_missed(change: dict[str, Any], text: str) -> None:
@@ -95,15 +137,31 @@ def test_every_bound_can_be_missed(change: dict[str, Any], text: str) -> None:
     assert text in problem
 
 
-def test_command_prints_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Ampere, where there is one form only."""
+def test_command_prints_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On Ampere, where there is one form only; by a Triton in a folder, which is the installed one renamed."""
     monkeypatch.setattr(bench_kernel, "CASES", (Case(torch.float16, 64, 64, 1, ("sinks",)),))
-    result = CliRunner().invoke(app, ["bench", "kernel", "--arch", "sm_80", "--json"])
+    installed = Path(triton.__file__).parent
+    other = tmp_path / "other" / "triton"
+    other.mkdir(parents=True)
+    for path in installed.iterdir():
+        if path.name == "__init__.py":
+            text = path.read_text(encoding="utf-8")
+            assert f"'{triton.__version__}'" in text
+            (other / path.name).write_text(text.replace(triton.__version__, "99.9.9"), encoding="utf-8")
+        elif path.name != "__pycache__":
+            (other / path.name).symlink_to(path)
+    result = CliRunner().invoke(app, ["bench", "kernel", "--arch", "sm_80", "--json", "--triton", str(other.parent)])
     assert result.exit_code == 0, result.output
     records = json.loads(result.stdout)
+    assert {record["triton"] for record in records} == {"99.9.9"} and str(other.parent) not in sys.path
     keys = {"kernel", "path", "dtype", "head_dim", "head_dim_v", "features", "registers", "spill_bytes"}
     assert all(keys | {"shared_bytes", "wgmma", "setmaxnreg"} <= record.keys() for record in records)
     assert [record["kernel"] for record in records] == ["forward", "backward_keys", "backward_queries"]
+
+
+def test_command_refuses_a_folder_without_triton(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="folder that holds the package triton.*pip install"):
+        bench_kernel.run_with_progress("sm_90", "plain", json=True, triton=tmp_path)
 
 
 def test_command_refuses_other_architectures() -> None:

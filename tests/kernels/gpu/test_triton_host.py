@@ -18,10 +18,12 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from treefx.errors import UnsupportedError  # noqa: E402
 from treefx.kernels import tree_attention  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
 from treefx.kernels.gpu.triton_tree import paths, support, tuning  # noqa: E402
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
+from treefx.kernels.gpu.triton_tree.launch import Launch  # noqa: E402
 from treefx.kernels.gpu.triton_tree.parts import sum_parts  # noqa: E402
 
 
@@ -119,6 +121,35 @@ def test_a_new_length_compiles_nothing(options: dict[str, Any], compiled: list[s
         attend(tokens, **options)
         assert [name for name in LAUNCHED if name != "sum_parts"].count("backward_keys") in (1, 2)
     assert len([name for name in compiled if name != "sum_parts"]) == found
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_dk_and_dv_are_plain_where_triton_cannot_specialise_them(
+    version: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word, and without a try that would fail; dq and the forward stay specialised."""
+    monkeypatch.setattr(triton, "__version__", version)
+    seen: dict[str, bool] = {}
+    run = Launch.run
+
+    def watched(launch: Launch) -> None:
+        seen[launch.kernel.__name__] = "packed_rows" in launch.arguments
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", watched)
+    for _ in range(2):
+        attend(200, window=50, alibi_slopes=torch.ones(4))
+    keys = version != "3.6.0"
+    assert seen == {"forward": True, "delta": False, "backward_keys": keys, "backward_queries": True}
+    attend(200, window=50)
+    assert seen["backward_keys"], "a window alone can be specialised"
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
+    if keys:
+        attend(200, window=50, alibi_slopes=torch.ones(4))
+    else:
+        with pytest.raises(UnsupportedError, match="3.6.0 cannot specialise dk and dv"):
+            attend(200, window=50, alibi_slopes=torch.ones(4))
 
 
 def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:

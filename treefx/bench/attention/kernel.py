@@ -6,6 +6,7 @@ products.
 """
 
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +25,10 @@ from torch import Tensor
 
 from treefx.errors import InputError
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.triton_tree.ahead_of_time import CompileReport, compile_launch
+from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, compile_launch
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
-from treefx.kernels.gpu.triton_tree.paths import PATHS, refused_widths
+from treefx.kernels.gpu.triton_tree.paths import PATHS, keys_refusal, refused_widths
 from treefx.kernels.score import Expr, Score, make_score
 from treefx.kernels.tiles.tree_blocks import Keys
 from treefx.output import make_table
@@ -36,6 +38,8 @@ __all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "prob
 ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
 _WITHOUT_PRODUCTS = ("delta", "sum_parts")
+_MULTIPLYING_WARPS = 8
+"""Of a specialised kernel: two groups of four, which share a tile."""
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 """Bytes per thread."""
 
@@ -80,7 +84,14 @@ MORE_CASES = (
 
 
 def run_with_progress(
-    arch: str, path: str, *, quick: bool = False, full: bool = False, json: bool = False, jobs: int = 1
+    arch: str,
+    path: str,
+    *,
+    quick: bool = False,
+    full: bool = False,
+    json: bool = False,
+    jobs: int = 1,
+    triton: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Compile the table under a progress bar.
 
@@ -91,12 +102,13 @@ def run_with_progress(
         full: :data:`MORE_CASES` as well.
         json: a program reads the result, so no progress bar is shown.
         jobs: processes that compile at once.
+        triton: a folder with another Triton in it, ``pip install --no-deps --target FOLDER triton==3.6.0``.
 
     Returns:
         The records of :func:`run`.
 
     Raises:
-        InputError: another architecture or path.
+        InputError: another architecture or path, or no Triton in the folder.
     """
     if path not in (*PATHS, "both"):
         raise InputError(f"path must be plain, warp or both, got {path!r}")
@@ -108,20 +120,30 @@ def run_with_progress(
         raise InputError(f"arch must be one of {known}, got {arch}")
     cases = (*CASES, *MORE_CASES) if full else CASES[::10] if quick else CASES
     compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "both" else (path,))
-    with _pool(min(jobs, len(cases))) as run_all:
+    with _pool(min(jobs, len(cases)), triton) as run_all:
         done = run_all(compile_case, cases)
         shown = track(done, "compiling kernels", len(cases), disable=json, console=Console(stderr=True), transient=True)
         return [record for records in shown for record in records]
 
 
 @contextmanager
-def _pool(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """Give a ``map`` over some processes."""
-    if jobs == 1:
+def _pool(jobs: int, triton: Path | None) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Give a ``map`` over some processes, which import Triton from a folder if there is one."""
+    if triton is not None and not (triton / "triton" / "__init__.py").is_file():
+        raise InputError(
+            f"triton must be a folder that holds the package triton, got {triton}: "
+            f"pip install --no-deps --target {triton} triton==3.6.0"
+        )
+    if jobs == 1 and triton is None:
         yield map
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        yield pool.map
+    sys.path[:0] = folders = [] if triton is None else [str(triton.resolve())]  # processes inherit it
+    try:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            yield pool.map
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
 
 
 def _compile_case(case: Case, *, arch: int, paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -161,8 +183,11 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
         cases: what to compile.
 
     Yields:
-        One record per kernel: ``kernel, path, dtype, head_dim, head_dim_v, group, features, registers, spill_bytes,
-        shared_bytes, wgmma, tcgen05, mma, setmaxnreg, tile, seconds, problems``.
+        One record per kernel: ``triton`` (its version), ``kernel, path, dtype, head_dim, head_dim_v, group, features,
+        registers, spill_bytes, shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch,
+        instructions_per_logit, tile, seconds, problems``; ``race_free`` is ``None`` where all warps do the same,
+        ``prefetch`` where some of them only load. ``prefetch`` has an item per loop with products,
+        ``instructions_per_logit`` one per loop and group of warps: what a thread executes for each of its logits.
     """
     import triton
 
@@ -175,10 +200,15 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
 
 
 def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
+    import triton
+
     start = time.perf_counter()
     report = compile_launch(launch, arch)
-    name = launch.kernel.__name__
+    name, config = launch.kernel.__name__, launch.config
+    threads = 32 * (_MULTIPLYING_WARPS if path == "warp" else config.warps)
+    logits = config.block_m * config.block_n / threads
     return {
+        "triton": triton.__version__,
         "kernel": name,
         "path": path,
         "dtype": str(case.dtype).removeprefix("torch."),
@@ -193,7 +223,10 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
         "tcgen05": report.tcgen05,
         "mma": report.mma,
         "setmaxnreg": report.setmaxnreg,
-        "tile": f"{launch.config.block_m}x{launch.config.block_n} w{launch.config.warps} s{launch.config.stages}",
+        "race_free": None if report.races is None else not report.races,
+        "prefetch": None if report.prefetch is None else list(report.prefetch),
+        "instructions_per_logit": [round(number / logits, 1) for number in report.loop_instructions],
+        "tile": f"{config.block_m}x{config.block_n} w{config.warps} s{config.stages}",
         "seconds": round(time.perf_counter() - start, 2),
         "problems": problems(report, case.dtype, name, path, arch),
     }
@@ -208,6 +241,9 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
         found.append(f"needs {report.shared_bytes} bytes of shared memory, the device has {SHARED_MEMORY[arch]}")
     if report.setmaxnreg != (path == "warp"):
         found.append("is not warp-specialised" if path == "warp" else "is warp-specialised")
+    found += report.races or ()
+    if 0 in (report.prefetch or ()):
+        found.append("a loop loads nothing ahead: it waits for every tile")
     if kernel in _WITHOUT_PRODUCTS or dtype == torch.float32:  # float32 is right first, and fast where it may be
         return found
     if arch == 90:
@@ -226,8 +262,10 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     inputs = attention.inputs
     out, row = _heads(inputs.q.shape[1], case.value_dim, case.dtype), torch.empty(1, inputs.q.shape[1], _TOKENS)
     yield attention.forward(source, out, row)
-    yield attention.backward_keys(source, out, row, row, inputs.k, inputs.v)
-    yield attention.backward_queries(source, out, row, row, inputs.q)
+    gradients = attention.gradients(out, row, row)
+    if path == "plain" or keys_refusal(attention) is None:
+        yield attention.backward_keys(source, gradients, inputs.k, inputs.v)
+    yield attention.backward_queries(source, gradients, inputs.q)
     if path == "plain" and not case.features and case.group == 1:
         yield attention.delta(out, out, row)
         config = attention.config("backward_keys")

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.inspection.instructions import disassembled, instructions_of_loops
+from treefx.kernels.gpu.inspection.pipeline import copies_ahead
 from treefx.kernels.gpu.triton_tree.launch import Launch
 
-__all__ = ["CompileReport", "compile_launch"]
+__all__ = ["CompileReport", "compile_kernel", "compile_launch"]
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -41,6 +44,10 @@ class CompileReport:
         mma: warp-level ones (``mma.sync``).
         setmaxnreg: whether registers move between warps, the mark of warp specialisation.
         warnings: the assembler's C75xx performance warnings.
+        races: where warps may overwrite what others still read; ``None`` if all warps do the same.
+        prefetch: copies that stay under way while a tile is used, for every loop with products; ``None`` if some warps
+            only load.
+        loop_instructions: what a thread executes per tile, for every loop with products (in each group of warps).
     """
 
     registers: int
@@ -51,10 +58,21 @@ class CompileReport:
     mma: int
     setmaxnreg: bool
     warnings: tuple[str, ...]
+    races: tuple[str, ...] | None = None
+    prefetch: tuple[int, ...] | None = None
+    loop_instructions: tuple[int, ...] = ()
 
 
 def compile_launch(launch: Launch, arch: int) -> CompileReport:
+    """Compile the kernel of a launch for compute capability ``arch / 10``, and read what became of it."""
+    return _report(*compile_kernel(launch, arch))
+
+
+def compile_kernel(launch: Launch, arch: int) -> tuple[str, Any]:
     """Compile the kernel of a launch for compute capability ``arch / 10``; needs no device.
+
+    Returns:
+        What the assembler said, and Triton's compiled kernel.
 
     Raises:
         UnsupportedError: Triton interprets kernels in this process.
@@ -70,7 +88,7 @@ def compile_launch(launch: Launch, arch: int) -> CompileReport:
     options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
     with _assembler_log() as log:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return _report(log.getvalue(), compiled)
+    return log.getvalue(), compiled
 
 
 @contextlib.contextmanager
@@ -106,7 +124,8 @@ def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[t
 
 
 def _report(log: str, compiled: Any) -> CompileReport:
-    ptx = compiled.asm["ptx"]
+    ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    specialised = "ttg.warp_specialize(" in ttgir
     registers = re.findall(r"Used (\d+) registers", log)
     spills = re.findall(r"(\d+) bytes spill stores", log)
     return CompileReport(
@@ -118,4 +137,7 @@ def _report(log: str, compiled: Any) -> CompileReport:
         mma=len(re.findall(r"\bmma\.sync", ptx)),
         setmaxnreg="setmaxnreg" in ptx,
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
+        races=(*races(ttgir), *unmet_releases(ptx)) if specialised else None,
+        prefetch=None if specialised else copies_ahead(ttgir),
+        loop_instructions=instructions_of_loops(disassembled(compiled.asm["cubin"])),
     )
