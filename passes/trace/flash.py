@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from treefx.kernels.common import owned
 
 __all__ = [
-    "FlashCall", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash", "read_equal_once",
+    "FlashCall", "autograd_recorded", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash", "read_equal_once",
     "register_kernel", "segments",
 ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def flash_backward(
 
     The forward runs once more, under autograd: what a kernel keeps for its backward is known to the kernel alone.
     """
-    with _autograd_recorded():
+    with autograd_recorded():
         leaves = [x.detach().requires_grad_() for x in (query, key, value, *([] if sinks is None else [sinks]))]
         call = FlashCall(
             leaves[0], leaves[1], leaves[2], mask, positions, query_ends, key_ends,
@@ -262,7 +262,7 @@ def _remembered(question: Callable[[Tensor], Any], x: Tensor) -> Any:
 
 
 @contextmanager
-def _autograd_recorded() -> Iterator[None]:
+def autograd_recorded() -> Iterator[None]:
     """Let autograd record inside of an operator, which runs below it."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _RECORDING:
