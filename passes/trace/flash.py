@@ -24,8 +24,8 @@ from torch import Tensor, fx
 from treefx.kernels.common import owned
 
 __all__ = [
-    "FlashCall", "autograd_recorded", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash", "read_equal_once",
-    "register_kernel", "segments",
+    "FlashCall", "autograd_recorded", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash",
+    "read_equal_once", "register_kernel", "segments",
 ]  # fmt: skip
 
 Kernel = Callable[..., Tensor]

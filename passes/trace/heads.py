@@ -4,7 +4,8 @@
 gives numbers per row: log-probabilities, entropies, and the like. It calls that function, on each pair of a row and its
 target once, and leaves out targets below zero: their numbers are zero.
 
-A library scores all positions and puts zeros where nothing was to be scored. ``tell_masks`` tells the operator so.
+A library scores all positions and puts zeros (or another number) where nothing was to be scored. ``tell_masks`` tells
+the operator so.
 
 Before::
 
@@ -54,7 +55,8 @@ class Head:
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Sequence[Tensor | None]:
         """Score rows."""
         with torch.autocast(hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            found: Sequence[Tensor | None] = self.function.apply(hidden, weight, bias, targets, *self.settings)
+            apply: Any = self.function.apply
+            found: Sequence[Tensor | None] = apply(hidden, weight, bias, targets, *self.settings)
         return found
 
     @functools.cache
@@ -89,7 +91,7 @@ class _Pairs:
 def _pairs(targets: Tensor, slot: Tensor | None, vocabulary: int) -> _Pairs:
     row = torch.arange(len(targets), device=targets.device) if slot is None else slot
     scored = (targets >= 0) & (row >= 0)
-    keys, places = (row * vocabulary + targets)[scored].unique(return_inverse=True)
+    keys, places = torch.unique((row * vocabulary + targets)[scored], return_inverse=True)
     place = torch.full_like(targets, len(keys)).masked_scatter_(scored, places)
     return _Pairs(keys // vocabulary, keys % vocabulary, place)
 
@@ -139,24 +141,37 @@ def head_backward(
     The gradients of equal pairs are summed first; the forward runs once more, under autograd: what the function keeps
     for its backward is known to itself alone.
     """
-    like = [x for x in (hidden, weight, bias) if x is not None]
-    results = [x.new_zeros(x.shape if use else (0,)) for x, use in zip((*like, hidden)[:3], wanted, strict=True)]
+    like = (hidden, weight, hidden if bias is None else bias)
+    results = [x.new_zeros(x.shape if use else (0,)) for x, use in zip(like, wanted, strict=True)]
     pairs = _pairs(targets, slot, len(weight))
     if not len(pairs.row):
         return results
+    summed = [_of_pairs(grad, pairs) for grad in grads]
+    found = _gradients(_HEADS[key], (hidden[pairs.row], weight, bias), pairs.target, summed, wanted)
+    if found[0] is not None:
+        results[0].index_add_(0, pairs.row, found[0])
+    return [results[0], *(zero if x is None else x.contiguous() for x, zero in zip(found[1:], results[1:]))]
+
+
+def _gradients(
+    scores: Head,
+    tensors: Sequence[Tensor | None],
+    targets: Tensor,
+    grads: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of hidden, weight and bias where each row is scored; None for those not asked for, or zero."""
     with autograd_recorded():
-        leaves = [x.detach().requires_grad_(use) for x, use in zip([hidden[pairs.row], *like[1:]], wanted)]
-        found = [x for x in _HEADS[key](leaves[0], leaves[1], leaves[2] if bias is not None else None, pairs.target) if x is not None]
-        summed = [(x, _of_pairs(grad, pairs)) for x, grad in zip(found, grads, strict=True) if x.requires_grad]
-        read = [(x, grad) for x, grad in summed if grad is not None]
-        asked = [x for x in leaves if x.requires_grad]
-        if read and asked:
-            made = iter(torch.autograd.grad([x for x, _ in read], asked, [g for _, g in read], allow_unused=True))
-            for i, leaf in enumerate(leaves):
-                grad = next(made) if leaf.requires_grad else None
-                if grad is not None:
-                    results[i] = results[i].index_add(0, pairs.row, grad) if i == 0 else grad.contiguous()
-    return results
+        leaves = [None if x is None else x.detach().requires_grad_(use) for x, use in zip(tensors, wanted, strict=True)]
+        hidden, weight, bias = leaves
+        assert hidden is not None and weight is not None
+        found = [x for x in scores(hidden, weight, bias, targets) if x is not None]
+        read = [(x, grad) for x, grad in zip(found, grads, strict=True) if x.requires_grad and grad is not None]
+        asked = [x for x in leaves if x is not None and x.requires_grad]
+        if not read:
+            return [None] * len(leaves)
+        made = iter(torch.autograd.grad([x for x, _ in read], asked, [grad for _, grad in read], allow_unused=True))
+    return [next(made) if x is not None and x.requires_grad else None for x in leaves]
 
 
 def _of_pairs(grad: Tensor | None, pairs: _Pairs) -> Tensor | None:
@@ -197,7 +212,7 @@ _HEAD = {torch.ops.treefx.head, torch.ops.treefx.head.default, head}
 
 
 def tell_masks(gm: fx.GraphModule) -> fx.GraphModule:
-    """Let heads in a graph of Dynamo leave out what is set to zero behind them.
+    """Let heads in a graph of Dynamo leave out what is overwritten behind them.
 
     Returns:
         The graph itself if there is no such head, or a copy: Dynamo needs its own graph as it is.
@@ -220,22 +235,22 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, new))
     for node in gm.graph.find_nodes(op="placeholder"):
-        new[node]._dynamo_source = getattr(node, "_dynamo_source", None)  # type: ignore[attr-defined]
+        new[node]._dynamo_source = getattr(node, "_dynamo_source", None)
     copied = fx.GraphModule(gm, graph)
     copied.meta = gm.meta
-    copied.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)  # type: ignore[assignment]
+    setattr(copied, "compile_subgraph_reason", getattr(gm, "compile_subgraph_reason", None))
     return copied
 
 
 def _mask_behind(node: fx.Node) -> fx.Node | None:
-    """The mask outside of which all results of a head are set to zero, if it is made before the head."""
+    """The mask outside of which all results of a head are overwritten, if it is made before the head."""
     masks = {mask for result in node.users for mask in _masks_of(result)}
     mask = masks.pop() if len(masks) == 1 else None
     return mask if mask in itertools.takewhile(lambda other: other is not node, node.graph.nodes) else None
 
 
 def _masks_of(result: fx.Node) -> Iterator[fx.Node | None]:
-    """The masks outside of which a result is set to zero by what reads it; None for what does not."""
+    """The masks outside of which a result is overwritten by what reads it; None for what does not."""
     for user in result.users:
         if user.target == "detach":
             yield from _masks_of(user)
@@ -246,13 +261,14 @@ def _masks_of(result: fx.Node) -> Iterator[fx.Node | None]:
 
 
 def _mask_of(reader: fx.Node, view: fx.Node) -> fx.Node | None:
-    """The mask of ``view.masked_fill(~mask, 0)``, of the same shape."""
-    if reader.target != "masked_fill" or reader.kwargs or reader.args[0] is not view or reader.args[2] != 0:
+    """The mask of ``view.masked_fill(~mask, number)``, of the same shape."""
+    if reader.target != "masked_fill" or reader.kwargs or reader.args[0] is not view:
         return None
-    unscored: Any = reader.args[1]
-    if unscored.target is not operator.invert:
+    unscored, fill = reader.args[1:]
+    if isinstance(fill, fx.Node) or not isinstance(unscored, fx.Node) or unscored.target is not operator.invert:
         return None
-    mask: fx.Node = unscored.args[0]
+    (mask,) = unscored.args
+    assert isinstance(mask, fx.Node)
     shapes = [str(tuple(x.meta["example_value"].shape)) for x in (view, mask)]
     is_bool = mask.meta["example_value"].dtype is torch.bool
     return mask if is_bool and shapes[0] == shapes[1] else None

@@ -151,9 +151,10 @@ def _samples(case: TrainerCase) -> list[Any]:
 
 def _trainer(case: TrainerCase, causal_lm: Any, samples: Sequence[Any], folder: str) -> tuple[Any, list[float]]:
     """The trainer, and the times when its steps begin and end."""
-    from datasets import Dataset
+    from datasets import Dataset  # type: ignore[import-untyped]
     from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     from treefx.integrations import accelerate
     from treefx.integrations.transformers import log_sharing
@@ -186,7 +187,8 @@ def _tokenizer() -> Any:
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     core = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def _seconds(times: Sequence[float]) -> dict[str, float]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
@@ -42,7 +43,7 @@ def keep_heads_whole() -> None:
         made = Head(self.fn_cls, settings, dtype)
         there = [None if x is None else x.requires_grad for x in made.example(hidden.dtype)]
         given = [*args[: len(_TENSORS)], *map(ConstantVariable.create, (register_head(made), tuple(there)))]
-        return UserFunctionVariable(_score).call_function(tx, given, {})
+        return UserFunctionVariable(cast(FunctionType, _score)).call_function(tx, given, {})
 
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
 
@@ -61,7 +62,8 @@ def _scores_all(*_: Any) -> bool:
 def _score(hidden: Any, weight: Any, bias: Any, targets: Any, key: str, there: tuple[bool | None, ...]) -> Any:
     """The function's results: None where it has none, without a gradient where it gives none."""
     found = torch.ops.treefx.head(hidden, targets, weight, bias, None, key)
-    results, number = [], 0
+    results: list[Any] = []
+    number = 0
     for has_gradient in there:
         if has_gradient is None:
             results.append(None)
