@@ -2,7 +2,9 @@
 
 Written for accelerate 1.15, whose list of backends (``DynamoBackend``) is closed: importing this module opens
 it. What then compiles is accelerate's own call, ``torch.compile(model, backend="treefx")``, of the model after it was
-wrapped, unless it is compiled already; ``torch_compile_mode`` is passed on to inductor.
+wrapped, unless it is compiled already; ``torch_compile_mode`` is passed on to inductor. Sizes are symbols from the first
+batch on (``dynamic=True``), unless the program says otherwise: trainers pad each batch to its longest row, and a first
+graph for the lengths of one batch would serve no other.
 """
 
 from __future__ import annotations
@@ -65,10 +67,9 @@ def _pass_options_on() -> None:
         choose(self)
         if _chosen["by_default"] and self.backend is DynamoBackend.NO:
             self.backend = DynamoBackend(_NAME)
-        if self.backend.value == _NAME and dynamic is None and self.dynamic is False:
-            # `accelerate launch` writes that into the environment of programs that never spoke of it; every length of
-            # a batch would be compiled anew.
-            self.dynamic = None
+        if self.backend.value == _NAME and dynamic is None:
+            # `accelerate launch` writes that sizes are fixed into the environment of programs that never spoke of it.
+            self.dynamic = True
         elif _chosen["by_default"] and self.backend.value != _NAME:
             _log.warning("this program compiles with the backend it names, %s, not with treefx", self.backend.value)
 
@@ -81,7 +82,7 @@ def _pass_options_on() -> None:
         mode = {} if self.mode in (None, "default") else {"mode": self.mode}
         options = {**_chosen["options"], **mode, **(self.options or {})}
         rest = {name: value for name, value in given.items() if name not in ("mode", "options", "backend")}
-        return {"backend": "treefx", **rest, **({"options": options} if options else {})}
+        return {"backend": "treefx", "dynamic": self.dynamic, **rest, **({"options": options} if options else {})}
 
     TorchDynamoPlugin.__post_init__ = post_init
     TorchDynamoPlugin.to_kwargs = to_kwargs

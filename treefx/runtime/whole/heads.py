@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, UserFunctionVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from treefx.passes.trace.heads import Head, register_head
@@ -39,13 +39,18 @@ def keep_heads_whole() -> None:
         hidden = args[0].as_proxy().node.meta["example_value"]
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        settings = tuple(item.guard_as_python_constant() for item in args[len(_TENSORS) :])
+        settings = tuple(map(_constant, args[len(_TENSORS) :]))
         made = Head(self.fn_cls, settings, dtype)
         there = [None if x is None else x.requires_grad for x in made.example(hidden.dtype)]
         given = [*args[: len(_TENSORS)], *map(ConstantVariable.create, (register_head(made), tuple(there)))]
         return UserFunctionVariable(cast(FunctionType, _score)).call_function(tx, given, {})
 
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+
+
+def _constant(item: Any) -> Any:
+    """A setting; with ``dynamic=True`` Dynamo passes floats as symbols, which are asked for their values here."""
+    return item.evaluate_expr() if isinstance(item, SymNodeVariable) else item.guard_as_python_constant()
 
 
 def _is_head(function: Any) -> bool:
