@@ -53,7 +53,7 @@ def _picked(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 def _entries(packer: Packer, node: fx.Node) -> Tensor:
     """A packed value, or one seen through an index, as [N, V]."""
     if isinstance(fact_of(node).law, Reindexed):
-        return reindexed_entries(node, functools.partial(_entries, packer))
+        return reindexed_entries(node, functools.partial(_entries, packer), packer.full)
     dims = fact_of(node).dims
     assert dims is not None
     first = tokens_first(packer.packed(node), dims, packer.metadata.tokens)

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from treefx.passes.trace.flash import autograd_recorded
 
-__all__ = ["UNSCORED", "Head", "head", "register_head", "tell_masks"]
+__all__ = ["UNSCORED", "Head", "copy_graph", "head", "register_head", "tell_masks"]
 
 UNSCORED = -1
 """The target of a row that nobody reads."""
@@ -219,7 +219,7 @@ def tell_masks(gm: fx.GraphModule) -> fx.GraphModule:
     """
     if not any(_mask_behind(node) for node in gm.graph.nodes if node.target in _HEAD):
         return gm
-    copied = _copy(gm)
+    copied = copy_graph(gm)
     for node in copied.graph.nodes:
         mask = _mask_behind(node) if node.target in _HEAD else None
         if mask is not None:
@@ -231,7 +231,8 @@ def tell_masks(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph of Dynamo that may be changed: Dynamo needs its own as it is."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, new))
     for node in gm.graph.find_nodes(op="placeholder"):

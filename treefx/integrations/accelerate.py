@@ -2,9 +2,9 @@
 
 Written for accelerate 1.15, whose list of backends (``DynamoBackend``) is closed: importing this module opens
 it. What then compiles is accelerate's own call, ``torch.compile(model, backend="treefx")``, of the model after it was
-wrapped, unless it is compiled already; ``torch_compile_mode`` is passed on to inductor. Sizes are symbols from the first
-batch on (``dynamic=True``), unless the program says otherwise: trainers pad each batch to its longest row, and a first
-graph for the lengths of one batch would serve no other.
+wrapped, unless it is compiled already; ``torch_compile_mode`` is passed on to inductor. Sizes are symbols from the
+first batch on (``dynamic=True``), unless the program says otherwise: trainers pad each batch to its longest row, and a
+first graph for the lengths of one batch would serve no other.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, UserFunctionVariable
+from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from treefx.passes.trace.heads import Head, register_head
 from treefx.runtime.whole.flash import trace_instead
