@@ -52,13 +52,13 @@ class Settings:
     warm_rows: int = 32
     """Demonstrations per step of the warm start."""
     warm_rate: float = 5e-3
-    budget: int = 36_000
+    budget: int = 72_000
     """Tokens that each method may generate."""
     rate: float = 1e-3
     """Learning rate of both methods at the beginning; it falls to a tenth."""
     tasks: int = 16
     """Per update."""
-    trajectories: int = 8
+    trajectories: int = 16
     """Per task."""
     first_steps: int = 1
     """How many steps follow the prompt of a tree."""

@@ -61,85 +61,47 @@ class FlashCall(NamedTuple):
     kernel: str
 
 
-@torch.library.custom_op("treefx::flash", mutates_args=())
-def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    query_ends: Tensor | None,
-    key_ends: Tensor | None,
-    sinks: Tensor | None,
-    segments: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    deterministic: bool | None,
-    kernel: str,
-) -> Tensor:
+_CALL = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? positions, Tensor? query_ends, Tensor? key_ends, "
+    "Tensor? sinks, Tensor? segments, bool is_causal, float? scale, SymInt? window, float? softcap, "
+    "bool? deterministic, str kernel"
+)
+
+
+@torch.library.custom_op("treefx::flash", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+def flash(*call: Any) -> Tensor:
     """The result of a ``FlashCall``, [B, H, T, Dv]."""
-    call = FlashCall(
-        query, key, value, mask, positions, query_ends, key_ends, sinks, segments, is_causal, scale, window, softcap,
-        deterministic, kernel,
-    )  # fmt: skip
-    return _tokens_first(_run(call).transpose(1, 2))
+    return _tokens_first(_run(FlashCall(*call)).transpose(1, 2))
 
 
 @flash.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return _empty(query, value.shape[-1])
+def _(*call: Any) -> Tensor:
+    return _empty(call[0], call[2].shape[-1])
 
 
-@torch.library.custom_op("treefx::flash_backward", mutates_args=())
-def flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    query_ends: Tensor | None,
-    key_ends: Tensor | None,
-    sinks: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    deterministic: bool | None,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and sinks (empty where there are none).
+@torch.library.custom_op(
+    "treefx::flash_backward", mutates_args=(), schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def flash_backward(grad: Tensor, *of: Any) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value and sinks (empty where there are none) of a ``FlashCall``.
 
     The forward runs once more, under autograd: what a kernel keeps for its backward is known to the kernel alone.
     """
+    given = FlashCall(*of)
+    learned = [name for name in ("query", "key", "value", "sinks") if getattr(given, name) is not None]
     with autograd_recorded():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value, *([] if sinks is None else [sinks]))]
-        call = FlashCall(
-            leaves[0], leaves[1], leaves[2], mask, positions, query_ends, key_ends,
-            None if sinks is None else leaves[3], None, is_causal, scale, window, softcap, deterministic, kernel,
-        )  # fmt: skip
-        found = torch.autograd.grad(_run(call).transpose(1, 2), leaves, grad)
-    of_sinks = query.new_empty(0) if sinks is None else found[3].contiguous()
-    return _tokens_first(found[0]), _tokens_first(found[1]), _tokens_first(found[2]), of_sinks
+        leaves = {name: getattr(given, name).detach().requires_grad_() for name in learned}
+        call = given._replace(**leaves)
+        found = torch.autograd.grad(_run(call).transpose(1, 2), list(leaves.values()), grad)
+    of_sinks = found[3].contiguous() if given.sinks is not None else given.query.new_empty(0)
+    return (*(_tokens_first(of) for of in found[:3]), of_sinks)
 
 
 @flash_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    query_ends: Tensor | None,
-    key_ends: Tensor | None,
-    sinks: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return (*[_empty(x, x.shape[-1]) for x in (query, key, value)], of_sinks)  # type: ignore[return-value]
+def _(grad: Tensor, *of: Any) -> tuple[Tensor, ...]:
+    call = FlashCall(*of)
+    of_sinks = call.query.new_empty(0) if call.sinks is None else call.sinks.new_empty(call.sinks.shape)
+    return (*(_empty(x, x.shape[-1]) for x in call[:3]), of_sinks)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -149,7 +111,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, sinks = flash_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    query, key, value, sinks = flash_backward(grad, *ctx.saved_tensors, None, *ctx.settings)
     of_sinks = None if ctx.saved_tensors[7] is None else sinks
     return (query, key, value, None, None, None, None, of_sinks, *[None] * 7)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import treefx
@@ -20,8 +21,9 @@ from treefx.fuzz.grammar import FAMILIES, generate
 from treefx.fuzz.journal import Finding, Journal
 from treefx.fuzz.program import Program
 from treefx.fuzz.report import failures_of, summary
+from treefx.fuzz.script import parts_of
 from treefx.fuzz.search import Search, Settings
-from treefx.fuzz.truth import FAILURES, Outcome, judge
+from treefx.fuzz.truth import FAILURES, Outcome, judge, low_casts_explain, player
 from treefx.fuzz.worker import Worker
 
 ANEW = int(sources()[:8], 16)
@@ -38,6 +40,24 @@ def test_programs_of_every_family_are_exact_or_refused(family: str, seed: int) -
         assert found.kind not in FAILURES, f"seed {seed}, number {number}: {describe(program)}: {found.note}"
         if time.process_time() > end:
             break
+
+
+def test_casts_to_float32_explain_rounding_alone() -> None:
+    """Gradients that cancel may round as far as eager's do; what the casts do not explain stays wrong."""
+    drawn = (generate(0, number, ["losses"], "eager") for number in range(1000))
+    program = next(p for p in drawn if any("single" in part.traits for part in parts_of(p)) and not p.modes)
+    eager = player(program)(lambda model: model)
+    assert low_casts_explain(program, eager, eager, lambda model: model)
+    off = {name: value * (1 + 1e-4) if value.is_floating_point() else value for name, value in eager.items()}
+    assert not low_casts_explain(program, eager, off, lambda model: model)
+
+    @torch.no_grad()
+    def mistaken(model: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-8)
+        return model
+
+    assert not low_casts_explain(program, eager, eager, mistaken)
 
 
 class Stub:

@@ -34,9 +34,7 @@ def doctor(
     model: Annotated[
         list[str] | None, typer.Option(help="With --zoo: this model only, by its name in the table; may be repeated.")
     ] = None,
-    batches: Annotated[
-        int, typer.Option(min=1, help="With --zoo: batches of each model, no two of one shape.")
-    ] = 2,
+    batches: Annotated[int, typer.Option(min=1, help="With --zoo: batches of each model, no two of one shape.")] = 2,
     workers: Annotated[
         int, typer.Option(help="With --zoo: number of processes, which outlive a crash or a hang; 0: this one alone.")
     ] = 0,
@@ -96,9 +94,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _doctor_zoo(
-    names: list[str], record: ZooRecord, workers: int, batches: int, json: bool, markdown: bool
-) -> None:
+def _doctor_zoo(names: list[str], record: ZooRecord, workers: int, batches: int, json: bool, markdown: bool) -> None:
     wanted = [model.name for model in choose(names)]
     remaining, inner = record.remaining(wanted), record.conditions["inner"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

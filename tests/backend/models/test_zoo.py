@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from tests.backend import support
 from tests.backend.support import assert_packed
-from tests.batches import distinct_tokens, shared_batch
+from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import PACKED_ZOO, zoo
-from tests.oracle import FLOAT64, compare
+from tests.oracle import FLOAT64, assert_close, compare, compile_with, outcome, stats_of
 from treefx.bench.zoo.run import check_model
 
 pytestmark = pytest.mark.zoo
@@ -39,9 +39,13 @@ SHAPES_OF_THEIR_OWN = {
 
 
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("name", sorted({*PACKED_ZOO, "lfm2"} - SHAPES_OF_THEIR_OWN))
+@pytest.mark.parametrize("name", sorted({*PACKED_ZOO, "lfm2"} - SHAPES_OF_THEIR_OWN - {"opt"}))
 def test_architecture_in_batches_of_all_shapes(name: str) -> None:
-    """The first batch is compiled for its shape, the next for all; a third time where padding changes its side."""
+    """The first batch is compiled for its shape, the next for all; a third time where padding changes its side.
+
+    Not OPT: the gradients of its key biases are zero but for rounding (1e-17 of the largest), of which treefx has up to
+    twice what eager has. `test_shapes_in_float64` has it.
+    """
     row = check_model(name, "eager", batches=5)
     assert row.verdict == "packed", row.note
     counts = [batch.compiles for batch in row.batches]
@@ -71,10 +75,10 @@ def in_double() -> Iterator[None]:
 WHOLE = shared_batch(rows=4, length=20, shared=8, padding=None)
 
 
-def own_loss(model: nn.Module) -> Tensor:
+def own_loss(model: nn.Module, batch: Batch = WHOLE) -> Tensor:
     """The loss of the models themselves casts the logits to float32."""
-    logits = model(**WHOLE.without("labels").inputs()).logits
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), WHOLE.labels[:, 1:].flatten())
+    logits = model(**batch.without("labels").inputs()).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten())
 
 
 @pytest.mark.usefixtures("in_double")
@@ -82,3 +86,18 @@ def own_loss(model: nn.Module) -> Tensor:
 def test_architecture_in_float64(name: str) -> None:
     checked = support.compare(zoo(name, num_hidden_layers=1).double(), own_loss, FLOAT64)
     assert_packed(checked, distinct_tokens(WHOLE), layers=1)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.usefixtures("in_double")
+@pytest.mark.parametrize("name", DOUBLE_THROUGHOUT)
+def test_shapes_in_float64(name: str) -> None:
+    """Batches of five shapes through one compiled model."""
+    model = zoo(name, num_hidden_layers=1).double()
+    compiled = compile_with(model, inner="eager")
+    for rows, length in [(4, 20), (3, 27), (8, 40), (2, 30), (9, 39)]:
+        batch = shared_batch(rows=rows, length=length, shared=length // 3, padding=None)
+        expected = outcome(model, lambda batch=batch: own_loss(model, batch))
+        assert_close(outcome(model, lambda batch=batch: own_loss(compiled, batch)), expected, FLOAT64)
+    stats = stats_of(compiled)
+    assert stats["ran"] == "packed" and stats["compiles"] == 2
