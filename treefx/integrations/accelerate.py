@@ -67,9 +67,10 @@ def _pass_options_on() -> None:
         choose(self)
         if _chosen["by_default"] and self.backend is DynamoBackend.NO:
             self.backend = DynamoBackend(_NAME)
-        if self.backend.value == _NAME and dynamic is None:
-            # `accelerate launch` writes that sizes are fixed into the environment of programs that never spoke of it.
-            self.dynamic = True
+        if self.backend.value == _NAME and dynamic is None and self.dynamic is False:
+            # `accelerate launch` writes that into the environment of programs that never spoke of it; every length of
+            # a batch would be compiled anew.
+            self.dynamic = None
         elif _chosen["by_default"] and self.backend.value != _NAME:
             _log.warning("this program compiles with the backend it names, %s, not with treefx", self.backend.value)
 
@@ -82,7 +83,8 @@ def _pass_options_on() -> None:
         mode = {} if self.mode in (None, "default") else {"mode": self.mode}
         options = {**_chosen["options"], **mode, **(self.options or {})}
         rest = {name: value for name, value in given.items() if name not in ("mode", "options", "backend")}
-        return {"backend": "treefx", "dynamic": self.dynamic, **rest, **({"options": options} if options else {})}
+        dynamic = True if self.dynamic is None else self.dynamic
+        return {"backend": "treefx", **rest, "dynamic": dynamic, **({"options": options} if options else {})}
 
     TorchDynamoPlugin.__post_init__ = post_init
     TorchDynamoPlugin.to_kwargs = to_kwargs
