@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from treefx.config import Config
+from treefx.passes.trace.heads import tell_masks
 from treefx.runtime.blocks.block_graph import BlockGraph
 from treefx.runtime.blocks.on_tree import is_on_tree
 from treefx.runtime.compiled_graph import CompiledGraph
@@ -39,6 +40,7 @@ def treefx(
     config = Config.from_options({"mode": mode or "default", **(options or {})})
     placeholders = gm.graph.find_nodes(op="placeholder")
     roles = [role_of(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
+    gm = tell_masks(gm)
     graph = BlockGraph(gm, roles, config) if is_on_tree(gm) else CompiledGraph(gm, roles, config)
     register(graph)
     return graph

@@ -16,6 +16,7 @@ from treefx.passes.packing.emitters import Packer, emits_full
 from treefx.passes.packing.layout import tokens_first
 from treefx.passes.packing.restore_gradients import expand, pick
 from treefx.passes.packing.vocab_tail import find_tail, surprise
+from treefx.passes.trace.heads import head
 
 aten = torch.ops.aten
 
@@ -33,6 +34,9 @@ def _picked(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     token_of = token_index(source, packer.metadata.token_of)
+    if node.target is torch.ops.treefx.head.default:
+        targets, weight, bias = map(packer.full, node.args[1:4])
+        return head(_entries(packer, source), targets, weight, bias, token_of.reshape(-1), node.args[5])
     if node.target is aten.gather.default:
         index = packer.full(node.args[2])
         repeated = token_of.reshape(-1, 1).expand(-1, index.shape[-1]).reshape(-1)
@@ -49,7 +53,7 @@ def _picked(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 def _entries(packer: Packer, node: fx.Node) -> Tensor:
     """A packed value, or one seen through an index, as [N, V]."""
     if isinstance(fact_of(node).law, Reindexed):
-        return reindexed_entries(node, functools.partial(_entries, packer))
+        return reindexed_entries(node, functools.partial(_entries, packer), packer.full)
     dims = fact_of(node).dims
     assert dims is not None
     first = tokens_first(packer.packed(node), dims, packer.metadata.tokens)

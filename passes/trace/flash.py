@@ -24,8 +24,8 @@ from torch import Tensor, fx
 from treefx.kernels.common import owned
 
 __all__ = [
-    "FlashCall", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash", "read_equal_once",
-    "register_kernel", "segments",
+    "FlashCall", "autograd_recorded", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash",
+    "read_equal_once", "register_kernel", "segments",
 ]  # fmt: skip
 
 Kernel = Callable[..., Tensor]
@@ -89,7 +89,7 @@ def flash_backward(grad: Tensor, *of: Any) -> tuple[Tensor, ...]:
     """
     given = FlashCall(*of)
     learned = [name for name in ("query", "key", "value", "sinks") if getattr(given, name) is not None]
-    with _autograd_recorded():
+    with autograd_recorded():
         leaves = {name: getattr(given, name).detach().requires_grad_() for name in learned}
         call = given._replace(**leaves)
         found = torch.autograd.grad(_run(call).transpose(1, 2), list(leaves.values()), grad)
@@ -224,7 +224,7 @@ def _remembered(question: Callable[[Tensor], Any], x: Tensor) -> Any:
 
 
 @contextmanager
-def _autograd_recorded() -> Iterator[None]:
+def autograd_recorded() -> Iterator[None]:
     """Let autograd record inside of an operator, which runs below it."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _RECORDING:

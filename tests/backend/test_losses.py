@@ -218,3 +218,22 @@ def test_logits_read_after_the_loss() -> None:
     with torch.no_grad():
         assert torch.equal(got.logits.argmax(-1), expected.logits.argmax(-1))
         assert torch.equal(torch.cat([got.logits[:1], got.logits[1:]]).argmax(-1), expected.logits.argmax(-1))
+
+
+class Learned(nn.Module):
+    """Logits over a temperature that is learned, behind the shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm, self.temperature = llama(), nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        logits = self.lm(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1] / self.temperature
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_a_learned_number_behind_the_shift() -> None:
+    batch = shared_batch(rows=4, length=12, shared=6)
+    stats = compare(Learned(), lambda model: model(**batch.inputs())).stats
+    assert (stats["fallback"], stats["expansions"]) == (None, [])
+    assert stats["tokens"] == distinct_tokens(batch)

@@ -37,12 +37,13 @@ def test_the_name_is_one_of_the_list() -> None:
 
 
 def test_what_torch_compile_is_called_with() -> None:
-    assert TorchDynamoPlugin(backend="treefx").to_kwargs() == {"backend": "treefx"}
+    assert TorchDynamoPlugin(backend="treefx").to_kwargs() == {"backend": "treefx", "dynamic": True}
     fast = TorchDynamoPlugin(backend="treefx", mode="max-autotune", dynamic=False)
     assert fast.to_kwargs() == {"backend": "treefx", "options": {"mode": "max-autotune"}, "dynamic": False}
     seam.compile_with({"min_sharing": 1.0, "inner": "eager"})
     own = TorchDynamoPlugin(backend="treefx", options={"inner": "aot_eager"})
-    assert own.to_kwargs() == {"backend": "treefx", "options": {"min_sharing": 1.0, "inner": "aot_eager"}}
+    options = {"min_sharing": 1.0, "inner": "aot_eager"}
+    assert own.to_kwargs() == {"backend": "treefx", "dynamic": True, "options": options}
     assert TorchDynamoPlugin(backend="inductor", mode="max-autotune").to_kwargs() == {
         "backend": "inductor",
         "mode": "max-autotune",
@@ -54,7 +55,7 @@ def test_what_torch_compile_is_called_with() -> None:
 def test_launchers_do_not_fix_the_sizes_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """``accelerate launch`` without any word of it sets this variable."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")
-    assert "dynamic" not in TorchDynamoPlugin(backend="treefx").to_kwargs()
+    assert TorchDynamoPlugin(backend="treefx").to_kwargs()["dynamic"] is True
     assert TorchDynamoPlugin(backend="treefx", dynamic=False).to_kwargs()["dynamic"] is False
     assert TorchDynamoPlugin(backend="aot_eager").to_kwargs()["dynamic"] is False
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
@@ -64,7 +65,7 @@ def test_launchers_do_not_fix_the_sizes_of_batches(monkeypatch: pytest.MonkeyPat
 def test_by_default_is_where_the_program_names_none(caplog: pytest.LogCaptureFixture) -> None:
     assert TorchDynamoPlugin().to_kwargs() == {}
     seam.compile_with(by_default=True)
-    assert TorchDynamoPlugin().to_kwargs() == {"backend": "treefx"}
+    assert TorchDynamoPlugin().to_kwargs() == {"backend": "treefx", "dynamic": True}
     assert not caplog.records
     assert TorchDynamoPlugin(backend="aot_eager").to_kwargs() == {"backend": "aot_eager"}
     assert "AOT_EAGER, not with treefx" in caplog.text

@@ -186,6 +186,26 @@ def shapes(
 
 
 @bench.command()
+def trainer(
+    rows: Annotated[int, typer.Option(min=8, help="Turns to train on, eight a step.")] = 160,
+    model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "qwen3",
+    layers: Annotated[int, typer.Option(min=1, help="Its number of blocks.")] = 4,
+    width: Annotated[int, typer.Option(min=64, help="Its hidden size, a multiple of 64.")] = 256,
+    json: Json = False,
+) -> None:
+    """Train with TRL's SFTTrainer, compilation included, with inductor and with treefx.
+
+    The rows are turns of an agent in their order, so those of a batch share most of their tokens. Each way has a
+    process of its own with empty caches. whole and later are seconds over inductor's: of the run, and of its steps but
+    the first two. Losses and norms of gradients of every step are compared first.
+    """
+    from treefx.bench import trainer as bench_trainer
+
+    records = bench_trainer.run(model=model, layers=layers, hidden_size=width, rows=rows, json_output=json)
+    _show("A run of SFTTrainer", records, json)
+
+
+@bench.command()
 def first_step(
     model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "qwen3",
     layers: Annotated[int, typer.Option(min=1, help="Its number of blocks.")] = 8,

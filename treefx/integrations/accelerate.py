@@ -2,7 +2,9 @@
 
 Written for accelerate 1.15, whose list of backends (``DynamoBackend``) is closed: importing this module opens
 it. What then compiles is accelerate's own call, ``torch.compile(model, backend="treefx")``, of the model after it was
-wrapped, unless it is compiled already; ``torch_compile_mode`` is passed on to inductor.
+wrapped, unless it is compiled already; ``torch_compile_mode`` is passed on to inductor. Sizes are symbols from the
+first batch on (``dynamic=True``), unless the program says otherwise: trainers pad each batch to its longest row, and a
+first graph for the lengths of one batch would serve no other.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def _pass_options_on() -> None:
         mode = {} if self.mode in (None, "default") else {"mode": self.mode}
         options = {**_chosen["options"], **mode, **(self.options or {})}
         rest = {name: value for name, value in given.items() if name not in ("mode", "options", "backend")}
-        return {"backend": "treefx", **rest, **({"options": options} if options else {})}
+        dynamic = True if self.dynamic is None else self.dynamic
+        return {"backend": "treefx", **rest, "dynamic": dynamic, **({"options": options} if options else {})}
 
     TorchDynamoPlugin.__post_init__ = post_init
     TorchDynamoPlugin.to_kwargs = to_kwargs

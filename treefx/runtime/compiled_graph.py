@@ -22,6 +22,7 @@ from treefx.runtime.ways.native import NativeRun, wrong_row
 from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.packed import PackedRun
 from treefx.runtime.ways.rows import RowsRun
+from treefx.runtime.whole.numbers import as_tensors, numbers_as_tensors
 
 __all__ = ["CompiledGraph"]
 
@@ -47,6 +48,7 @@ class CompiledGraph:
     """
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
+        gm, self._numbers = numbers_as_tensors(gm, roles)
         self.gm, self.roles, self.config = gm, roles, config
         passes = build_passes(config.compiler, config.disable_passes, regions=config.regions)
         self._records = Records(gm)
@@ -68,7 +70,8 @@ class CompiledGraph:
         """The rewritten graphs, one per variant of a shape."""
         return self._analyses.rewrites
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
+        args = as_tensors(given, self._numbers)
         self._records.begin(tuple(x for x, role in zip(args, self.roles, strict=True) if role == "parameter"))
         if current_tree() is not None:
             raise UnsupportedError(_OFF_TREE)

@@ -21,7 +21,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
-from treefx.runtime.flash import keep_flash_whole
+from treefx.runtime.whole.flash import keep_flash_whole
+from treefx.runtime.whole.heads import keep_heads_whole
 
 __all__ = ["keep_graphs_whole", "role_of", "why_cut"]
 
@@ -35,6 +36,7 @@ def keep_graphs_whole() -> None:
     _take_batches_as_symbols()
     _leave_buckets_whole()
     keep_flash_whole()
+    keep_heads_whole()
 
 
 def why_cut(gm: fx.GraphModule) -> str | None:

@@ -18,6 +18,7 @@ from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Dims, Fact, Factor, Kind, fact_of, shape_of
 from treefx.passes.labels.laws.base import Call
 from treefx.passes.labels.laws.reindex import Reindexed
+from treefx.passes.trace.heads import UNSCORED
 
 __all__ = ["Pick", "find_sink"]
 
@@ -74,6 +75,20 @@ def _gather(call: Call, dims: Dims | None) -> Fact:
     return Fact(Kind.ROW, law=Pick(None), learned=fact_of(source).learned)
 
 
+def _head(call: Call, dims: Dims | None) -> Fact:
+    """y[r] = f(hidden[token_of[r]], target[r]), of every row and token."""
+    target, *others = call.node.args[1:4]
+    assert isinstance(target, fx.Node)
+    kinds = [fact_of(item).kind for item in others if isinstance(item, fx.Node)]
+    if fact_of(target).kind is Kind.PACKED or any(kind is not Kind.INVARIANT for kind in kinds):
+        raise NoLaw("scores targets made of hidden states, or with weights that differ from row to row")
+    if dims is not None:
+        _only_tokens(list(dims[:-1]))
+        algebra.resize(dims, -1, shape_of(call.node_arg(0))[-1])
+    scored = Fact(Kind.ROW, learned=True)
+    return Fact(Kind.ROW, parts=tuple(scored for _ in call.node.meta["val"]), law=Pick(UNSCORED), learned=True)
+
+
 def _only_tokens(dims: list[tuple[Factor, ...]]) -> None:
     """Check that dimensions hold every row and token once, in order, and nothing else."""
     if [factor.axis for dim in dims for factor in dim] != [Axis.ROW, Axis.TOKEN]:
@@ -84,4 +99,5 @@ _SINKS: dict[Any, Callable[[Call, Dims | None], Fact]] = {
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss2d_forward.default: _nll_loss,
     aten.gather.default: _gather,
+    torch.ops.treefx.head.default: _head,
 }

@@ -38,7 +38,7 @@ class Reindexed:
 def find_reindexed(call: Call) -> Fact | None:
     """The fact of an operator on logits, or on such a value, that keeps this form; None for any other operator."""
     source = call.node.args[0] if call.node.args else None
-    if not isinstance(source, fx.Node) or len(call.operands) != 1:
+    if not isinstance(source, fx.Node) or not all(node is source or _is_number(node) for node in call.operands):
         return None
     already = isinstance(fact_of(source).law, Reindexed)
     if not (already or _is_logits(fact_of(source))):
@@ -68,9 +68,12 @@ def _acts_on_index(node: fx.Node, source: fx.Node) -> bool | None:
     if node.target is aten._log_softmax.default:
         dim = node.args[1]
         return False if dim % rank == rank - 1 else None
-    if node.target in _SCALINGS:
-        return None if any(isinstance(item, fx.Node) for item in node.args[1:]) else False
-    return False if node.target in _COPIES else None
+    return False if node.target in _SCALINGS or node.target in _COPIES else None
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a value is one number for all rows."""
+    return fact_of(node).kind is Kind.INVARIANT and node.meta["val"].dim() == 0
 
 
 def token_index(node: fx.Node, start: Tensor, sizes: Mapping[Any, int] | None = None) -> Tensor:
@@ -89,13 +92,13 @@ def token_index(node: fx.Node, start: Tensor, sizes: Mapping[Any, int] | None = 
     return sliced
 
 
-def reindexed_entries(node: fx.Node, base: Callable[[fx.Node], Tensor]) -> Tensor:
-    """The packed entries [N, V] of a value; ``base`` gives those of the logits it comes from."""
+def reindexed_entries(node: fx.Node, base: Callable[[fx.Node], Tensor], number: Callable[[Any], Any]) -> Tensor:
+    """The packed entries [N, V] of a value; ``base`` gives those of the logits it comes from, ``number`` a factor."""
     law = fact_of(node).law
     if not isinstance(law, Reindexed):
         return base(node)
     source: Any = node.args[0]
-    entries = reindexed_entries(source, base)
+    entries = reindexed_entries(source, base, number)
     if law.on_index:
         return entries
     if node.target is aten.clone.default:
@@ -103,5 +106,5 @@ def reindexed_entries(node: fx.Node, base: Callable[[fx.Node], Tensor]) -> Tenso
     if node.target is aten._log_softmax.default:
         logprobs: Tensor = aten._log_softmax.default(entries, 1, node.args[2])
         return logprobs
-    result: Tensor = node.target(entries, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    result: Tensor = node.target(entries, *map(number, node.args[1:]), **node.kwargs)  # type: ignore[operator]
     return result

@@ -21,7 +21,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 
 from treefx.passes.trace.flash import register_kernel
 
-__all__ = ["keep_flash_whole"]
+__all__ = ["keep_flash_whole", "trace_instead"]
 
 _UTILS, _MASKS = "transformers.modeling_flash_attention_utils", "transformers.masking_utils"
 _HANDLED = {
@@ -48,6 +48,11 @@ def keep_flash_whole() -> None:
         return original(self, tx, args, kwargs)
 
     UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def trace_instead(name: tuple[str, str], function: Any) -> None:
+    """Let Dynamo trace a function in place of the one of this module and name, where treefx compiles it."""
+    _INSTEAD[name] = function
 
 
 def _name_of(function: Any) -> tuple[str, str] | None:
