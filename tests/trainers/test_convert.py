@@ -14,6 +14,8 @@ from tests.models import double, zoo
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, outcome, relative_errors
 from treefx.runtime.converted import seam
 
+pytestmark = pytest.mark.sample(2)
+
 
 def small(name: str = "llama", **changes: Any) -> Any:
     return double(name, num_hidden_layers=1, **changes)

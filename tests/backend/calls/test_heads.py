@@ -14,6 +14,8 @@ from treefx.passes.trace import heads
 from treefx.passes.trace.heads import Head, register_head
 from treefx.runtime.whole import heads as seam
 
+pytestmark = pytest.mark.sample(2)
+
 BATCH = shared_batch(rows=6, length=14, shared=7)
 Behind = Callable[[Tensor, Tensor, Tensor], Tensor]
 """What is made of a result [B * T]: of it, the mask of labels [B, T] and another mask."""
