@@ -158,7 +158,7 @@ def _samples(case: TrainerCase) -> list[Any]:
 
 def _trainer(case: TrainerCase, causal_lm: Any, samples: Sequence[Any], folder: str) -> tuple[Any, list[float]]:
     """The trainer, and the times when its steps begin and end."""
-    from datasets import Dataset  # type: ignore[import-untyped]
+    from datasets import Dataset
     from transformers import TrainerCallback
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
