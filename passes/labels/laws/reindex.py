@@ -68,7 +68,9 @@ def _acts_on_index(node: fx.Node, source: fx.Node) -> bool | None:
     if node.target is aten._log_softmax.default:
         dim = node.args[1]
         return False if dim % rank == rank - 1 else None
-    return False if node.target in _SCALINGS or node.target in _COPIES else None
+    if node.target in _SCALINGS:
+        return None if source in node.args[1:] else False
+    return False if node.target in _COPIES else None
 
 
 def _is_number(node: fx.Node) -> bool:
