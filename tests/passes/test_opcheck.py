@@ -9,9 +9,11 @@ from torch import Tensor, fx, nn
 from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
 
-import treefx  # defines the operators
+import treefx
+import treefx.backend  # defines the operators
+from tests.backend.calls.test_heads import Scores
 from treefx.passes.packing.vocab_tail import surprise
-from treefx.passes.trace import flash, opaque_ops
+from treefx.passes.trace import flash, heads, opaque_ops
 from treefx.runtime.blocks import on_tree
 
 _ops: Any = torch.ops.treefx
@@ -111,7 +113,18 @@ def test_flash(lay: Callable[[Tensor], Tensor]) -> None:
     for operands in ((mask, None, None, None, None), (None, torch.arange(5)[None], ends, ends, sinks)):
         opcheck(_ops.flash.default, (leaf(q), leaf(q[:, :2]), leaf(q[:, 2:]), *operands, None, *settings))
         grad = torch.ones(()).expand(2, 4, 5, 8)
-        opcheck(_ops.flash_backward.default, (grad, q, q[:, :2], q[:, 2:], *operands, *settings))
+        opcheck(_ops.flash_backward.default, (grad, q, q[:, :2], q[:, 2:], *operands, None, *settings))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_head(lay: Callable[[Tensor], Tensor], with_bias: bool) -> None:
+    key = heads.register_head(heads.Head(Scores, (0.5,)))
+    hidden, weight = lay(torch.randn(4, 6).double()), lay(torch.randn(7, 6).double())
+    bias = torch.randn(7).double() if with_bias else None
+    opcheck(_ops.head.default, (leaf(hidden), TARGET, leaf(weight), None if bias is None else leaf(bias), ROW, key))
+    grads = [torch.ones(()).expand(6).double(), torch.randn(6).double(), None, None]
+    for wanted in ([True, True, with_bias], [False, True, False]):
+        opcheck(_ops.head_backward.default, (grads, hidden, TARGET, weight, bias, ROW, key, wanted))
 
 
 def test_segments() -> None:
@@ -158,8 +171,8 @@ def test_every_operator_has_its_check() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
         "as_read", "attention", "custom_function", "custom_function_backward", "expand", "flash", "flash_backward",
-        "on_tree", "pick", "restore", "restore_pick", "restore_surprise", "segments", "surprise", "tree_attention",
-        "tree_attention_backward", "tree_scan", "tree_scan_backward",
+        "head", "head_backward", "on_tree", "pick", "restore", "restore_pick", "restore_surprise", "segments",
+        "surprise", "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip
     with pytest.raises(treefx.TreefxError, match="must run as a graph of treefx"):
         on_tree.on_tree(torch.randn(1, 2, 3), torch.tensor([2, 2], dtype=torch.int32), None)
