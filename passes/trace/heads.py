@@ -2,7 +2,7 @@
 
 ``treefx::head`` stands for an ``autograd.Function`` of hidden states, the head's weight and bias, and targets, that
 gives numbers per row: log-probabilities, entropies, and the like. It calls that function, on each pair of a row and its
-target once, and leaves out targets below zero: their numbers are zero.
+target once, and leaves out targets that are ``UNSCORED``: their numbers are zero.
 
 A library scores all positions and puts zeros (or another number) where nothing was to be scored. ``tell_masks`` tells
 the operator so.
@@ -13,7 +13,7 @@ Before::
 
 After::
 
-    scored = head(hidden, where(mask, targets, -1));  log_probs = masked_fill(view(scored, [B, T]), ~mask, 0)
+    scored = head(hidden, where(mask, targets, UNSCORED));  log_probs = masked_fill(view(scored, [B, T]), ~mask, 0)
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from treefx.passes.trace.flash import autograd_recorded
 
 __all__ = ["UNSCORED", "Head", "copy_graph", "head", "register_head", "tell_masks"]
 
-UNSCORED = -1
-"""The target of a row that nobody reads."""
+UNSCORED = -(2**62)
+"""The target of a row that nobody reads. The -100 of a caller is not that: the function itself is given it."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class _Pairs:
     place: Tensor
 
 
-def _pairs(targets: Tensor, slot: Tensor | None, vocabulary: int) -> _Pairs:
+def _pairs(targets: Tensor, slot: Tensor | None) -> _Pairs:
     row = torch.arange(len(targets), device=targets.device) if slot is None else slot
-    scored = (targets >= 0) & (row >= 0)
-    keys, places = torch.unique((row * vocabulary + targets)[scored], return_inverse=True)
-    place = torch.full_like(targets, len(keys)).masked_scatter_(scored, places)
-    return _Pairs(keys // vocabulary, keys % vocabulary, place)
+    scored = (targets != UNSCORED) & (row >= 0)
+    pairs, places = torch.unique(torch.stack([row, targets])[:, scored], dim=1, return_inverse=True)
+    place = torch.full_like(targets, pairs.shape[1]).masked_scatter_(scored, places)
+    return _Pairs(pairs[0], pairs[1], place)
 
 
 @torch.library.custom_op("treefx::head", mutates_args=())
@@ -104,7 +104,7 @@ def head(
 
     Args:
         hidden: [N, H].
-        targets: int64 [R], entries of the vocabulary; a negative one gives 0.
+        targets: int64 [R], entries of the vocabulary; ``UNSCORED`` gives 0.
         weight: [V, H].
         bias: [V] or None.
         slot: int64 [R], the row of hidden of each target; a negative one gives 0. None for row r of target r.
@@ -113,7 +113,7 @@ def head(
     Returns:
         Those results [R] that are not None.
     """
-    pairs = _pairs(targets, slot, len(weight))
+    pairs = _pairs(targets, slot)
     if not len(pairs.row):
         return [hidden.new_zeros(targets.shape, dtype=dtype) for dtype in _dtypes(key, hidden.dtype)]
     found = _HEADS[key](hidden[pairs.row], weight, bias, pairs.target)
@@ -143,7 +143,7 @@ def head_backward(
     """
     like = (hidden, weight, hidden if bias is None else bias)
     results = [x.new_zeros(x.shape if use else (0,)) for x, use in zip(like, wanted, strict=True)]
-    pairs = _pairs(targets, slot, len(weight))
+    pairs = _pairs(targets, slot)
     if not len(pairs.row):
         return results
     summed = [_of_pairs(grad, pairs) for grad in grads]

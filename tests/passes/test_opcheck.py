@@ -119,12 +119,13 @@ def test_flash(lay: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_head(lay: Callable[[Tensor], Tensor], with_bias: bool) -> None:
     key = heads.register_head(heads.Head(Scores, (0.5,)))
+    target = torch.where(TARGET < 0, heads.UNSCORED, TARGET)
     hidden, weight = lay(torch.randn(4, 6).double()), lay(torch.randn(7, 6).double())
     bias = torch.randn(7).double() if with_bias else None
-    opcheck(_ops.head.default, (leaf(hidden), TARGET, leaf(weight), None if bias is None else leaf(bias), ROW, key))
+    opcheck(_ops.head.default, (leaf(hidden), target, leaf(weight), None if bias is None else leaf(bias), ROW, key))
     grads = [torch.ones(()).expand(6).double(), torch.randn(6).double(), None, None]
     for wanted in ([True, True, with_bias], [False, True, False]):
-        opcheck(_ops.head_backward.default, (grads, hidden, TARGET, weight, bias, ROW, key, wanted))
+        opcheck(_ops.head_backward.default, (grads, hidden, target, weight, bias, ROW, key, wanted))
 
 
 def test_segments() -> None:

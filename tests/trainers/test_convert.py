@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import treefx
 from tests.batches import Batch, shared_batch
 from tests.models import double, zoo
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, outcome, relative_errors
-from treefx.runtime.converted import seam
+from treefx.runtime.converted import seam, specs
 
 pytestmark = pytest.mark.sample(2)
 
@@ -228,6 +230,25 @@ def test_an_attention_function_that_does_more_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setitem(names, "eager_attention_forward", gated)
     refuses(model, "computes something beside attention")
+
+
+@pytest.mark.parametrize(("factor", "why"), [(1.01, "computes something beside attention"), (None, "TypeError: mine")])
+def test_a_registered_function_is_compared_whatever_its_name(
+    factor: float | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it were a kernel that does not run here. None: one that does not run on what it is compared on."""
+
+    def my_flash_attention(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if factor is None and query.shape[-1] == specs._FEATURES:
+            raise TypeError("mine")
+        out, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
+        return (factor or 1.0) * out, weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "my_flash_attention", my_flash_attention)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "my_flash_attention", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = small()
+    model.config._attn_implementation = "my_flash_attention"
+    refuses(model, why)
 
 
 def test_blocks_that_count_columns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

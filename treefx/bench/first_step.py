@@ -8,22 +8,20 @@ the C++ compilers it starts. ``python -m treefx.bench.first_step CASE`` is one s
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.progress import track
 
+from treefx.bench.job.ways import ONE_COMPILER, check_same, empty_caches, in_process
 from treefx.errors import TreefxError
 from treefx.output import notes
 
 __all__ = ["CASES", "FirstStepCase", "FirstStepError", "measure", "run"]
 
-_TOLERANCE = 1e-4
 _STEPS = 7
 """Steps that are timed when nothing is left to compile."""
 
@@ -84,37 +82,17 @@ def run(
     records: list[dict[str, Any]] = []
     for case in track(cases, description="ways", disable=json_output, console=notes, transient=True):
         records.append(_start(replace(case, **sizes)))
-        _check(records[-1], records[0])
+        check_same(records[-1], records[0], FirstStepError)
     passes = dict.fromkeys((name for record in records for name in record["passes"]), 0.0)
     return [_compared({**record, "passes": passes | record["passes"]}, records[0]) for record in records]
 
 
 def _start(case: FirstStepCase) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        # Compilers that wait in a pool for more are no children that have ended, and their seconds are not counted.
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        first, second = (_in_process(case, environment) for _ in range(2))
+    with empty_caches() as environment:
+        given = {**environment, **ONE_COMPILER}
+        first, second = (in_process("treefx.bench.first_step", case, given, FirstStepError) for _ in range(2))
     later = {f"second_{name}": second[name] for name in ("wall", "python", "compilers")}
     return {"way": case.name, **first, **later, "numbers": first["numbers"] + second["numbers"]}
-
-
-def _in_process(case: FirstStepCase, environment: Mapping[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "treefx.bench.first_step", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        raise FirstStepError(f"{case.name!r} failed in its own process:\n{done.stderr[-2000:]}")
-    record: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return record
-
-
-def _check(record: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    pairs = list(zip(record["numbers"], other["numbers"], strict=True))
-    errors = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs]
-    if not all(error <= _TOLERANCE for error in errors):
-        raise FirstStepError(
-            f"{record['way']} and {other['way']} should compute the same, but losses or norms of gradients differ by "
-            f"{max(errors):.1e} (allowed {_TOLERANCE}), so no time is reported"
-        )
 
 
 def _compared(record: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,24 +7,21 @@ process of its own that finds empty caches, then all of them again, when nothing
 
 import json
 import math
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.progress import track
 
+from treefx.bench.job.ways import check_same, empty_caches, in_process
 from treefx.errors import TreefxError
 from treefx.output import notes
 
 __all__ = ["CASES", "SERIES", "ShapesCase", "ShapesError", "measure", "run"]
 
-_TOLERANCE = 1e-4
 SERIES = {"near": ((3, 15), (270, 330)), "wide": ((3, 15), (64, 1024))}
 """Least and most rows and columns of the batches of a series."""
 
@@ -92,29 +89,13 @@ def run(
     records: list[dict[str, Any]] = []
     for case in track(cases, description="ways", disable=json_output, console=notes, transient=True):
         records.append(_start(replace(case, **sizes, batches=batches, rows=rows, columns=columns)))
-        _check(records[-1], records[0])
+        check_same(records[-1], records[0], ShapesError)
     return [_compared(record, records[0]) for record in records]
 
 
 def _start(case: ShapesCase) -> dict[str, Any]:
-    command = [sys.executable, "-m", "treefx.bench.shapes", json.dumps(asdict(case))]
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        raise ShapesError(f"{case.name!r} failed in its own process:\n{done.stderr[-2000:]}")
-    record: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"way": case.name, **record}
-
-
-def _check(record: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    pairs = list(zip(record["numbers"], other["numbers"], strict=True))
-    errors = [abs(a - b) / abs(b) for a, b in pairs]
-    if not all(error <= _TOLERANCE for error in errors):
-        raise ShapesError(
-            f"{record['way']} and {other['way']} should compute the same, but losses or norms of gradients differ by "
-            f"{max(errors):.1e} (allowed {_TOLERANCE}), so no time is reported"
-        )
+    with empty_caches() as environment:
+        return {"way": case.name, **in_process("treefx.bench.shapes", case, environment, ShapesError)}
 
 
 def _compared(record: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

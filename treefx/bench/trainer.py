@@ -9,22 +9,21 @@ step. Every way to compile runs in a process of its own that finds empty caches.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.progress import track
 
+from treefx.bench.job.ways import ONE_COMPILER, check_same, empty_caches, in_process
 from treefx.errors import InputError, TreefxError
 from treefx.output import notes
 
 __all__ = ["CASES", "TrainerCase", "TrainerError", "measure", "run"]
 
-_TOLERANCE = 1e-4
 _LATER = 2
 """Steps before this one are shown apart: what is compiled is compiled there."""
 
@@ -88,31 +87,14 @@ def run(
     records: list[dict[str, Any]] = []
     for case in track(cases, description="ways", disable=json_output, console=notes, transient=True):
         records.append(_start(replace(case, **sizes)))
-        _check(records[-1], records[0])
+        check_same(records[-1], records[0], TrainerError)
     return [_compared(record, records[0]) for record in records]
 
 
 def _start(case: TrainerCase) -> dict[str, Any]:
-    command = [sys.executable, "-m", "treefx.bench.trainer", json.dumps(asdict(case))]
-    with tempfile.TemporaryDirectory() as folder:
-        # Compilers that wait in a pool for more are no children that have ended, and their seconds are not counted.
-        given = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment = {**os.environ, **given}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        raise TrainerError(f"{case.name!r} failed in its own process:\n{done.stderr[-2000:]}")
-    record: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"way": case.name, **record}
-
-
-def _check(record: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    pairs = list(zip(record["numbers"], other["numbers"], strict=True))
-    errors = [abs(a - b) / abs(b) for a, b in pairs]
-    if not all(error <= _TOLERANCE for error in errors):
-        raise TrainerError(
-            f"{record['way']} and {other['way']} should compute the same, but losses or norms of gradients differ by "
-            f"{max(errors):.1e} (allowed {_TOLERANCE}), so no time is reported"
-        )
+    with empty_caches() as environment:
+        given = {**environment, **ONE_COMPILER, "HF_HUB_OFFLINE": "1"}
+        return {"way": case.name, **in_process("treefx.bench.trainer", case, given, TrainerError)}
 
 
 def _compared(record: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import treefx
 from tests.backend.support import compare, llama
 from tests.batches import IGNORED, Batch, distinct_tokens, shared_batch
 from treefx.passes.trace import heads
-from treefx.passes.trace.heads import Head, register_head
+from treefx.passes.trace.heads import UNSCORED, Head, register_head
 from treefx.runtime.whole import heads as seam
 
 pytestmark = pytest.mark.sample(2)
@@ -207,7 +207,7 @@ def test_gradients_of_equal_pairs_are_summed(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_operator_sums_over_rows_of_a_token() -> None:
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in [(4, 3), (5, 3), (5,)])
-    slot, targets = torch.tensor([0, 0, 3, -1, 1, 0, 3, 2]), torch.tensor([2, 2, 1, 4, -1, 3, 1, -1])
+    slot, targets = torch.tensor([0, 0, 3, -1, 1, 0, 3, 2]), torch.tensor([2, 2, 1, 4, UNSCORED, 3, 1, UNSCORED])
     key = register_head(Head(Scores, (0.5,)))
     logp = torch.addmm(bias, hidden, weight.t()).div(0.5).log_softmax(-1)
     scored = (slot >= 0) & (targets >= 0)
@@ -224,7 +224,19 @@ def test_the_operator_sums_over_rows_of_a_token() -> None:
     assert got[0][2].abs().max() == 0  # its target is left out
 
 
+@pytest.mark.parametrize("target", [-100, -1, 5, 6])
+def test_targets_outside_of_the_vocabulary_are_the_functions_own(target: int) -> None:
+    """An error here, as without treefx; never the number of another pair, nor zero."""
+    key = register_head(Head(Scores, (1.0,)))
+    hidden, weight = torch.randn(4, 3).double(), torch.randn(5, 3).double()
+    targets = torch.tensor([0, target, 3, 4])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        Scores.apply(hidden, weight, None, targets)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        torch.ops.treefx.head(hidden, targets, weight, None, None, key)
+
+
 def test_the_operator_keeps_to_its_schema() -> None:
     tensors = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in [(4, 3), (5, 3)]]
-    targets, key = torch.tensor([0, -1, 3, 4]), register_head(Head(Scores, (1.0,)))
+    targets, key = torch.tensor([0, UNSCORED, 3, 4]), register_head(Head(Scores, (1.0,)))
     torch.library.opcheck(torch.ops.treefx.head.default, (tensors[0], targets, tensors[1], None, None, key))

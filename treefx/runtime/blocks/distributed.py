@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from treefx.errors import ConfigError, UnsupportedError
 from treefx.forests.context import RunningTree, set_tree
-from treefx.passes.packing.restore_gradients import expand
 from treefx.runtime.batch import build_batch
 from treefx.runtime.blocks.on_tree import on_tree
+from treefx.runtime.converted.hooks import expanded
 
 __all__ = ["distribute"]
 
@@ -185,7 +185,7 @@ class _Hooks:
         if token_of is None:
             return None
         set_tree(None)
-        return None if output is None else _expanded(output, token_of)
+        return None if output is None else expanded(output, token_of)
 
 
 def _is_batch(given: dict[str, Any]) -> bool:
@@ -205,25 +205,6 @@ def _is_batch(given: dict[str, Any]) -> bool:
             "leave it out, or compile the whole model with backend='treefx'"
         )
     return True
-
-
-def _expanded(output: Any, token_of: Tensor) -> Any:
-    """An output of the packed row on rows [B, T]; containers keep their type."""
-    if output is None:
-        return None
-    if isinstance(output, Tensor) and output.dim() > 2 and output.shape[0] == 1:
-        rows: Tensor = expand(output[0], token_of)
-        return rows
-    if isinstance(output, dict):
-        for name in list(output):
-            output[name] = _expanded(output[name], token_of)
-        return output
-    if isinstance(output, tuple | list):
-        return type(output)(_expanded(item, token_of) for item in output)
-    raise UnsupportedError(
-        f"under treefx.distribute the module around the blocks must return hidden states, got {type(output).__name__} "
-        "among its outputs; ask for no attentions or caches"
-    )
 
 
 def _forward_on_tree(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

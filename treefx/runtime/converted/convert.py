@@ -30,7 +30,8 @@ def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["au
     without weights. Calls with a cache, a mask of four dimensions, embeddings in place of ids or attention
     probabilities among the outputs run on rows, and so do batches that share too little; ``treefx.inspect(model)``
     says which and why. ``past_key_values`` of an output is None unless the call says ``use_cache=True``. Hooks of
-    others on blocks see the packed row.
+    others on blocks see the packed row. In the model's file, ``ALL_ATTENTION_FUNCTIONS`` is from then on an object that
+    hands out the same functions, which read a tree where they are given one.
 
     Args:
         model: A model of transformers, or one that holds one (PEFT).

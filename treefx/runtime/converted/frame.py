@@ -82,9 +82,7 @@ def check_frame(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) ->
             expected, got = _noted(owner, blocks, rows), _noted(owner, blocks, packed)
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
-            raise UnsupportedError(
-                f"the code around the blocks fails on a tree: {type(error).__name__}: {first}"
-            ) from error
+            raise UnsupportedError(_FAILS.format(type(error).__name__, first)) from error
     if len(expected) != len(got) or not expected:
         raise UnsupportedError("the packed row runs other blocks than rows do")
     for (name, *on_rows), (again, *on_tree) in zip(expected, got, strict=True):

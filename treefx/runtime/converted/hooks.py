@@ -19,7 +19,7 @@ from treefx.runtime.converted.seam import install
 from treefx.runtime.report import GraphReport, register
 from treefx.runtime.steps import steps_of, version_of
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "expanded"]
 
 _PER_POSITION = ("input_ids", "attention_mask", "position_ids")
 """What a batch is made of, each [B, T]; positions may be [1, T]."""
@@ -141,7 +141,7 @@ class Hooks:
     def after(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Expand what the module returns to rows."""
         token_of, self._token_of = self._token_of, None
-        return None if token_of is None or output is None else _expanded(output, token_of)
+        return None if token_of is None or output is None else expanded(output, token_of)
 
 
 _REFUSED = (
@@ -180,14 +180,15 @@ def _why_rows(given: Mapping[str, Any], config: Any) -> str | None:
         return "the call gives an attention_mask that is not [B, T]"
     if positions is not None and not (positions.dim() == 2 and positions.shape[1] == ids.shape[1]):
         return "the call gives position_ids that are not [B, T]"
-    if given.get("output_attentions", getattr(config, "output_attentions", False)):
+    asked = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if asked is None else asked:
         return "the call asks for attention probabilities (output_attentions)"
     others = [name for name, x in given.items() if isinstance(x, Tensor) and x.dim() and name not in _PER_POSITION]
     others = [name for name in others if name not in _SAYS_NOTHING]
     return f"the call gives {others[0]}, of which nothing is known on distinct tokens" if others else None
 
 
-def _expanded(output: Any, token_of: Tensor) -> Any:
+def expanded(output: Any, token_of: Tensor) -> Any:
     """An output of the packed row on rows [B, T]; containers keep their type."""
     if output is None:
         return None
@@ -199,11 +200,11 @@ def _expanded(output: Any, token_of: Tensor) -> Any:
         return rows
     if isinstance(output, dict):
         for name in list(output):
-            output[name] = _expanded(output[name], token_of)
+            output[name] = expanded(output[name], token_of)
         return output
     if isinstance(output, tuple | list):
-        return type(output)(_expanded(item, token_of) for item in output)
+        return type(output)(expanded(item, token_of) for item in output)
     raise UnsupportedError(
-        f"under treefx.convert the module that takes the ids must return hidden states, got {type(output).__name__} "
+        f"the module that takes the ids must return hidden states, got {type(output).__name__} "
         "among its outputs; ask for no attentions or caches"
     )

@@ -1,0 +1,59 @@
+"""Ways of doing one piece of work that are compared: each in a process of its own that has compiled nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from treefx.errors import TreefxError
+
+__all__ = ["ONE_COMPILER", "check_same", "empty_caches", "in_process"]
+
+
+ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Compilers that wait in a pool for more are no children that have ended, and their seconds would not be counted."""
+_TOLERANCE = 1e-4
+"""In float32, relative."""
+
+
+@contextmanager
+def empty_caches() -> Iterator[dict[str, str]]:
+    """The environment of processes that find no compiled code but each other's."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+
+
+def in_process(module: str, case: Any, environment: Mapping[str, str], error: type[TreefxError]) -> dict[str, Any]:
+    """Run ``python -m module CASE``.
+
+    Args:
+        module: Prints one line of JSON last, its record.
+        case: A dataclass with a field ``name``, given as JSON.
+        environment: Of the process.
+        error: What is raised where the process fails.
+
+    Returns:
+        The record.
+    """
+    command = [sys.executable, "-m", module, json.dumps(asdict(case))]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(environment))
+    if done.returncode != 0:
+        raise error(f"{case.name!r} failed in its own process:\n{done.stderr[-2000:]}")
+    record: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return record
+
+
+def check_same(record: Mapping[str, Any], other: Mapping[str, Any], error: type[TreefxError]) -> None:
+    """Raise ``error`` unless the ``numbers`` of two ways, their losses and norms of gradients, agree."""
+    pairs = list(zip(record["numbers"], other["numbers"], strict=True))
+    errors = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs]
+    if not all(each <= _TOLERANCE for each in errors):
+        raise error(
+            f"{record['way']} and {other['way']} should compute the same, but losses or norms of gradients differ by "
+            f"{max(errors):.1e} (allowed {_TOLERANCE}), so no time is reported"
+        )
