@@ -42,6 +42,10 @@ class Inner:
         """What the mode sets in the configuration of inductor."""
         return list_mode_options(self.mode)
 
+    def settings(self, gm: fx.GraphModule) -> dict[str, Any]:
+        """What inductor is given with a graph: its mode, and what its caches do not see by themselves."""
+        return {**self.options, "post_grad_custom_pre_pass": _CacheKey(gm)} if self.name == "inductor" else {}
+
 
 def calls_subgraphs(inner: Inner) -> bool:
     """Whether a compiler compiles a subgraph once for all its calls; inductor does so in Python only."""
@@ -68,7 +72,7 @@ def compile_inner(
     eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with tracing(TracingContext(mode)), eagerly:
         if inner.name == "inductor":
-            patches = {**inner.options, "post_grad_custom_pre_pass": _CacheKey(gm), **_for_regions(gm)}
+            patches = {**inner.settings(gm), **_for_regions(gm)}
             # What a subgraph returns may lie in others' memory: a backward must not write into what it gets.
             donated = torch._functorch.config.donated_buffer and not subgraphs(gm)
             with torch._functorch.config.patch(donated_buffer=donated):

@@ -173,7 +173,8 @@ def test_casts_to_float32_are_lifted() -> None:
     class Casts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x.float().softmax(-1, dtype=torch.float32).to(torch.float32)
-            return y + torch.zeros(3, dtype=torch.float32).type_as(y)
+            hidden = torch.full((3,), torch.finfo(x.dtype).min)  # as XGLM makes its mask
+            return y + torch.zeros(3, dtype=torch.float32).type_as(y) + hidden.exp()
 
     x = torch.randn(2, 3, dtype=torch.float64)
     got = in_float64(Casts(), lambda model: model(x))

@@ -7,6 +7,7 @@ what was compiled. Both sides are timed in turn in one process, every step on a 
 from __future__ import annotations
 
 import copy
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ def run(
     length: int = 64,
     repeats: int = 5,
     inner: str = "inductor",
+    changing: bool = False,
     on_start: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
     """Time forward and backward in float32, without an optimizer, of treefx and of its inner compiler alone.
@@ -43,17 +45,18 @@ def run(
         length: Tokens of each row, at most 64.
         repeats: Timed steps of each backend; the median counts.
         inner: Inner compiler of treefx, and the backend it is compared with.
+        changing: Every batch has other numbers of rows and columns, half of the given ones and more.
         on_start: Told the model that is being timed.
 
     Returns:
-        One record per model: ``baseline_seconds``, ``seconds`` and their ``ratio`` (above 1: treefx is slower), what
-        treefx ``ran``, and in ``note`` why there are no times, if there are none.
+        One record per model: ``baseline_seconds`` and ``seconds``, medians of the batches; ``ratio``, the median of
+        what a batch took of them (above 1: treefx is slower); what treefx ``ran``; in ``note`` why there are no times,
+        if there are none.
 
     Raises:
         InputError: A name is not in the zoo, or there are too many rows for its vocabulary.
     """
-    # One that compiles, one to settle, and the timed ones: a trie seen before would be looked up, not built.
-    batches = [shared_prefix_batch(rows, 0, length, VOCABULARY, seed=seed) for seed in range(repeats + 2)]
+    batches = _batches(rows, length, repeats, changing)
     records = []
     for model in choose(names):
         on_start(model.name)
@@ -61,7 +64,7 @@ def run(
         torch.compiler.reset()
         torch.manual_seed(0)
         try:
-            records.append({"model": model.name, **_time(model.build(), batches, inner)})
+            records.append({"model": model.name, **_time(model.build(), batches, inner, repeats)})
         except Exception as error:  # one model must not end the table; its row says what happened
             first_line = next(iter(str(error).splitlines()), "")
             records.append({"model": model.name, "note": f"{type(error).__name__}: {first_line}"})
@@ -74,7 +77,18 @@ def geometric_mean(records: Sequence[dict[str, Any]]) -> float:
     return statistics.geometric_mean(ratios) if ratios else float("nan")
 
 
-def _time(model: nn.Module, batches: Sequence[Batch], inner: str) -> dict[str, Any]:
+def _batches(rows: int, length: int, repeats: int, changing: bool) -> list[Batch]:
+    """Those that compile (with changing sizes the second one too), one to settle, and the timed ones.
+
+    A trie seen before would be looked up, not built.
+    """
+    draw, sizes = random.Random(0), [(rows, length)] * (repeats + 2)
+    if changing:
+        sizes = [(draw.randint((rows + 1) // 2, rows), draw.randint(length // 2, length)) for _ in range(repeats + 3)]
+    return [shared_prefix_batch(b, 0, t, VOCABULARY, seed=seed) for seed, (b, t) in enumerate(sizes)]
+
+
+def _time(model: nn.Module, batches: Sequence[Batch], inner: str, repeats: int) -> dict[str, Any]:
     twins = [copy.deepcopy(model) for _ in range(2)]
     steps: list[Any] = [
         torch.compile(twins[0], backend=inner),
@@ -87,9 +101,11 @@ def _time(model: nn.Module, batches: Sequence[Batch], inner: str) -> dict[str, A
     for number, batch in enumerate(batches[1:]):
         for side in (0, 1) if number % 2 else (1, 0):  # whoever comes second finds the batch in the cache
             seconds[side].append(_step(steps[side], batch)[0])
-    baseline, ours = (statistics.median(found[1:]) for found in seconds)
+    baseline, ours = (found[-repeats:] for found in seconds)
     ran = treefx.inspect(steps[1]).stats["ran"]
-    return {"baseline_seconds": baseline, "seconds": ours, "ratio": ours / baseline, "ran": ran}
+    medians = {"baseline_seconds": statistics.median(baseline), "seconds": statistics.median(ours)}
+    ratio = statistics.median(mine / other for mine, other in zip(ours, baseline, strict=True))
+    return {**medians, "ratio": ratio, "ran": ran}
 
 
 def _first_loss(compiled: Any, batch: Batch) -> float:

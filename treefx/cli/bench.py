@@ -312,6 +312,7 @@ def unshared(
     rows: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each backend; the median counts.")] = 5,
     inner: Annotated[str, typer.Option(help="Inner compiler of treefx, and what it is compared with.")] = "inductor",
+    changing: Annotated[bool, typer.Option("--changing", help="Other rows and columns in every batch.")] = False,
     json: Json = False,
 ) -> None:
     """Time treefx against its inner compiler on batches that share nothing, model by model.
@@ -322,7 +323,9 @@ def unshared(
     from treefx.bench import unshared as bench_unshared
 
     with notes.status("compiling") as status:
-        records = bench_unshared.run(names or (), rows=rows, repeats=repeats, inner=inner, on_start=status.update)
+        records = bench_unshared.run(
+            names or (), rows=rows, repeats=repeats, inner=inner, changing=changing, on_start=status.update
+        )
     mean = bench_unshared.geometric_mean(records)
     if json:
         print_json({"models": records, "geometric_mean": mean})

@@ -1,5 +1,10 @@
 """What worker processes share: everything that takes long to import and starts no threads."""
 
+import gc
+
 import treefx.fuzz.truth
 import treefx.inspection.inspector
 import treefx.runtime.compiled_graph  # noqa: F401
+
+gc.collect()
+gc.freeze()  # what is imported here stays, and needs no collector to look at it again

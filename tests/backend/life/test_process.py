@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 import treefx
 from tests.backend.support import assert_packed
@@ -24,6 +26,8 @@ from tests.spellings import SPELLINGS
 from treefx.passes.packing.compile_inner import Inner, _CacheKey
 from treefx.passes.pipeline import build_passes
 from treefx.passes.trace.fingerprint import fingerprint
+from treefx.runtime.records import Records
+from treefx.runtime.ways.ordinary import Ordinary
 
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61, padding=None)
 
@@ -240,6 +244,27 @@ def test_cache_key_sees_what_the_code_does_not_show(monkeypatch: pytest.MonkeyPa
     before = key(traced())
     monkeypatch.setattr("treefx.passes.packing.compile_inner.source_fingerprint", lambda: "another version")
     assert key(traced()) != before
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_the_ordinary_graph_of_another_version_is_compiled_anew(
+    symbolic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold operators of treefx, whose schemas change."""
+
+    def hits() -> int:
+        counters.clear()
+        torch._dynamo.reset()
+        x, number = torch.full((3,), 0.5), [3] if symbolic else []
+        gm = torch.fx.symbolic_trace(lambda x, n: (x * 2.0).sin() * n) if symbolic else traced()
+        torch.testing.assert_close(Ordinary(gm, Inner(), Records(gm))(x, *number), x.mul(2).sin() * 3 ** len(number))
+        return int(counters["inductor"]["fxgraph_cache_hit"])
+
+    with fresh_cache():
+        assert hits() == 0
+        assert hits() == 1
+        monkeypatch.setattr("treefx.passes.packing.compile_inner.source_fingerprint", lambda: "another version")
+        assert hits() == 0
 
 
 def test_pass_of_the_user_stays_in_place() -> None:

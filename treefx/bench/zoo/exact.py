@@ -38,5 +38,10 @@ def in_float64(model: nn.Module, step: Callable[[nn.Module], _T]) -> _T:
     choose_experts: Any = getattr(twin, "set_experts_implementation", None)
     if choose_experts is not None:
         choose_experts("eager")  # the grouped product of experts has no float64
-    with _Wider():
-        return step(twin)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of numbers that a model makes, such as the least one of its dtype
+    try:
+        with _Wider():
+            return step(twin)
+    finally:
+        torch.set_default_dtype(before)

@@ -56,14 +56,15 @@ class Ordinary:
 
     def _compile_symbolic(self) -> Callable[..., Any]:
         self._records.count_ordinary(0.0)  # it compiles when it is called
-        mode = self._inner.mode if self._inner.mode != "default" else None
-        return torch.compile(self._gm, backend=self._inner.name, mode=mode, dynamic=True)
+        options = self._inner.settings(self._gm) or None
+        return torch.compile(self._gm, backend=self._inner.name, options=options, dynamic=True)
 
     def _compile(self, args: Sequence[Any]) -> Callable[..., Any]:
         started = time.perf_counter()
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with tracing(TracingContext(mode)):
-            settings = {"config_patches": dict(self._inner.options)} if self._inner.options else {}
+            patches = self._inner.settings(self._gm)
+            settings = {"config_patches": patches} if patches else {}
             compiled: Callable[..., Any] = lookup_backend(self._inner.name)(
                 self._gm, fake_inputs(args, mode), **settings
             )
