@@ -21,6 +21,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
+from treefx.runtime.whole.direct_flash import keep_direct_calls_whole
 from treefx.runtime.whole.flash import keep_flash_whole
 from treefx.runtime.whole.heads import keep_heads_whole
 
@@ -36,6 +37,7 @@ def keep_graphs_whole() -> None:
     _take_batches_as_symbols()
     _leave_buckets_whole()
     keep_flash_whole()
+    keep_direct_calls_whole()
     keep_heads_whole()
 
 
