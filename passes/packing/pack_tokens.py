@@ -32,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import Contracted
-from treefx.passes.labels.facts import ALONG_ROWS, Axis, Dims, Fact, Kind, ancestors, fact_of, token_axes
+from treefx.passes.labels.facts import ALONG_ROWS, FACT, Axis, Dims, Fact, Kind, ancestors, fact_of, token_axes
 from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
 from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import LABELLED, find_law
@@ -45,6 +45,9 @@ from treefx.passes.packing import emit_packed as _emit_packed  # noqa: F401  (re
 from treefx.passes.packing import emit_scans as _emit_scans  # noqa: F401  (registers emitters)
 from treefx.passes.packing.emitters import find_emitter, find_full_emitter
 from treefx.passes.packing.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
+from treefx.passes.packing.packed_layers import Forms, PackedLayers
+from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.trace.layers import described, find_layers
 
 __all__ = ["Output", "PackingInterpreter", "is_packed_output"]
 
@@ -90,8 +93,9 @@ class PackingInterpreter:
         self.outputs: list[Output] = []
         self.hidden: list[Tensor] = []
         """Whether masks hide what they are to hide, for the attentions where only the numbers of the call tell."""
-        self._forms: dict[tuple[str, Any], Any] = {}
+        self._forms = Forms()
         self.changed = changed_inputs(gm)
+        self._live = live_nodes(gm)
         self._metadata: Metadata | None = None
 
     @property
@@ -107,21 +111,42 @@ class PackingInterpreter:
         """
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         self._metadata = Metadata(*inputs[len(placeholders) :])
-        self._forms = {("full", node): value for node, value in zip(placeholders, inputs, strict=False)}
-        live = live_nodes(self.gm)
+        self._forms.update((("full", node), value) for node, value in zip(placeholders, inputs, strict=False))
+        layers = {node: layer for layer in find_layers(self.gm.graph) for node in layer.nodes}
+        packed = PackedLayers(self._forms, self._known, self._visit, self._named, self._common)
         for node in self.gm.graph.nodes:
-            if node.op == "call_function" and node in live:
+            if node not in layers:
                 self._visit(node)
+            elif node is layers[node].nodes[0]:
+                packed.run(layers[node])
         return self._outputs(next(iter(self.gm.graph.find_nodes(op="output"))))
 
     def _visit(self, node: fx.Node) -> None:
         """Make the forms that are surely wanted in graph order, so that no recursion is deep."""
+        if node.op != "call_function" or node not in self._live:
+            return
         fact = fact_of(node)
         on_rows = fact.kind is Kind.ROW and not isinstance(fact.law, Reindexed)
         if on_rows or isinstance(fact.law, Contracted):
             self.full(node)
         elif fact.kind is Kind.PACKED or (fact.parts and fact.parts[0].kind is Kind.PACKED):
             self.packed(node)
+
+    def _known(self, node: fx.Node) -> tuple[Any, ...]:
+        """What decides about the forms of a node beside the graph: what was proved, and what is known of the call."""
+        law = fact_of(node).law if node.op == "call_function" else None
+        conditions = (*law.conditions, *law.padding) if isinstance(law, Attention) else ()
+        redundant = [item in self.redundant for item in conditions]
+        of_ids = self.native and self.tokens.ids in {node, *ancestors(node)}
+        places = (node in self._live, node in self.changed, node is self.tokens.ids, of_ids)
+        return node.meta.get(FACT), described(node.meta.get("val")), redundant, *places
+
+    def _common(self) -> list[Any]:
+        """What emitters read beside forms: the trie, and what they add to."""
+        return [*vars(self.metadata).values(), *self.hidden]
+
+    def _named(self, name: str, node: fx.Node) -> Any:
+        return self.full(node) if name == "full" else self.packed(node)
 
     def _outputs(self, node: fx.Node) -> tuple[Any, ...]:
         results = []
