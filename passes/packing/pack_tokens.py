@@ -186,10 +186,12 @@ class PackingInterpreter:
     def _form(self, name: str, node: Any, make: Callable[[fx.Node], Any]) -> Any:
         if not isinstance(node, fx.Node):
             return node
-        if (name, node) not in self._forms:
+
+        def made() -> Any:
             with fx_traceback.set_current_meta(node):
-                self._forms[name, node] = make(node)
-        return self._forms[name, node]
+                return make(node)
+
+        return self._forms.make((name, node), made)
 
     def _make_full(self, node: fx.Node) -> Any:
         fact = fact_of(node) if node.op == "call_function" else None
@@ -267,9 +269,7 @@ class PackingInterpreter:
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
         """What is made once per call and read by several emitters."""
-        if (name, of) not in self._forms:
-            self._forms[name, of] = make()
-        found: T = self._forms[name, of]
+        found: T = self._forms.make((name, of), make)
         return found
 
     def call(self, node: fx.Node, *, align: Dims | None = None, only: Sequence[int] | None = None) -> Any:

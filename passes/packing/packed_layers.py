@@ -25,15 +25,26 @@ _MADE = ("full", "packed")
 
 
 class Forms(dict[_Key, Any]):
-    """Forms of values by name and node (or what else they are of), and which were read."""
+    """Forms of values by name and node (or what else they are of), and which others each of them was made of."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: dict[_Key, None] = {}
+        self.reads: dict[_Key, dict[_Key, None]] = {}
+        self._read: dict[_Key, None] = {}
 
     def __getitem__(self, key: _Key) -> Any:
-        self.read[key] = None
+        self._read[key] = None
         return super().__getitem__(key)
+
+    def make(self, key: _Key, make: Callable[[], Any]) -> Any:
+        """A form, made if it is not there."""
+        if key not in self:
+            outer, self._read = self._read, {}
+            try:
+                self[key] = make()
+            finally:
+                self.reads[key], self._read = self._read, outer
+        return self[key]
 
 
 class PackedLayers:
@@ -66,7 +77,6 @@ class PackedLayers:
         if not self._copied(key, layer):
             before, mark = len(self._forms), self._copies.mark()
             shared = self._common()
-            self._forms.read = {}
             for node in layer.nodes:
                 self._visit(node)
             made = list(itertools.islice(self._forms, before, None))
@@ -87,12 +97,13 @@ class PackedLayers:
     def _remember(self, key: Any, layer: Layer, mark: fx.Node, made: list[_Key]) -> None:
         own = {node: i for i, node in enumerate(layer.nodes)}
         given = {node: i for i, node in enumerate(layer.operands)}
-        read = [item for item in self._forms.read if item[1] not in own]
+        mine = [item for item in made if item[1] in own]
+        read = dict.fromkeys(form for item in mine for form in self._forms.reads[item] if form[1] not in own)
         operands = [item for item in read if item[1] in given]
         others = [item for item in read if item[1] not in given]
-        results = [item for item in made if item[1] in layer.results]
+        results = [item for item in mine if item[1] in layer.results]
         named = others_in(key)
-        plain = all(name in _MADE for name, _ in operands) and all(node in own for _, node in made)
+        plain = all(name in _MADE or node in own for name, node in (*operands, *made))
         if plain and all(not isinstance(node, fx.Node) or node in named for _, node in others):
             values = [[self._forms[item] for item in items] for items in (operands, others, results)]
             common = [*tree_leaves(values[1]), *self._common()]

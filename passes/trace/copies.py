@@ -1,7 +1,7 @@
 """Copies of traced layers: the second of two equal layers is written down without being traced.
 
 While a graph is traced, what was written for one layer is remembered under its key (``layers``). For an equal layer the
-same operators are written once more, on its own operands, which takes a tenth of the time of running it on fake tensors.
+same operators are written once more, on its own operands, in a tenth of the time of running it on fake tensors.
 
 A layer can be copied only if all that it read and left is known: it reads its operands and sizes, nothing that was
 traced for another; its results have memory of their own; and it has changed none of its operands. ``remember`` checks
@@ -10,7 +10,7 @@ that of each layer that was traced, so others are simply traced again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,15 +85,18 @@ class LayerCopies:
         place = {node.name: i for i, node in enumerate(layer.nodes)}
         written = _behind(mark)
         given, shared = [_node_of(x, self._tracer) for x in operands], [_node_of(x, self._tracer) for x in common]
-        body = [(node, place.get(_source(node), -1)) for node in written]
-        inside = {*written, *given, *shared}
-        whole = None not in given and all(i >= 0 and _reads(node, inside) for node, i in body)
-        if whole and not {*given} & {*shared} and self._are_own(results, [*operands, *common], {*written}):
-            self._known[key] = _Traced(tuple(body), tuple(node for node in given if node), tuple(results))
+        body = {node: place[_source(node)] for node in written if _source(node) in place}
+        beside = [
+            node for node in written if node not in body
+        ]  # made of others' values, when they were first asked for
+        apart = all(item not in body for node in beside for item in node.all_input_nodes)
+        whole = None not in given and all(_reads(node, {*body, *given, *shared}) for node in body)
+        if apart and whole and not {*given} & {*shared} and self._are_own(results, [*operands, *common], body):
+            self._known[key] = _Traced(tuple(body.items()), tuple(node for node in given if node), tuple(results))
 
-    def _are_own(self, results: Sequence[Any], others: Sequence[Any], written: set[fx.Node]) -> bool:
+    def _are_own(self, results: Sequence[Any], others: Sequence[Any], body: Container[Any]) -> bool:
         """Whether results are plain tensors that the layer made, with memory of their own."""
-        if not all(isinstance(x, Tensor) and _node_of(x, self._tracer) in written and _is_plain(x) for x in results):
+        if not all(isinstance(x, Tensor) and _node_of(x, self._tracer) in body and _is_plain(x) for x in results):
             return False
         storages = [x.untyped_storage()._cdata for x in (*results, *others) if isinstance(x, Tensor)]
         return all(storages.count(storage) == 1 for storage in storages[: len(results)])
@@ -151,7 +154,7 @@ def _source(node: fx.Node) -> str:
     return sources[-1].name if sources else ""
 
 
-def _reads(node: fx.Node, known: set[Any]) -> bool:
+def _reads(node: fx.Node, known: Container[Any]) -> bool:
     """Whether a node reads known values and sizes alone, and makes no size that nobody can tell."""
     sizes = SymInt | SymFloat | SymBool
     told = all(item in known or isinstance(item.meta.get("val"), sizes) for item in node.all_input_nodes)

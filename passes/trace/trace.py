@@ -23,6 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -76,7 +77,9 @@ def trace_function(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cached cast would hand one trace the tensors of another
     try:
-        with torch.no_grad(), mode, fx_traceback.preserve_node_meta(), enable_python_dispatcher():
+        # Nobody runs the code of a graph that further passes change, so it is not made each time (lazy).
+        lazy, preserved = _use_lazy_graph_module(True), fx_traceback.preserve_node_meta()
+        with torch.no_grad(), mode, preserved, enable_python_dispatcher(), lazy:
             gm = make_fx(traced, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     finally:
         torch.set_autocast_cache_enabled(cached)
