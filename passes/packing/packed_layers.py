@@ -1,8 +1,8 @@
 """Layers of the labelled graph, each rewritten or, where an equal one was, copied.
 
-What is written for a layer follows from its operators and operands, from what was proved of them, and from what of them
-is read where. That is its key; the forms of others that it reads are those of its operands, of nodes that its key names,
-or what is made once for all. A layer that reads anything else is no example for others.
+What is written for a layer follows from its operators and operands and from what was proved of them: that is its key.
+The forms of others that it reads are those of its operands, of nodes that its key names, or made once for all. A layer
+that reads anything else is no example for others.
 """
 
 from __future__ import annotations
