@@ -39,6 +39,7 @@ from treefx.passes.labels.laws.base import LABELLED, find_law
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
+from treefx.passes.layers.find_layers import described, find_layers
 from treefx.passes.packing import emit_attention as _emit_attention  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_losses as _emit_losses  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_packed as _emit_packed  # noqa: F401  (registers emitters)
@@ -47,7 +48,6 @@ from treefx.passes.packing.emitters import find_emitter, find_full_emitter
 from treefx.passes.packing.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
 from treefx.passes.packing.packed_layers import Forms, PackedLayers
 from treefx.passes.scores.attention_facts import Attention
-from treefx.passes.trace.layers import described, find_layers
 
 __all__ = ["Output", "PackingInterpreter", "is_packed_output"]
 

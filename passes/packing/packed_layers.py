@@ -14,8 +14,8 @@ from typing import Any
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from treefx.passes.trace.copies import LayerCopies
-from treefx.passes.trace.layers import Layer, key_of, others_in
+from treefx.passes.layers.copies import LayerCopies
+from treefx.passes.layers.find_layers import Layer, key_of, others_in
 
 __all__ = ["Forms", "PackedLayers"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.trace.layers import Layer, layer_of, make_layer
+from treefx.passes.layers.find_layers import Layer, layer_of, make_layer
 
 __all__ = ["LEAST", "LEAST_WEIGHTS", "find_regions", "is_pure", "pays_off"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from treefx.passes.layers.find_layers import Layer
 from treefx.passes.regions.find_regions import is_pure
-from treefx.passes.trace.layers import Layer
 
 __all__ = ["body_of", "call_regions", "calls_of", "copy_without_regions", "output_of", "subgraphs"]
 

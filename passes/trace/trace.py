@@ -28,15 +28,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+from treefx.passes.layers.copies import LayerCopies
+from treefx.passes.layers.find_layers import Layer, described, find_layers, key_of
 from treefx.passes.trace import opaque_ops
 from treefx.passes.trace.changed_inputs import read_changed_inputs_once
-from treefx.passes.trace.copies import LayerCopies
 from treefx.passes.trace.custom_functions import call_custom_function
 from treefx.passes.trace.flash import FlashCall, call_flash, is_flash
 from treefx.passes.trace.functional import functionalised
 from treefx.passes.trace.inline_flex import flex_attention
 from treefx.passes.trace.inline_scan import associative_scan
-from treefx.passes.trace.layers import Layer, described, find_layers, key_of
 from treefx.passes.trace.unseen_changes import check_changes
 
 __all__ = ["trace_forward", "trace_function"]

@@ -1,7 +1,7 @@
 """Copies of traced layers: the second of two equal layers is written down without being traced.
 
-While a graph is traced, what was written for one layer is remembered under its key (``layers``). For an equal layer the
-same operators are written once more, on its own operands, in a tenth of the time of running it on fake tensors.
+While a graph is traced, what was written for one layer is remembered under its key (``find_layers``). For an equal
+layer the same operators are written once more, on its own operands, which is much less than to run it on fakes.
 
 A layer can be copied only if all that it read and left is known: it reads its operands and sizes, nothing that was
 traced for another; its results have memory of their own; and it has changed none of its operands. ``remember`` checks
@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from treefx.passes.trace.layers import Layer
+from treefx.passes.layers.find_layers import Layer
 
 __all__ = ["LayerCopies"]
 

@@ -13,10 +13,10 @@ import treefx
 from tests.batches import shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, Outcome, assert_close, loss_of, outcome, stats_of
+from treefx.passes.layers.copies import LayerCopies
+from treefx.passes.layers.find_layers import Layer, exact, find_layers, key_of
 from treefx.passes.packing import packed_layers
 from treefx.passes.trace import trace
-from treefx.passes.trace.copies import LayerCopies
-from treefx.passes.trace.layers import Layer, exact, find_layers, key_of
 
 IDS = torch.randint(0, 50, (6, 16), generator=torch.Generator().manual_seed(0))
 IDS[:, :9] = IDS[0, :9]
