@@ -96,6 +96,7 @@ class PackingInterpreter:
         self._forms = Forms()
         self.changed = changed_inputs(gm)
         self._live = live_nodes(gm)
+        self._of_ids = _made_of(tokens.ids) if native else set[fx.Node]()
         self._metadata: Metadata | None = None
 
     @property
@@ -137,8 +138,7 @@ class PackingInterpreter:
         law = fact_of(node).law if node.op == "call_function" else None
         conditions = (*law.conditions, *law.padding) if isinstance(law, Attention) else ()
         redundant = [item in self.redundant for item in conditions]
-        of_ids = self.native and self.tokens.ids in {node, *ancestors(node)}
-        places = (node in self._live, node in self.changed, node is self.tokens.ids, of_ids)
+        places = (node in self._live, node in self.changed, node is self.tokens.ids, node in self._of_ids)
         return node.meta.get(FACT), described(node.meta.get("val")), redundant, *places
 
     def _common(self) -> list[Any]:
@@ -292,6 +292,15 @@ class PackingInterpreter:
     def shape(self, dims: Dims) -> list[Any]:
         """The packed shape of labelled dimensions."""
         return packed_shape(dims, self.metadata.tokens, self.positions)
+
+
+def _made_of(source: fx.Node) -> set[fx.Node]:
+    """All nodes that depend on one, and that one."""
+    found = {source}
+    for node in source.graph.nodes:
+        if any(item in found for item in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _is_same(item: fx.Node, value: Any) -> bool:
