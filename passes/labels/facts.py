@@ -19,6 +19,7 @@ from treefx.kernels.score import Expr
 
 __all__ = [
     "ALONG_ROWS",
+    "FACT",
     "Axis",
     "Dims",
     "Fact",
@@ -34,7 +35,8 @@ __all__ = [
     "token_axes",
 ]
 
-_KEY = "treefx"
+FACT = "treefx"
+"""Where a node keeps its fact."""
 
 
 class Kind(enum.Enum):
@@ -144,13 +146,13 @@ def fact_of(node: fx.Node) -> Fact:
     Raises:
         KeyError: The analysis has not visited the node.
     """
-    fact: Fact = node.meta[_KEY]
+    fact: Fact = node.meta[FACT]
     return fact
 
 
 def set_fact(node: fx.Node, fact: Fact) -> None:
     """Write the fact of a node."""
-    node.meta[_KEY] = fact
+    node.meta[FACT] = fact
 
 
 def plain_dims(shape: Sequence[int]) -> Dims:

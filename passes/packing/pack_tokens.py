@@ -32,19 +32,22 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import Contracted
-from treefx.passes.labels.facts import ALONG_ROWS, Axis, Dims, Fact, Kind, ancestors, fact_of, token_axes
+from treefx.passes.labels.facts import ALONG_ROWS, FACT, Axis, Dims, Fact, Kind, ancestors, fact_of, token_axes
 from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
 from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import LABELLED, find_law
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
+from treefx.passes.layers.find_layers import described, find_layers
 from treefx.passes.packing import emit_attention as _emit_attention  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_losses as _emit_losses  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_packed as _emit_packed  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_scans as _emit_scans  # noqa: F401  (registers emitters)
 from treefx.passes.packing.emitters import find_emitter, find_full_emitter
 from treefx.passes.packing.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
+from treefx.passes.packing.packed_layers import Forms, PackedLayers
+from treefx.passes.scores.attention_facts import Attention
 
 __all__ = ["Output", "PackingInterpreter", "is_packed_output"]
 
@@ -90,8 +93,10 @@ class PackingInterpreter:
         self.outputs: list[Output] = []
         self.hidden: list[Tensor] = []
         """Whether masks hide what they are to hide, for the attentions where only the numbers of the call tell."""
-        self._forms: dict[tuple[str, Any], Any] = {}
+        self._forms = Forms()
         self.changed = changed_inputs(gm)
+        self._live = live_nodes(gm)
+        self._of_ids = _made_of(tokens.ids) if native else set[fx.Node]()
         self._metadata: Metadata | None = None
 
     @property
@@ -107,21 +112,41 @@ class PackingInterpreter:
         """
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         self._metadata = Metadata(*inputs[len(placeholders) :])
-        self._forms = {("full", node): value for node, value in zip(placeholders, inputs, strict=False)}
-        live = live_nodes(self.gm)
+        self._forms.update((("full", node), value) for node, value in zip(placeholders, inputs, strict=False))
+        layers = {node: layer for layer in find_layers(self.gm.graph) for node in layer.nodes}
+        packed = PackedLayers(self._forms, self._known, self._visit, self._named, self._common)
         for node in self.gm.graph.nodes:
-            if node.op == "call_function" and node in live:
+            if node not in layers:
                 self._visit(node)
+            elif node is layers[node].nodes[0]:
+                packed.run(layers[node])
         return self._outputs(next(iter(self.gm.graph.find_nodes(op="output"))))
 
     def _visit(self, node: fx.Node) -> None:
         """Make the forms that are surely wanted in graph order, so that no recursion is deep."""
+        if node.op != "call_function" or node not in self._live:
+            return
         fact = fact_of(node)
         on_rows = fact.kind is Kind.ROW and not isinstance(fact.law, Reindexed)
         if on_rows or isinstance(fact.law, Contracted):
             self.full(node)
         elif fact.kind is Kind.PACKED or (fact.parts and fact.parts[0].kind is Kind.PACKED):
             self.packed(node)
+
+    def _known(self, node: fx.Node) -> tuple[Any, ...]:
+        """What decides about the forms of a node beside the graph: what was proved, and what is known of the call."""
+        law = fact_of(node).law if node.op == "call_function" else None
+        conditions = (*law.conditions, *law.padding) if isinstance(law, Attention) else ()
+        redundant = [item in self.redundant for item in conditions]
+        places = (node in self._live, node in self.changed, node is self.tokens.ids, node in self._of_ids)
+        return node.meta.get(FACT), described(node.meta.get("val")), redundant, *places
+
+    def _common(self) -> list[Any]:
+        """What emitters read beside forms: the trie, and what they add to."""
+        return [*vars(self.metadata).values(), *self.hidden]
+
+    def _named(self, name: str, node: fx.Node) -> Any:
+        return self.full(node) if name == "full" else self.packed(node)
 
     def _outputs(self, node: fx.Node) -> tuple[Any, ...]:
         results = []
@@ -161,10 +186,12 @@ class PackingInterpreter:
     def _form(self, name: str, node: Any, make: Callable[[fx.Node], Any]) -> Any:
         if not isinstance(node, fx.Node):
             return node
-        if (name, node) not in self._forms:
+
+        def made() -> Any:
             with fx_traceback.set_current_meta(node):
-                self._forms[name, node] = make(node)
-        return self._forms[name, node]
+                return make(node)
+
+        return self._forms.make((name, node), made)
 
     def _make_full(self, node: fx.Node) -> Any:
         fact = fact_of(node) if node.op == "call_function" else None
@@ -242,9 +269,7 @@ class PackingInterpreter:
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
         """What is made once per call and read by several emitters."""
-        if (name, of) not in self._forms:
-            self._forms[name, of] = make()
-        found: T = self._forms[name, of]
+        found: T = self._forms.make((name, of), make)
         return found
 
     def call(self, node: fx.Node, *, align: Dims | None = None, only: Sequence[int] | None = None) -> Any:
@@ -267,6 +292,15 @@ class PackingInterpreter:
     def shape(self, dims: Dims) -> list[Any]:
         """The packed shape of labelled dimensions."""
         return packed_shape(dims, self.metadata.tokens, self.positions)
+
+
+def _made_of(source: fx.Node) -> set[fx.Node]:
+    """All nodes that depend on one, and that one."""
+    found = {source}
+    for node in source.graph.nodes:
+        if any(item in found for item in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _is_same(item: fx.Node, value: Any) -> bool:

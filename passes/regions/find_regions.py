@@ -7,15 +7,15 @@ them are read by others. One of them then stands for all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor, fx
+from torch import Tensor, fx
 
-__all__ = ["LEAST", "LEAST_WEIGHTS", "Region", "find_regions", "is_pure", "pays_off"]
+from treefx.passes.layers.find_layers import Layer, layer_of, make_layer
+
+__all__ = ["LEAST", "LEAST_WEIGHTS", "find_regions", "is_pure", "pays_off"]
 
 aten = torch.ops.aten
 LEAST = 4
@@ -23,7 +23,6 @@ LEAST = 4
 LEAST_WEIGHTS = 2**18
 """Layers with fewer numbers in their weights are small beside the call of a subgraph: a step of 4 layers of width 128
 takes 1.05 of its time with calls, and one of 8 layers of width 256 no longer than without."""
-_NUMBERED = re.compile(r"(.*?\.\d+)(?:\.|$)")
 _WITHOUT_GRADIENT = {
     aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
     aten.empty_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
@@ -31,22 +30,7 @@ _WITHOUT_GRADIENT = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Region:
-    """A layer of a graph.
-
-    Attributes:
-        nodes: Its operators, in the order of the graph.
-        operands: What they read of others, in the order in which they read it.
-        results: Those of its operators that others read.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    operands: tuple[fx.Node, ...]
-    results: tuple[fx.Node, ...]
-
-
-def find_regions(gm: fx.GraphModule) -> list[list[Region]]:
+def find_regions(gm: fx.GraphModule) -> list[list[Layer]]:
     """The kinds of layers that occur at least ``LEAST`` times, each with all that are equal.
 
     Args:
@@ -54,35 +38,24 @@ def find_regions(gm: fx.GraphModule) -> list[list[Region]]:
     """
     members: dict[str, list[fx.Node]] = {}
     for node in gm.graph.nodes:
-        layer = _layer_of(node)
+        layer = layer_of(node)
         if layer is not None:
             members.setdefault(layer, []).append(node)
     learned = _learned(gm.graph)
-    kinds: dict[Any, list[Region]] = {}
+    kinds: dict[Any, list[Layer]] = {}
     for nodes in members.values():
         if all(map(is_pure, nodes)):
-            region = _region_of(nodes)
+            region = make_layer(nodes)
             kinds.setdefault(_structure(region, learned), []).append(region)
     return [regions for regions in kinds.values() if len(regions) >= LEAST and all(map(_stands_alone, regions))]
 
 
-def pays_off(kind: Sequence[Region]) -> bool:
+def pays_off(kind: Sequence[Layer]) -> bool:
     """Whether steps are no slower where equal layers are calls, by what was measured: large ones on the CPU."""
     inputs = [node.meta["val"] for node in kind[0].operands if node.op == "placeholder"]
     sized = [x for x in inputs if isinstance(x, Tensor) and all(isinstance(size, int) for size in x.shape)]
     on_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor))
     return on_cpu and sum(x.numel() for x in sized) >= LEAST_WEIGHTS
-
-
-def _layer_of(node: fx.Node) -> str | None:
-    """The outermost numbered module that an operator on tensors is of, such as ``model.layers.3``."""
-    if node.op != "call_function" or isinstance(node.meta.get("val"), SymInt):
-        return None
-    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-        found = _NUMBERED.match(path)
-        if found is not None:
-            return found[1]
-    return None
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -92,13 +65,6 @@ def is_pure(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return getattr(node.target, "__module__", None) in ("_operator", "operator")
     return torch.Tag.nondeterministic_seeded not in node.target.tags and not node.target._schema.is_mutable
-
-
-def _region_of(nodes: Sequence[fx.Node]) -> Region:
-    inside = set(nodes)
-    operands = dict.fromkeys(item for node in nodes for item in node.all_input_nodes if item not in inside)
-    results = [node for node in nodes if any(user not in inside for user in node.users)]
-    return Region(tuple(nodes), tuple(operands), tuple(results))
 
 
 def _learned(graph: fx.Graph) -> set[fx.Node]:
@@ -121,7 +87,7 @@ def _may_need(value: Any) -> bool:
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in items)
 
 
-def _structure(region: Region, learned: set[fx.Node]) -> tuple[Any, ...]:
+def _structure(region: Layer, learned: set[fx.Node]) -> tuple[Any, ...]:
     """Equal for regions of which one can stand for the other."""
     number = {node: f"%{i}" for i, node in enumerate((*region.operands, *region.nodes))}
     groups: dict[Any, int] = {}
@@ -145,7 +111,7 @@ def _read_value(node: fx.Node) -> tuple[Any, ...]:
     return (type(value), str(value))
 
 
-def _stands_alone(region: Region) -> bool:
+def _stands_alone(region: Layer) -> bool:
     """Whether its operators may move to where its last one is, and no result is a view of an operand or another.
 
     They may not if what they read is made of its own results, or if something in between is not pure.
@@ -161,7 +127,7 @@ def _stands_alone(region: Region) -> bool:
     return not reached & {*region.operands} and all(storages.count(item) == 1 for item in made)
 
 
-def _between(region: Region) -> Iterable[fx.Node]:
+def _between(region: Layer) -> Iterable[fx.Node]:
     """What is computed between its operators, and is of others."""
     inside, node = set(region.nodes), region.nodes[0]
     while node is not region.nodes[-1]:

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from treefx.passes.regions.find_regions import Region, is_pure
+from treefx.passes.layers.find_layers import Layer
+from treefx.passes.regions.find_regions import is_pure
 
 __all__ = ["body_of", "call_regions", "calls_of", "copy_without_regions", "output_of", "subgraphs"]
 
 _NAME = "region_{}"
-_Item = fx.Node | Region
+_Item = fx.Node | Layer
 
 
-def call_regions(gm: fx.GraphModule, kinds: Sequence[Sequence[Region]]) -> fx.GraphModule:
+def call_regions(gm: fx.GraphModule, kinds: Sequence[Sequence[Layer]]) -> fx.GraphModule:
     """A graph that computes the same, every region a call of the subgraph of its kind.
 
     Before, with two layers::
@@ -42,7 +43,7 @@ def call_regions(gm: fx.GraphModule, kinds: Sequence[Sequence[Region]]) -> fx.Gr
         return gm
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for item in order:
-        if isinstance(item, Region):
+        if isinstance(item, Layer):
             new.update(_call(graph, item, name_of[item], new))
         else:
             new[item] = graph.node_copy(item, new.__getitem__)
@@ -50,9 +51,9 @@ def call_regions(gm: fx.GraphModule, kinds: Sequence[Sequence[Region]]) -> fx.Gr
     return fx.GraphModule({**bodies, **_attributes(gm)}, graph)
 
 
-def _order(graph: fx.Graph, regions: Sequence[Region]) -> list[_Item] | None:
+def _order(graph: fx.Graph, regions: Sequence[Layer]) -> list[_Item] | None:
     """Nodes and regions such that each comes after what it reads, otherwise as they stand; None if none is such."""
-    region_of: dict[fx.Node, Region] = {node: region for region in regions for node in region.nodes}
+    region_of: dict[fx.Node, Layer] = {node: region for region in regions for node in region.nodes}
 
     def item_of(node: fx.Node) -> _Item:
         return region_of.get(node, node)
@@ -92,10 +93,10 @@ def _sorted(place: Mapping[_Item, int], reads: Mapping[_Item, set[_Item]]) -> li
 
 
 def _operands(item: _Item) -> Sequence[fx.Node]:
-    return item.operands if isinstance(item, Region) else item.all_input_nodes
+    return item.operands if isinstance(item, Layer) else item.all_input_nodes
 
 
-def _body(region: Region) -> fx.Graph:
+def _body(region: Layer) -> fx.Graph:
     graph = fx.Graph()
     new = {node: graph.placeholder(f"operand_{i}") for i, node in enumerate(region.operands)}
     for node in region.nodes:
@@ -107,7 +108,7 @@ def _body(region: Region) -> fx.Graph:
     return graph
 
 
-def _call(graph: fx.Graph, region: Region, name: str, new: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+def _call(graph: fx.Graph, region: Layer, name: str, new: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Write the call of a region; its results by what they replace."""
     operands = [new[node] for node in region.operands]
     call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr(name), name, *operands))

@@ -21,11 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import predispatch
+from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+from treefx.passes.layers.copies import LayerCopies
+from treefx.passes.layers.find_layers import Layer, described, find_layers, key_of
 from treefx.passes.trace import opaque_ops
 from treefx.passes.trace.changed_inputs import read_changed_inputs_once
 from treefx.passes.trace.custom_functions import call_custom_function
@@ -73,7 +77,9 @@ def trace_function(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cached cast would hand one trace the tensors of another
     try:
-        with torch.no_grad(), mode, fx_traceback.preserve_node_meta(), enable_python_dispatcher():
+        # Nobody runs the code of a graph that further passes change, so it is not made each time (lazy).
+        lazy, preserved = _use_lazy_graph_module(True), fx_traceback.preserve_node_meta()
+        with torch.no_grad(), mode, preserved, enable_python_dispatcher(), lazy:
             gm = make_fx(traced, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     finally:
         torch.set_autocast_cache_enabled(cached)
@@ -94,9 +100,12 @@ class _ForwardTracer(fx.Interpreter):
         self.segments = {} if segments is None else segments
         self.batch_levels: list[int] = []
         """The levels that vmap has here, by nesting; functionalisation is one below."""
+        self.layers = {layer.nodes[0]: layer for layer in find_layers(gm.graph)}
+        """By their first nodes."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, and leave the levels of vmap that it is in where it fails."""
+        self.copies = LayerCopies()
         try:
             return super().run(*args, **kwargs)
         finally:
@@ -105,8 +114,41 @@ class _ForwardTracer(fx.Interpreter):
                 predispatch._vmap_decrement_nesting()
 
     def run_node(self, n: fx.Node) -> Any:
+        if n in self.layers:
+            self._run_layer(self.layers[n])
+            return self.env[n]
+        return self._run_alone(n)
+
+    def _run_alone(self, n: fx.Node) -> Any:
         check_changes(n, self.grad_enabled)
         return super().run_node(n)
+
+    def _run_layer(self, layer: Layer) -> None:
+        """Put the values of a layer into ``env``, from where ``fx.Interpreter`` takes those that are there."""
+        given = [from_fun(self.env[node]) for node in layer.operands]
+        devices = {"cpu", *(x.device.type for x in given if isinstance(x, Tensor))}
+        state = self._state(devices)
+        known = dict(zip(layer.operands, map(described, given), strict=True))
+        key = key_of(layer, known.get), state
+        operands = [x for x in given if isinstance(x, Tensor)]
+        copied = self.copies.copy(key, layer, operands) if key in self.copies else None
+        if copied is not None:
+            self.env.update(
+                {**dict.fromkeys(layer.nodes), **dict(zip(layer.results, map(to_fun, copied), strict=True))}
+            )
+            return
+        mark = self.copies.mark()
+        for node in layer.nodes:
+            self.env[node] = self._run_alone(node)
+        results = [from_fun(self.env[node]) for node in layer.results]
+        unchanged = all(from_fun(self.env[node]) is x for node, x in zip(layer.operands, given, strict=True))
+        if unchanged and state == self._state(devices):
+            self.copies.remember(key, layer, mark, operands, (), results)
+
+    def _state(self, devices: set[str]) -> tuple[Any, ...]:
+        """What decides about operators beside their operands."""
+        casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(devices)]
+        return self.grad_enabled, torch.is_inference_mode_enabled(), *self.batch_levels, len(self.segments), *casts
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch._C._set_grad_enabled:
