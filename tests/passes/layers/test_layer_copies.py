@@ -155,8 +155,8 @@ class SharedKeys(Model):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        keys = [F.linear(x, w)[:, None, None] for w in self.weights]
-        for layer, key, other in zip(self.layers, keys, [keys[0], *keys[:-1]], strict=True):
+        keys = [F.linear(x, w).view(*x.shape[:2], 1, 4).transpose(1, 2)[:, :, None] for w in self.weights]
+        for layer, key, other in zip(self.layers, keys, [keys[0], *keys[2:], keys[0]], strict=True):
             x = layer(x, key, other.expand(-1, -1, 2, -1, -1).reshape(len(x), 2, -1, 4))
         return x.square().mean()
 
