@@ -54,10 +54,13 @@ class BatchSizes(TokenCount):
         }
         self._pattern = pattern
         sizes = self._sizes(_tensors(inputs))
-        super().__init__(math.prod(sizes.values()))
+        numbers = pattern.numbers()
+        super().__init__(math.prod(size for symbol, size in sizes.items() if symbol not in numbers))
         self.mode = FakeTensorMode(shape_env=self, allow_non_fake_inputs=True)
         taken = {*sizes.values(), self.hint, *(size for x in _tensors(inputs) for size in x.shape)}
-        self._hints = {symbol: _prime(size, taken) for symbol, size in sizes.items()}
+        self._hints = {symbol: _prime(size, taken) for symbol, size in sizes.items() if symbol not in numbers}
+        for symbol in numbers:
+            self._hints[symbol] = _number(sizes[symbol], self._hints.get(COLUMNS, 0), sizes.get(COLUMNS, 0), taken)
         self._made = {symbol: self._symbol(hint) for symbol, hint in self._hints.items()}
         self.inputs: list[Tensor] = []
         """The fake inputs that are tensors, in the order made."""
@@ -160,5 +163,13 @@ def _prime(near: int, taken: set[int]) -> int:
     start = max(near, _LEAST_HINT)
     candidates = itertools.chain(range(start, _LEAST_HINT - 1, -1), itertools.count(start + 1))
     found = next(n for n in candidates if n not in taken and sympy.isprime(n))
+    taken.add(found)
+    return found
+
+
+def _number(size: int, hint: int, columns: int, taken: set[int]) -> int:
+    """A prime for a number of the caller's, on the same side of the hint of the columns as the number of them."""
+    inside = [n for n in range(hint - 1, 2, -1) if size <= columns and n not in taken and sympy.isprime(n)]
+    found = inside[0] if inside else _prime(max(size, hint + 1), taken)
     taken.add(found)
     return found
