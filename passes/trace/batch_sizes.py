@@ -35,7 +35,14 @@ Values = Mapping[Any, int]
 
 
 class Specialised(Exception):
-    """A size has to be known; the message says which question asked for it."""
+    """A size has to be known; the message says which question asked for it.
+
+    ``sizes`` are those of the analysis where its conditions do not hold for the call, as they may for another one.
+    """
+
+    def __init__(self, question: str, sizes: BatchSizes | None = None) -> None:
+        super().__init__(question)
+        self.sizes = sizes
 
 
 class BatchSizes(TokenCount):
@@ -119,7 +126,7 @@ class BatchSizes(TokenCount):
         values = self.values(_tensors(inputs))
         for guard in self.guards:
             if guard.expr.free_symbols <= values.keys() and not bool(guard.expr.xreplace(values)):
-                raise Specialised(str(guard.expr))
+                raise Specialised(str(guard.expr), self)
 
     def keys(self, tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
         """What compiled code takes for granted of the inputs of a call, sizes of the batch by name."""

@@ -17,6 +17,7 @@ from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.labels.constants import InputValues, input_values
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass
+from treefx.passes.trace.batch_sizes import Specialised
 from treefx.passes.trace.flash import has_flash
 from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.runtime.compiling import compiling
@@ -175,7 +176,8 @@ class Analyses:
             first_line = next(iter(str(error).splitlines()), "")
             buffers = [i for i, role in enumerate(roles) if role == "buffer"]  # any may have been read
             reason = f"the graph could not be traced: {type(error).__name__}: {first_line}"
-            return Refusal(reason, Proof(tensors, buffers))
+            unless = error.sizes if isinstance(error, Specialised) else None
+            return Refusal(reason, Proof(tensors, buffers), unless=unless)
         self._records.report.seconds.update(analysis.seconds)
         if analysis.tokens is None:
             self._has_no_tokens = True

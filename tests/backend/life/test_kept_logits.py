@@ -70,6 +70,11 @@ def test_numbers_that_are_not_below_the_columns() -> None:
     assert compiles[-4] == compiles[-1] <= 9
 
 
+def test_a_first_batch_that_is_kept_whole_speaks_for_itself_alone() -> None:
+    """All columns are a case of its own, with sizes as numbers; what comes then compiles for all."""
+    assert steps(Last().double(), [17, 6, 50, 17, 9, 12, 3, 8])[-1] <= 3
+
+
 def test_numbers_left_as_they_are_would_compile_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_graph, "numbers_as_tensors", lambda gm, roles: (gm, {}))
     assert steps(Last().double(), KEPT[:5]) == [1, 2, 3, 4, 5]
