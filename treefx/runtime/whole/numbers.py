@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import SymInt, Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from treefx.passes.trace.heads import copy_graph
 from treefx.passes.trace.pattern import is_number_input
@@ -71,10 +71,11 @@ def numbers_as_tensors(gm: fx.GraphModule, roles: Sequence[str]) -> tuple[fx.Gra
                 found[i] = "value"
             elif _may_be_size(node):
                 found[i] = "size"
-    if not found:
-        return gm, found
+    others = [_example(node) for i, node in enumerate(placeholders) if i not in found]
+    mode = next((x.fake_mode for x in others if isinstance(x, FakeTensor)), None)
+    if not found or mode is None:  # without a tensor there is nothing to pack
+        return gm, {}
     copied = copy_graph(gm)
-    mode = next(x.fake_mode for x in map(_example, placeholders) if isinstance(x, Tensor))  # type: ignore[attr-defined]
     for i, node in enumerate(copied.graph.find_nodes(op="placeholder")):
         if i in found:
             _take_tensor(node) if found[i] == "value" else _take_size(node, mode)
