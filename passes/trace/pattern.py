@@ -35,7 +35,8 @@ SEGMENTS = sympy.Symbol("segments", integer=True, positive=True)
 class Pattern:
     """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS`` (and ``SEGMENTS``).
 
-    ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number.
+    ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number. A vector
+    that only its size is asked of is a number of the caller's, with a symbol of its own.
     """
 
     inputs: tuple[Any, ...]
@@ -43,7 +44,15 @@ class Pattern:
     def symbols(self) -> list[sympy.Symbol]:
         """Those that occur."""
         found = {symbol for item in _leaves(self.inputs) for symbol in getattr(item, "free_symbols", ())}
-        return [symbol for symbol in (ROWS, COLUMNS, SEGMENTS) if symbol in found]
+        return [*[symbol for symbol in (ROWS, COLUMNS, SEGMENTS) if symbol in found], *self.numbers()]
+
+    def numbers(self) -> list[sympy.Symbol]:
+        """Those of the caller's numbers."""
+        return [item[0] for i, item in enumerate(self.inputs) if item == (_number(i),)]
+
+
+def _number(position: int) -> sympy.Symbol:
+    return sympy.Symbol(f"number_{position}", integer=True, positive=True)
 
 
 def _leaves(inputs: Sequence[Any]) -> list[Any]:
@@ -67,9 +76,12 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
     names: dict[Any, Any] = {}
     inputs: list[Any] = []
     ends = ends_of_segments(gm)
-    for node, x, example in zip(placeholders, args, examples, strict=True):
+    for i, (node, x, example) in enumerate(zip(placeholders, args, examples, strict=True)):
         if not isinstance(x, Tensor) or not isinstance(example, Tensor):
             inputs.append(x)
+            continue
+        if _is_number(node):
+            inputs.append((_number(i),))
             continue
         given = zip(x.shape, example.shape, strict=True)
         sizes = [
@@ -86,6 +98,12 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
             inputs[i] = names.get(example.node.expr, inputs[i]) if node.users else 0  # an unread one may be a stride
     pattern = Pattern(tuple(inputs))
     return pattern if pattern.symbols() else None
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether only the size of a vector is asked for (``treefx.runtime.whole.numbers``)."""
+    asked = [(user.op, user.target, user.args) for user in node.users]
+    return asked == [("call_method", "size", (node, 0))] and node.meta["example_value"].dim() == 1
 
 
 def _may_be_ids(x: Any) -> bool:
