@@ -17,7 +17,13 @@ __all__ = ["convert"]
 _HOOKS = "treefx_hooks"
 
 
-def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["auto", "drop"] = "auto") -> nn.Module:
+def convert(
+    model: nn.Module,
+    *,
+    min_sharing: float = 1.15,
+    padding: Literal["auto", "drop"] = "auto",
+    lazy_outputs: bool = True,
+) -> nn.Module:
     """Run the backbone of a model once per distinct token of a batch, without a compiler.
 
     For models that do not reach one whole graph: sharded (``fully_shard``), compiled block by block, with adapters, or
@@ -53,7 +59,9 @@ def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["au
         ...     fully_shard(block)
         >>> fully_shard(model)
     """
-    config = Config(inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding)
+    config = Config(
+        inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding, lazy_outputs=lazy_outputs
+    )
     owner = _owner(model)
     known = getattr(owner, _HOOKS, None)
     if isinstance(known, Hooks):

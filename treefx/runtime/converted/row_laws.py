@@ -1,0 +1,396 @@
+"""What is computed of packed rows once per distinct token, function by function.
+
+=====================  ==============================================================================================
+functions              law
+=====================  ==============================================================================================
+linear, matmul         each token by itself, of the tokens that are left after slicing
+pointwise, casts       the same, with numbers, vectors of features and rows of the same tokens
+softmax, sum, argmax   the same, along the last dimension; numbers per token are expanded to rows
+gather, cross entropy  entries of packed values, picked by pairs of token and index of each row
+slices, views          the packed value stays, the places of tokens are sliced
+changes in place       another packed value, for all tensors that rows would share memory with
+=====================  ==============================================================================================
+
+A law is exact if the function computes each position from the same position alone: then a function of packed values,
+expanded, is the function of expanded values, and so are the gradients, which are sums over rows.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from treefx.passes.packing.restore_gradients import expand, pick
+from treefx.runtime.converted.packed_rows import Held, PackedRows, by_law, packed_rows, rows_among
+
+__all__: list[str] = []
+
+
+def _named(*names: str) -> list[Any]:
+    """Functions and methods of these names."""
+    owners = (torch, Tensor, F, torch.special)
+    return list({getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)})
+
+
+def _all_packed(*given: Any) -> bool:
+    return all(x.is_packed for x in rows_among(given))
+
+
+# Token by token -----------------------------------------------------------------------------------------------------
+
+
+def compacted(x: PackedRows) -> tuple[Tensor, Tensor]:
+    """The packed value and places of those tokens that rows still have."""
+    kept, token_of = torch.unique(x.token_of, return_inverse=True)
+    if len(kept) == len(x.packed):
+        return x.packed, x.token_of
+    return x.packed.index_select(0, kept), token_of
+
+
+def _by_token(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function with packed values in place of rows; the result on rows."""
+    first, *others = rows_among(args, kwargs)
+    if not _all_packed(first, others) or any(not _same_tokens(first, x) for x in others):
+        return NotImplemented
+    for x in (first, *others):
+        x.family.used |= x.packed.requires_grad
+    if first.token_of.numel() >= len(first.packed):
+        return _on_rows(func(*_packed(args, lambda x: x.packed), **_packed(kwargs, lambda x: x.packed)), first.token_of)
+    found = _for_all(func, args, kwargs)
+    if found is not None:
+        return _on_rows(found, first.token_of)
+    take = lambda x: compacted(x)[0]  # noqa: E731
+    return _on_rows(func(*_packed(args, take), **_packed(kwargs, take)), compacted(first)[1])
+
+
+def _packed(given: Any, take: Callable[[PackedRows], Any]) -> Any:
+    return tree_map_only(PackedRows, take, given)
+
+
+def _same_tokens(x: PackedRows, y: PackedRows) -> bool:
+    if x.token_of is y.token_of:
+        return len(x.packed) == len(y.packed)
+    return len(x.packed) == len(y.packed) and torch.equal(x.token_of, y.token_of)
+
+
+def _for_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The packed result of all tokens, for rows that are read a few at a time.
+
+    A loop over rows meets a shared token once per row. Its result is kept with the packed value, unless no gradient is
+    asked for: then the caller's loop keeps nothing either, and means to.
+    """
+    held = [x.held for x in rows_among(args, kwargs)]
+    keeps = torch.is_grad_enabled() and any(x.packed.requires_grad for x in held)
+    if not keeps or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return None
+    key = (func, _packed(tuple(args), lambda x: x.held), tuple(_packed(kwargs, lambda x: x.held).items()))
+    try:
+        known = held[0].known.get(key)
+    except TypeError:  # an argument without a hash
+        return None
+    if known is None:
+        known = func(*_packed(args, lambda x: x.packed), **_packed(kwargs, lambda x: x.packed))
+        known = tree_map_only(Tensor, Held, known)
+        held[0].known[key] = known
+    return known
+
+
+def _on_rows(found: Any, token_of: Tensor) -> Any:
+    """Results [N, ...] on rows: numbers expanded, features packed."""
+    if isinstance(found, tuple):
+        return type(found)(_on_rows(x, token_of) for x in found) if type(found) is tuple else _named_tuple(found, token_of)
+    packed = found.packed if isinstance(found, Held) else found
+    token_of = token_of.to(packed.device)
+    if math.prod(packed.shape[1:]) == 1:
+        return expand(packed, token_of)
+    return packed_rows(found, token_of)
+
+
+def _named_tuple(found: Any, token_of: Tensor) -> Any:
+    return type(found)([_on_rows(x, token_of) for x in found])
+
+
+@by_law([F.linear, *_named("matmul", "mm"), Tensor.__matmul__])
+def _product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """With a matrix: the LM head."""
+    x, weight = [*args, kwargs.get("input"), kwargs.get("weight", kwargs.get("other"))][:2]
+    if not (isinstance(x, PackedRows) and _all_packed(x)) or len(rows_among(args, kwargs)) != 1:
+        return NotImplemented
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or x.packed.dim() != 2:
+        return NotImplemented
+    packed, token_of = compacted(x)
+    x.family.used |= packed.requires_grad
+    x.family.note(weight, len(packed))
+    return _on_rows(func(*_packed(args, lambda _: packed), **_packed(kwargs, lambda _: packed)), token_of)
+
+
+_POINTWISE = (
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "exp", "expm1", "log", "log1p", "log2",
+    "tanh", "sigmoid", "relu", "silu", "gelu", "softplus", "logsigmoid", "abs", "square", "sqrt", "rsqrt", "pow", "reciprocal", "clamp",
+    "clip", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum", "clone", "isnan", "isinf", "isfinite",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__div__", "__neg__",
+    "__pow__", "__rpow__", "rsub", "xlogy", "eq", "ne", "lt", "le", "gt", "ge", "logical_not",
+)  # fmt: skip
+
+
+@by_law(_named(*_POINTWISE))
+def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """With numbers, and with tensors that say nothing of positions: not more dimensions than a token has."""
+    rows = rows_among(args, kwargs)
+    features = rows[0].packed.dim() - 1
+    plain = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, PackedRows)]
+    if any(x.dim() > features for x in plain) or any(x.packed.dim() - 1 != features for x in rows):
+        return NotImplemented
+    return _by_token(func, args, kwargs)
+
+
+@by_law(_named("to", "float", "half", "bfloat16", "double", "type", "cpu", "cuda"))
+def _cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """To another type or device; the tensor itself if it has that already, as casts do it."""
+    x, *others = args
+    if not isinstance(x, PackedRows) or rows_among(others, kwargs) or not x.is_packed:
+        return NotImplemented
+    empty = x.packed.detach()[:0]
+    if func(empty, *others, **kwargs) is empty:
+        return x
+    return _by_token(func, args, kwargs)
+
+
+_LAST = {
+    "softmax": 1, "log_softmax": 1, "logsumexp": 1, "sum": 1, "mean": 1, "argmax": 1, "argmin": 1, "amax": 1, "amin": 1,
+    "max": 1, "min": 1, "topk": 2,
+}  # fmt: skip
+"""Functions of the last dimension, and where that stands among their arguments."""
+
+
+def _law_of_last(place: int) -> Callable[..., Any]:
+    def along_last(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Along the last dimension, each token by itself."""
+        args = list(args)
+        default = -1 if place == 2 and len(args) <= 2 and "dim" not in kwargs else None
+        dim = args[place] if len(args) > place else kwargs.get("dim", default)
+        dim = dim[0] if isinstance(dim, list | tuple) and len(dim) == 1 else dim
+        x = rows_among(args, kwargs)[0]
+        if not isinstance(dim, int) or dim not in (-1, len(x.deferred.shape) - 1) or x.packed.dim() != 2:
+            return NotImplemented
+        if len(args) > place:
+            args[place] = -1
+        else:
+            kwargs = {**kwargs, "dim": -1}
+        return _by_token(func, args, kwargs)
+
+    return along_last
+
+
+for _name, _place in _LAST.items():
+    by_law(_named(_name))(_law_of_last(_place))
+
+
+# Numbers of rows ----------------------------------------------------------------------------------------------------
+
+
+def _pick(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
+    """Entries of packed values [N, V] by pairs of token and index; the function's own answer for an index outside."""
+    if bool(((index < 0) | (index >= x.packed.shape[1])).any()):
+        return NotImplemented
+    x.family.used |= x.packed.requires_grad
+    found: Tensor = pick(x.packed, token_of.reshape(-1), index.reshape(-1).to(token_of.device))
+    return found.view(index.shape)
+
+
+@by_law(_named("gather", "take_along_dim"))
+def _gather(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Along the last dimension: the log-probability of a label, which differs from row to row at a shared token."""
+    names = ("dim", "index") if "gather" in func.__name__ else ("indices", "dim")
+    given = {**dict(zip(("input", *names), args, strict=False)), **kwargs}
+    x, dim, index = given.get("input"), given.get("dim"), given.get("index", given.get("indices"))
+    if not isinstance(x, PackedRows) or not isinstance(index, Tensor) or isinstance(index, PackedRows):
+        return NotImplemented
+    last = dim in (-1, len(x.deferred.shape) - 1) and x.packed.dim() == 2
+    if not last or not x.is_packed or index.shape[:-1] != x.token_of.shape or index.dtype is not torch.int64:
+        return NotImplemented
+    return _pick(x, x.token_of[..., None].expand(index.shape), index)
+
+
+@by_law([F.cross_entropy, F.nll_loss])
+def _nll(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Of labels of rows: log-probabilities on distinct tokens, one entry per row, reduced as the function does it."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, target, ignored = given["input"], given["target"], given.get("ignore_index", -100)
+    if not isinstance(x, PackedRows) or isinstance(target, PackedRows) or not x.is_packed or x.packed.dim() != 2:
+        return NotImplemented
+    asks_more = any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
+    if asks_more or given.get("label_smoothing") or x.token_of.dim() != 1 or target.dtype is not torch.int64:
+        return NotImplemented
+    if target.shape != x.token_of.shape or target.device != x.token_of.device:
+        return NotImplemented
+    scored = target != ignored
+    x = F.log_softmax(x, -1) if func is F.cross_entropy else x
+    found = _pick(x, x.token_of, torch.where(scored, target, 0))
+    if found is NotImplemented:
+        return NotImplemented
+    one = torch.where(scored, 0, -100)
+    return F.nll_loss(found[:, None], one, ignore_index=-100, reduction=given.get("reduction", "mean"))
+
+
+# Slices and views ---------------------------------------------------------------------------------------------------
+
+
+def _view(x: PackedRows, take: Callable[[Tensor], Tensor], packed: Tensor | None = None) -> PackedRows:
+    """Some of the positions, in the same memory."""
+    return packed_rows(x.held if packed is None else packed, take(x.token_of), (x.family, take(x.places)))
+
+
+def _copy(x: PackedRows, take: Callable[[Tensor], Tensor]) -> PackedRows:
+    """Some of the positions, in memory of their own."""
+    return packed_rows(x.held, take(x.token_of), count=x.family.count)
+
+
+@by_law([Tensor.__getitem__])
+def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Positions, by slices, masks or indices; features by slices; or entries of [R, V] by pairs."""
+    x, key = args
+    if not isinstance(x, PackedRows) or not x.is_packed:
+        return NotImplemented
+    lead, last = _split_key(key if isinstance(key, tuple) else (key,), x)
+    if lead is None:
+        return NotImplemented
+    take = operator.itemgetter(lead)
+    shares = not any(isinstance(item, Tensor | list | range) for item in lead)
+    if isinstance(last, Tensor):
+        return NotImplemented if shares or last.dtype is not torch.int64 else _entries(x, take(x.token_of), last)
+    if last == slice(None):
+        return _view(x, take) if shares else _copy(x, take)
+    return _view(x, take, x.packed[:, last]) if shares else NotImplemented
+
+
+def _split_key(key: tuple[Any, ...], x: PackedRows) -> tuple[tuple[Any, ...] | None, Any]:
+    """The part of a key that says which positions, and that which says which features; None if they cannot be told."""
+    if any(item is None or isinstance(item, PackedRows | bool) for item in key) or x.packed.dim() != 2:
+        return None, None
+    taken = [item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1 for item in key]
+    dots = [i for i, item in enumerate(key) if item is Ellipsis]
+    whole = len(x.deferred.shape)
+    if dots:
+        missing = whole - (sum(taken) - 1)
+        key = (*key[: dots[0]], *[slice(None)] * missing, *key[dots[0] + 1 :])
+    else:
+        key = (*key, *[slice(None)] * (whole - sum(taken)))
+    *lead, last = key
+    fits = isinstance(last, slice) or (isinstance(last, Tensor) and last.dtype is not torch.bool)
+    return (tuple(lead), last) if len(dots) < 2 and fits else (None, None)
+
+
+def _entries(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
+    return _pick(x, token_of, index) if token_of.shape == index.shape else NotImplemented
+
+
+@by_law(_named("view", "reshape", "flatten", "squeeze", "unsqueeze", "unflatten", "view_as"))
+def _reshape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Positions in another shape, in the same order."""
+    x = args[0] if args else None
+    if not isinstance(x, PackedRows) or not x.is_packed:
+        return NotImplemented
+    sizes = func(torch.empty(x.deferred.shape, device="meta"), *args[1:], **kwargs)
+    features = x.packed.shape[1:]
+    if sizes.dtype is not torch.float32 or sizes.shape[-len(features) :] != features or not sizes.numel():
+        return NotImplemented
+    shape = sizes.shape[: sizes.dim() - len(features)]
+    if math.prod(shape) != x.token_of.numel():
+        return NotImplemented
+    is_view = x.token_of.is_contiguous() or func is Tensor.view
+    return _view(x, lambda y: y.view(shape)) if is_view else _copy(x, lambda y: y.reshape(shape))
+
+
+@by_law([Tensor.contiguous])
+def _contiguous(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if len(args) > 1 or kwargs or not x.is_packed:
+        return NotImplemented
+    return x if x.token_of.is_contiguous() else _copy(x, Tensor.contiguous)
+
+
+_ALONG = {"split": (2, 0), "chunk": (2, 0), "tensor_split": (2, 0), "unbind": (1, 0), "select": (1, None), "narrow": (1, None)}
+"""Functions that cut along a dimension: where that stands among their arguments, and what it is if left out."""
+
+
+def _law_of_cut(place: int, default: int | None) -> Callable[..., Any]:
+    def cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Positions along a dimension of positions."""
+        x, *others = args
+        if not isinstance(x, PackedRows) or not x.is_packed:
+            return NotImplemented
+        dim = args[place] if len(args) > place else kwargs.get("dim", default)
+        if not isinstance(dim, int) or not -len(x.deferred.shape) <= dim < len(x.deferred.shape):
+            return NotImplemented
+        dim %= len(x.deferred.shape)
+        if dim >= x.token_of.dim():
+            return NotImplemented
+        if len(args) > place:
+            others[place - 1] = dim
+        else:
+            kwargs = {**kwargs, "dim": dim}
+        found = func(x.token_of, *others, **kwargs)
+        if isinstance(found, Tensor):
+            return _view(x, lambda y: func(y, *others, **kwargs))
+        return tuple(_view(x, lambda y, i=i: func(y, *others, **kwargs)[i]) for i in range(len(found)))
+
+    return cut
+
+
+for _name, (_place, _default) in _ALONG.items():
+    by_law(_named(_name))(_law_of_cut(_place, _default))
+
+
+# In place -----------------------------------------------------------------------------------------------------------
+
+_IN_PLACE = ("add", "sub", "mul", "div", "neg", "exp", "tanh", "clamp", "pow")
+_OPERATORS = {f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv")}
+_FUNCTIONAL = {
+    getattr(Tensor, changing): getattr(Tensor, name)
+    for changing, name in {**{f"{name}_": name for name in _IN_PLACE}, **_OPERATORS}.items()
+}
+
+
+@by_law(_FUNCTIONAL)
+def _change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Another packed value, for all tensors that share the memory; where they have other positions too, beside the old
+    one."""
+    x, *others = args
+    if not isinstance(x, PackedRows) or rows_among(others, kwargs) or not x.is_packed:
+        return NotImplemented
+    if any(isinstance(item, Tensor) and item.dim() > x.packed.dim() - 1 for item in (*others, *kwargs.values())):
+        return NotImplemented
+    relatives = x.family.others(x)
+    if not all(_follows(other, x) for other in relatives):
+        return NotImplemented
+    fresh = Held(_FUNCTIONAL[func](x.packed, *others, **kwargs))
+    if fresh.packed.dtype is not x.dtype:
+        return NotImplemented
+    changed = [(other, *_partly(other, x, fresh)) for other in relatives]
+    for other, held, token_of in (*changed, (x, fresh, x.token_of)):
+        other.become(packed_rows(held, token_of))
+    return x
+
+
+def _partly(other: PackedRows, x: PackedRows, fresh: Held) -> tuple[Held, Tensor]:
+    """What a tensor is after a change of another one in the same memory."""
+    hit = torch.isin(other.places, x.places)
+    if bool(hit.all()):
+        return fresh if other.packed.requires_grad else fresh.detached(), other.token_of
+    both = torch.cat([other.packed, fresh.packed if other.packed.requires_grad else fresh.packed.detach()])
+    return Held(both), torch.where(hit, other.token_of + len(x.packed), other.token_of)
+
+
+def _follows(other: PackedRows, x: PackedRows) -> bool:
+    return other.is_packed and other.held.origin is x.held.origin
