@@ -119,6 +119,8 @@ class PackedRows(LazyRows):
     """Whether somebody waits for the gradient on rows."""
     taken: PackedRows | None = None
     """What it is about to become."""
+    behind: PackedRows | None = None
+    """The same, where the gradient of the packed value passes FSDP's function."""
 
     @staticmethod
     def __new__(cls, deferred: Deferred, *_: Any) -> PackedRows:
@@ -138,10 +140,11 @@ class PackedRows(LazyRows):
     @property
     def is_packed(self) -> bool:
         """Whether the packed value is what this tensor is, in value and in gradient."""
+        if self.deferred.ready or self.hooked:
+            return False
         self.family.check(self)
         grad_fn, differentiable = _plainly(lambda x: (x.grad_fn, x.requires_grad), self)
-        same = grad_fn is self.node and differentiable == self.packed.requires_grad
-        return bool(same) and not self.hooked and not self.deferred.ready
+        return bool(grad_fn is self.node and differentiable == self.packed.requires_grad)
 
     @property
     def rows(self) -> Tensor:
@@ -175,6 +178,7 @@ class PackedRows(LazyRows):
         kwargs = kwargs or {}
         law = _LAWS.get(func)
         if law is not None and not torch.compiler.is_compiling():
+            args, kwargs = tree_map_only(PackedRows, _behind_fsdp, (args, kwargs))
             found = law(func, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -184,6 +188,8 @@ class PackedRows(LazyRows):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0] if args else None
         if func in (aten.detach.default, aten.alias.default):
+            return _same(first)
+        if func is aten.view.default and list(args[1]) == list(first.deferred.shape):
             return _same(first)
         if func is aten.copy_.default and isinstance(first, PackedRows) and first.taken is args[1]:
             first.held, first.token_of = args[1].held, args[1].token_of
@@ -195,6 +201,11 @@ class PackedRows(LazyRows):
             _ = item.rows
         plain = tree_map_only(PackedRows, lambda x: x.values, (args, kwargs or {}))
         return super().__torch_dispatch__(func, types, *plain)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> PackedRows:
+        rows = inner["rows"]
+        return PackedRows(Deferred.of(rows), Held(rows), (rows, rows), _Family(None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.values.clone()
@@ -295,6 +306,24 @@ def packed_rows(
 # Hooks --------------------------------------------------------------------------------------------------------------
 
 _OF_FSDP = "torch.distributed.fsdp"
+
+
+def _behind_fsdp(x: PackedRows) -> PackedRows:
+    """FSDP2 puts an identity in front of a module, whose backward reduces the module's gradients: put it on the packed
+    value."""
+    node = _plainly(lambda y: y.grad_fn, x)
+    made = getattr(type(node), "_forward_cls", None)
+    if made is None or made.__name__ != "RegisterPostBackwardFunction" or not made.__module__.startswith(_OF_FSDP):
+        return x
+    if x.behind is None:
+        before = [other for other in x.family.others(x) if other.deferred is x.deferred and other.node is not None]
+        source = next((y for y in before if y.is_packed and any(f is y.node for f, _ in node.next_functions)), None)
+        if source is None:
+            return x
+        (packed,) = made.apply(node.param_group, source.packed)
+        x.behind = packed_rows(packed, x.token_of, count=x.family.count)
+        source.family.used = True
+    return x.behind
 
 
 @by_law([Tensor.register_hook, Tensor.retain_grad])

@@ -46,7 +46,7 @@ def _all_packed(*given: Any) -> bool:
 # Token by token -----------------------------------------------------------------------------------------------------
 
 
-def compacted(x: PackedRows) -> tuple[Tensor, Tensor]:
+def _compacted(x: PackedRows) -> tuple[Tensor, Tensor]:
     """The packed value and places of those tokens that rows still have."""
     kept, token_of = torch.unique(x.token_of, return_inverse=True)
     if len(kept) == len(x.packed):
@@ -61,17 +61,23 @@ def _by_token(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     for x in (first, *others):
         x.family.used |= x.packed.requires_grad
+    packed, token_of = _called(func, args, kwargs)
+    return _on_rows(packed, token_of, first.family.count)
+
+
+def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
+    """What a function gives for packed values, and the places of tokens in that."""
+    first = rows_among(args, kwargs)[0]
     if first.token_of.numel() >= len(first.packed):
-        return _on_rows(func(*_packed(args, lambda x: x.packed), **_packed(kwargs, lambda x: x.packed)), first.token_of)
+        return _with(func, args, kwargs, lambda x: x.packed), first.token_of
     found = _for_all(func, args, kwargs)
     if found is not None:
-        return _on_rows(found, first.token_of)
-    take = lambda x: compacted(x)[0]  # noqa: E731
-    return _on_rows(func(*_packed(args, take), **_packed(kwargs, take)), compacted(first)[1])
+        return found, first.token_of
+    return _with(func, args, kwargs, lambda x: _compacted(x)[0]), _compacted(first)[1]
 
 
-def _packed(given: Any, take: Callable[[PackedRows], Any]) -> Any:
-    return tree_map_only(PackedRows, take, given)
+def _with(func: Any, args: Sequence[Any], kwargs: dict[str, Any], take: Callable[[PackedRows], Any]) -> Any:
+    return func(*tree_map_only(PackedRows, take, args), **tree_map_only(PackedRows, take, kwargs))
 
 
 def _same_tokens(x: PackedRows, y: PackedRows) -> bool:
@@ -90,31 +96,24 @@ def _for_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     keeps = torch.is_grad_enabled() and any(x.packed.requires_grad for x in held)
     if not keeps or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
-    key = (func, _packed(tuple(args), lambda x: x.held), tuple(_packed(kwargs, lambda x: x.held).items()))
+    key = (func, *tree_map_only(PackedRows, lambda x: x.held, (tuple(args), tuple(kwargs.items()))))
     try:
         known = held[0].known.get(key)
     except TypeError:  # an argument without a hash
         return None
     if known is None:
-        known = func(*_packed(args, lambda x: x.packed), **_packed(kwargs, lambda x: x.packed))
-        known = tree_map_only(Tensor, Held, known)
+        known = tree_map_only(Tensor, Held, _with(func, args, kwargs, lambda x: x.packed))
         held[0].known[key] = known
     return known
 
 
-def _on_rows(found: Any, token_of: Tensor) -> Any:
+def _on_rows(found: Any, token_of: Tensor, count: Any = None) -> Any:
     """Results [N, ...] on rows: numbers expanded, features packed."""
-    if isinstance(found, tuple):
-        return type(found)(_on_rows(x, token_of) for x in found) if type(found) is tuple else _named_tuple(found, token_of)
+    if isinstance(found, tuple):  # of torch.return_types, which take a list
+        return type(found)([_on_rows(x, token_of) for x in found])  # type: ignore[call-arg]
     packed = found.packed if isinstance(found, Held) else found
     token_of = token_of.to(packed.device)
-    if math.prod(packed.shape[1:]) == 1:
-        return expand(packed, token_of)
-    return packed_rows(found, token_of)
-
-
-def _named_tuple(found: Any, token_of: Tensor) -> Any:
-    return type(found)([_on_rows(x, token_of) for x in found])
+    return expand(packed, token_of) if math.prod(packed.shape[1:]) == 1 else packed_rows(found, token_of, count=count)
 
 
 @by_law([F.linear, *_named("matmul", "mm"), Tensor.__matmul__])
@@ -125,18 +124,19 @@ def _product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if not isinstance(weight, Tensor) or weight.dim() != 2 or x.packed.dim() != 2:
         return NotImplemented
-    packed, token_of = compacted(x)
+    packed, token_of = _compacted(x)
     x.family.used |= packed.requires_grad
     x.family.note(weight, len(packed))
-    return _on_rows(func(*_packed(args, lambda _: packed), **_packed(kwargs, lambda _: packed)), token_of)
+    return _on_rows(_with(func, args, kwargs, lambda _: packed), token_of)
 
 
 _POINTWISE = (
-    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "exp", "expm1", "log", "log1p", "log2",
-    "tanh", "sigmoid", "relu", "silu", "gelu", "softplus", "logsigmoid", "abs", "square", "sqrt", "rsqrt", "pow", "reciprocal", "clamp",
-    "clip", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum", "clone", "isnan", "isinf", "isfinite",
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__div__", "__neg__",
-    "__pow__", "__rpow__", "rsub", "xlogy", "eq", "ne", "lt", "le", "gt", "ge", "logical_not",
+    "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "pow",
+    "exp", "expm1", "log", "log1p", "log2", "xlogy", "square", "sqrt", "rsqrt", "reciprocal", "abs", "maximum", "minimum",
+    "tanh", "sigmoid", "relu", "silu", "gelu", "softplus", "logsigmoid", "clamp", "clip", "clamp_min", "clamp_max",
+    "clone", "nan_to_num", "isnan", "isinf", "isfinite", "logical_not", "eq", "ne", "lt", "le", "gt", "ge",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__",
+    "__pow__", "__rpow__",
 )  # fmt: skip
 
 
@@ -220,9 +220,7 @@ def _gather(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 @by_law([F.cross_entropy, F.nll_loss])
-def _nll(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _nll(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Of labels of rows: log-probabilities on distinct tokens, one entry per row, reduced as the function does it."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -320,7 +318,14 @@ def _contiguous(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return x if x.token_of.is_contiguous() else _copy(x, Tensor.contiguous)
 
 
-_ALONG = {"split": (2, 0), "chunk": (2, 0), "tensor_split": (2, 0), "unbind": (1, 0), "select": (1, None), "narrow": (1, None)}
+_ALONG = {
+    "split": (2, 0),
+    "chunk": (2, 0),
+    "tensor_split": (2, 0),
+    "unbind": (1, 0),
+    "select": (1, None),
+    "narrow": (1, None),
+}
 """Functions that cut along a dimension: where that stands among their arguments, and what it is if left out."""
 
 
@@ -393,4 +398,6 @@ def _partly(other: PackedRows, x: PackedRows, fresh: Held) -> tuple[Held, Tensor
 
 
 def _follows(other: PackedRows, x: PackedRows) -> bool:
-    return other.is_packed and other.held.origin is x.held.origin
+    """Whether the change of one is that of the other, in history too: what is detached changes values alone."""
+    history = x.packed.requires_grad or not other.packed.requires_grad
+    return history and other.is_packed and other.held.origin is x.held.origin
