@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import treefx.runtime.converted.row_laws  # noqa: F401 - registers what is computed of packed rows
+import treefx.runtime.converted.row_views  # noqa: F401 - registers what is computed of packed rows
 from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.passes.analysis import Rewritten

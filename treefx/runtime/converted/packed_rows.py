@@ -156,7 +156,7 @@ class PackedRows(LazyRows):
         return self.deferred.rows
 
     @property
-    def values(self) -> Tensor:
+    def expanded(self) -> Tensor:
         """The values on rows, to be read once."""
         if self.deferred.ready:
             return self.deferred.rows
@@ -174,7 +174,7 @@ class PackedRows(LazyRows):
         self.node = _plainly(lambda x: x.grad_fn, self)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         law = _LAWS.get(func)
         if law is not None and not torch.compiler.is_compiling():
@@ -186,7 +186,7 @@ class PackedRows(LazyRows):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if func in (aten.detach.default, aten.alias.default):
             return _same(first)
         if func is aten.view.default and list(args[1]) == list(first.deferred.shape):
@@ -199,7 +199,7 @@ class PackedRows(LazyRows):
             if written and any(x.deferred is not item.deferred for x in item.family.others(item)):
                 raise UnsupportedError(_CHANGED.format(f"{func} changes one of several in place"))
             _ = item.rows
-        plain = tree_map_only(PackedRows, lambda x: x.values, (args, kwargs or {}))
+        plain = tree_map_only(PackedRows, lambda x: x.expanded, (args, kwargs or {}))
         return super().__torch_dispatch__(func, types, *plain)
 
     @staticmethod
@@ -208,17 +208,17 @@ class PackedRows(LazyRows):
         return PackedRows(Deferred.of(rows), Held(rows), (rows, rows), _Family(None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.values.clone()
+        return self.expanded.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.expanded.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.values)
+        return repr(self.expanded)
 
     def tolist(self) -> Any:
         """The value as nested lists."""
-        return self.values.tolist()
+        return self.expanded.tolist()
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +269,7 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (token_of,) = ctx.saved_tensors
-        plain = grad.values if isinstance(grad, PackedRows) else grad
+        plain = grad.expanded if isinstance(grad, PackedRows) else grad
         return restore(plain, token_of, plain.new_zeros(1).expand(ctx.shape)), None, None
 
 

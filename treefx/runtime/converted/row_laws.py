@@ -7,8 +7,6 @@ linear, matmul         each token by itself, of the tokens that are left after s
 pointwise, casts       the same, with numbers, vectors of features and rows of the same tokens
 softmax, sum, argmax   the same, along the last dimension; numbers per token are expanded to rows
 gather, cross entropy  entries of packed values, picked by pairs of token and index of each row
-slices, views          the packed value stays, the places of tokens are sliced
-changes in place       another packed value, for all tensors that rows would share memory with
 =====================  ==============================================================================================
 
 A law is exact if the function computes each position from the same position alone: then a function of packed values,
@@ -18,7 +16,6 @@ expanded, is the function of expanded values, and so are the gradients, which ar
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +27,10 @@ from torch.utils._pytree import tree_map_only
 from treefx.passes.packing.restore_gradients import expand, pick
 from treefx.runtime.converted.packed_rows import Held, PackedRows, by_law, packed_rows, rows_among
 
-__all__: list[str] = []
+__all__ = ["named", "picked"]
 
 
-def _named(*names: str) -> list[Any]:
+def named(*names: str) -> list[Any]:
     """Functions and methods of these names."""
     owners = (torch, Tensor, F, torch.special)
     return list({getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)})
@@ -110,13 +107,13 @@ def _for_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _on_rows(found: Any, token_of: Tensor, count: Any = None) -> Any:
     """Results [N, ...] on rows: numbers expanded, features packed."""
     if isinstance(found, tuple):  # of torch.return_types, which take a list
-        return type(found)([_on_rows(x, token_of) for x in found])  # type: ignore[call-arg]
+        return type(found)([_on_rows(x, token_of) for x in found])
     packed = found.packed if isinstance(found, Held) else found
     token_of = token_of.to(packed.device)
     return expand(packed, token_of) if math.prod(packed.shape[1:]) == 1 else packed_rows(found, token_of, count=count)
 
 
-@by_law([F.linear, *_named("matmul", "mm"), Tensor.__matmul__])
+@by_law([F.linear, *named("matmul", "mm"), Tensor.__matmul__])
 def _product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """With a matrix: the LM head."""
     x, weight = [*args, kwargs.get("input"), kwargs.get("weight", kwargs.get("other"))][:2]
@@ -132,7 +129,8 @@ def _product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 _POINTWISE = (
     "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "pow",
-    "exp", "expm1", "log", "log1p", "log2", "xlogy", "square", "sqrt", "rsqrt", "reciprocal", "abs", "maximum", "minimum",
+    "exp", "expm1", "log", "log1p", "log2", "xlogy", "square", "sqrt", "rsqrt", "reciprocal", "abs",
+    "maximum", "minimum",
     "tanh", "sigmoid", "relu", "silu", "gelu", "softplus", "logsigmoid", "clamp", "clip", "clamp_min", "clamp_max",
     "clone", "nan_to_num", "isnan", "isinf", "isfinite", "logical_not", "eq", "ne", "lt", "le", "gt", "ge",
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__",
@@ -140,7 +138,7 @@ _POINTWISE = (
 )  # fmt: skip
 
 
-@by_law(_named(*_POINTWISE))
+@by_law(named(*_POINTWISE))
 def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """With numbers, and with tensors that say nothing of positions: not more dimensions than a token has."""
     rows = rows_among(args, kwargs)
@@ -151,7 +149,7 @@ def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _by_token(func, args, kwargs)
 
 
-@by_law(_named("to", "float", "half", "bfloat16", "double", "type", "cpu", "cuda"))
+@by_law(named("to", "float", "half", "bfloat16", "double", "type", "cpu", "cuda"))
 def _cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """To another type or device; the tensor itself if it has that already, as casts do it."""
     x, *others = args
@@ -190,13 +188,13 @@ def _law_of_last(place: int) -> Callable[..., Any]:
 
 
 for _name, _place in _LAST.items():
-    by_law(_named(_name))(_law_of_last(_place))
+    by_law(named(_name))(_law_of_last(_place))
 
 
 # Numbers of rows ----------------------------------------------------------------------------------------------------
 
 
-def _pick(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
+def picked(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
     """Entries of packed values [N, V] by pairs of token and index; the function's own answer for an index outside."""
     if bool(((index < 0) | (index >= x.packed.shape[1])).any()):
         return NotImplemented
@@ -205,7 +203,7 @@ def _pick(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
     return found.view(index.shape)
 
 
-@by_law(_named("gather", "take_along_dim"))
+@by_law(named("gather", "take_along_dim"))
 def _gather(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Along the last dimension: the log-probability of a label, which differs from row to row at a shared token."""
     names = ("dim", "index") if "gather" in func.__name__ else ("indices", "dim")
@@ -216,7 +214,7 @@ def _gather(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     last = dim in (-1, len(x.deferred.shape) - 1) and x.packed.dim() == 2
     if not last or not x.is_packed or index.shape[:-1] != x.token_of.shape or index.dtype is not torch.int64:
         return NotImplemented
-    return _pick(x, x.token_of[..., None].expand(index.shape), index)
+    return picked(x, x.token_of[..., None].expand(index.shape), index)
 
 
 @by_law([F.cross_entropy, F.nll_loss])
@@ -233,171 +231,9 @@ def _nll(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if target.shape != x.token_of.shape or target.device != x.token_of.device:
         return NotImplemented
     scored = target != ignored
-    x = F.log_softmax(x, -1) if func is F.cross_entropy else x
-    found = _pick(x, x.token_of, torch.where(scored, target, 0))
+    logp: Any = F.log_softmax(x, -1) if func is F.cross_entropy else x
+    found = picked(logp, logp.token_of, torch.where(scored, target, 0))
     if found is NotImplemented:
         return NotImplemented
     one = torch.where(scored, 0, -100)
     return F.nll_loss(found[:, None], one, ignore_index=-100, reduction=given.get("reduction", "mean"))
-
-
-# Slices and views ---------------------------------------------------------------------------------------------------
-
-
-def _view(x: PackedRows, take: Callable[[Tensor], Tensor], packed: Tensor | None = None) -> PackedRows:
-    """Some of the positions, in the same memory."""
-    return packed_rows(x.held if packed is None else packed, take(x.token_of), (x.family, take(x.places)))
-
-
-def _copy(x: PackedRows, take: Callable[[Tensor], Tensor]) -> PackedRows:
-    """Some of the positions, in memory of their own."""
-    return packed_rows(x.held, take(x.token_of), count=x.family.count)
-
-
-@by_law([Tensor.__getitem__])
-def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Positions, by slices, masks or indices; features by slices; or entries of [R, V] by pairs."""
-    x, key = args
-    if not isinstance(x, PackedRows) or not x.is_packed:
-        return NotImplemented
-    lead, last = _split_key(key if isinstance(key, tuple) else (key,), x)
-    if lead is None:
-        return NotImplemented
-    take = operator.itemgetter(lead)
-    shares = not any(isinstance(item, Tensor | list | range) for item in lead)
-    if isinstance(last, Tensor):
-        return NotImplemented if shares or last.dtype is not torch.int64 else _entries(x, take(x.token_of), last)
-    if last == slice(None):
-        return _view(x, take) if shares else _copy(x, take)
-    return _view(x, take, x.packed[:, last]) if shares else NotImplemented
-
-
-def _split_key(key: tuple[Any, ...], x: PackedRows) -> tuple[tuple[Any, ...] | None, Any]:
-    """The part of a key that says which positions, and that which says which features; None if they cannot be told."""
-    if any(item is None or isinstance(item, PackedRows | bool) for item in key) or x.packed.dim() != 2:
-        return None, None
-    taken = [item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1 for item in key]
-    dots = [i for i, item in enumerate(key) if item is Ellipsis]
-    whole = len(x.deferred.shape)
-    if dots:
-        missing = whole - (sum(taken) - 1)
-        key = (*key[: dots[0]], *[slice(None)] * missing, *key[dots[0] + 1 :])
-    else:
-        key = (*key, *[slice(None)] * (whole - sum(taken)))
-    *lead, last = key
-    fits = isinstance(last, slice) or (isinstance(last, Tensor) and last.dtype is not torch.bool)
-    return (tuple(lead), last) if len(dots) < 2 and fits else (None, None)
-
-
-def _entries(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
-    return _pick(x, token_of, index) if token_of.shape == index.shape else NotImplemented
-
-
-@by_law(_named("view", "reshape", "flatten", "squeeze", "unsqueeze", "unflatten", "view_as"))
-def _reshape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Positions in another shape, in the same order."""
-    x = args[0] if args else None
-    if not isinstance(x, PackedRows) or not x.is_packed:
-        return NotImplemented
-    sizes = func(torch.empty(x.deferred.shape, device="meta"), *args[1:], **kwargs)
-    features = x.packed.shape[1:]
-    if sizes.dtype is not torch.float32 or sizes.shape[-len(features) :] != features or not sizes.numel():
-        return NotImplemented
-    shape = sizes.shape[: sizes.dim() - len(features)]
-    if math.prod(shape) != x.token_of.numel():
-        return NotImplemented
-    is_view = x.token_of.is_contiguous() or func is Tensor.view
-    return _view(x, lambda y: y.view(shape)) if is_view else _copy(x, lambda y: y.reshape(shape))
-
-
-@by_law([Tensor.contiguous])
-def _contiguous(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if len(args) > 1 or kwargs or not x.is_packed:
-        return NotImplemented
-    return x if x.token_of.is_contiguous() else _copy(x, Tensor.contiguous)
-
-
-_ALONG = {
-    "split": (2, 0),
-    "chunk": (2, 0),
-    "tensor_split": (2, 0),
-    "unbind": (1, 0),
-    "select": (1, None),
-    "narrow": (1, None),
-}
-"""Functions that cut along a dimension: where that stands among their arguments, and what it is if left out."""
-
-
-def _law_of_cut(place: int, default: int | None) -> Callable[..., Any]:
-    def cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Positions along a dimension of positions."""
-        x, *others = args
-        if not isinstance(x, PackedRows) or not x.is_packed:
-            return NotImplemented
-        dim = args[place] if len(args) > place else kwargs.get("dim", default)
-        if not isinstance(dim, int) or not -len(x.deferred.shape) <= dim < len(x.deferred.shape):
-            return NotImplemented
-        dim %= len(x.deferred.shape)
-        if dim >= x.token_of.dim():
-            return NotImplemented
-        if len(args) > place:
-            others[place - 1] = dim
-        else:
-            kwargs = {**kwargs, "dim": dim}
-        found = func(x.token_of, *others, **kwargs)
-        if isinstance(found, Tensor):
-            return _view(x, lambda y: func(y, *others, **kwargs))
-        return tuple(_view(x, lambda y, i=i: func(y, *others, **kwargs)[i]) for i in range(len(found)))
-
-    return cut
-
-
-for _name, (_place, _default) in _ALONG.items():
-    by_law(_named(_name))(_law_of_cut(_place, _default))
-
-
-# In place -----------------------------------------------------------------------------------------------------------
-
-_IN_PLACE = ("add", "sub", "mul", "div", "neg", "exp", "tanh", "clamp", "pow")
-_OPERATORS = {f"__i{name}__": f"__{name}__" for name in ("add", "sub", "mul", "truediv")}
-_FUNCTIONAL = {
-    getattr(Tensor, changing): getattr(Tensor, name)
-    for changing, name in {**{f"{name}_": name for name in _IN_PLACE}, **_OPERATORS}.items()
-}
-
-
-@by_law(_FUNCTIONAL)
-def _change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another packed value, for all tensors that share the memory; where they have other positions too, beside the old
-    one."""
-    x, *others = args
-    if not isinstance(x, PackedRows) or rows_among(others, kwargs) or not x.is_packed:
-        return NotImplemented
-    if any(isinstance(item, Tensor) and item.dim() > x.packed.dim() - 1 for item in (*others, *kwargs.values())):
-        return NotImplemented
-    relatives = x.family.others(x)
-    if not all(_follows(other, x) for other in relatives):
-        return NotImplemented
-    fresh = Held(_FUNCTIONAL[func](x.packed, *others, **kwargs))
-    if fresh.packed.dtype is not x.dtype:
-        return NotImplemented
-    changed = [(other, *_partly(other, x, fresh)) for other in relatives]
-    for other, held, token_of in (*changed, (x, fresh, x.token_of)):
-        other.become(packed_rows(held, token_of))
-    return x
-
-
-def _partly(other: PackedRows, x: PackedRows, fresh: Held) -> tuple[Held, Tensor]:
-    """What a tensor is after a change of another one in the same memory."""
-    hit = torch.isin(other.places, x.places)
-    if bool(hit.all()):
-        return fresh if other.packed.requires_grad else fresh.detached(), other.token_of
-    both = torch.cat([other.packed, fresh.packed if other.packed.requires_grad else fresh.packed.detach()])
-    return Held(both), torch.where(hit, other.token_of + len(x.packed), other.token_of)
-
-
-def _follows(other: PackedRows, x: PackedRows) -> bool:
-    """Whether the change of one is that of the other, in history too: what is detached changes values alone."""
-    history = x.packed.requires_grad or not other.packed.requires_grad
-    return history and other.is_packed and other.held.origin is x.held.origin
