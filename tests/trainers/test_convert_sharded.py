@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import treefx
-from tests.batches import Batch
+from tests.batches import distinct
 from tests.models import double
 from tests.oracle import FLOAT32, FLOAT64
 from tests.trainers.test_distributed import Cases, batches, check_ranks, run_ranks, small, train_cases
@@ -41,16 +41,6 @@ def converted_head_sharded_apart(name: str) -> tuple[nn.Module, nn.Module]:
     model = treefx.convert(tiny(name))
     shard_head_apart(model)
     return model, model
-
-
-def distinct(batch: Batch, window: int) -> int:
-    """Prefixes of the rows of a batch, padding behind them included; what no window sees of a row counts as one."""
-    assert batch.attention_mask is not None
-    found = set()
-    for ids, mask in zip(small(batch)["input_ids"].tolist(), batch.attention_mask.tolist(), strict=True):
-        ends = range(1, len(ids) + 1)
-        found |= {(*ids[:t], sum(mask[:t])) if any(mask[max(0, t - window) : t]) else () for t in ends}
-    return len(found)
 
 
 def converted_compiled_sharded(name: str) -> tuple[nn.Module, nn.Module]:
@@ -89,5 +79,6 @@ def test_ranks_match_one_process(name: str, tmp_path: Path) -> None:
     results = run_ranks(__name__, tmp_path, name)
     window = WINDOW if name.startswith(("mistral", "gemma2")) else 1000
     for rank, result in enumerate(results):
-        assert result[name][2]["head_tokens"] == distinct(batches(rank)[-1], window)
+        last = small(batches(rank)[-1])
+        assert result[name][2]["head_tokens"] == distinct(last["input_ids"], last["attention_mask"], window)
     check_ranks(results, name, tiny(name.split(",")[0]), CASES[name][1], limit)

@@ -58,7 +58,7 @@ class Held:
 
     def __init__(self, packed: Tensor, origin: Held | None = None) -> None:
         self.packed = packed
-        self.origin = self if origin is None else origin.origin
+        self.origin: Held = self if origin is None else origin.origin
         self.known: dict[Any, Any] = {}
 
     def detached(self) -> Held:
@@ -191,7 +191,7 @@ class PackedRows(LazyRows):
             return _same(first)
         if func is aten.view.default and list(args[1]) == list(first.deferred.shape):
             return _same(first)
-        if func is aten.copy_.default and isinstance(first, PackedRows) and first.taken is args[1]:
+        if func is aten.copy_.default and isinstance(first, PackedRows) and first.taken is args[1] is not None:
             first.held, first.token_of = args[1].held, args[1].token_of
             first.deferred = _deferred(first.packed, first.token_of)
             return first
