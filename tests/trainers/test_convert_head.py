@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from trl.trainer.utils import entropy_from_logits, selective_log_softmax, selective_log_softmax_and_entropy
+from trl.trainer.utils import (
+    add_fused_lm_head,
+    entropy_from_logits,
+    selective_log_softmax,
+    selective_log_softmax_and_entropy,
+)
 
 import treefx
 from tests.batches import distinct, shared_batch
@@ -26,23 +31,6 @@ NEXT = IDS[:, 1:]
 DISTINCT = distinct(IDS, BATCH.attention_mask)
 
 Step = Callable[[Any], Tensor]
-aten = torch.ops.aten
-_WIDE = {aten.mm.default, aten.addmm.default, aten._log_softmax.default, aten._softmax.default, aten.logsumexp.default}
-
-
-class Counted(TorchDispatchMode):
-    """By operator, how many positions it was computed at along a vocabulary."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.vocabulary, self.positions = vocabulary, dict[Any, int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        wide = args[0] if func is aten.logsumexp.default else found
-        if func in _WIDE and wide.shape[-1] == self.vocabulary:
-            self.positions[func] = self.positions.get(func, 0) + wide.numel() // self.vocabulary
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +49,17 @@ def check(pair: tuple[Any, Any], step: Step) -> dict[str, Any]:
     return stats
 
 
-def positions(model: Any, step: Step) -> dict[Any, int]:
-    with Counted(model.config.vocab_size) as counted:
+def positions(model: Any, step: Step) -> dict[str, int]:
+    """By operator, how many positions a step computes along the vocabulary."""
+    found: dict[str, int] = {}
+    with torch.profiler.profile(record_shapes=True) as profile:
         step(model)
-    return counted.positions
+    for event in profile.events() or ():
+        place = {"aten::mm": 1, "aten::_log_softmax": 0, "aten::_softmax": 0, "aten::logsumexp": 0}.get(event.name)
+        outer = event.cpu_parent is None or event.cpu_parent.name != event.name
+        if outer and place is not None and event.input_shapes[place][-1] == model.config.vocab_size:
+            found[event.name] = found.get(event.name, 0) + math.prod(event.input_shapes[0][:-1])
+    return found
 
 
 def logits(run: Any, **more: Any) -> Tensor:
@@ -132,6 +127,7 @@ STEPS: dict[str, tuple[Step, int]] = {
     "masked positions": (lambda run: F.cross_entropy(logits(run)[:, :-1][NEXT > 20], NEXT[NEXT > 20]), 1),
     "trl": (trl_selected, 1),
     "trl with entropy": (trl_entropy, 2),
+    "trl's entropy in chunks": (lambda run: entropy_from_logits(logits(run), chunk_size=7).sin().sum(), 1),
     "verl": (verl, 1),
     "rows one by one": (rows_one_by_one, 1),
     "divergence": (divergence, 2),
@@ -148,7 +144,7 @@ def test_head_and_log_probabilities_run_on_distinct_tokens(name: str, pair: tupl
     step, calls = STEPS[name]
     assert check(pair, step)["head_tokens"] == DISTINCT < IDS.numel()
     counted = positions(pair[0], step)
-    assert counted.pop(aten.mm.default) in (DISTINCT, 2 * DISTINCT)  # some run the model twice
+    assert counted.pop("aten::mm") in (DISTINCT, 2 * DISTINCT)  # some run the model twice
     assert all(found <= calls * DISTINCT for found in counted.values()), counted
     assert max(positions(pair[1], step).values()) >= 4 * 11  # on rows, this counts rows
 
@@ -279,13 +275,31 @@ def stored(run: Any) -> Tensor:
     return scored(x) + sum(scored(y) for y in copies) + float(x.detach().numpy().sum()) + x.tolist()[1][2][3]
 
 
+def fused(run: Any) -> Tensor:
+    """TRL's head without logits, which is a function of autograd."""
+    both = copy.copy(run)  # the same modules; TRL changes the model
+    add_fused_lm_head(both, temperature=0.7, outputs=("log_probs", "entropy"))
+    found = both(**BATCH.inputs(), fused_lm_head=True)
+    return found.log_probs.sin().sum() + found.entropy.cos().sum()
+
+
+def into(run: Any) -> Tensor:
+    """Results in a tensor of the caller, which has the size of rows."""
+    h, weight = hidden(run), run.lm_head.weight
+    with torch.no_grad():
+        flat = h.reshape(-1, h.shape[-1])
+        out = torch.empty(len(flat), len(weight), dtype=h.dtype)
+        torch.mm(flat, weight.T, out=out)
+        torch.logsumexp(logits(run), -1, out=out[:, 0].view(4, 12))
+    return scored(run.lm_head(h)) + out.sin().sum()
+
+
 ON_ROWS: dict[str, Step] = {
     "whole logits": lambda run: logits(run).pow(2).cumsum(1).sum(),
     "label smoothing": lambda run: F.cross_entropy(logits(run).flatten(0, 1), IDS.flatten(), label_smoothing=0.1),
     "classes in front": lambda run: F.cross_entropy(logits(run).transpose(1, 2), IDS),
     "temperature of each row": lambda run: scored(logits(run) / torch.tensor([0.5, 0.7, 1.0, 2.0])[:, None, None]),
     "part of a vocabulary by index": lambda run: logits(run)[..., [5, 3, 3]].sin().sum(),
-    "entropy in chunks": lambda run: entropy_from_logits(logits(run), chunk_size=7).sin().sum(),
     "slice": through_a_slice,
     "reversed before the head": lambda run: scored(run.lm_head(Reversed.apply(hidden(run)))),
     "reversed": lambda run: scored(Reversed.apply(logits(run))),
@@ -296,7 +310,9 @@ ON_ROWS: dict[str, Step] = {
     "stored": stored,
     "head in a checkpoint": lambda run: scored(checkpoint(run.lm_head, hidden(run), use_reentrant=False)),
     "head in a reentrant checkpoint": lambda run: scored(checkpoint(run.lm_head, hidden(run), use_reentrant=True)),
-    "read in between": lambda run: scored(logits(run)) * float(logits(run).sum()),
+    "trl's fused head": fused,
+    "result given": into,
+    "read in between": lambda run: scored(logits(run)) * float(logits(run).detach().sum()),
 }
 
 

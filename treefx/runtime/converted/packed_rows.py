@@ -74,7 +74,7 @@ class _Family:
         self.members: list[weakref.ref[PackedRows]] = []
         self.used = False
         """Whether gradients may flow by without passing a member."""
-        self.read: list[tuple[PackedRows, int]] = []
+        self.read: list[tuple[weakref.ref[PackedRows], int]] = []
         """Members of which others hold the memory, and their versions then."""
 
     def others(self, member: PackedRows) -> list[PackedRows]:
@@ -89,8 +89,9 @@ class _Family:
 
     def check(self, member: PackedRows) -> None:
         """Raise if another member was changed by somebody who held its memory."""
-        for other, version in self.read:
-            if other.deferred is not member.deferred and _plainly(lambda x: x._version, other) != version:
+        for ref, version in self.read:
+            other = ref()
+            if other is not None and other.deferred is not member.deferred and _plainly(_version, other) != version:
                 raise UnsupportedError(_CHANGED.format("another view of it was changed in place"))
 
 
@@ -152,7 +153,7 @@ class PackedRows(LazyRows):
         if not self.deferred.ready:
             self.family.note(None, self.token_of.numel())
             self.family.check(self)
-            self.family.read.append((self, _plainly(_version, self)))
+            self.family.read.append((weakref.ref(self), _plainly(_version, self)))
         return self.deferred.rows
 
     @property
@@ -177,7 +178,7 @@ class PackedRows(LazyRows):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         law = _LAWS.get(func)
-        if law is not None and not torch.compiler.is_compiling():
+        if law is not None and kwargs.get("out") is None and not torch.compiler.is_compiling():
             args, kwargs = tree_map_only(PackedRows, _behind_fsdp, (args, kwargs))
             found = law(func, args, kwargs)
             if found is not NotImplemented:
