@@ -1,9 +1,11 @@
 """LM head and log-probabilities behind ``treefx.convert``: once per distinct token, exact against rows in float64."""
 
 import copy
+import gc
 import io
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -387,6 +389,27 @@ def test_changes_that_other_views_would_see_are_refused(pair: tuple[Any, Any]) -
     y.transpose(1, 2).mul_(2.0)
     with pytest.raises(treefx.UnsupportedError, match=r"clone\(\)"):
         part.log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", ["trl", "whole logits", "classes in front", "divided"])
+def test_logits_are_gone_with_their_last_user(name: str, pair: tuple[Any, Any]) -> None:
+    """Without waiting for the garbage collector, which does not know how large a cycle is."""
+    steps = {
+        "trl": lambda x: selective_log_softmax(x[:, :-1], NEXT).sum(),
+        "divided": lambda x: scored(changed(x, "divided")),
+    }
+    steps |= {"whole logits": lambda x: x.exp().sum(), "classes in front": lambda x: x.transpose(1, 2).exp().sum()}
+    gc.collect()
+    gc.disable()
+    try:
+        x: Any = logits(pair[0])
+        packed = weakref.ref(x.packed)
+        loss = steps[name](x)
+        loss.backward()
+        del x, loss
+        assert packed() is None
+    finally:
+        gc.enable()
 
 
 # Mistakes on purpose ------------------------------------------------------------------------------------------------

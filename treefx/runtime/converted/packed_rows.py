@@ -58,8 +58,13 @@ class Held:
 
     def __init__(self, packed: Tensor, origin: Held | None = None) -> None:
         self.packed = packed
-        self.origin: Held = self if origin is None else origin.origin
+        self._origin = origin
         self.known: dict[Any, Any] = {}
+
+    @property
+    def origin(self) -> Held:
+        """What all that are the same values without history have in common."""
+        return self if self._origin is None else self._origin.origin
 
     def detached(self) -> Held:
         """The same values without history."""

@@ -16,6 +16,7 @@ expanded, is the function of expanded values, and so are the gradients, which ar
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,13 +88,14 @@ def _for_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The packed result of all tokens, for rows that are read a few at a time.
 
     A loop over rows meets a shared token once per row. Its result is kept with the packed value, unless no gradient is
-    asked for: then the caller's loop keeps nothing either, and means to.
+    asked for: then the caller's loop keeps nothing either, and means to. References are weak: what keeps a result must
+    not be kept by it.
     """
     held = [x.held for x in rows_among(args, kwargs)]
     keeps = torch.is_grad_enabled() and any(x.packed.requires_grad for x in held)
     if not keeps or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
-    key = (func, *tree_map_only(PackedRows, lambda x: x.held, (tuple(args), tuple(kwargs.items()))))
+    key = (func, *tree_map_only(PackedRows, lambda x: weakref.ref(x.held), (tuple(args), tuple(kwargs.items()))))
     try:
         known = held[0].known.get(key)
     except TypeError:  # an argument without a hash
