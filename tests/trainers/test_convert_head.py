@@ -24,8 +24,7 @@ from trl.trainer.utils import (
 import treefx
 from tests.batches import distinct, shared_batch
 from tests.models import double
-from tests.oracle import FLOAT64, assert_close, outcome, relative_errors
-from treefx.runtime.converted import row_laws, row_views
+from tests.oracle import FLOAT64, assert_close, outcome
 
 BATCH = shared_batch(rows=4, length=12, shared=6)
 IDS, BARE = BATCH.input_ids, BATCH.without("labels").inputs()
@@ -413,39 +412,3 @@ def test_logits_are_gone_with_their_last_user(name: str, pair: tuple[Any, Any]) 
         assert packed() is None
     finally:
         gc.enable()
-
-
-# Mistakes on purpose ------------------------------------------------------------------------------------------------
-
-
-class _LastRow(torch.autograd.Function):
-    """Entries whose gradient is that of one of the rows which share a pair."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token_of: Tensor, target: Tensor) -> Tensor:
-        ctx.save_for_backward(x, token_of, target)
-        return x[token_of, target]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        x, token_of, target = ctx.saved_tensors
-        found = torch.zeros_like(x)
-        found[token_of, target] = grad
-        return found, None, None
-
-
-def _by_token_alone(x: Tensor, token_of: Tensor, target: Tensor) -> Tensor:
-    first = {token: i for i, token in reversed(list(enumerate(token_of.tolist())))}
-    return x[token_of, target[[first[token] for token in token_of.tolist()]]]
-
-
-@pytest.mark.parametrize("mistake", ["pairs by token", "no sum over rows", "shift"])
-def test_wrong_laws_are_found(mistake: str, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    if mistake == "shift":
-        right = row_views._view
-        monkeypatch.setattr(row_views, "_view", lambda x, take, *more: right(x, lambda y: take(y.roll(1, 1)), *more))
-    else:
-        monkeypatch.setattr(row_laws, "pick", _LastRow.apply if mistake == "no sum over rows" else _by_token_alone)
-    model, twin = pair
-    got = outcome(model, lambda: trl_selected(model))
-    assert max(relative_errors(got, outcome(twin, lambda: trl_selected(twin))).values()) > 1e-3
