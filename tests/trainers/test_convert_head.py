@@ -366,32 +366,6 @@ def test_it_is_a_tensor(pair: tuple[Any, Any]) -> None:
         x.gather(-1, torch.full((4, 12, 1), 1000))
 
 
-@pytest.mark.parametrize("how", ["hook", "retain_grad", "grad", "backward"])
-def test_gradients_on_rows_asked_too_late_are_refused(how: str, pair: tuple[Any, Any]) -> None:
-    x = logits(pair[0])
-    loss = scored(x)
-    late: dict[str, Callable[[], Any]] = {
-        "hook": lambda: x.register_hook(lambda grad: grad),
-        "retain_grad": x.retain_grad,
-        "grad": lambda: torch.autograd.grad(loss, x),
-        "backward": lambda: loss.backward(inputs=[x]),
-    }
-    with pytest.raises(treefx.UnsupportedError, match="lazy_outputs=False"):
-        late[how]()
-
-
-def test_changes_that_other_views_would_see_are_refused(pair: tuple[Any, Any]) -> None:
-    x = logits(pair[0])
-    part = x[:, 1:]
-    with pytest.raises(treefx.UnsupportedError, match=r"clone\(\)"):
-        part.masked_fill_(NEXT[..., None] == 3, 0.0)
-    y = logits(pair[0])
-    part = y[:, 1:]
-    y.transpose(1, 2).mul_(2.0)
-    with pytest.raises(treefx.UnsupportedError, match=r"clone\(\)"):
-        part.log_softmax(-1)
-
-
 @pytest.mark.parametrize("name", ["rows one by one", "whole", "classes in front", "divided"])
 def test_logits_are_gone_with_their_last_user(name: str, pair: tuple[Any, Any]) -> None:
     """Without waiting for the garbage collector, which does not know how large a cycle is."""

@@ -1,16 +1,44 @@
-"""Mistakes in what runs packed behind ``treefx.convert``, made on purpose: each must be found."""
+"""What is refused of rows behind ``treefx.convert``, and mistakes in what runs packed: each must be found."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import treefx
 from tests.oracle import outcome, relative_errors
-from tests.trainers.test_convert_head import pair, trl_selected
+from tests.trainers.test_convert_head import NEXT, logits, pair, scored, trl_selected
 from treefx.runtime.converted import row_laws, row_views
 
 __all__ = ["pair"]
+
+
+@pytest.mark.parametrize("how", ["hook", "retain_grad", "grad", "backward"])
+def test_gradients_on_rows_asked_too_late_are_refused(how: str, pair: tuple[Any, Any]) -> None:
+    x = logits(pair[0])
+    loss = scored(x)
+    late: dict[str, Callable[[], Any]] = {
+        "hook": lambda: x.register_hook(lambda grad: grad),
+        "retain_grad": x.retain_grad,
+        "grad": lambda: torch.autograd.grad(loss, x),
+        "backward": lambda: loss.backward(inputs=[x]),
+    }
+    with pytest.raises(treefx.UnsupportedError, match="lazy_outputs=False"):
+        late[how]()
+
+
+def test_changes_that_other_views_would_see_are_refused(pair: tuple[Any, Any]) -> None:
+    x = logits(pair[0])
+    part = x[:, 1:]
+    with pytest.raises(treefx.UnsupportedError, match=r"clone\(\)"):
+        part.masked_fill_(NEXT[..., None] == 3, 0.0)
+    y = logits(pair[0])
+    part = y[:, 1:]
+    y.transpose(1, 2).mul_(2.0)
+    with pytest.raises(treefx.UnsupportedError, match=r"clone\(\)"):
+        part.log_softmax(-1)
 
 
 class _LastRow(torch.autograd.Function):
