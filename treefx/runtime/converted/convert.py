@@ -17,14 +17,25 @@ __all__ = ["convert"]
 _HOOKS = "treefx_hooks"
 
 
-def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["auto", "drop"] = "auto") -> nn.Module:
+def convert(
+    model: nn.Module,
+    *,
+    min_sharing: float = 1.15,
+    padding: Literal["auto", "drop"] = "auto",
+    lazy_outputs: bool = True,
+) -> nn.Module:
     """Run the backbone of a model once per distinct token of a batch, without a compiler.
 
     For models that do not reach one whole graph: sharded (``fully_shard``), compiled block by block, with adapters, or
     in a trainer that calls the backbone itself. Before or after any of these, once. Calls stay as they are: rows
     ``[B, T]`` with a mask, padded on either side, or packed rows whose positions start anew. The backbone gets
-    the distinct tokens as one row, its attention (transformers' functions, any implementation) runs on the tree, and
-    what it returns is expanded to rows; gradients are those of rows. LM head and loss run on rows.
+    the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the tree.
+
+    What it returns is rows ``[B, T, H]`` to everybody, and is expanded when it is read. An LM head, caps, temperatures,
+    softmaxes, and log-probabilities and entropies that are gathered of them (``cross_entropy``, ``log_softmax`` and
+    ``gather``, ``logsumexp``) are computed once per distinct token; ``treefx.inspect(model).stats["head_tokens"]``
+    counts what the head ran on. Other functions, and compiled ones, get rows. Gradients are those of rows either way;
+    for those of hidden states or logits themselves (hooks, ``retain_grad``) ask before something is computed of them.
 
     That the model computes on a tree what it computes on rows is proved at the first call of each kind, on a copy
     without weights. Calls with a cache, a mask of four dimensions, embeddings in place of ids or attention
@@ -38,6 +49,7 @@ def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["au
         min_sharing: Positions of a batch per distinct token below which a call runs on rows.
         padding: Padding in front of a row, which sees nothing, never runs; its hidden states come back as zero.
             "auto": other padding runs, and what the model computes there is exact. "drop": none runs.
+        lazy_outputs: False: what the backbone returns is expanded at once, and LM head and loss run on rows.
 
     Returns:
         The model itself, with hooks.
@@ -53,7 +65,9 @@ def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["au
         ...     fully_shard(block)
         >>> fully_shard(model)
     """
-    config = Config(inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding)
+    config = Config(
+        inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding, lazy_outputs=lazy_outputs
+    )
     owner = _owner(model)
     known = getattr(owner, _HOOKS, None)
     if isinstance(known, Hooks):
