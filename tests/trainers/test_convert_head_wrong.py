@@ -65,8 +65,8 @@ def _by_token_alone(x: Tensor, token_of: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("mistake", ["pairs by token", "no sum over rows", "shift"])
 def test_wrong_laws_are_found(mistake: str, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "shift":
-        right = row_views._view
-        monkeypatch.setattr(row_views, "_view", lambda x, take, *more: right(x, lambda y: take(y.roll(1, 1)), *more))
+        right = row_views._taken
+        monkeypatch.setattr(row_views, "_taken", lambda x, take, *more: right(x, lambda y: take(y.roll(1, 1)), *more))
     else:
         monkeypatch.setattr(row_laws, "pick", _LastRow.apply if mistake == "no sum over rows" else _by_token_alone)
     model, twin = pair

@@ -207,21 +207,30 @@ def _why_rows(given: Mapping[str, Any], config: Any) -> str | None:
     return f"the call gives {others[0]}, of which nothing is known on distinct tokens" if others else None
 
 
-def expanded(output: Any, token_of: Tensor, on_rows: Callable[[Tensor, Tensor], Tensor] = expand) -> Any:
-    """An output of the packed row on rows [B, T], hidden states by ``on_rows``; containers keep their type."""
+def expanded(
+    output: Any,
+    token_of: Tensor,
+    on_rows: Callable[[Tensor, Tensor], Tensor] = expand,
+    known: dict[int, tuple[Tensor, Tensor]] | None = None,
+) -> Any:
+    """An output of the packed row on rows [B, T], hidden states by ``on_rows``; containers keep their type, and what is
+    one tensor (the last hidden state, which is also the last of the hidden states) stays one, as ``known`` tells."""
+    known = {} if known is None else known
     if output is None:
         return None
     if isinstance(output, Tensor) and output.dim() > 2 and output.shape[0] == 1:
-        return on_rows(output[0], token_of)
+        if id(output) not in known:
+            known[id(output)] = output, on_rows(output[0], token_of)
+        return known[id(output)][1]
     if isinstance(output, Tensor) and output.dim() == 2:  # of experts: [B * T, experts]
         rows: Tensor = expand(output, token_of).flatten(0, 1)
         return rows
     if isinstance(output, dict):
         for name in list(output):
-            output[name] = expanded(output[name], token_of, on_rows)
+            output[name] = expanded(output[name], token_of, on_rows, known)
         return output
     if isinstance(output, tuple | list):
-        return type(output)(expanded(item, token_of, on_rows) for item in output)
+        return type(output)(expanded(item, token_of, on_rows, known) for item in output)
     raise UnsupportedError(
         f"the module that takes the ids must return hidden states, got {type(output).__name__} "
         "among its outputs; ask for no attentions or caches"

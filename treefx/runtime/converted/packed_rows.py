@@ -28,7 +28,7 @@ from treefx.errors import UnsupportedError
 from treefx.passes.packing.restore_gradients import expand, restore
 from treefx.runtime.lazy import Deferred, LazyRows
 
-__all__ = ["Held", "PackedRows", "by_law", "packed_rows", "rows_among"]
+__all__ = ["Held", "PackedRows", "by_law", "packed_rows", "rows_among", "version"]
 
 aten = torch.ops.aten
 
@@ -94,9 +94,9 @@ class _Family:
 
     def check(self, member: PackedRows) -> None:
         """Raise if another member was changed by somebody who held its memory."""
-        for ref, version in self.read:
+        for ref, before in self.read:
             other = ref()
-            if other is not None and other.deferred is not member.deferred and _plainly(_version, other) != version:
+            if other is not None and other.deferred is not member.deferred and _plainly(version, other) != before:
                 raise UnsupportedError(_CHANGED.format("another view of it was changed in place"))
 
 
@@ -158,7 +158,7 @@ class PackedRows(LazyRows):
         if not self.deferred.ready:
             self.family.note(None, self.token_of.numel())
             self.family.check(self)
-            self.family.read.append((weakref.ref(self), _plainly(_version, self)))
+            self.family.read.append((weakref.ref(self), _plainly(version, self)))
         return self.deferred.rows
 
     @property
@@ -222,6 +222,13 @@ class PackedRows(LazyRows):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.expanded)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The value as a NumPy array, to be read only while there are views of it, which would not see a change."""
+        array = super().numpy(force=force)
+        if any(x.deferred is not self.deferred for x in self.family.others(self)):
+            array.flags.writeable = False
+        return array
+
     def tolist(self) -> Any:
         """The value as nested lists."""
         return self.expanded.tolist()
@@ -233,7 +240,8 @@ def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _version(x: Tensor) -> int:
+def version(x: Tensor) -> int:
+    """How often a tensor was changed in place; -1 where nobody counts."""
     return -1 if x.is_inference() else x._version
 
 
@@ -275,8 +283,8 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (token_of,) = ctx.saved_tensors
-        plain = grad.expanded if isinstance(grad, PackedRows) else grad
-        return restore(plain, token_of, plain.new_zeros(1).expand(ctx.shape)), None, None
+        like = torch.zeros((), dtype=grad.dtype, device=grad.device).expand(ctx.shape)
+        return restore(grad, token_of, like), None, None
 
 
 def packed_rows(

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from treefx.passes.packing.restore_gradients import expand, pick
-from treefx.runtime.converted.packed_rows import Held, PackedRows, by_law, packed_rows, rows_among
+from treefx.runtime.converted.packed_rows import Held, PackedRows, by_law, packed_rows, rows_among, version
 
 __all__ = ["named", "picked"]
 
@@ -95,7 +95,10 @@ def _for_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     keeps = torch.is_grad_enabled() and any(x.packed.requires_grad for x in held)
     if not keeps or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
-    key = (func, *tree_map_only(PackedRows, lambda x: weakref.ref(x.held), (tuple(args), tuple(kwargs.items()))))
+    kind = held[0].packed.device.type
+    given, shape = tree_flatten((tuple(args), kwargs))
+    state = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    key = (func, state, shape, *map(_key, given))
     try:
         known = held[0].known.get(key)
     except TypeError:  # an argument without a hash
@@ -104,6 +107,13 @@ def _for_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         known = tree_map_only(Tensor, Held, _with(func, args, kwargs, lambda x: x.packed))
         held[0].known[key] = known
     return known
+
+
+def _key(item: Any) -> Any:
+    """What tells an argument from another one, also from itself after a change in place; 0.0 is not -0.0."""
+    if isinstance(item, PackedRows):
+        return weakref.ref(item.held)
+    return (item, version(item)) if isinstance(item, Tensor) else (type(item), str(item), item)
 
 
 def _on_rows(found: Any, token_of: Tensor, count: Any = None) -> Any:
@@ -146,6 +156,8 @@ def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rows = rows_among(args, kwargs)
     features = rows[0].packed.dim() - 1
     plain = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, PackedRows)]
+    if any(item is True for item in (*args[1:], *kwargs.values())):  # inplace
+        return NotImplemented
     if any(x.dim() > features for x in plain) or any(x.packed.dim() - 1 != features for x in rows):
         return NotImplemented
     return _by_token(func, args, kwargs)
@@ -158,9 +170,10 @@ def _cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not isinstance(x, PackedRows) or rows_among(others, kwargs) or not x.is_packed:
         return NotImplemented
     empty = x.packed.detach()[:0]
-    if func(empty, *others, **kwargs) is empty:
-        return x
-    return _by_token(func, args, kwargs)
+    found = func(empty, *others, **kwargs)
+    if not isinstance(found, Tensor):  # the name of a type
+        return found
+    return x if found is empty else _by_token(func, args, kwargs)
 
 
 _LAST = {

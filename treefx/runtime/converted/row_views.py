@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,14 +28,13 @@ __all__: list[str] = []
 # Slices and views ---------------------------------------------------------------------------------------------------
 
 
-def _view(x: PackedRows, take: Callable[[Tensor], Tensor], packed: Tensor | None = None) -> PackedRows:
-    """Some of the positions, in the same memory."""
-    return packed_rows(x.held if packed is None else packed, take(x.token_of), (x.family, take(x.places)))
-
-
-def _copy(x: PackedRows, take: Callable[[Tensor], Tensor]) -> PackedRows:
-    """Some of the positions, in memory of their own."""
-    return packed_rows(x.held, take(x.token_of), count=x.family.count)
+def _taken(x: PackedRows, take: Callable[[Tensor], Tensor], packed: Tensor | None = None) -> PackedRows:
+    """Some of the positions: in the same memory if a tensor with an entry per position hands on its own."""
+    places, held = take(x.places), x.held if packed is None else packed
+    if places.untyped_storage().data_ptr() == x.places.untyped_storage().data_ptr():
+        return packed_rows(held, take(x.token_of), (x.family, places))
+    x.family.used |= x.packed.requires_grad
+    return packed_rows(held, take(x.token_of), count=x.family.count)
 
 
 @by_law([Tensor.__getitem__])
@@ -47,17 +47,18 @@ def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if lead is None:
         return NotImplemented
     take = operator.itemgetter(lead)
-    shares = not any(isinstance(item, Tensor | list | range) for item in lead)
-    if isinstance(last, Tensor):
-        return NotImplemented if shares or last.dtype is not torch.int64 else _entries(x, take(x.token_of), last)
+    indices = [item for item in lead if isinstance(item, Tensor | list)]
+    if isinstance(last, Tensor):  # a slice between indices would stand behind them in the result
+        pairs = indices and last.dtype is torch.int64 and not any(isinstance(item, slice) for item in lead)
+        return _entries(x, take(x.token_of), last) if pairs else NotImplemented
     if last == slice(None):
-        return _view(x, take) if shares else _copy(x, take)
-    return _view(x, take, x.packed[:, last]) if shares else NotImplemented
+        return _taken(x, take)
+    return NotImplemented if indices else _taken(x, take, x.packed[:, last])
 
 
 def _split_key(key: tuple[Any, ...], x: PackedRows) -> tuple[tuple[Any, ...] | None, Any]:
     """The part of a key that says which positions, and that which says which features; None if they cannot be told."""
-    if any(item is None or isinstance(item, PackedRows | bool) for item in key) or x.packed.dim() != 2:
+    if not all(map(_is_known, key)) or x.packed.dim() != 2:
         return None, None
     taken = [item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1 for item in key]
     dots = [i for i, item in enumerate(key) if item is Ellipsis]
@@ -72,6 +73,15 @@ def _split_key(key: tuple[Any, ...], x: PackedRows) -> tuple[tuple[Any, ...] | N
     return (tuple(lead), last) if len(dots) < 2 and fits else (None, None)
 
 
+def _is_known(item: Any) -> bool:
+    """Whether it is a number, a slice, or an index or a mask of which the dimensions can be told."""
+    if isinstance(item, list):
+        return all(isinstance(x, Integral) and not isinstance(x, bool) for x in item)
+    if isinstance(item, Tensor):
+        return item.dtype in (torch.int64, torch.bool) and not isinstance(item, PackedRows)
+    return isinstance(item, Integral | slice) and not isinstance(item, bool) or item is Ellipsis
+
+
 def _entries(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
     return picked(x, token_of, index) if token_of.shape == index.shape else NotImplemented
 
@@ -82,15 +92,16 @@ def _reshape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = args[0] if args else None
     if not isinstance(x, PackedRows) or not x.is_packed:
         return NotImplemented
-    sizes = func(torch.empty(x.deferred.shape, device="meta"), *args[1:], **kwargs)
+    sizes = func(torch.empty(x.deferred.shape, dtype=x.dtype, device="meta"), *args[1:], **kwargs)
     features = x.packed.shape[1:]
-    if sizes.dtype is not torch.float32 or sizes.shape[-len(features) :] != features or not sizes.numel():
+    if sizes.dtype is not x.dtype or sizes.shape[-len(features) :] != features or not sizes.numel():
         return NotImplemented
     shape = sizes.shape[: sizes.dim() - len(features)]
     if math.prod(shape) != x.token_of.numel():
         return NotImplemented
-    is_view = x.token_of.is_contiguous() or func is Tensor.view
-    return _view(x, lambda y: y.view(shape)) if is_view else _copy(x, lambda y: y.reshape(shape))
+    if func in (Tensor.view, Tensor.view_as):
+        x.places.view(shape)  # fails where the function would
+    return _taken(x, lambda y: y.reshape(shape))
 
 
 @by_law([Tensor.contiguous])
@@ -98,7 +109,9 @@ def _contiguous(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if len(args) > 1 or kwargs or not x.is_packed:
         return NotImplemented
-    return x if x.token_of.is_contiguous() else _copy(x, Tensor.contiguous)
+    if x.places.is_contiguous() and x.packed.is_contiguous():
+        return x
+    return _taken(x, torch.clone, None if x.packed.is_contiguous() else x.packed.contiguous())
 
 
 _ALONG = {
@@ -115,7 +128,7 @@ _ALONG = {
 def _law_of_cut(place: int, default: int | None) -> Callable[..., Any]:
     def cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Positions along a dimension of positions."""
-        x, *others = args
+        x, *others = args or (None,)
         if not isinstance(x, PackedRows) or not x.is_packed:
             return NotImplemented
         dim = args[place] if len(args) > place else kwargs.get("dim", default)
@@ -130,7 +143,7 @@ def _law_of_cut(place: int, default: int | None) -> Callable[..., Any]:
             kwargs = {**kwargs, "dim": dim}
         found = func(x.token_of, *others, **kwargs)
         if isinstance(found, Tensor):
-            return _view(x, lambda y: func(y, *others, **kwargs))
+            return _taken(x, lambda y: func(y, *others, **kwargs))
         parts = zip(found, func(x.places, *others, **kwargs), strict=True)
         return tuple(packed_rows(x.held, token_of, (x.family, places)) for token_of, places in parts)
 
@@ -174,7 +187,7 @@ def _change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _partly(other: PackedRows, x: PackedRows, fresh: Held) -> tuple[Held, Tensor]:
     """What a tensor is after a change of another one in the same memory."""
-    hit = torch.isin(other.places, x.places)
+    hit = torch.isin(other.places.contiguous(), x.places.contiguous())  # it fails for some slices
     if bool(hit.all()):
         return fresh if other.packed.requires_grad else fresh.detached(), other.token_of
     both = torch.cat([other.packed, fresh.packed if other.packed.requires_grad else fresh.packed.detach()])
