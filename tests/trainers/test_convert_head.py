@@ -38,7 +38,7 @@ Step = Callable[[Any], Tensor]
 def pair() -> tuple[Any, Any]:
     model = double("llama", num_hidden_layers=1)
     twin = copy.deepcopy(model)
-    return treefx.convert(model), twin
+    return treefx.convert(model, lazy_outputs=True), twin
 
 
 def check(pair: tuple[Any, Any], step: Step) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_only_the_tokens_that_are_kept_meet_the_head(pair: tuple[Any, Any]) -> N
 def test_caps_and_windows(name: str) -> None:
     model = double(name, num_hidden_layers=1, sliding_window=4)
     twin = copy.deepcopy(model)
-    found = check((treefx.convert(model), twin), trl_selected)
+    found = check((treefx.convert(model, lazy_outputs=True), twin), trl_selected)
     assert found["head_tokens"] == distinct(IDS, BATCH.attention_mask, 4)
 
 
@@ -169,7 +169,7 @@ def test_dropped_padding_is_one_token_and_its_logits_are_those_of_zeros() -> Non
     model = double("llama", num_hidden_layers=1)
     model.lm_head.bias = torch.nn.Parameter(torch.randn(model.config.vocab_size).double())
     twin = copy.deepcopy(model)
-    treefx.convert(model, padding="drop")
+    treefx.convert(model, padding="drop", lazy_outputs=True)
     stats = check((model, twin), transformers_loss)
     assert stats["head_tokens"] == stats["tokens"] + 1
     assert BATCH.attention_mask is not None
@@ -184,13 +184,13 @@ def test_parts_of_a_vocabulary_and_adapters_of_the_head() -> None:
     model, twin = (get_peft_model(double("llama", num_hidden_layers=1), config).double() for _ in range(2))
     twin.load_state_dict(model.state_dict())
     step = lambda run: logits(run)[..., 5:100].logsumexp(-1).sin().sum() + plain_loop(run)  # noqa: E731
-    assert check((treefx.convert(model), twin), step)["head_tokens"] == DISTINCT
+    assert check((treefx.convert(model, lazy_outputs=True), twin), step)["head_tokens"] == DISTINCT
 
 
 def test_rows_at_once() -> None:
     model = double("llama", num_hidden_layers=1)
     twin = copy.deepcopy(model)
-    assert check((treefx.convert(model, lazy_outputs=False), twin), transformers_loss)["head_tokens"] is None
+    assert check((treefx.convert(model), twin), transformers_loss)["head_tokens"] is None
     assert type(logits(model)) is Tensor
 
 
@@ -340,7 +340,7 @@ def test_compiled_heads(backend: str) -> None:
     torch._dynamo.reset()
     model = double("llama", num_hidden_layers=1)
     twin = copy.deepcopy(model)
-    treefx.convert(model)
+    treefx.convert(model, lazy_outputs=True)
     model.lm_head.compile(backend=backend)
     for _ in range(2):
         check((model, twin), transformers_loss)

@@ -38,13 +38,13 @@ def shard_head_apart(model: Any) -> None:
 
 
 def converted_head_sharded_apart(name: str) -> tuple[nn.Module, nn.Module]:
-    model = treefx.convert(tiny(name))
+    model = treefx.convert(tiny(name), lazy_outputs=True)
     shard_head_apart(model)
     return model, model
 
 
 def converted_compiled_sharded(name: str) -> tuple[nn.Module, nn.Module]:
-    model = treefx.convert(tiny(name))
+    model = treefx.convert(tiny(name), lazy_outputs=True)
     for block in model.model.layers:
         block.compile(backend="aot_eager")
     shard(model)
@@ -54,7 +54,7 @@ def converted_compiled_sharded(name: str) -> tuple[nn.Module, nn.Module]:
 def sharded_converted(name: str, checkpointing: bool = False) -> tuple[nn.Module, nn.Module]:
     model = tiny(name, checkpointing)
     shard(model)
-    return treefx.convert(model), model
+    return treefx.convert(model, lazy_outputs=True), model
 
 
 CASES: Cases = {

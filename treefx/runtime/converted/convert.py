@@ -22,7 +22,7 @@ def convert(
     *,
     min_sharing: float = 1.15,
     padding: Literal["auto", "drop"] = "auto",
-    lazy_outputs: bool = True,
+    lazy_outputs: bool = False,
 ) -> nn.Module:
     """Run the backbone of a model once per distinct token of a batch, without a compiler.
 
@@ -31,11 +31,11 @@ def convert(
     ``[B, T]`` with a mask, padded on either side, or packed rows whose positions start anew. The backbone gets
     the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the tree.
 
-    What it returns is rows ``[B, T, H]`` to everybody, and is expanded when it is read. An LM head, caps, temperatures,
-    softmaxes, and log-probabilities and entropies that are gathered of them (``cross_entropy``, ``log_softmax`` and
-    ``gather``, ``logsumexp``) are computed once per distinct token; ``treefx.inspect(model).stats["head_tokens"]``
-    counts what the head ran on. Other functions, and compiled ones, get rows. Gradients are those of rows either way;
-    for those of hidden states or logits themselves (hooks, ``retain_grad``) ask before something is computed of them.
+    What it returns is expanded to rows ``[B, T, H]``; LM head and loss run on these. With ``lazy_outputs`` it is expanded
+    when it is read: an LM head, caps, temperatures, softmaxes, and log-probabilities and entropies that are gathered of
+    them (``cross_entropy``, ``log_softmax`` and ``gather``, ``logsumexp``) are computed once per distinct token, and
+    ``treefx.inspect(model).stats["head_tokens"]`` counts what the head ran on. Other functions, and compiled ones, get
+    rows. Gradients are those of rows either way.
 
     That the model computes on a tree what it computes on rows is proved at the first call of each kind, on a copy
     without weights. Calls with a cache, a mask of four dimensions, embeddings in place of ids or attention
@@ -49,7 +49,10 @@ def convert(
         min_sharing: Positions of a batch per distinct token below which a call runs on rows.
         padding: Padding in front of a row, which sees nothing, never runs; its hidden states come back as zero.
             "auto": other padding runs, and what the model computes there is exact. "drop": none runs.
-        lazy_outputs: False: what the backbone returns is expanded at once, and LM head and loss run on rows.
+        lazy_outputs: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits are then tensors
+            that have no memory of rows until they are read: ask for gradients of them (hooks, ``retain_grad``) before
+            something is computed of them, and change them in place with PyTorch's functions alone, not through DLPack
+            and not in a function that inductor compiles.
 
     Returns:
         The model itself, with hooks.
