@@ -31,7 +31,7 @@ def convert(
     ``[B, T]`` with a mask, padded on either side, or packed rows whose positions start anew. The backbone gets
     the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the tree.
 
-    What it returns is expanded to rows ``[B, T, H]``; LM head and loss run on these. With ``lazy_outputs`` it is expanded
+    What it returns is expanded to rows ``[B, T, H]``; LM head and loss run on these. With ``lazy_outputs`` that happens
     when it is read: an LM head, caps, temperatures, softmaxes, and log-probabilities and entropies that are gathered of
     them (``cross_entropy``, ``log_softmax`` and ``gather``, ``logsumexp``) are computed once per distinct token, and
     ``treefx.inspect(model).stats["head_tokens"]`` counts what the head ran on. Other functions, and compiled ones, get
@@ -49,8 +49,8 @@ def convert(
         min_sharing: Positions of a batch per distinct token below which a call runs on rows.
         padding: Padding in front of a row, which sees nothing, never runs; its hidden states come back as zero.
             "auto": other padding runs, and what the model computes there is exact. "drop": none runs.
-        lazy_outputs: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits are then tensors
-            that have no memory of rows until they are read: ask for gradients of them (hooks, ``retain_grad``) before
+        lazy_outputs: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits are then some
+            that have no memory of rows until they are read. Ask for gradients of them (hooks, ``retain_grad``) before
             something is computed of them, and change them in place with PyTorch's functions alone, not through DLPack
             and not in a function that inductor compiles.
 
