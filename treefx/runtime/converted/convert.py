@@ -49,8 +49,8 @@ def convert(
         min_sharing: Positions of a batch per distinct token below which a call runs on rows.
         padding: Padding in front of a row, which sees nothing, never runs; its hidden states come back as zero.
             "auto": other padding runs, and what the model computes there is exact. "drop": none runs.
-        lazy_outputs: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits are then some
-            that have no memory of rows until they are read. Ask for gradients of them (hooks, ``retain_grad``) before
+        lazy_outputs: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits then
+            have no memory of rows until they are read. Ask for gradients of them (hooks, ``retain_grad``) before
             something is computed of them, and change them in place with PyTorch's functions alone, not through DLPack
             and not in a function that inductor compiles.
 
