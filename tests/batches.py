@@ -7,7 +7,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "PAD", "Batch", "batch_with_forks", "distinct_tokens", "left_padded", "padded", "shared_batch"]
+__all__ = [
+    "IGNORED",
+    "PAD",
+    "Batch",
+    "batch_with_forks",
+    "distinct_tokens",
+    "left_padded",
+    "padded",
+    "distinct",
+    "shared_batch",
+]
 
 PAD = 0
 """Token id in padded cells; no row drawn here contains it."""
@@ -120,3 +130,12 @@ def left_padded(seed: int = 0) -> Batch:
 def batch_with_forks(padding: Side | None = None) -> Batch:
     """Five rows of 15 tokens, 6 of them common to all."""
     return shared_batch(rows=5, length=15, shared=6, vocab=61, padding=padding, seed=2)
+
+
+def distinct(ids: Tensor, mask: Tensor | None, window: int = 1000) -> int:
+    """Prefixes of rows, padding behind them included; padding out of sight of a row's tokens counts as one."""
+    found = set()
+    for row, real in zip(ids.tolist(), (torch.ones_like(ids) if mask is None else mask).tolist(), strict=True):
+        ends = range(1, len(row) + 1)
+        found |= {(*row[:t], sum(real[:t])) if any(real[max(0, t - window) : t]) else () for t in ends}
+    return len(found)

@@ -95,7 +95,8 @@ def find_tokens(gm: fx.GraphModule, roles: Sequence[Role]) -> Tokens | None:
         for source in [index, *ancestors(index)]:
             if source in users and len(shape_of(source)) == 2 and not source.meta["val"].is_floating_point():
                 shape = shape_of(source)
-                same = tuple(user for user in placeholders if user in users and shape_of(user) == shape)
+                tables = [user for user in placeholders if user in users and len(shape_of(user)) == 2]
+                same = tuple(user for user in tables if shape_of(user) == shape)
                 return Tokens(shape[0], shape[1], same, source)
     return None
 

@@ -36,3 +36,13 @@ class Segments:
     counting: dict[fx.Node, None] = field(default_factory=dict)
     begins: dict[fx.Node, None] = field(default_factory=dict)
     leak: str | None = None
+
+    @property
+    def speak(self) -> bool:
+        """Whether masks say anything of segments."""
+        return bool(self.compared or self.begins or self.leak)
+
+    @property
+    def hold(self) -> bool:
+        """Whether every attention is proved to stay inside of segments."""
+        return bool(self.compared) and self.leak is None

@@ -115,6 +115,22 @@ def _restore_pick(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 pick.register_autograd(_restore_pick, setup_context=_save_pick)
 
 
+def _save_restore(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:-1])
+
+
+def _expand(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return expand(grad, *ctx.saved_tensors), None, None
+
+
+def _pick(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return pick(grad, *ctx.saved_tensors), None, None, None
+
+
+restore.register_autograd(_expand, setup_context=_save_restore)  # gradients of gradients
+restore_pick.register_autograd(_pick, setup_context=_save_restore)
+
+
 def restorations(gm: fx.GraphModule) -> list[fx.Node]:
     """The restoration nodes of a backward graph, for the inspector."""
     targets = (torch.ops.treefx.restore.default, torch.ops.treefx.restore_pick.default)

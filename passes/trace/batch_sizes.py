@@ -35,7 +35,14 @@ Values = Mapping[Any, int]
 
 
 class Specialised(Exception):
-    """A size has to be known; the message says which question asked for it."""
+    """A size has to be known; the message says which question asked for it.
+
+    ``sizes`` are those of the analysis where its conditions do not hold for the call, as they may for another one.
+    """
+
+    def __init__(self, question: str, sizes: BatchSizes | None = None) -> None:
+        super().__init__(question)
+        self.sizes = sizes
 
 
 class BatchSizes(TokenCount):
@@ -54,10 +61,13 @@ class BatchSizes(TokenCount):
         }
         self._pattern = pattern
         sizes = self._sizes(_tensors(inputs))
-        super().__init__(math.prod(sizes.values()))
+        numbers = pattern.numbers()
+        super().__init__(math.prod(size for symbol, size in sizes.items() if symbol not in numbers))
         self.mode = FakeTensorMode(shape_env=self, allow_non_fake_inputs=True)
         taken = {*sizes.values(), self.hint, *(size for x in _tensors(inputs) for size in x.shape)}
-        self._hints = {symbol: _prime(size, taken) for symbol, size in sizes.items()}
+        self._hints = {symbol: _prime(size, taken) for symbol, size in sizes.items() if symbol not in numbers}
+        for symbol in numbers:
+            self._hints[symbol] = _number(sizes[symbol], self._hints.get(COLUMNS, 0), sizes.get(COLUMNS, 0), taken)
         self._made = {symbol: self._symbol(hint) for symbol, hint in self._hints.items()}
         self.inputs: list[Tensor] = []
         """The fake inputs that are tensors, in the order made."""
@@ -116,7 +126,7 @@ class BatchSizes(TokenCount):
         values = self.values(_tensors(inputs))
         for guard in self.guards:
             if guard.expr.free_symbols <= values.keys() and not bool(guard.expr.xreplace(values)):
-                raise Specialised(str(guard.expr))
+                raise Specialised(str(guard.expr), self)
 
     def keys(self, tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
         """What compiled code takes for granted of the inputs of a call, sizes of the batch by name."""
@@ -160,5 +170,13 @@ def _prime(near: int, taken: set[int]) -> int:
     start = max(near, _LEAST_HINT)
     candidates = itertools.chain(range(start, _LEAST_HINT - 1, -1), itertools.count(start + 1))
     found = next(n for n in candidates if n not in taken and sympy.isprime(n))
+    taken.add(found)
+    return found
+
+
+def _number(size: int, hint: int, columns: int, taken: set[int]) -> int:
+    """A prime for a number of the caller's, on the same side of the hint of the columns as the number of them."""
+    inside = [n for n in range(hint - 1, 2, -1) if size <= columns and n not in taken and sympy.isprime(n)]
+    found = inside[0] if inside else _prime(max(size, hint + 1), taken)
     taken.add(found)
     return found

@@ -13,7 +13,9 @@ After, one pattern::
 
 from __future__ import annotations
 
+import functools
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +31,15 @@ __all__ = ["COLUMNS", "ROWS", "SEGMENTS", "Pattern", "inline_sizes", "is_number_
 ROWS, COLUMNS = sympy.symbols("rows columns", integer=True, positive=True)
 SEGMENTS = sympy.Symbol("segments", integer=True, positive=True)
 """The size of an input that says where the segments of a row end, for flash attention alone."""
+_LESS, _MORE, _GRID, _SHIFTED = COLUMNS - 1, COLUMNS + 1, ROWS * COLUMNS, ROWS * (COLUMNS - 1)
 
 
 @dataclass(frozen=True)
 class Pattern:
     """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS`` (and ``SEGMENTS``).
 
-    ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number.
+    ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number. A vector
+    that only its size is asked of is a number of the caller's, with a symbol of its own.
     """
 
     inputs: tuple[Any, ...]
@@ -43,7 +47,16 @@ class Pattern:
     def symbols(self) -> list[sympy.Symbol]:
         """Those that occur."""
         found = {symbol for item in _leaves(self.inputs) for symbol in getattr(item, "free_symbols", ())}
-        return [symbol for symbol in (ROWS, COLUMNS, SEGMENTS) if symbol in found]
+        return [*[symbol for symbol in (ROWS, COLUMNS, SEGMENTS) if symbol in found], *self.numbers()]
+
+    def numbers(self) -> list[sympy.Symbol]:
+        """Those of the caller's numbers."""
+        return [item[0] for i, item in enumerate(self.inputs) if item == (_number(i),)]
+
+
+@functools.cache
+def _number(position: int) -> sympy.Symbol:
+    return sympy.Symbol(f"number_{position}", integer=True, positive=True)
 
 
 def _leaves(inputs: Sequence[Any]) -> list[Any]:
@@ -66,14 +79,21 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
     rows, columns = ids.shape
     names: dict[Any, Any] = {}
     inputs: list[Any] = []
-    ends = ends_of_segments(gm)
-    for node, x, example in zip(placeholders, args, examples, strict=True):
+    ends, numbers = _special(gm)
+    for i, (node, x, example) in enumerate(zip(placeholders, args, examples, strict=True)):
         if not isinstance(x, Tensor) or not isinstance(example, Tensor):
             inputs.append(x)
             continue
+        if node.name in numbers:
+            inputs.append((_number(i),))
+            continue
         given = zip(x.shape, example.shape, strict=True)
         sizes = [
-            size if not isinstance(traced, SymInt) else SEGMENTS if node in ends else name_size(size, d, rows, columns)
+            size
+            if not isinstance(traced, SymInt)
+            else SEGMENTS
+            if node.name in ends
+            else name_size(size, d, rows, columns)
             for d, (size, traced) in enumerate(given)
         ]
         traced_sizes: list[Any] = list(example.shape)
@@ -88,6 +108,25 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
     return pattern if pattern.symbols() else None
 
 
+_known: weakref.WeakKeyDictionary[fx.GraphModule, tuple[set[str], set[str]]] = weakref.WeakKeyDictionary()
+
+
+def _special(gm: fx.GraphModule) -> tuple[set[str], set[str]]:
+    """The names of inputs that say where segments end, and of numbers; asked once, as Dynamo's graph stays as it is."""
+    if gm not in _known:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        tensors = [node for node in placeholders if isinstance(node.meta.get("example_value"), Tensor)]
+        ends, numbers = ends_of_segments(gm), filter(_is_number, tensors)
+        _known[gm] = {node.name for node in ends}, {node.name for node in numbers}
+    return _known[gm]
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether only the size of a vector is asked for (``treefx.runtime.whole.numbers``)."""
+    asked = [(user.op, user.target, user.args) for user in node.users]
+    return asked == [("call_method", "size", (node, 0))] and node.meta["example_value"].dim() == 1
+
+
 def _may_be_ids(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)
 
@@ -95,8 +134,7 @@ def _may_be_ids(x: Any) -> bool:
 def name_size(size: int, dim: int, rows: int, columns: int) -> Any:
     """A size in rows and columns; where several names fit, the first dimension counts rows and the others columns."""
     names = [(rows, ROWS), (columns, COLUMNS)] if dim == 0 else [(columns, COLUMNS), (rows, ROWS)]
-    names += [(columns - 1, COLUMNS - 1), (columns + 1, COLUMNS + 1)]
-    names += [(rows * columns, ROWS * COLUMNS), (rows * (columns - 1), ROWS * (COLUMNS - 1))]
+    names += [(columns - 1, _LESS), (columns + 1, _MORE), (rows * columns, _GRID), (rows * (columns - 1), _SHIFTED)]
     return next((name for value, name in names if value == size and size > 1), size)
 
 

@@ -19,6 +19,7 @@ trl = pytest.importorskip("trl", reason=NEEDS_TRAINERS)
 
 from treefx.integrations import accelerate  # noqa: E402
 from treefx.runtime import compiled_graph  # noqa: E402
+from treefx.runtime.whole.numbers import Numbers  # noqa: E402
 
 pytestmark = pytest.mark.sample(2)
 
@@ -135,20 +136,15 @@ def with_temperature(model: nn.Module, call: int, batch: dict[str, Tensor]) -> T
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("step", [with_items, with_tensor, with_temperature], ids=lambda step: step.__name__)
+@pytest.mark.parametrize("step", [with_items, with_tensor, with_temperature, with_kept], ids=lambda step: step.__name__)
 def test_a_number_of_the_call_compiles_nothing(step: Any, dynamic: bool | None) -> None:
     assert compilations(step, Cooled() if step is with_temperature else llama(), dynamic) <= (1 if dynamic else 2)
-
-
-def test_a_number_that_is_a_size_stays_one() -> None:
-    """Every value is a shape of its own, and right."""
-    assert compilations(with_kept, llama(), None) > 2
 
 
 def test_a_number_taken_for_that_of_the_first_call_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     original, first = compiled_graph.as_tensors, {}
 
-    def remembered(args: Any, numbers: frozenset[int]) -> Any:
+    def remembered(args: Any, numbers: Numbers) -> Any:
         tensors = original(args, numbers)
         return [first.setdefault(i, x) if i in numbers else x for i, x in enumerate(tensors)]
 

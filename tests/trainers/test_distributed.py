@@ -141,7 +141,7 @@ def train_cases(rank: int, port: int, folder: str, cases: Cases) -> None:
         weights = {
             name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in model.named_parameters()
         }
-        kept = ("fallback", "sharing_ratio", "attention_rewritten", "expansions", "ran")
+        kept = ("fallback", "sharing_ratio", "attention_rewritten", "expansions", "ran", "head_tokens")
         results[name] = (losses, weights, {key: stats[key] for key in kept})
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -230,6 +230,7 @@ def _statistics(
     return {
         "raw_tokens": first.raw_tokens,
         "tokens": first.tokens,
+        "head_tokens": first.head_tokens,
         "sharing_ratio": first.sharing_ratio,
         "overlap_ratio": 1.0 - 1.0 / first.sharing_ratio,
         **_of_step(first),

@@ -17,6 +17,7 @@ from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.labels.constants import InputValues, input_values
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass
+from treefx.passes.trace.batch_sizes import Specialised
 from treefx.passes.trace.flash import has_flash
 from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.runtime.compiling import compiling
@@ -153,13 +154,14 @@ class Analyses:
         if isinstance(rows, Refusal):
             return [rows]
         segmented = self._segmented(rows, args, values, batch, sizes)
-        if batch is None or not rows.expansions or segmented is not None:
+        refusal = self._sizes_asked(rows, args)
+        if refusal is None or segmented is not None:
             self._records.report.shapes += 1
         if segmented is None:
-            return [self._shape(rows, args, sizes)]
+            return [refusal or self._shape(rows, args, sizes)]
         if segmented.admits(self.tensors(args)) and rows.expansions and self._config.on_unsupported == "error":
             return [segmented]  # rows as they are would be an error
-        found = self._shape(rows, args, sizes)
+        found = refusal or self._shape(rows, args, sizes)
         return [segmented, replace(found, reason=_NO_SEGMENTS) if isinstance(found, Refusal) else found]
 
     def _attempt(
@@ -174,7 +176,8 @@ class Analyses:
             first_line = next(iter(str(error).splitlines()), "")
             buffers = [i for i, role in enumerate(roles) if role == "buffer"]  # any may have been read
             reason = f"the graph could not be traced: {type(error).__name__}: {first_line}"
-            return Refusal(reason, Proof(tensors, buffers))
+            unless = error.sizes if isinstance(error, Specialised) else None
+            return Refusal(reason, Proof(tensors, buffers), unless=unless)
         self._records.report.seconds.update(analysis.seconds)
         if analysis.tokens is None:
             self._has_no_tokens = True
@@ -186,16 +189,15 @@ class Analyses:
     ) -> Shape | None:
         """The analysis that takes rows to be packed, where masks tell segments apart and every attention stays inside
         one."""
-        said = rows.segments
-        if not (said.compared or said.begins or said.leak) or current_forest() is not None:
+        if not rows.segments.speak or current_forest() is not None:
             return None
         found = self._attempt(args, values, batch, segmented=True)
-        if isinstance(found, Refusal) or not found.segments.compared or found.segments.leak is not None:
+        if isinstance(found, Refusal) or not found.segments.hold:
             return None
         if (
             found.find_own_positions() is None
             or found.expansions
-            and (batch is not None or self._config.on_unsupported != "expand")
+            and (self._config.on_unsupported != "expand" or self._sizes_asked(found, args) is not None)
         ):
             return None
         shape = self._shape(found, args, sizes)
@@ -203,9 +205,6 @@ class Analyses:
 
     def _shape(self, analysis: Analysis, args: Sequence[Any], sizes: Sequence[int]) -> Shape | Refusal:
         tensors = self.tensors(args)
-        if analysis.batch is not None and analysis.expansions:  # where sizes are numbers, more may be proved
-            reason = f"sizes have to be known: {_listed(analysis.expansions)}"
-            return Refusal(reason, proof_of(analysis, tensors))
         self._records.report.has_tokens = True
         self._records.report.expansions = [asdict(item) for item in analysis.expansions]
         refusal = self._refusal(analysis)
@@ -215,6 +214,21 @@ class Analyses:
         if not self.use.settled:
             self.use = shape.outputs
         return shape
+
+    def _sizes_asked(self, analysis: Analysis, args: Sequence[Any]) -> Refusal | None:
+        """Why rows and columns have to be numbers, if less is computed on rows then: recurrences are read there."""
+        if analysis.batch is None or not analysis.expansions or not self._gains_by_sizes(analysis, args):
+            return None
+        reason = f"sizes have to be known: {_listed(analysis.expansions)}"
+        return Refusal(reason, proof_of(analysis, self.tensors(args)))
+
+    def _gains_by_sizes(self, analysis: Analysis, args: Sequence[Any]) -> bool:
+        if analysis.segments.speak and not analysis.segmented:
+            packed = self._attempt(args, analysis.known, None, segmented=True)
+            if isinstance(packed, Analysis) and packed.segments.hold:
+                return True
+        other = self._attempt(args, analysis.known, None, segmented=analysis.segmented)
+        return isinstance(other, Analysis) and _gains(other) != _gains(analysis)
 
     def _refusal(self, analysis: Analysis) -> str | None:
         unsupported = _listed(analysis.expansions)
@@ -230,6 +244,12 @@ class Analyses:
         if not is_packed(analysis):
             return f"no attention could be rewritten: {unsupported or _listed(analysis.obstacles) or 'none found'}"
         return None
+
+
+def _gains(analysis: Analysis) -> tuple[Any, ...]:
+    """What runs packed or is contracted, as far as two analyses of a graph may differ there."""
+    expansions = {(item.op, item.line, item.contracted) for item in analysis.expansions}
+    return expansions, len(analysis.attentions), analysis.recurrences
 
 
 def _listed(items: Sequence[Expansion]) -> str:

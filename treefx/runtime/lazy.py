@@ -51,6 +51,11 @@ class Deferred:
         self._rows: Tensor | None = None
 
     @property
+    def ready(self) -> bool:
+        """Whether the rows are there."""
+        return self._rows is not None
+
+    @property
     def rows(self) -> Tensor:
         """The value on rows."""
         if self._rows is None:
@@ -61,7 +66,9 @@ class Deferred:
     @staticmethod
     def of(rows: Tensor) -> Deferred:
         """An output that is there already."""
-        return Deferred(rows.shape, rows, lambda: rows, lambda grad: (), ())
+        made = Deferred(rows.shape, rows, lambda: rows, lambda grad: (), ())
+        made._rows = rows
+        return made
 
 
 class LazyRows(Tensor):

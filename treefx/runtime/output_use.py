@@ -28,11 +28,13 @@ class OutputUse:
         """All outputs are in use if that is not learned, without a loss of its own, where a second run would have other
         effects, and where a checkpoint compares one with the first: reading in between must not change what it saves.
         """
-        always = not self._lazy or not analysis.returns_loss or analysis.has_side_effects
-        if always and not self.settled or _in_checkpoint():
+        if _in_checkpoint() or not self.settled and self._are_always_used(analysis):
             self.read |= set(analysis.packed_outputs)
             self.differentiated |= set(analysis.packed_outputs)
         self.settled = True
+
+    def _are_always_used(self, analysis: Analysis) -> bool:
+        return not self._lazy or not analysis.returns_loss or analysis.has_side_effects
 
     def detached(self, analysis: Analysis) -> frozenset[int]:
         """The outputs that leave lazily."""

@@ -30,6 +30,8 @@ class GraphReport:
     """Tokens under the mask in the last call."""
     tokens: int = 0
     """Distinct tokens that ran in the last call."""
+    head_tokens: int | None = None
+    """Positions that the LM head of a converted model ran on in the last call; None where nobody counts them."""
     attention_rewritten: int = 0
     recurrences_rewritten: int = 0
     """Linear recurrences (Mamba 2, gated delta nets) that run once per distinct token."""

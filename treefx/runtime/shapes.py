@@ -21,6 +21,7 @@ from treefx.kernels.lasting import lasting
 from treefx.passes.analysis import Analysis, Rewritten, Variant
 from treefx.passes.pipeline import compile_variant, rewrite
 from treefx.passes.runner import Pass
+from treefx.passes.trace.batch_sizes import BatchSizes
 from treefx.passes.trace.fingerprint import fingerprint, tensor_key
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
@@ -151,10 +152,12 @@ class Refusal:
     proof: Proof = field(default_factory=Proof)
     passing: bool = False
     """Whether the same call may be served another time."""
+    unless: BatchSizes | None = None
+    """Conditions under which it does not hold; without, it holds for all calls of its key."""
 
     def admits(self, args: Sequence[Tensor]) -> bool:
-        """It holds for all calls of its key."""
-        return True
+        """Whether it holds for a call of its key."""
+        return self.unless is None or not self.unless.holds(self.unless.values(args))
 
 
 class KnownShapes:

@@ -245,3 +245,14 @@ def test_a_graph_without_token_ids_is_refused() -> None:
 def test_a_model_that_runs_uncompiled_is_told_of() -> None:
     with pytest.warns(UserWarning, match="no compiled model ran"), treefx.use(FOREST):
         TinyLM(SPELLINGS["sdpa_is_causal"], layers=1)(FOREST.model_inputs()["input_ids"])
+
+
+def test_shallower_forests_run_on_what_a_deeper_one_compiled() -> None:
+    model = TakesCacheFlag(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1).double())
+    compiled = compile_with(model, inner="eager")
+    for length in (40, 12, 25):
+        rows = [[3 + (7 * i) % 50 for i in range(length)], [3 + (5 * i) % 50 for i in range(length - 3)]]
+        forest = treefx.Forest.from_sequences(rows)
+        expected = separate_rows(model, rows, [[1.0] * len(row) for row in rows])
+        assert_close(outcome(model, lambda forest=forest: native_loss(forest)(compiled)), expected, FLOAT64)
+    assert stats_of(compiled)["compiles"] == 1

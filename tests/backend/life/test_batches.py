@@ -114,14 +114,36 @@ def test_batches_of_one_column_among_others(seed: int) -> None:
     model = TinyLM(PADDED["sdpa_padding"], layers=1, width=16).double()
     compiled = compile_with(model, inner="eager")
     for number in range(4):
-        batch = batch_of(draw.choice([1, 2, 16]), draw.choice([1, 1, 2, 16]), number, "right")
+        logits_step(compiled, model, batch_of(draw.choice([1, 2, 16]), draw.choice([1, 1, 2, 16]), number, "right"))
 
-        def loss(run: Any, batch: Batch = batch) -> Tensor:
-            kept = batch.attention_mask[..., None]
-            return (run(batch.input_ids, batch.attention_mask).logits * kept).square().mean()
 
-        expected = outcome(model, lambda loss=loss: loss(model))
-        assert_close(outcome(model, lambda loss=loss: loss(compiled)), expected, FLOAT64)
+def logits_step(compiled: Any, model: nn.Module, batch: Batch) -> int:
+    """One exact step of a loss of the caller's; the compilations so far."""
+
+    def loss(run: Any) -> Tensor:
+        kept = batch.attention_mask[..., None]
+        return (run(batch.input_ids, batch.attention_mask).logits * kept).square().mean()
+
+    expected = outcome(model, lambda: loss(model))
+    assert_close(outcome(model, lambda: loss(compiled)), expected, FLOAT64)
+    return int(stats_of(compiled)["compiles"])
+
+
+ORDERS = [
+    [(1, 9), (4, 9), (1, 12), (4, 15), (1, 20)],
+    [(4, 9), (4, 1), (4, 12), (3, 1), (1, 1), (5, 1), (6, 20), (1, 1)],
+    [(1, 1), (4, 9), (1, 9), (4, 1), (3, 12), (1, 13), (2, 1), (1, 1)],
+]
+
+
+@pytest.mark.parametrize("sizes", ORDERS)
+def test_one_row_one_column_and_one_token_compile_once_each(sizes: list[tuple[int, int]]) -> None:
+    """Dynamo has a graph for each of them, and one for all other batches; the first batch has its own, as always."""
+    model = TinyLM(PADDED["sdpa_padding"], layers=1, width=16).double()
+    compiled = compile_with(model, inner="eager")
+    compiles = [logits_step(compiled, model, batch_of(*size, seed, "right")) for seed, size in enumerate(sizes)]
+    kinds = {(rows == 1, columns == 1) for rows, columns in sizes}
+    assert compiles[-1] <= len(kinds) + 1
 
 
 # Sizes that an analysis has to know -----------------------------------------------------------------------------------

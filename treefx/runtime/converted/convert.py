@@ -17,14 +17,25 @@ __all__ = ["convert"]
 _HOOKS = "treefx_hooks"
 
 
-def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["auto", "drop"] = "auto") -> nn.Module:
+def convert(
+    model: nn.Module,
+    *,
+    min_sharing: float = 1.15,
+    padding: Literal["auto", "drop"] = "auto",
+    lazy_outputs: bool = False,
+) -> nn.Module:
     """Run the backbone of a model once per distinct token of a batch, without a compiler.
 
     For models that do not reach one whole graph: sharded (``fully_shard``), compiled block by block, with adapters, or
     in a trainer that calls the backbone itself. Before or after any of these, once. Calls stay as they are: rows
     ``[B, T]`` with a mask, padded on either side, or packed rows whose positions start anew. The backbone gets
-    the distinct tokens as one row, its attention (transformers' functions, any implementation) runs on the tree, and
-    what it returns is expanded to rows; gradients are those of rows. LM head and loss run on rows.
+    the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the tree.
+
+    What it returns is expanded to rows ``[B, T, H]``; LM head and loss run on these. With ``lazy_outputs`` that happens
+    when it is read: an LM head, caps, temperatures, softmaxes, and log-probabilities and entropies that are gathered of
+    them (``cross_entropy``, ``log_softmax`` and ``gather``, ``logsumexp``) are computed once per distinct token, and
+    ``treefx.inspect(model).stats["head_tokens"]`` counts what the head ran on. Other functions, and compiled ones, get
+    rows. Gradients are those of rows either way.
 
     That the model computes on a tree what it computes on rows is proved at the first call of each kind, on a copy
     without weights. Calls with a cache, a mask of four dimensions, embeddings in place of ids or attention
@@ -38,6 +49,10 @@ def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["au
         min_sharing: Positions of a batch per distinct token below which a call runs on rows.
         padding: Padding in front of a row, which sees nothing, never runs; its hidden states come back as zero.
             "auto": other padding runs, and what the model computes there is exact. "drop": none runs.
+        lazy_outputs: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits then
+            have no memory of rows until they are read. Ask for gradients of them (hooks, ``retain_grad``) before
+            something is computed of them, and change them in place with PyTorch's functions alone, not through DLPack
+            and not in a function that inductor compiles.
 
     Returns:
         The model itself, with hooks.
@@ -53,7 +68,9 @@ def convert(model: nn.Module, *, min_sharing: float = 1.15, padding: Literal["au
         ...     fully_shard(block)
         >>> fully_shard(model)
     """
-    config = Config(inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding)
+    config = Config(
+        inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding, lazy_outputs=lazy_outputs
+    )
     owner = _owner(model)
     known = getattr(owner, _HOOKS, None)
     if isinstance(known, Hooks):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import treefx.runtime.converted.row_views  # noqa: F401 - registers what is computed of packed rows
 from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
 from treefx.runtime.converted.frame import packed_inputs
+from treefx.runtime.converted.packed_rows import packed_rows
 from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
 from treefx.runtime.converted.seam import install
 from treefx.runtime.report import GraphReport, register
@@ -47,6 +49,7 @@ class Hooks:
         self._report, self.rewrites = GraphReport(has_tokens=True), list[Rewritten]()
         self._token_of: Tensor | None = None
         self._labels: Tensor | None = None
+        self._heads, self._counted = dict[Any, int](), False
         register(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,6 +81,7 @@ class Hooks:
     def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace a batch [B, T] by the packed row of its distinct tokens."""
         labels, self._labels, self._token_of = self._labels, None, None
+        self._heads, self._counted, self._report.head_tokens = {}, False, None
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._begin()
         reason = _why_rows(given, getattr(self.owner, "config", None))
@@ -141,7 +145,22 @@ class Hooks:
     def after(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Expand what the module returns to rows."""
         token_of, self._token_of = self._token_of, None
-        return None if token_of is None or output is None else expanded(output, token_of)
+        if token_of is None or output is None:
+            return None
+        return expanded(output, token_of, self._rows if self.config.lazy_outputs else expand)
+
+    def _rows(self, x: Tensor, token_of: Tensor) -> Tensor:
+        """Hidden states [N, H] on rows that stay packed; one token more stands for dropped padding."""
+        count, self._counted = (None if self._counted else self._count_head), True
+        if bool((token_of < 0).any()):
+            x, token_of = torch.cat([x, x.new_zeros(1, *x.shape[1:])]), torch.where(token_of < 0, len(x), token_of)
+        return packed_rows(x, token_of, count=count)
+
+    def _count_head(self, weight: Tensor | None, positions: int) -> None:
+        """Add up what a weight was multiplied with, which may be a part at a time; adapters have weights beside."""
+        key = None if weight is None else tuple(weight.shape)
+        self._heads[key] = self._heads.get(key, 0) + positions
+        self._report.head_tokens = max(self._heads.values())
 
 
 _REFUSED = (
@@ -188,22 +207,30 @@ def _why_rows(given: Mapping[str, Any], config: Any) -> str | None:
     return f"the call gives {others[0]}, of which nothing is known on distinct tokens" if others else None
 
 
-def expanded(output: Any, token_of: Tensor) -> Any:
-    """An output of the packed row on rows [B, T]; containers keep their type."""
+def expanded(
+    output: Any,
+    token_of: Tensor,
+    on_rows: Callable[[Tensor, Tensor], Tensor] = expand,
+    known: dict[int, tuple[Tensor, Tensor]] | None = None,
+) -> Any:
+    """An output of the packed row on rows [B, T], hidden states by ``on_rows``; containers keep their type, and what is
+    one tensor (the last hidden state, which is also the last of the hidden states) stays one, as ``known`` tells."""
+    known = {} if known is None else known
     if output is None:
         return None
     if isinstance(output, Tensor) and output.dim() > 2 and output.shape[0] == 1:
-        rows: Tensor = expand(output[0], token_of)
-        return rows
+        if id(output) not in known:
+            known[id(output)] = output, on_rows(output[0], token_of)
+        return known[id(output)][1]
     if isinstance(output, Tensor) and output.dim() == 2:  # of experts: [B * T, experts]
-        rows = expand(output, token_of).flatten(0, 1)
+        rows: Tensor = expand(output, token_of).flatten(0, 1)
         return rows
     if isinstance(output, dict):
         for name in list(output):
-            output[name] = expanded(output[name], token_of)
+            output[name] = expanded(output[name], token_of, on_rows, known)
         return output
     if isinstance(output, tuple | list):
-        return type(output)(expanded(item, token_of) for item in output)
+        return type(output)(expanded(item, token_of, on_rows, known) for item in output)
     raise UnsupportedError(
         f"the module that takes the ids must return hidden states, got {type(output).__name__} "
         "among its outputs; ask for no attentions or caches"

@@ -34,12 +34,13 @@ class NativeRun:
 
     def __init__(self, roles: list[str], packed: PackedRun, records: Records) -> None:
         self._roles, self._packed, self._records = roles, packed, records
+        self._columns = 0
 
     def by_column(self, args: Sequence[Any], forest: Forest) -> list[Any] | None:
         """The inputs of a native call as functions of the column, or None for a graph without the packed row.
 
-        Where Dynamo left the length symbolic, they are as long as the deepest path rounded up, not as the forest: one
-        compilation then serves all forests of about that depth.
+        Where Dynamo left the length symbolic, they are as long as the deepest path so far rounded up, not as the
+        forest: one compilation then serves all forests that are no deeper.
         """
         count = forest.num_tokens
         packed = [
@@ -48,7 +49,9 @@ class NativeRun:
         if not any(packed):
             return None
         dynamic = any(isinstance(x, int) and x == count for x in args)
-        columns = _capacity(forest) if dynamic else count
+        if dynamic:
+            self._columns = max(self._columns, _capacity(forest))
+        columns = self._columns if dynamic else count
         result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
         return [columns if isinstance(x, int) and not isinstance(x, bool) and x == count else x for x in result]
 

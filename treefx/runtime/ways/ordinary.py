@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,8 +26,8 @@ __all__ = ["Ordinary"]
 class Ordinary:
     """Compiles Dynamo's graph as it is with the inner compiler, when first needed.
 
-    A graph of fixed shapes is compiled once per shape and state of the process. One with symbolic sizes (its inputs
-    hold numbers) goes through ``torch.compile(dynamic=True)``, which compiles once and checks its own guards.
+    A graph of fixed shapes is compiled once per shape and state of the process. One with symbolic sizes goes through
+    ``torch.compile(dynamic=True)``, which compiles once and checks its own guards.
 
     Args:
         gm: Dynamo's graph.
@@ -37,6 +37,7 @@ class Ordinary:
 
     def __init__(self, gm: fx.GraphModule, inner: Inner, records: Records) -> None:
         self._gm, self._inner, self._records = gm, inner, records
+        self._symbolic = any(map(_is_symbolic, gm.graph.find_nodes(op="placeholder")))
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def instead(self, args: Sequence[Any], *, fallback: str | None) -> Any:
@@ -45,13 +46,12 @@ class Ordinary:
         return self(*args)
 
     def __call__(self, *args: Any) -> Any:
-        symbolic = any(isinstance(x, int) for x in args)
         shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in args)
-        key = ("symbolic",) if symbolic else (process_state(), *shapes)
+        key = ("symbolic",) if self._symbolic else (process_state(), *shapes)
         if key not in self._compiled:
             with compiling, lasting():
                 if key not in self._compiled:
-                    self._compiled[key] = self._compile_symbolic() if symbolic else self._compile(args)
+                    self._compiled[key] = self._compile_symbolic() if self._symbolic else self._compile(args)
         return self._compiled[key](*args)
 
     def _compile_symbolic(self) -> Callable[..., Any]:
@@ -70,3 +70,10 @@ class Ordinary:
             )
         self._records.count_ordinary(time.perf_counter() - started)
         return compiled
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    """Whether an input is a number that changes, or a tensor with such a size."""
+    example = node.meta.get("example_value")
+    sizes = example.shape if isinstance(example, Tensor) else [example]
+    return any(isinstance(size, SymInt) for size in sizes)

@@ -1,4 +1,4 @@
-"""Numbers of a call as tensors, where the graph only calculates with them: another value compiles nothing.
+"""Numbers of a call as tensors: another value compiles nothing.
 
 Trainers pass the labels of a step (``num_items_in_batch``) or a temperature as Python numbers, another one in every
 call. In compiled code a number stands as a constant; a tensor without dimensions does not.
@@ -11,23 +11,35 @@ After::
 
     scaled: "f32[]" = number.to(torch.float32);  loss: "f32[]" = truediv(loss, scaled)
 
-Numbers of the model (its epsilons, its scales) stay constants, and so does what is more than a factor or a summand of
-floating-point tensors: a size, an exponent, an argument of another operator.
+An integer that is more than a factor or a summand of floating-point tensors (the end of a slice, say) becomes the size
+of a tensor without values, so that it is a symbol like the sizes of other inputs. Before::
+
+    kept: "f64[B, n, C]" = hidden[:, -n:, :]
+
+After, with ``number`` a tensor [n]::
+
+    n = number.size(0);  kept: "f64[B, n, C]" = hidden[:, -n:, :]
+
+Numbers of the model (its epsilons, its scales) stay constants, and so do other numbers that are no integers.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import SymInt, Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from treefx.passes.trace.heads import copy_graph
 from treefx.passes.trace.pattern import is_number_input
 
-__all__ = ["as_tensors", "numbers_as_tensors"]
+__all__ = ["Numbers", "as_tensors", "numbers_as_tensors"]
+
+Numbers = Mapping[int, Literal["value", "size"]]
+"""By the position of an input that was a number, what of a tensor stands for it."""
 
 _ARITHMETIC = {
     operator.truediv, operator.mul, operator.add, operator.sub, operator.itruediv, operator.imul, operator.iadd,
@@ -36,8 +48,11 @@ _ARITHMETIC = {
 _EXACT = {torch.float32, torch.float64}
 """Types in which arithmetic with a number rounds the number to the type of the other operand, as with a tensor."""
 
+_WITHOUT_VALUES = torch.uint8
+"""The type of tensors that only their size is asked of: no token ids, and no mask."""
 
-def numbers_as_tensors(gm: fx.GraphModule, roles: Sequence[str]) -> tuple[fx.GraphModule, frozenset[int]]:
+
+def numbers_as_tensors(gm: fx.GraphModule, roles: Sequence[str]) -> tuple[fx.GraphModule, Numbers]:
     """Let a graph of Dynamo take numbers of the call as tensors.
 
     Args:
@@ -45,41 +60,74 @@ def numbers_as_tensors(gm: fx.GraphModule, roles: Sequence[str]) -> tuple[fx.Gra
         roles: What each placeholder is.
 
     Returns:
-        The graph, or a copy that takes some of its numbers as tensors [], and the positions of these.
+        The graph, or a copy that takes some of its numbers as tensors, and these numbers.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     sizes = {str(size) for node in placeholders for size in _sizes(node)}
-    found = frozenset(
-        i
-        for i, (node, role) in enumerate(zip(placeholders, roles, strict=True))
-        if role == "input" and node.users and _is_number(node, sizes) and all(map(_is_arithmetic, _reads(node)))
-    )
-    if not found:
-        return gm, found
+    found: dict[int, Literal["value", "size"]] = {}
+    for i, (node, role) in enumerate(zip(placeholders, roles, strict=True)):
+        if role == "input" and node.users and _is_number(node, sizes):
+            if all(map(_is_arithmetic, _reads(node))):
+                found[i] = "value"
+            elif _may_be_size(node):
+                found[i] = "size"
+    others = [_example(node) for i, node in enumerate(placeholders) if i not in found]
+    mode = next((x.fake_mode for x in others if isinstance(x, FakeTensor)), None)
+    if not found or mode is None:  # without a tensor there is nothing to pack
+        return gm, {}
     copied = copy_graph(gm)
     for i, node in enumerate(copied.graph.find_nodes(op="placeholder")):
         if i in found:
-            _take_tensor(node)
+            _take_tensor(node) if found[i] == "value" else _take_size(node, mode)
     copied.graph.lint()
     copied.recompile()
     return copied, found
 
 
-def as_tensors(args: Sequence[Any], numbers: frozenset[int]) -> Sequence[Any]:
-    """The inputs of a call with those numbers as float64 tensors [], where the other tensors are."""
+def as_tensors(args: Sequence[Any], numbers: Numbers) -> Sequence[Any]:
+    """The inputs of a call with those numbers as tensors where the other tensors are: float64 [], or of that size."""
     if not numbers:
         return args
     device = next(x.device for i, x in enumerate(args) if isinstance(x, Tensor) and i not in numbers)
-    return [torch.as_tensor(x, dtype=torch.float64, device=device) if i in numbers else x for i, x in enumerate(args)]
+
+    def taken(i: int, x: Any) -> Any:
+        if i not in numbers:
+            return x
+        if numbers[i] == "size":
+            return torch.empty(x, dtype=_WITHOUT_VALUES, device=device)
+        return torch.as_tensor(x, dtype=torch.float64, device=device)
+
+    return [taken(i, x) for i, x in enumerate(args)]
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _may_be_size(node: fx.Node) -> bool:
+    """Whether a number is an integer above one, which Dynamo then checks in every call."""
+    example = _example(node)
+    return isinstance(example, SymInt) and bool(example > 1)
+
+
+def _take_size(node: fx.Node, mode: FakeTensorMode) -> None:
+    """Give a tensor to what read a number: a vector of that size."""
+    number = node.meta["example_value"]
+    with node.graph.inserting_after(node.graph.find_nodes(op="placeholder")[-1]):
+        size = node.graph.call_method("size", (node, 0))
+    node.replace_all_uses_with(size, delete_user_cb=lambda user: user is not size)
+    size.meta["example_value"] = number
+    with mode:
+        node.meta["example_value"] = torch.empty(number, dtype=_WITHOUT_VALUES)
 
 
 def _sizes(node: fx.Node) -> Sequence[Any]:
-    example = node.meta.get("example_value")
+    example = _example(node)
     return [*example.shape, *example.stride()] if isinstance(example, Tensor) else []
 
 
 def _is_number(node: fx.Node, sizes: set[str]) -> bool:
-    example = node.meta.get("example_value")
+    example = _example(node)
     if isinstance(example, SymInt):
         return str(example) not in sizes and example.node.expr.is_Symbol
     return isinstance(example, Tensor) and example.dim() == 0 and is_number_input(node)
