@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from treefx.passes.layers.find_layers import Layer
+from treefx.passes.layers.find_layers import Layer, exact
 
 __all__ = ["LayerCopies"]
 
@@ -39,6 +39,8 @@ class _Traced:
 
     body: tuple[tuple[fx.Node, int], ...]
     operands: tuple[fx.Node, ...]
+    memory: Any
+    """How the operands lie in memory: that decides what a reshape is written as."""
     results: tuple[Tensor, ...]
 
 
@@ -71,7 +73,7 @@ class LayerCopies:
         operands: Sequence[Any],
         common: Sequence[Any],
         results: Sequence[Any],
-    ) -> None:
+    ) -> bool:
         """Keep what was written behind a mark, if it can be copied.
 
         Args:
@@ -81,18 +83,22 @@ class LayerCopies:
             operands: The values that it read and that others have of their own.
             common: The values that it read and others like it will read too.
             results: The values that others may read of it.
+
+        Returns:
+            Whether it can be copied.
         """
         place = {node.name: i for i, node in enumerate(layer.nodes)}
         written = _behind(mark)
         given, shared = [_node_of(x, self._tracer) for x in operands], [_node_of(x, self._tracer) for x in common]
         body = {node: place[_source(node)] for node in written if _source(node) in place}
-        beside = [
-            node for node in written if node not in body
-        ]  # made of others' values, when they were first asked for
+        beside = [x for x in written if x not in body]  # made of others' values, when they were first asked for
         apart = all(item not in body for node in beside for item in node.all_input_nodes)
         whole = None not in given and all(_reads(node, {*body, *given, *shared}) for node in body)
-        if apart and whole and not {*given} & {*shared} and self._are_own(results, [*operands, *common], body):
-            self._known[key] = _Traced(tuple(body.items()), tuple(node for node in given if node), tuple(results))
+        can = apart and whole and not {*given} & {*shared} and self._are_own(results, [*operands, *common], body)
+        if can:
+            nodes = tuple(node for node in given if node)
+            self._known[key] = _Traced(tuple(body.items()), nodes, _memory(operands), tuple(results))
+        return can
 
     def _are_own(self, results: Sequence[Any], others: Sequence[Any], body: Container[Any]) -> bool:
         """Whether results are plain tensors that the layer made, with memory of their own."""
@@ -115,7 +121,9 @@ class LayerCopies:
         traced = self._known[key]
         given = [_node_of(x, self._tracer) for x in operands]
         pairs = {*zip(traced.operands, given, strict=True)}
-        if None in given or not len(pairs) == len({*traced.operands}) == len({*given}):
+        if None in given or _memory(operands) != traced.memory:
+            return None
+        if not len(pairs) == len({*traced.operands}) == len({*given}):
             return None
         new: dict[fx.Node, Any] = dict(pairs)
         for node, place in traced.body:
@@ -138,6 +146,11 @@ def _node_of(x: Any, tracer: Any) -> fx.Node | None:
     """The node that a tensor was traced to; None for one whose numbers the trace knows."""
     slot = get_proxy_slot(x, tracer, None) if isinstance(x, Tensor) else None
     return None if slot is None or slot.constant is not None else slot.proxy.node
+
+
+def _memory(operands: Sequence[Any]) -> Any:
+    """How tensors lie in memory, told apart exactly; one that has no strides is like itself alone."""
+    return exact([(x.stride(), x.storage_offset()) if x.layout is torch.strided else x for x in operands], {})
 
 
 def _behind(mark: fx.Node) -> list[fx.Node]:

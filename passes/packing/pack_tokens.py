@@ -36,6 +36,7 @@ from treefx.passes.labels.facts import ALONG_ROWS, FACT, Axis, Dims, Fact, Kind,
 from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
 from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import LABELLED, find_law
+from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
@@ -139,7 +140,8 @@ class PackingInterpreter:
         conditions = (*law.conditions, *law.padding) if isinstance(law, Attention) else ()
         redundant = [item in self.redundant for item in conditions]
         places = (node in self._live, node in self.changed, node is self.tokens.ids, node in self._of_ids)
-        return node.meta.get(FACT), described(node.meta.get("val")), redundant, *places
+        looks_behind = object() if isinstance(law, Pick | Reindexed) else None  # its operands' operators; has no equal
+        return node.meta.get(FACT), described(node.meta.get("val")), redundant, *places, looks_behind
 
     def _common(self) -> list[Any]:
         """What emitters read beside forms: the trie, and what they add to."""

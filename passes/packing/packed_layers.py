@@ -107,8 +107,8 @@ class PackedLayers:
         if plain and all(not isinstance(node, fx.Node) or node in named for _, node in others):
             values = [[self._forms[item] for item in items] for items in (operands, others, results)]
             common = [*tree_leaves(values[1]), *self._common()]
-            self._copies.remember(key, layer, mark, values[0], common, values[2])
-            self._places[key] = (
-                [(name, given[node]) for name, node in operands],
-                [(name, own[node]) for name, node in results],
-            )
+            if self._copies.remember(key, layer, mark, values[0], common, values[2]):
+                self._places[key] = (
+                    [(name, given[node]) for name, node in operands],
+                    [(name, own[node]) for name, node in results],
+                )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.labels.facts import Factor, fact_of
+from treefx.passes.labels.facts import Dims, Factor, fact_of
 from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import find_law
 from treefx.passes.packing.emitters import Packer
@@ -27,6 +27,10 @@ class Collapser:
         assert dims is not None
         if not any(f.repeated and f.size == self.factor.size for dim in dims for f in dim):
             return self.packer.packed(node) if all(not f.repeated for dim in dims for f in dim) else None
+        # A form of this node: what stands behind it is looked at, and may be of another layer.
+        return self.packer.once(f"without {self.factor}", node, lambda: self._remade(node, dims))
+
+    def _remade(self, node: fx.Node, dims: Dims) -> Tensor | None:
         source = node.args[0] if node.args else None
         rule = find_law(node.target)
         if not isinstance(source, fx.Node) or len(node.all_input_nodes) != 1:

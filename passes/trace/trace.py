@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from treefx.passes.layers.copies import LayerCopies
@@ -40,7 +40,7 @@ from treefx.passes.trace.flash import FlashCall, call_flash, is_flash
 from treefx.passes.trace.functional import functionalised
 from treefx.passes.trace.inline_flex import flex_attention
 from treefx.passes.trace.inline_scan import associative_scan
-from treefx.passes.trace.unseen_changes import check_changes
+from treefx.passes.trace.unseen_changes import check_changes, seen_by_autograd
 
 __all__ = ["trace_forward", "trace_function"]
 
@@ -164,8 +164,8 @@ class _ForwardTracer(fx.Interpreter):
         devices = {"cpu", *(x.device.type for x in given if isinstance(x, Tensor))}
         state = self._state(devices)
         known = dict(zip(layer.operands, map(described, given), strict=True))
-        key = key_of(layer, known.get), state
-        operands = [x for x in given if isinstance(x, Tensor)]
+        key = key_of(layer, known.get), seen_by_autograd((*layer.operands, *layer.nodes)), state
+        operands = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
         copied = self.copies.copy(key, layer, operands) if key in self.copies else None
         if copied is not None:
             self.env.update(

@@ -7,11 +7,12 @@ words for that (there, the new value is a function of the old one, with a deriva
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx
 
-__all__ = ["check_changes"]
+__all__ = ["check_changes", "seen_by_autograd"]
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior,
@@ -35,6 +36,12 @@ def check_changes(node: fx.Node, grad_enabled: bool) -> None:
             f"{node.format_node()} changes a value in place without its gradient (under torch.no_grad, or through "
             "detach() or .data); compute a new value instead"
         )
+
+
+def seen_by_autograd(nodes: Iterable[fx.Node]) -> tuple[bool, ...]:
+    """Which values have gradients, as Dynamo saw them: what decides about a change beside the operators."""
+    examples = map(_example, nodes)
+    return tuple(x is not None and x.requires_grad for x in examples)
 
 
 def _changed(node: fx.Node) -> Tensor | None:

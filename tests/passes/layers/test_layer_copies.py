@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, blocks: Sequence[Block]):
+    def __init__(self, blocks: Sequence[nn.Module]):
         super().__init__()
         self.embed, self.layers = nn.Embedding(50, 8, dtype=torch.float64), nn.ModuleList(blocks)
 
@@ -120,6 +120,87 @@ def test_a_key_without_numbers_is_noticed(copied: list[Layer], monkeypatch: pyte
     assert copied
     with pytest.raises(AssertionError):
         assert_close(got, expected, FLOAT64)
+
+
+class Changing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        y.detach().mul_(0.5)
+        return super().forward(x) + self.linear(y)
+
+
+def test_a_change_that_autograd_does_not_see_is_found_in_every_layer() -> None:
+    """The first layer reads a frozen embedding: there is no gradient there that the change could miss."""
+    torch.manual_seed(0)
+    model = Model([Changing() for _ in range(4)])
+    model.embed.requires_grad_(False)
+    compiled: Any = torch.compile(model, backend="treefx", options={"min_sharing": 1.0, "inner": "eager"})
+    compiled(IDS)
+    assert "detach() or .data" in stats_of(compiled)["fallback"]
+
+
+class Grouped(Block):
+    def forward(self, x: Tensor, key: Tensor, keys: Tensor) -> Tensor:  # type: ignore[override]
+        q = self.linear(x).view(*x.shape[:2], 2, 4).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, keys, keys, is_causal=True)
+        return x + y.transpose(1, 2).reshape(x.shape) + key[:, 0, 0].repeat(1, 1, 2)
+
+
+class SharedKeys(Model):
+    """Layers that get a key and repeated keys; of some, those repeated are another layer's."""
+
+    def __init__(self, blocks: Sequence[Block]):
+        super().__init__(blocks)
+        self.weights = nn.ParameterList(torch.randn(4, 8, dtype=torch.float64) for _ in blocks)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        keys = [F.linear(x, w).view(*x.shape[:2], 1, 4).transpose(1, 2)[:, :, None] for w in self.weights]
+        for layer, key, other in zip(self.layers, keys, [keys[0], *keys[2:], keys[0]], strict=True):
+            x = layer(x, key, other.expand(-1, -1, 2, -1, -1).reshape(len(x), 2, -1, 4))
+        return x.square().mean()
+
+
+def test_what_an_emitter_looks_at_behind_an_operand_tells_layers_apart() -> None:
+    torch.manual_seed(0)
+    assert_close(*both(SharedKeys([Grouped() for _ in range(4)])), FLOAT64)
+
+
+class Loss(nn.Module):
+    def forward(self, logits: Tensor, shifted: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(shifted.reshape(-1, 8), labels.reshape(-1) % 8)
+        return loss + logits.logsumexp(-1).square().mean()
+
+
+class Losses(Model):
+    """Equal losses on logits that were shifted by another number of tokens before."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits, length = self.layers[0](self.embed(ids)), ids.shape[1]
+        shifted = [logits[:, i : length - 4 + i].contiguous() for i in range(4)]
+        losses = [self.layers[i + 1](logits, item, ids[:, 4:].contiguous()) / (i + 1) for i, item in enumerate(shifted)]
+        return torch.stack(losses).sum()
+
+
+def test_losses_on_shifted_logits_are_no_copies() -> None:
+    torch.manual_seed(0)
+    assert_close(*both(Losses([Block(), *[Loss() for _ in range(4)]])), FLOAT64)
+
+
+def test_a_layer_is_no_copy_of_one_whose_operands_lie_otherwise_in_memory(
+    copied: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a reshape is written as follows from that, and the key of a packed layer does not tell it."""
+    monkeypatch.setattr(trace, "key_of", lambda layer, known: tuple(str(node.target) for node in layer.nodes))
+
+    class Turned(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.layers[0](self.embed(ids))
+            return self.layers[1](x.mT.contiguous().mT).square().mean()
+
+    torch.manual_seed(0)
+    assert_close(*both(Turned([Block(), Block()])), FLOAT64)
+    assert not any(copied)
 
 
 @pytest.mark.sample(2)
