@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,7 @@ __all__ = [
     "set_fact",
     "shape_of",
     "token_axes",
+    "watching",
 ]
 
 FACT = "treefx"
@@ -146,8 +149,25 @@ def fact_of(node: fx.Node) -> Fact:
     Raises:
         KeyError: The analysis has not visited the node.
     """
+    looked = _looked.get()
+    if looked is not None:
+        looked.add(node)
     fact: Fact = node.meta[FACT]
     return fact
+
+
+_looked: ContextVar[set[fx.Node] | None] = ContextVar("looked", default=None)
+
+
+@contextmanager
+def watching() -> Iterator[set[fx.Node]]:
+    """The nodes whose facts are asked for meanwhile, but for what an inner watch sees."""
+    found: set[fx.Node] = set()
+    token = _looked.set(found)
+    try:
+        yield found
+    finally:
+        _looked.reset(token)
 
 
 def set_fact(node: fx.Node, fact: Fact) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from treefx.passes.labels.facts import watching
 from treefx.passes.layers.copies import LayerCopies
 from treefx.passes.layers.find_layers import Layer, key_of, others_in
 
@@ -25,11 +26,13 @@ _MADE = ("full", "packed")
 
 
 class Forms(dict[_Key, Any]):
-    """Forms of values by name and node (or what else they are of), and which others each of them was made of."""
+    """Forms of values by name and node (or what else they are of), which others each of them was made of, and the nodes
+    whose facts were looked at for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: dict[_Key, dict[_Key, None]] = {}
+        self.looked: dict[_Key, set[fx.Node]] = {}
         self._read: dict[_Key, None] = {}
 
     def __getitem__(self, key: _Key) -> Any:
@@ -41,7 +44,8 @@ class Forms(dict[_Key, Any]):
         if key not in self:
             outer, self._read = self._read, {}
             try:
-                self[key] = make()
+                with watching() as self.looked[key]:
+                    self[key] = make()
             finally:
                 self.reads[key], self._read = self._read, outer
         return self[key]
@@ -103,7 +107,9 @@ class PackedLayers:
         others = [item for item in read if item[1] not in given]
         results = [item for item in mine if item[1] in layer.results]
         named = others_in(key)
-        plain = all(name in _MADE or node in own for name, node in (*operands, *made))
+        looked = set[fx.Node]().union(*(self._forms.looked[item] for item in mine))
+        plain = looked <= {*own, *given, *named}  # what stands behind operands is in no key
+        plain = plain and all(name in _MADE or node in own for name, node in (*operands, *made))
         if plain and all(not isinstance(node, fx.Node) or node in named for _, node in others):
             values = [[self._forms[item] for item in items] for items in (operands, others, results)]
             common = [*tree_leaves(values[1]), *self._common()]

@@ -16,6 +16,7 @@ from tests.oracle import FLOAT64, Outcome, assert_close, loss_of, outcome, stats
 from treefx.passes.layers.copies import LayerCopies
 from treefx.passes.layers.find_layers import Layer, exact, find_layers, key_of
 from treefx.passes.packing import packed_layers
+from treefx.passes.packing.pack_tokens import PackingInterpreter
 from treefx.passes.trace import trace
 
 IDS = torch.randint(0, 50, (6, 16), generator=torch.Generator().manual_seed(0))
@@ -182,7 +183,12 @@ class Losses(Model):
         return torch.stack(losses).sum()
 
 
-def test_losses_on_shifted_logits_are_no_copies() -> None:
+@pytest.mark.parametrize("by_key", [True, False])
+def test_losses_on_shifted_logits_are_no_copies(by_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their key tells; and if it did not, what was looked at behind operands would."""
+    known = PackingInterpreter._known
+    if not by_key:
+        monkeypatch.setattr(PackingInterpreter, "_known", lambda self, node: known(self, node)[:-1])
     torch.manual_seed(0)
     assert_close(*both(Losses([Block(), *[Loss() for _ in range(4)]])), FLOAT64)
 
