@@ -70,7 +70,7 @@ def test_groups_meet_and_the_step_stays_what_it_was(tmp_path: Path, kind: str) -
     assert stats["step_sharing_ratio"] > 0.95 * stats["sharing_possible"] > 3.0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_the_report_names_the_line_where_groups_are_scattered(tmp_path: Path) -> None:
     """TRL's own order: each micro-batch computes nearly all prompts again."""
     scattered = build("grpo", tmp_path, compiled(tmp_path), max_steps=1)

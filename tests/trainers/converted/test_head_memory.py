@@ -11,7 +11,7 @@ from torch import Tensor
 
 import treefx
 from tests.oracle import outcome, relative_errors
-from tests.trainers.test_convert_head import BARE, IDS, Step, check, logits, pair, scored
+from tests.trainers.converted.test_head import BARE, IDS, Step, check, logits, pair, scored
 from treefx.runtime.converted import row_laws
 
 __all__ = ["pair"]
@@ -45,7 +45,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_parts_share_memory_where_those_of_rows_do(name: str, pair: tuple[Any, Any]) -> None:
     check(pair, doubled(PARTS[name]))
 
@@ -114,7 +114,7 @@ STEPS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_steps(name: str, pair: tuple[Any, Any]) -> None:
     check(pair, STEPS[name])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import treefx
 from tests.oracle import outcome, relative_errors
-from tests.trainers.test_convert_head import NEXT, logits, pair, scored, trl_selected
+from tests.trainers.converted.test_head import NEXT, logits, pair, scored, trl_selected
 from treefx.runtime.converted import row_laws, row_views
 
 __all__ = ["pair"]

@@ -1,0 +1,1 @@
+"""``treefx.convert``: models whose backbone runs on distinct tokens in Python."""
