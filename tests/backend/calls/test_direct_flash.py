@@ -185,6 +185,46 @@ def test_other_calls_are_traced_as_they_are(more: dict[str, Any], nothing_taken:
     compare(DirectLM(DENSE(**more)).double(), step)
 
 
+class Prefixed(nn.Module):
+    """Attention that sees learned keys in front: the last query stands at the last key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Parameter(torch.randn(2, 4, 3, 4) / 2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Any) -> Tensor:
+        front = self.front[:, None].expand(-1, q.shape[0], -1, -1, -1)
+        k, v = (torch.cat([given, x], 2) for given, x in zip(front, (k, v), strict=True))
+        return dense(aligned, causal=True)(q, k, v, ends)
+
+
+def aligned(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1)
+) -> Tensor:
+    """As FlashAttention has it where there are more keys than queries."""
+    more = k.shape[1] - q.shape[1]
+    padded = nn.functional.pad(q, (0, 0, 0, 0, more, 0))
+    return flash._attend(padded, k, v, softmax_scale, causal, window_size, 0.0, None)[:, more:]
+
+
+aligned.__name__ = "flash_attn_func"
+
+
+def test_keys_of_other_tokens_are_left_as_they_are(nothing_taken: None) -> None:
+    step, _ = padded_step()
+    model = DirectLM(lambda *_: torch.empty(0))
+    for block in model.blocks:
+        block.attention = Prefixed()
+    compare(model.double(), step)
+
+
+def test_a_call_that_the_function_does_not_take_is_its_own_error() -> None:
+    step, _ = padded_step()
+    model = DirectLM(DENSE(causal=True, slopes=1.0)).double()
+    with pytest.raises(Exception, match="slopes"):
+        step(compile_with(model))
+
+
 @pytest.fixture
 def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(*_: Any) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from treefx.passes.trace.flash import register_kernel
 
@@ -104,7 +105,10 @@ def _given(function: Any, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any,
     """Tensors and settings of ``_flash`` for a call; None where it asks for more than the operator knows."""
     form = _Form.of(function)
     assert form is not None
-    given = {**dict(zip(form.defaults, args, strict=False)), **kwargs}
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:  # the function itself says so
+        return None
     tensors = [given.pop(form.names.get(role, ""), None) for role in _TENSORS]
     for role in ("longest", "longest_key"):
         given.pop(form.names.get(role, ""), None)  # found anew from the ends
@@ -116,7 +120,9 @@ def _given(function: Any, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any,
     meaning = _meaning(form, constants)
     if meaning is None or any(_is_none(x) for x in tensors[:3]) or _is_none(tensors[3]) != _is_none(tensors[4]):
         return None
-    example = tensors[0].as_proxy().node.meta["example_value"]
+    example, *others = (x.as_proxy().node.meta["example_value"] for x in tensors[:3])
+    if not all(statically_known_true(x.shape[-3] == example.shape[-3]) for x in others):
+        return None  # keys of other tokens than the queries', a cache's or learned ones
     how = tuple((name, constants[name]) for name in _FREE if name in constants)
     lengths, sinks = not _is_none(tensors[3]), not _is_none(tensors[5])
     if not _computes(function, how, lengths, sinks, meaning, example.device, example.dtype):
