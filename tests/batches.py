@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "IGNORED",
-    "PAD",
-    "Batch",
-    "batch_with_forks",
-    "distinct_tokens",
-    "left_padded",
-    "padded",
-    "distinct",
+    "IGNORED", "PAD", "Batch", "batch_with_forks", "distinct_tokens", "distinct_with_padding", "left_padded", "padded",
     "shared_batch",
-]
+]  # fmt: skip
 
 PAD = 0
 """Token id in padded cells; no row drawn here contains it."""
@@ -132,7 +125,7 @@ def batch_with_forks(padding: Side | None = None) -> Batch:
     return shared_batch(rows=5, length=15, shared=6, vocab=61, padding=padding, seed=2)
 
 
-def distinct(ids: Tensor, mask: Tensor | None, window: int = 1000) -> int:
+def distinct_with_padding(ids: Tensor, mask: Tensor | None, window: int = 1000) -> int:
     """Prefixes of rows, padding behind them included; padding out of sight of a row's tokens counts as one."""
     found = set()
     for row, real in zip(ids.tolist(), (torch.ones_like(ids) if mask is None else mask).tolist(), strict=True):

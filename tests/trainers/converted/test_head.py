@@ -22,14 +22,14 @@ from trl.trainer.utils import (
 )
 
 import treefx
-from tests.batches import distinct, shared_batch
+from tests.batches import distinct_with_padding, shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, assert_close, outcome
 
 BATCH = shared_batch(rows=4, length=12, shared=6)
 IDS, BARE = BATCH.input_ids, BATCH.without("labels").inputs()
 NEXT = IDS[:, 1:]
-DISTINCT = distinct(IDS, BATCH.attention_mask)
+DISTINCT = distinct_with_padding(IDS, BATCH.attention_mask)
 
 Step = Callable[[Any], Tensor]
 
@@ -162,7 +162,7 @@ def test_caps_and_windows(name: str) -> None:
     model = double(name, num_hidden_layers=1, sliding_window=4)
     twin = copy.deepcopy(model)
     found = check((treefx.convert(model, lazy_outputs=True), twin), trl_selected)
-    assert found["head_tokens"] == distinct(IDS, BATCH.attention_mask, 4)
+    assert found["head_tokens"] == distinct_with_padding(IDS, BATCH.attention_mask, 4)
 
 
 def test_dropped_padding_is_one_token_and_its_logits_are_those_of_zeros() -> None:

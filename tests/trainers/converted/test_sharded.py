@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import treefx
-from tests.batches import distinct
+from tests.batches import distinct_with_padding
 from tests.models import double
 from tests.oracle import FLOAT32, FLOAT64
 from tests.trainers.test_distributed import Cases, batches, check_ranks, run_ranks, small, train_cases
@@ -80,5 +80,7 @@ def test_ranks_match_one_process(name: str, tmp_path: Path) -> None:
     window = WINDOW if name.startswith(("mistral", "gemma2")) else 1000
     for rank, result in enumerate(results):
         last = small(batches(rank)[-1])
-        assert result[name][2]["head_tokens"] == distinct(last["input_ids"], last["attention_mask"], window)
+        assert result[name][2]["head_tokens"] == distinct_with_padding(
+            last["input_ids"], last["attention_mask"], window
+        )
     check_ranks(results, name, tiny(name.split(",")[0]), CASES[name][1], limit)
