@@ -17,7 +17,6 @@ import torch
 from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-from torch.utils._pytree import tree_map_only
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from treefx.passes.trace.fingerprint import tensor_key
@@ -153,7 +152,11 @@ class BatchSizes(TokenCount):
 
 def concrete(value: Any, values: Values) -> Any:
     """Arguments of an operator with the numbers of a call in place of symbols."""
-    return tree_map_only(SymInt, lambda size: int(size.node.expr.xreplace(values)), value) if values else value
+    if isinstance(value, SymInt):
+        return int(value.node.expr.xreplace(values)) if values else value
+    if isinstance(value, tuple | list):
+        return type(value)([concrete(item, values) for item in value])
+    return {key: concrete(item, values) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def has_symbols(x: Tensor) -> bool:

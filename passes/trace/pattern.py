@@ -51,7 +51,8 @@ class Pattern:
 
     def numbers(self) -> list[sympy.Symbol]:
         """Those of the caller's numbers."""
-        return [item[0] for i, item in enumerate(self.inputs) if item == (_number(i),)]
+        alone = [(i, item[0]) for i, item in enumerate(self.inputs) if isinstance(item, tuple) and len(item) == 1]
+        return [size for i, size in alone if size is _number(i)]
 
 
 @functools.cache
@@ -71,54 +72,80 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
         roles: What each placeholder is: rows and columns are those of the first integer "input" [B, T].
         args: One value per placeholder.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    examples = [node.meta.get("example_value") for node in placeholders]
     ids = next((x for x, role in zip(args, roles, strict=True) if role == "input" and _may_be_ids(x)), None)
     if ids is None:
         return None
     rows, columns = ids.shape
+    known = _known_inputs(gm)
     names: dict[Any, Any] = {}
-    inputs: list[Any] = []
-    ends, numbers = _special(gm)
-    for i, (node, x, example) in enumerate(zip(placeholders, args, examples, strict=True)):
-        if not isinstance(x, Tensor) or not isinstance(example, Tensor):
-            inputs.append(x)
-            continue
-        if node.name in numbers:
-            inputs.append((_number(i),))
-            continue
-        given = zip(x.shape, example.shape, strict=True)
+    inputs: list[Any] = [
+        tuple(x.shape) if isinstance(x, Tensor) and i in known.tensors else x for i, x in enumerate(args)
+    ]
+    for i in known.numbers:
+        inputs[i] = (_number(i),)
+    for i, traced in known.moving.items():
+        given = enumerate(zip(args[i].shape, traced, strict=True))
         sizes = [
             size
-            if not isinstance(traced, SymInt)
+            if not isinstance(symbol, SymInt)
             else SEGMENTS
-            if node.name in ends
+            if i in known.ends
             else name_size(size, d, rows, columns)
-            for d, (size, traced) in enumerate(given)
+            for d, (size, symbol) in given
         ]
-        traced_sizes: list[Any] = list(example.shape)
-        names.update((t.node.expr, n) for t, n in zip(traced_sizes, sizes, strict=True) if isinstance(t, SymInt))
-        if any(isinstance(size, sympy.Expr) for size in sizes) and x.requires_grad and not x.is_contiguous():
+        names.update((s.node.expr, n) for s, n in zip(traced, sizes, strict=True) if isinstance(s, SymInt))
+        named = any(isinstance(size, sympy.Expr) for size in sizes)
+        if named and args[i].requires_grad and not args[i].is_contiguous():
             return None
-        inputs.append(tuple(sizes))
-    for i, (node, example) in enumerate(zip(placeholders, examples, strict=True)):
-        if isinstance(example, SymInt):
-            inputs[i] = names.get(example.node.expr, inputs[i]) if node.users else 0  # an unread one may be a stride
+        inputs[i] = tuple(sizes)
+    for i, expr in known.sizes.items():
+        inputs[i] = names.get(expr, inputs[i]) if expr is not None else 0  # an unread one may be a stride
     pattern = Pattern(tuple(inputs))
     return pattern if pattern.symbols() else None
 
 
-_known: weakref.WeakKeyDictionary[fx.GraphModule, tuple[set[str], set[str]]] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Inputs:
+    """What Dynamo's graph says of its placeholders, by position.
+
+    Attributes:
+        tensors: Those that are tensors.
+        moving: The shapes of those with a symbol among their sizes, but for ``numbers``.
+        ends: Those that say where segments end.
+        numbers: Those that only their size is asked of.
+        sizes: The expressions of those that are numbers with symbols; None if nobody reads them.
+    """
+
+    tensors: frozenset[int]
+    moving: dict[int, tuple[Any, ...]]
+    ends: frozenset[int]
+    numbers: frozenset[int]
+    sizes: dict[int, Any]
 
 
-def _special(gm: fx.GraphModule) -> tuple[set[str], set[str]]:
-    """The names of inputs that say where segments end, and of numbers; asked once, as Dynamo's graph stays as it is."""
+_known: weakref.WeakKeyDictionary[fx.GraphModule, _Inputs] = weakref.WeakKeyDictionary()
+
+
+def _known_inputs(gm: fx.GraphModule) -> _Inputs:
+    """Asked once, as Dynamo's graph stays as it is."""
     if gm not in _known:
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        tensors = [node for node in placeholders if isinstance(node.meta.get("example_value"), Tensor)]
-        ends, numbers = ends_of_segments(gm), filter(_is_number, tensors)
-        _known[gm] = {node.name for node in ends}, {node.name for node in numbers}
+        _known[gm] = _find_inputs(gm)
     return _known[gm]
+
+
+def _find_inputs(gm: fx.GraphModule) -> _Inputs:
+    nodes = dict(enumerate(gm.graph.find_nodes(op="placeholder")))
+    examples = {i: node.meta.get("example_value") for i, node in nodes.items()}
+    tensors = {i: tuple(x.shape) for i, x in examples.items() if isinstance(x, Tensor)}
+    numbers = frozenset(i for i in tensors if _is_number(nodes[i]))
+    names = {node.name for node in ends_of_segments(gm)}
+    return _Inputs(
+        frozenset(tensors),
+        {i: x for i, x in tensors.items() if i not in numbers and any(isinstance(size, SymInt) for size in x)},
+        frozenset(i for i in tensors if nodes[i].name in names),
+        numbers,
+        {i: x.node.expr if nodes[i].users else None for i, x in examples.items() if isinstance(x, SymInt)},
+    )
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-__all__ = ["TokenCount", "add_count_input"]
+__all__ = ["SizeConditions", "TokenCount", "add_count_input"]
 
 _ADVICE = (
     # Sums of more than 4096 numbers go through a helper that rounds less; it also adds fewer numbers correctly.
@@ -40,7 +40,43 @@ _DEPTH = 8
 """How many callers up a question of ``_ADVICE`` is looked for; they ask through two or three functions of inductor."""
 
 
-class TokenCount(ShapeEnv):
+class SizeConditions(ShapeEnv):
+    """The shape environment of one compilation, which answers for what others expect and records conditions alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._admitted: dict[tuple[Any, ...], bool] = {}
+
+    def holds(self, values: Mapping[Any, int]) -> bool:
+        """Whether everything recorded so far that speaks of these symbols alone holds for these values."""
+        key = (tuple(values.items()), len(self.guards))
+        if key not in self._admitted:
+            known = [guard.expr for guard in self.guards if guard.expr.free_symbols <= values.keys()]
+            self._admitted[key] = all(bool(expr.xreplace(values)) for expr in known)
+        return self._admitted[key]
+
+    def evaluate_expr(
+        self,
+        orig_expr: sympy.Basic,
+        hint: int | bool | float | None = None,
+        fx_node: fx.Node | None = None,
+        size_oblivious: bool = False,
+        fallback_value: bool | None = None,
+        *,
+        forcing_spec: bool = False,
+    ) -> sympy.Basic:
+        """Answer a question about sizes for the hint; record it only if the answer is a condition of the code."""
+        ask = functools.partial(
+            super().evaluate_expr, orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
+        )
+        if fallback_value is None:
+            return ask()
+        with self.suppress_guards():
+            answer = ask()
+        return answer if bool(answer) == fallback_value or _is_advice() else ask()
+
+
+class TokenCount(SizeConditions):
     """The shape environment of one compilation, whose first symbol is the number of distinct tokens N.
 
     Args:
@@ -54,7 +90,6 @@ class TokenCount(ShapeEnv):
         self.count: Any = None
         """N, a ``torch.SymInt``; there once ``vectors`` was called."""
         self._symbols: list[Any] = []
-        self._admitted: dict[tuple[Any, ...], bool] = {}
 
     def vectors(self, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode) -> list[Tensor]:
         """Fake vectors [N], one per dtype; ``mode`` has this environment."""
@@ -88,34 +123,6 @@ class TokenCount(ShapeEnv):
         values = {**dict(zip(self._symbols, (tokens, *further), strict=True)), **(given or {})}
         unknown = {symbol for guard in self.guards for symbol in guard.expr.free_symbols} - values.keys()
         return not unknown and self.holds(values)
-
-    def holds(self, values: Mapping[Any, int]) -> bool:
-        """Whether everything recorded so far that speaks of these symbols alone holds for these values."""
-        key = (tuple(values.items()), len(self.guards))
-        if key not in self._admitted:
-            known = [guard.expr for guard in self.guards if guard.expr.free_symbols <= values.keys()]
-            self._admitted[key] = all(bool(expr.xreplace(values)) for expr in known)
-        return self._admitted[key]
-
-    def evaluate_expr(
-        self,
-        orig_expr: sympy.Basic,
-        hint: int | bool | float | None = None,
-        fx_node: fx.Node | None = None,
-        size_oblivious: bool = False,
-        fallback_value: bool | None = None,
-        *,
-        forcing_spec: bool = False,
-    ) -> sympy.Basic:
-        """Answer a question about sizes for the hint; record it only if the answer is a condition of the code."""
-        ask = functools.partial(
-            super().evaluate_expr, orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
-        )
-        if fallback_value is None:
-            return ask()
-        with self.suppress_guards():
-            answer = ask()
-        return answer if bool(answer) == fallback_value or _is_advice() else ask()
 
 
 def add_count_input(gm: fx.GraphModule, count: Any, name: str = "tokens") -> None:

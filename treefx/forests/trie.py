@@ -183,7 +183,8 @@ def _sort_rows(rows: list[IntArray]) -> tuple[IntArray, IntArray]:
     encoded = [(row ^ sign).astype(">i8").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=encoded.__getitem__)
     shared = np.zeros(len(rows), dtype=np.int64)
-    for position in range(1, len(rows)):
+    heads = np.array([row[0] if len(row) else 0 for row in rows])[order]
+    for position in np.flatnonzero(heads[1:] == heads[:-1]) + 1:
         shared[position] = _common_prefix(rows[order[position - 1]], rows[order[position]])
     return np.array(order, dtype=np.int64), shared
 

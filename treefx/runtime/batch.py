@@ -162,9 +162,10 @@ def _has_no_gaps(kept: np.ndarray) -> bool:
 def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.ndarray, device: torch.device) -> Batch:
     tokens = len(row)
     missing = max(0, _SMALLEST - tokens)
-    row, column = np.pad(row, (0, missing)), np.pad(column, (0, missing))
-    end = np.concatenate([end, np.arange(tokens + 1, tokens + missing + 1)]).astype(np.int32)
-    arrays = [row.astype(np.int64), column.astype(np.int64), end, token_of]
+    if missing:
+        row, column = np.pad(row, (0, missing)), np.pad(column, (0, missing))
+        end = np.concatenate([end, np.arange(tokens + 1, tokens + missing + 1)])
+    arrays = [row.astype(np.int64), column.astype(np.int64), end.astype(np.int32), token_of]
     first, second, third, fourth = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays)
     return Batch(tokens, (first, second, third, fourth))
 

@@ -28,7 +28,10 @@ __all__ = ["Grid", "Padding"]
 
 
 class Padding:
-    """Answers for the calls of one analysis, computed eagerly from the inputs alone: a few small operators."""
+    """Answers for the calls of one analysis, computed eagerly from the inputs alone: a few small operators.
+
+    What is asked of one call is asked of one ``Grid``, which computes nothing twice.
+    """
 
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
@@ -39,13 +42,12 @@ class Padding:
         self._blinding = [item for item in blinding if not all(map(_is_met_by_itself, item[0]))]
         """The conditions (and heads) of attentions that may leave a query with no key and yet give it a value."""
 
-    def seen(self, args: Sequence[Any]) -> Tensor | None:
+    def seen(self, grid: Grid) -> Tensor | None:
         """bool [B, T], False where no query of any attention sees the position; None if there is no such position.
 
         In a model that only has causal mixers, nothing says so, and all positions are.
         """
         attentions = self._analysis.attentions
-        grid = Grid(self._analysis, args)
         if not attentions and self._mixes:
             return grid.everywhere()
         if not attentions or any(not attention.padding for attention in attentions):
@@ -59,23 +61,21 @@ class Padding:
         met = [grid.keys(condition, heads).all(0).reshape(grid.rows, grid.columns) for condition in conditions]
         return torch.stack(met).all(0)
 
-    def met(self, args: Sequence[Any], conditions: Sequence[Expr]) -> Tensor:
+    def met(self, grid: Grid, conditions: Sequence[Expr]) -> Tensor:
         """bool [B, T], whether a position as a key meets all of some conditions on keys."""
-        grid = Grid(self._analysis, args)
         return self._met(grid, conditions) if conditions else grid.everywhere()
 
-    def needed(self, args: Sequence[Any], seen: Tensor) -> Tensor:
+    def needed(self, grid: Grid, seen: Tensor) -> Tensor:
         """bool [B, T], the positions that have to run: seen or read themselves, or read on the way by a mixer."""
-        wanted = seen | self.read(args) if self._analysis.attentions else self.read(args)
+        wanted = seen | self.read(grid) if self._analysis.attentions else self.read(grid)
         return self.reached(wanted)
 
     def reached(self, wanted: Tensor) -> Tensor:
         """Where mixers are contracted, all positions before a wanted one too: a mixer may read its row's whole past."""
         return wanted.flip(1).to(torch.int8).cummax(1).values.flip(1).to(torch.bool) if self._mixes else wanted
 
-    def read(self, args: Sequence[Any]) -> Tensor:
+    def read(self, grid: Grid) -> Tensor:
         """bool [B, T], the positions whose own outputs something inside the graph reads."""
-        grid = Grid(self._analysis, args)
         picks = [(node, fact_of(node).law) for node in self._analysis.picks]
         unclear = any(not item.contracted for item in self._analysis.expansions) or self._analysis.returns_reindexed
         if unclear or any(not self._can_tell(node, law) for node, law in picks):
@@ -95,31 +95,28 @@ class Padding:
             return False
         return not fact_of(target).learned and impurity(target) is None
 
-    def own_positions(self, args: Sequence[Any], redundant: frozenset[Expr]) -> list[Tensor] | None:
+    def own_positions(self, grid: Grid, redundant: frozenset[Expr]) -> list[Tensor] | None:
         """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then.
 
         What is read by ``redundant`` conditions alone does not.
         """
-        grid = Grid(self._analysis, args)
         if redundant not in self._own_positions:
             self._own_positions[redundant] = self._analysis.find_own_positions(redundant)
         nodes = self._own_positions[redundant]
         return None if nodes is None else [grid.value(node) for node in nodes]
 
-    def numbers_of_rows(self, args: Sequence[Any]) -> list[Tensor]:
+    def numbers_of_rows(self, grid: Grid) -> list[Tensor]:
         """The values, one number per row, that tell tokens apart, each as [B, T]."""
-        grid = Grid(self._analysis, args)
         values = [grid.value(node).reshape(-1, 1) for node in self._analysis.identity_of_rows]
         return [value.expand(grid.rows, grid.columns) for value in values]
 
-    def redundant(self, args: Sequence[Any], keep: Tensor | None, *, native: bool = False) -> frozenset[Expr]:
+    def redundant(self, grid: Grid, keep: Tensor | None, *, native: bool = False) -> frozenset[Expr]:
         """The conditions that hold for all tokens that run, and so need not be asked of any pair.
 
         Such are conditions on keys that all kept positions meet, and ``x[query] == x[key]`` whose x is the same at all
         kept positions of a row (one document). In the native level the token ids are packed, not in ``args``.
         """
         attentions = self._analysis.attentions
-        grid = Grid(self._analysis, args)
         kept = grid.everywhere() if keep is None else keep
         asked = {item for attention in attentions for item in attention.conditions + attention.padding}
         asked = {item for item in asked if not (_is_learned(item) or (native and self._reads_ids(item)))}
@@ -131,7 +128,7 @@ class Padding:
         loads = [item[1] for item in walk(condition) if item[0] == "load"]
         return self._analysis.tokens.ids in {*loads, *ancestors(*loads)}
 
-    def is_defined(self, args: Sequence[Any], keep: Tensor | None, starts: Tensor | None = None) -> bool:
+    def is_defined(self, grid: Grid, keep: Tensor | None, starts: Tensor | None = None) -> bool:
         """Whether the attention of every kept position (bool [B, T]) is what tree attention computes.
 
         Where segments have ``starts``, a query sees keys of its own alone.
@@ -140,7 +137,6 @@ class Padding:
         scaled_dot_product_attention, which tree attention shares; NaN or a mean over past and future elsewhere, which
         only the original graph reproduces. Most queries see themselves; the others are asked key by key.
         """
-        grid = Grid(self._analysis, args)
         for conditions, heads in self._blinding:
             if any(_is_learned(condition) for condition in conditions):
                 return False
@@ -184,9 +180,13 @@ def _compares_one_value(condition: Expr) -> bool:
 
 
 class Grid:
-    """Evaluates lifted conditions and functions of inputs on the real inputs of a call.
+    """Evaluates lifted conditions and functions of inputs on the real inputs of one call, each once.
 
     Positions are flat, row * T + column.
+
+    Args:
+        analysis: Of the graph that is called.
+        args: The tensors of the call, with the parts of masks.
     """
 
     def __init__(self, analysis: Analysis, args: Sequence[Any]) -> None:
@@ -194,6 +194,7 @@ class Grid:
         self.rows, self.columns = analysis.extent(args)
         self.device = next(x.device for x in args if isinstance(x, Tensor))
         self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
+        self._keys: dict[tuple[Expr, int], Tensor] = {}
 
     def everywhere(self) -> Tensor:
         """True at all positions, bool [B, T]."""
@@ -214,8 +215,10 @@ class Grid:
 
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
         """A condition on the key, where the query is the key itself, bool [heads, B * T]."""
-        flat = torch.arange(self.rows * self.columns, device=self.device)
-        return self._evaluate(condition, flat, flat, heads)[:, 0]
+        if (condition, heads) not in self._keys:
+            flat = torch.arange(self.rows * self.columns, device=self.device)
+            self._keys[condition, heads] = self._evaluate(condition, flat, flat, heads)[:, 0]
+        return self._keys[condition, heads]
 
     def is_one(self, condition: Expr, kept: Tensor) -> bool:
         """Whether ``x[query] == x[key]`` at all kept positions of each row."""
@@ -245,8 +248,8 @@ class Grid:
         head = torch.arange(count, device=self.device).reshape(-1, 1, 1)
         zero = torch.zeros((), device=self.device)
         value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head[:1], buffers=buffers)
-        shape = torch.broadcast_shapes(queries.shape, keys.shape, (count, 1, 1))  # type: ignore[no-untyped-call]
-        return value.to(torch.bool).expand(shape)
+        pairs = (1, *keys.shape) if queries.dim() == 1 else (queries.shape[0], keys.shape[-1])
+        return value.to(torch.bool).expand(count, *pairs)
 
     def _resolve(self, expr: Expr, buffers: list[Tensor]) -> Expr:
         if expr[0] in ("cq", "ck"):

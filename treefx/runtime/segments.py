@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,7 +11,7 @@ from treefx.runtime.padding import Grid
 __all__ = ["find_starts", "has_gaps"]
 
 
-def find_starts(analysis: Analysis, args: Sequence[Any]) -> Tensor | None:
+def find_starts(analysis: Analysis, grid: Grid) -> Tensor | None:
     """Where segments start, bool [B, T]; None where the rows of a call are no segments, or one each.
 
     All values that masks compare must change at the same places and never come back to what they were (and be the
@@ -22,9 +19,9 @@ def find_starts(analysis: Analysis, args: Sequence[Any]) -> Tensor | None:
 
     Args:
         analysis: One that takes rows to be packed.
-        args: The tensors of a call.
+        grid: Its inputs in a call.
     """
-    segments, grid = analysis.segments, Grid(analysis, args)
+    segments = analysis.segments
     compared = [grid.value(node) for node in segments.compared]
     changes = _changes(compared[0])
     if not bool(changes.any()) or any(not torch.equal(changes, _changes(x)) for x in compared[1:]):

@@ -27,7 +27,7 @@ from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.output_use import OutputUse
-from treefx.runtime.padding import Padding
+from treefx.runtime.padding import Grid, Padding
 from treefx.runtime.segments import find_starts
 
 __all__ = [
@@ -82,12 +82,16 @@ class Shape:
         holds = batch is None or batch.holds(batch.values(args))
         if not holds or not self.analysis.segmented:
             return holds
-        return find_starts(self.analysis, self.analysis.known.with_parts(args)) is not None
+        return find_starts(self.analysis, self.grid(self.analysis.known.with_parts(args))) is not None
 
     def serves(self, args: Sequence[Tensor], sizes: Sequence[int]) -> bool:
         """Whether code compiled from the analysis may run this many tokens: all its graphs answer for one hint."""
         batch = self.analysis.batch
         return batch is None or batch.count is None or batch.admits(*sizes, given=batch.values(args))
+
+    def grid(self, args: Sequence[Tensor]) -> Grid:
+        """The tensors of a call, with the parts of masks, as ``padding`` is asked of them."""
+        return Grid(self.analysis, args)
 
     @property
     def rewrites(self) -> list[Rewritten]:

@@ -27,6 +27,7 @@ from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
 from treefx.runtime.converted.skeleton import refresh, skeleton
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
 from treefx.runtime.dynamo import role_of
+from treefx.runtime.padding import Grid
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Shape
@@ -180,25 +181,26 @@ class _Graph:
             raise UnsupportedError(shape or "no input is looked up in an embedding")
         self._check(shape)
         tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
-        starts = find_starts(shape.analysis, tensors) if shape.analysis.segmented else None
-        seen, keep = self._keep(shape, tensors, starts)
-        if not shape.padding.is_defined(tensors, keep, starts):
+        grid = shape.grid(tensors)
+        starts = find_starts(shape.analysis, grid) if shape.analysis.segmented else None
+        seen, keep = self._keep(shape, grid, starts)
+        if not shape.padding.is_defined(grid, keep, starts):
             return "a position that sees no key is read by the caller"
-        batch, redundant = build_rows(shape, tensors, keep, starts)
+        batch, redundant = build_rows(shape, tensors, grid, keep, starts)
         branch = self._branches.not_taken(batch.size)
         if branch is not None:
             return f"code of the model decides by the size of a batch, otherwise on the distinct tokens: {branch}"
-        return self._found(shape, tensors, batch, redundant, seen)
+        return self._found(shape, grid, batch, redundant, seen)
 
     def _found(
-        self, shape: Shape, tensors: Sequence[Tensor], batch: Batch, redundant: frozenset[Expr], seen: Tensor | None
+        self, shape: Shape, grid: Grid, batch: Batch, redundant: frozenset[Expr], seen: Tensor | None
     ) -> Plan | str:
         found = self._lifted(shape, redundant)
         others = [condition for item in found.values() for condition in item.others]
         if others:
             return f"an attention asks more of a pair of tokens than a window: {named(others[0])}"
         row, column, end, token_of = batch.metadata
-        visible = [shape.padding.met(tensors, conditions) for conditions in {item.of_keys for item in found.values()}]
+        visible = [shape.padding.met(grid, conditions) for conditions in {item.of_keys for item in found.values()}]
         if any(not torch.equal(item, visible[0]) for item in visible[1:]):
             return "attentions of the model hide different keys"
         at_tokens = None if bool(visible[0][token_of >= 0].all()) else visible[0][row, column]
@@ -211,13 +213,13 @@ class _Graph:
             dict(shape.analysis.seconds),
         )  # fmt: skip
 
-    def _keep(self, shape: Shape, tensors: Sequence[Tensor], starts: Tensor | None) -> Any:
+    def _keep(self, shape: Shape, grid: Grid, starts: Tensor | None) -> Any:
         """The positions that others see, and those that have to run; None where that is all of them.
 
         A padded position runs if it sees a key: what the model gives there the caller may read. One that sees none
         (before a row, or a window behind it) has no value of its own, and does not run.
         """
-        seen = shape.padding.seen(tensors)
+        seen = shape.padding.seen(grid)
         if seen is None:
             return None, None
         if self._config.padding == "drop":

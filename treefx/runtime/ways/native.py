@@ -64,7 +64,7 @@ class NativeRun:
         if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
             raise wrong_row(forest, [ids.shape])
         batch = forest_batch(forest, ids.device)
-        redundant = shape.padding.redundant(by_column, None, native=True)
+        redundant = shape.padding.redundant(shape.grid(by_column), None, native=True)
         self._records.report.raw_tokens, self._records.report.tokens = forest.raw_tokens, forest.num_tokens
         by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
         cut = forest.cut if isinstance(forest, PartRow) else None

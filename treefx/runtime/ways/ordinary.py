@@ -7,18 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor, fx
+from torch import Tensor, fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from treefx.kernels.lasting import lasting
 from treefx.passes.packing.compile_inner import Inner
-from treefx.passes.trace.fakes import fake_inputs
+from treefx.passes.trace.heads import copy_graph
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.records import Records
+from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols
 
 __all__ = ["Ordinary"]
 
@@ -26,8 +25,8 @@ __all__ = ["Ordinary"]
 class Ordinary:
     """Compiles Dynamo's graph as it is with the inner compiler, when first needed.
 
-    A graph of fixed shapes is compiled once per shape and state of the process. One with symbolic sizes goes through
-    ``torch.compile(dynamic=True)``, which compiles once and checks its own guards.
+    Once per state of the process, and again for sizes that no code so far serves: those that Dynamo left symbolic may
+    be any for which holds what the compiler asked, others are as they were.
 
     Args:
         gm: Dynamo's graph.
@@ -37,8 +36,8 @@ class Ordinary:
 
     def __init__(self, gm: fx.GraphModule, inner: Inner, records: Records) -> None:
         self._gm, self._inner, self._records = gm, inner, records
-        self._symbolic = any(map(_is_symbolic, gm.graph.find_nodes(op="placeholder")))
-        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._symbols = Symbols(gm)
+        self._compiled: dict[tuple[Any, ...], list[tuple[FreeSizes, Callable[..., Any]]]] = {}
 
     def instead(self, args: Sequence[Any], *, fallback: str | None) -> Any:
         """Run a call that does not run packed, for a reason or because that would not pay."""
@@ -46,34 +45,40 @@ class Ordinary:
         return self(*args)
 
     def __call__(self, *args: Any) -> Any:
-        shapes = tuple(tuple(x.shape) if isinstance(x, Tensor) else x for x in args)
-        key = ("symbolic",) if self._symbolic else (process_state(), *shapes)
-        if key not in self._compiled:
+        return self._executable(args)(*args)
+
+    def _executable(self, args: Sequence[Any]) -> Callable[..., Any]:
+        found = self._symbols.values(args)
+        free = {symbol: size for symbol, size in found.items() if size > 1}  # code for one row is code of its own
+        fixed = [_shape_of(x) for x in args] if not found else sorted(found.keys() - free.keys(), key=str)
+        known = self._compiled.setdefault((*process_state(), *fixed), [])
+        run = _serving(known, free)
+        if run is None:
             with compiling, lasting():
-                if key not in self._compiled:
-                    self._compiled[key] = self._compile_symbolic() if self._symbolic else self._compile(args)
-        return self._compiled[key](*args)
+                run = _serving(known, free)
+                if run is None:
+                    sizes = FreeSizes(free)
+                    run = self._compile(args, sizes)
+                    known.append((sizes, run))
+        return run
 
-    def _compile_symbolic(self) -> Callable[..., Any]:
-        self._records.count_ordinary(0.0)  # it compiles when it is called
-        options = self._inner.settings(self._gm) or None
-        return torch.compile(self._gm, backend=self._inner.name, options=options, dynamic=True)
-
-    def _compile(self, args: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, args: Sequence[Any], sizes: FreeSizes) -> Callable[..., Any]:
         started = time.perf_counter()
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-        with tracing(TracingContext(mode)):
-            patches = self._inner.settings(self._gm)
+        gm = copy_graph(self._gm)  # compilers change what they get
+        # The backward is compiled with the forward: what it demands of the sizes is known before anything runs.
+        eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+        with tracing(TracingContext(sizes.mode)), eagerly:
+            patches = self._inner.settings(gm)
             settings = {"config_patches": patches} if patches else {}
-            compiled: Callable[..., Any] = lookup_backend(self._inner.name)(
-                self._gm, fake_inputs(args, mode), **settings
-            )
+            fakes = sizes.fakes(self._gm, args)
+            compiled: Callable[..., Any] = lookup_backend(self._inner.name)(gm, fakes, **settings)
         self._records.count_ordinary(time.perf_counter() - started)
         return compiled
 
 
-def _is_symbolic(node: fx.Node) -> bool:
-    """Whether an input is a number that changes, or a tensor with such a size."""
-    example = node.meta.get("example_value")
-    sizes = example.shape if isinstance(example, Tensor) else [example]
-    return any(isinstance(size, SymInt) for size in sizes)
+def _shape_of(x: Any) -> Any:
+    return tuple(x.shape) if isinstance(x, Tensor) else x
+
+
+def _serving(known: Sequence[tuple[FreeSizes, Callable[..., Any]]], free: Sizes) -> Callable[..., Any] | None:
+    return next((run for sizes, run in known if sizes.serves(free)), None)

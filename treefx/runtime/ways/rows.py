@@ -16,6 +16,7 @@ from treefx.passes.packing.vocab_tail import logits_of_losses
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch, build_batch
+from treefx.runtime.padding import Grid
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Outgrown, Shape, Unfit
@@ -66,15 +67,16 @@ class RowsRun:
     def _run(self, shape: Shape, args: Sequence[Any]) -> Any:
         self._analyses.use.settle(shape.analysis)
         tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
-        starts = find_starts(shape.analysis, tensors) if shape.analysis.segmented else None
-        seen, keep = self._keep(shape, tensors)
+        grid = shape.grid(tensors)
+        starts = find_starts(shape.analysis, grid) if shape.analysis.segmented else None
+        seen, keep = self._keep(shape, grid)
         if starts is not None and keep is not None and has_gaps(starts, keep):
             keep = None
-        if not shape.padding.is_defined(tensors, keep, starts):
+        if not shape.padding.is_defined(grid, keep, starts):
             return self._ordinary.instead(
                 args, fallback="a position that sees no key is read by the loss or the caller"
             )
-        batch, redundant = build_rows(shape, tensors, keep, starts)
+        batch, redundant = build_rows(shape, tensors, grid, keep, starts)
         raw = batch.metadata[3].numel() if seen is None or keep is None else int((seen & keep).sum())
         unshared = self._config.min_sharing > 1.0 and raw < self._config.min_sharing * batch.tokens
         self._records.count_rows(raw, raw if unshared else batch.tokens, batch.prefixes)
@@ -101,29 +103,30 @@ class RowsRun:
             return frozenset()
         return found.outputs if found.outputs <= detached - self._analyses.use.read else frozenset()
 
-    def _keep(self, shape: Shape, args: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
+    def _keep(self, shape: Shape, grid: Grid) -> tuple[Tensor | None, Tensor | None]:
         """The positions that others see, and those that have to run; None where that is all of them."""
-        seen = shape.padding.seen(args)
+        seen = shape.padding.seen(grid)
         if seen is None:
             return None, None
         if self._config.padding == "drop":
             return seen, shape.padding.reached(seen)
-        return seen, torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(args, seen)
+        return seen, torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(grid, seen)
 
 
 def build_rows(
-    shape: Shape, tensors: Sequence[Tensor], keep: Tensor | None, starts: Tensor | None
+    shape: Shape, tensors: Sequence[Tensor], grid: Grid, keep: Tensor | None, starts: Tensor | None
 ) -> tuple[Batch, frozenset[Expr]]:
     """The trie of the rows (or segments) of a call, and the conditions of attentions that all its tokens meet.
 
     Args:
         shape: What is known of calls like it.
         tensors: Its tensors, with the parts of masks.
+        grid: The same, as padding is asked of them.
         keep: bool [B, T], the positions that run; None keeps all.
         starts: bool [B, T], where segments start; None where there are none.
     """
-    redundant = shape.padding.redundant(tensors, keep)
+    redundant = shape.padding.redundant(grid, keep)
     identity = shape.analysis.identity_without(redundant)
-    keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(tensors)
-    places = None if keep is None and starts is None else shape.padding.own_positions(tensors, redundant)
+    keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(grid)
+    places = None if keep is None and starts is None else shape.padding.own_positions(grid, redundant)
     return build_batch(keys, keep, places, starts), redundant

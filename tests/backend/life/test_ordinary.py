@@ -1,0 +1,120 @@
+"""Calls that do not run packed: the inner compiler gets Dynamo's graph as it is, with Dynamo's symbols."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.registry import register_backend
+from torch._dynamo.utils import counters
+
+from tests.batches import shared_batch
+from tests.models import TinyLM, double
+from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
+from tests.spellings import SPELLINGS
+from treefx.passes.packing.compile_inner import Inner
+from treefx.runtime.records import Records
+from treefx.runtime.ways.ordinary import Ordinary
+
+SHAPES = [(3, 7), (5, 23), (6, 6), (1, 9), (4, 50), (2, 2), (23, 5)]
+_asked: list[bool] = []
+
+
+def ordinary(model: nn.Module, inner: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> Any:
+    """Exact steps of all shapes, none of them packed."""
+    compiled = torch.compile(model, backend="treefx", options={"inner": inner, "min_sharing": 100.0})
+    for seed, (rows, columns) in enumerate(shapes):
+        batch = shared_batch(rows=rows, length=columns, shared=columns // 2, vocab=61, seed=seed)
+        assert_close(outcome(model, lambda batch=batch: loss_of(batch)(compiled)), eager_step(model, batch), FLOAT64)
+        assert stats_of(compiled)["ran"] == "ordinary" and stats_of(compiled)["fallback"] is None
+    return compiled
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_steps_of_many_shapes(inner: str) -> None:
+    """One compilation for all, and one each for the first batch and for a single row."""
+    compiled = ordinary(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1).double(), inner)
+    assert treefx_compiles(compiled) <= 4
+
+
+def treefx_compiles(compiled: Any) -> int:
+    return int(stats_of(compiled)["compiles"])
+
+
+def nested(self: Ordinary, args: Sequence[Any], sizes: Any) -> Callable[..., Any]:
+    """Dynamo once more, on a graph of its own: it knows not all operators that it writes."""
+    return torch.compile(self._gm, backend="aot_eager", dynamic=True)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_functions_of_the_models_own_stay_in_the_graph(breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BLOOM's GELU is an ``autograd.Function``, which Dynamo makes an operator of higher order."""
+    if breaks:
+        monkeypatch.setattr(Ordinary, "_compile", nested)
+    counters.clear()
+    ordinary(double("bloom"), "aot_eager", SHAPES[:3])
+    assert bool(counters["graph_break"]) == breaks
+
+
+@register_backend
+def asks_of_sizes(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    rows = next(x for x in inputs if isinstance(x, Tensor)).shape[0]
+    _asked.append(bool(rows > 8))
+    return gm.forward
+
+
+def captured(function: Callable[[Tensor], Tensor], *examples: Tensor) -> tuple[fx.GraphModule, list[Any]]:
+    """Dynamo's graph with symbols, and its arguments for each example."""
+    graphs: list[fx.GraphModule] = []
+    arguments: list[Any] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(gm)
+
+        def run(*args: Any) -> Any:
+            arguments.append(args)
+            return gm(*args)
+
+        return run
+
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    for example in examples:
+        compiled(example)
+    assert len(graphs) == 1
+    return graphs[0], arguments
+
+
+def test_what_a_compiler_asked_of_sizes_is_asked_of_every_call() -> None:
+    _asked.clear()
+    gm, arguments = captured(lambda x: x * x.shape[0], *[torch.randn(rows, 5) for rows in (4, 9, 6, 12, 3)])
+    run = Ordinary(gm, Inner("asks_of_sizes"), Records(gm))
+    for args in arguments:
+        torch.testing.assert_close(run(*args), gm(*args))
+    assert _asked == [False, True]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_strides_and_offsets_are_those_of_the_call(inner: str) -> None:
+    views = [
+        torch.randn(40, width)[:rows, 2:columns] for rows, columns, width in ((3, 9, 50), (6, 20, 30), (17, 5, 41))
+    ]
+    gm, arguments = captured(lambda x: (x.sin() + x.as_strided(x.shape, x.stride())).sum(1), *views)
+    run = Ordinary(gm, Inner(inner), Records(gm))
+    for args in arguments:
+        torch.testing.assert_close(run(*args), gm(*args))
+
+
+def test_a_compiler_changes_a_graph_of_its_own() -> None:
+    gm, arguments = captured(lambda x: x.sin(), torch.randn(4, 5))
+    code = gm.code
+
+    @register_backend(name="changes_its_graph")
+    def changes(own: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        for node in own.graph.find_nodes(op="call_method", target="sin"):
+            node.target = "cos"
+        own.recompile()
+        return own.forward
+
+    Ordinary(gm, Inner("changes_its_graph"), Records(gm))(*arguments[0])
+    assert gm.code == code

@@ -1,0 +1,100 @@
+"""The sizes that Dynamo left symbolic, for a compilation of its graph as it is.
+
+Dynamo's own environment is closed once its frame is compiled. This one has the same symbols with the values of a call
+as hints, and records what the inner compiler asks of them: code compiled with it serves the calls for which that holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt, Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from treefx.passes.trace.fakes import fake_inputs
+from treefx.passes.trace.token_count import SizeConditions
+
+__all__ = ["FreeSizes", "Sizes", "Symbols"]
+
+Sizes = Mapping[sympy.Symbol, int]
+"""What a call gives to Dynamo's symbols."""
+
+
+class Symbols:
+    """Dynamo's symbols: inputs that are numbers, and sizes, strides and offsets of the others.
+
+    Args:
+        gm: Dynamo's graph.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._where: dict[sympy.Symbol, tuple[int, int]] = {}
+        for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            for j, number in enumerate(_numbers(node.meta.get("example_value"))):
+                if isinstance(number, SymInt) and isinstance(number.node.expr, sympy.Symbol):
+                    self._where.setdefault(number.node.expr, (i, j))
+
+    def values(self, args: Sequence[Any]) -> Sizes:
+        """What a call gives them; ``args`` has one value per placeholder."""
+        return {symbol: int(_numbers(args[i])[j]) for symbol, (i, j) in self._where.items()}
+
+
+def _numbers(x: Any) -> list[Any]:
+    return [*x.shape, *x.stride(), x.storage_offset()] if _is_strided(x) else [x]
+
+
+def _is_strided(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
+
+class FreeSizes(SizeConditions):
+    """The shape environment of an ordinary compilation.
+
+    Args:
+        values: Of Dynamo's symbols in the call that compiles, each at least 2.
+    """
+
+    def __init__(self, values: Sizes) -> None:
+        super().__init__()
+        self.mode = FakeTensorMode(shape_env=self, allow_non_fake_inputs=True)
+        self._hints = dict(values)
+        self._made = {symbol: self._symbol(hint) for symbol, hint in values.items()}
+
+    def _symbol(self, hint: int) -> Any:
+        context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        fake: Any = self.mode.from_tensor(torch.empty(hint, device="meta"), symbolic_context=context)
+        return fake.shape[0].node.expr
+
+    def serves(self, values: Sizes) -> bool:
+        """Whether what was recorded holds for a call."""
+        return self.holds({self._made[symbol]: size for symbol, size in values.items()})
+
+    def fakes(self, gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+        """Fake inputs like those of a call, with symbols where Dynamo has them."""
+        examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+        return [self._fake(example, x) for example, x in zip(examples, args, strict=True)]
+
+    def _fake(self, example: Any, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return self._number(example, x)
+        found = [isinstance(item, SymInt) for item in _numbers(example)]
+        if not any(found):
+            return fake_inputs([x], self.mode)[0]
+        pairs = zip(_numbers(example), _numbers(x), strict=True)
+        *numbers, offset = [self._number(traced, number) for traced, number in pairs]
+        sizes, strides = numbers[: x.dim()], numbers[x.dim() :]
+        reach = offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        with self.mode:
+            fake = torch.empty(reach, dtype=x.dtype, device=x.device).as_strided(sizes, strides, offset)
+            return fake.detach().requires_grad_(x.requires_grad)
+
+    def _number(self, traced: Any, size: Any) -> Any:
+        """A number of a call, as the expression in symbols that Dynamo has for it."""
+        expr = traced.node.expr if isinstance(traced, SymInt) else None
+        if expr is None or not expr.free_symbols <= self._made.keys():
+            return size
+        return self.create_symintnode(expr.xreplace(self._made), hint=int(expr.xreplace(self._hints)))
