@@ -309,7 +309,7 @@ def step(
 @bench.command()
 def unshared(
     names: Annotated[list[str] | None, typer.Argument(help="Models of the zoo; none for all of them.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 32,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each backend; the median counts.")] = 5,
     inner: Annotated[str, typer.Option(help="Inner compiler of treefx, and what it is compared with.")] = "inductor",
     changing: Annotated[bool, typer.Option("--changing", help="Other rows and columns in every batch.")] = False,

@@ -178,13 +178,15 @@ def _as_rows(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None) -> t
 
 def _sort_rows(rows: list[IntArray]) -> tuple[IntArray, IntArray]:
     """Sort rows lexicographically; also the LCP of each row with its predecessor (0 for the first)."""
+    shared = np.zeros(len(rows), dtype=np.int64)
+    heads = np.array([row[0] for row in rows if len(row)], dtype=np.int64)
+    if len(np.unique(heads)) == len(rows):
+        return heads.argsort(), shared
     sign = np.int64(-(2**63))
     # Big-endian with the sign bit flipped: comparing bytes then compares integers, and a prefix comes first.
     encoded = [(row ^ sign).astype(">i8").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=encoded.__getitem__)
-    shared = np.zeros(len(rows), dtype=np.int64)
-    heads = np.array([row[0] if len(row) else 0 for row in rows])[order]
-    for position in np.flatnonzero(heads[1:] == heads[:-1]) + 1:
+    for position in range(1, len(rows)):
         shared[position] = _common_prefix(rows[order[position - 1]], rows[order[position]])
     return np.array(order, dtype=np.int64), shared
 
@@ -199,14 +201,12 @@ def _common_prefix(left: IntArray, right: IntArray) -> int:
 
 def _pack_rows(order: IntArray, shared: IntArray, first: IntArray, offsets: IntArray) -> IntArray:
     """Packed index of every raw token: the shared prefix copies the predecessor's, the rest is a new run."""
-    flat = np.empty(int(offsets[-1]), dtype=np.int64)
-    tokens = np.arange(int(first[-1]), dtype=np.int64)
-    before = 0
-    for position, row in enumerate(order):
-        start, stop, cut = offsets[row], offsets[row + 1], shared[position]
+    sizes, moved = np.diff(offsets), np.empty(len(order), dtype=np.int64)
+    moved[order] = first[:-1] - shared - offsets[order]
+    flat = np.arange(int(offsets[-1]), dtype=np.int64) + np.repeat(moved, sizes)
+    for position in np.flatnonzero(shared):
+        start, before, cut = offsets[order[position]], offsets[order[position - 1]], shared[position]
         flat[start : start + cut] = flat[before : before + cut]
-        flat[start + cut : stop] = tokens[first[position] : first[position + 1]]
-        before = start
     return flat
 
 
@@ -223,11 +223,13 @@ def _find_parents(
 
 
 def _find_subtree_ends(sizes: IntArray, shared: IntArray, first: IntArray) -> npt.NDArray[np.int32]:
-    """Sweep sorted rows from last to first; `end_at[d]` is where the current path's token at depth d ends."""
-    num_tokens = int(first[-1])
-    ends = np.empty(num_tokens, dtype=np.int32)
-    end_at = np.full(int(sizes.max(initial=0)), num_tokens, dtype=np.int32)
-    for position in range(len(sizes) - 1, -1, -1):
+    """Sweep sorted rows that share from last to first; `end_at[d]` is where the path's token at depth d ends."""
+    ends = np.repeat(first[1:], np.diff(first)).astype(np.int32)
+    forks = shared > 0
+    end_at = np.empty(int(sizes.max(initial=0)), dtype=np.int32)
+    for position in np.flatnonzero(forks | np.append(forks[1:], False))[::-1]:
+        if position == len(sizes) - 1 or not forks[position + 1]:
+            end_at[:] = first[position + 1]
         ends[first[position] : first[position + 1]] = end_at[shared[position] : sizes[position]]
         if position:
             # Below the fork the previous row's path is closed by this row's first new token.

@@ -142,6 +142,8 @@ class Padding:
                 return False
             blind = ~self._met(grid, conditions, heads)
             queries = torch.nonzero((blind if keep is None else blind & keep).reshape(-1)).to(torch.int64)
+            if not len(queries):
+                continue
             visible = grid.past(queries, starts)
             for condition in conditions:
                 visible = visible & grid.pairs(condition, queries, heads)
@@ -214,7 +216,8 @@ class Grid:
         return self._values[node]
 
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
-        """A condition on the key, where the query is the key itself, bool [heads, B * T]."""
+        """A condition on the key, where the query is the key itself, bool [heads, B * T], or [1, B * T]."""
+        heads = heads if _asks_of_heads(condition) else 1
         if (condition, heads) not in self._keys:
             flat = torch.arange(self.rows * self.columns, device=self.device)
             self._keys[condition, heads] = self._evaluate(condition, flat, flat, heads)[:, 0]
@@ -244,7 +247,7 @@ class Grid:
         """bool [heads, Q, K], or [1, Q, K] where all heads agree; Q = 1 where ``queries`` is a vector."""
         buffers: list[Tensor] = []
         resolved = self._resolve(condition, buffers)
-        count = heads if any(item == ("head",) for item in walk(resolved)) else 1
+        count = heads if _asks_of_heads(condition) else 1
         head = torch.arange(count, device=self.device).reshape(-1, 1, 1)
         zero = torch.zeros((), device=self.device)
         value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head[:1], buffers=buffers)
@@ -273,6 +276,10 @@ class Grid:
         token, *rest = indices
         place = ("q",) if token == ("cq",) else ("k",)
         return ("load", len(buffers) - 1, place, *[self._resolve(item, buffers) for item in rest])
+
+
+def _asks_of_heads(condition: Expr) -> bool:
+    return any(item == ("head",) for item in walk(condition))
 
 
 def _positions_first(x: Tensor, dims: Dims, sizes: Mapping[Any, int]) -> Tensor:
