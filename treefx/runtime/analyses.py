@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from treefx.config import Config
@@ -34,6 +35,7 @@ _MANY_SHAPES = (
     "them (option max_shapes), and runs others without sharing until they come again. Pad batches to a few lengths "
     "(pad_to_multiple_of), or keep more"
 )
+_NESTED = "{names}: nested and sparse tensors have no rows of columns; give the model padded rows or one packed row"
 _NO_SEGMENTS = (
     "masks keep the sequences of a packed row apart, but not in this call: each should be one run of a number that "
     "comes nowhere else in its row, with positions that count up by one"
@@ -59,7 +61,7 @@ class Analyses:
         self._has_flash = has_flash(gm)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
-        self._has_no_tokens = False
+        self._has_no_tokens, self._nested = False, _find_nested(gm)
         self._why_numbers, self._has_warned = _DYNAMO, False
         self.use = OutputUse(lazy=config.lazy_outputs)
         """Which outputs callers use."""
@@ -76,6 +78,8 @@ class Analyses:
         """
         if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
             return ""
+        if self._nested:
+            return _NESTED.format(names=", ".join(self._nested))
         tensors = self.tensors(args)
         values = self._values(args)
         shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
@@ -255,3 +259,9 @@ def _gains(analysis: Analysis) -> tuple[Any, ...]:
 def _listed(items: Sequence[Expansion]) -> str:
     lines = ["" if item.line is None else f" ({item.line})" for item in items]
     return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
+
+
+def _find_nested(gm: fx.GraphModule) -> list[str]:
+    """The names of inputs whose values are not laid out by strides."""
+    examples = {node.name: node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")}
+    return [name for name, x in examples.items() if isinstance(x, Tensor) and x.layout is not torch.strided]

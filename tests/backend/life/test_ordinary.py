@@ -94,6 +94,22 @@ def test_what_a_compiler_asked_of_sizes_is_asked_of_every_call() -> None:
     assert _asked == [False, True]
 
 
+@register_backend
+def knows_all_sizes(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    _asked.append(int(next(x for x in inputs if isinstance(x, Tensor)).shape[0]) > 8)
+    return gm.forward
+
+
+def test_a_compiler_that_knows_all_sizes_is_not_asked_for_ever() -> None:
+    """After as many compilations as Dynamo makes of one graph, Dynamo says what runs."""
+    _asked.clear()
+    gm, arguments = captured(lambda x: x * x.shape[0], *[torch.randn(rows, 5) for rows in range(2, 32)])
+    run = Ordinary(gm, Inner("knows_all_sizes"), Records(gm))
+    for args in arguments:
+        torch.testing.assert_close(run(*args), gm(*args))
+    assert len(_asked) <= 2 * torch._dynamo.config.recompile_limit
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_strides_and_offsets_are_those_of_the_call(inner: str) -> None:
     views = [
@@ -118,3 +134,25 @@ def test_a_compiler_changes_a_graph_of_its_own() -> None:
 
     Ordinary(gm, Inner("changes_its_graph"), Records(gm))(*arguments[0])
     assert gm.code == code
+
+
+class OfNested(nn.Module):
+    """Rows without padding, as a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)).values().sin().sum()
+
+
+def test_nested_tensors() -> None:
+    """Inputs of which sizes are Dynamo's own: it looks at them itself."""
+    model = OfNested().double()
+    compiled = torch.compile(model, backend="treefx", options={"inner": "aot_eager"})
+    for lengths in ((3, 5), (4, 1, 2), (7, 2, 2, 6), (1, 1)):
+        ids = torch.nested.nested_tensor([torch.arange(length) for length in lengths], layout=torch.jagged)
+        expected = outcome(model, lambda ids=ids: model(ids))
+        assert_close(outcome(model, lambda ids=ids: compiled(ids)), expected, FLOAT64)
+    assert "nested" in stats_of(compiled)["fallback"]

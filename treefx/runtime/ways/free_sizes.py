@@ -11,15 +11,17 @@ from typing import Any
 
 import sympy
 import torch
-from torch import SymInt, Tensor, fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from treefx.passes.trace.fakes import fake_inputs
 from treefx.passes.trace.token_count import SizeConditions
 
 __all__ = ["FreeSizes", "Sizes", "Symbols"]
 
+_SYMBOLIC = (SymInt, SymFloat, SymBool)
 Sizes = Mapping[sympy.Symbol, int]
 """What a call gives to Dynamo's symbols."""
 
@@ -29,18 +31,40 @@ class Symbols:
 
     Args:
         gm: Dynamo's graph.
+
+    Attributes:
+        are_known: Whether a call's inputs say what all of them are: those of subclasses of tensors, and of sizes that
+            depend on values, are Dynamo's own.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
+        examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+        found = [(number, (i, j)) for i, x in enumerate(examples) for j, number in enumerate(_numbers(x))]
+        symbolic: list[Any] = [(number, place) for number, place in found if isinstance(number, _SYMBOLIC)]
         self._where: dict[sympy.Symbol, tuple[int, int]] = {}
-        for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-            for j, number in enumerate(_numbers(node.meta.get("example_value"))):
-                if isinstance(number, SymInt) and isinstance(number.node.expr, sympy.Symbol):
-                    self._where.setdefault(number.node.expr, (i, j))
+        for number, place in symbolic:
+            if isinstance(number.node.expr, sympy.Symbol):
+                self._where.setdefault(number.node.expr, place)
+        self._constant = [i for i, x in enumerate(examples) if not isinstance(x, (Tensor, *_SYMBOLIC))]
+        known = self._where.keys()
+        of_sizes = all(isinstance(number, SymInt) and number.node.expr.free_symbols <= known for number, _ in symbolic)
+        self.are_known = of_sizes and all(map(_is_plain, examples))
 
     def values(self, args: Sequence[Any]) -> Sizes:
         """What a call gives them; ``args`` has one value per placeholder."""
         return {symbol: int(_numbers(args[i])[j]) for symbol, (i, j) in self._where.items()}
+
+    def fixed(self, args: Sequence[Any]) -> list[Any]:
+        """What compiled code takes for granted of a call, beside what Dynamo asks of all its calls."""
+        if self._where:
+            return [args[i] for i in self._constant]
+        return [tuple(x.shape) if isinstance(x, Tensor) else x for x in args]
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether strides and offset are all there is to an input with a symbol among its sizes."""
+    symbolic = isinstance(x, Tensor) and any(isinstance(size, _SYMBOLIC) for size in x.shape)
+    return not symbolic or (_is_strided(x) and not is_traceable_wrapper_subclass(x))
 
 
 def _numbers(x: Any) -> list[Any]:
@@ -60,7 +84,7 @@ class FreeSizes(SizeConditions):
 
     def __init__(self, values: Sizes) -> None:
         super().__init__()
-        self.mode = FakeTensorMode(shape_env=self, allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(shape_env=self)
         self._hints = dict(values)
         self._made = {symbol: self._symbol(hint) for symbol, hint in values.items()}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._guards import TracingContext, tracing
 
@@ -26,7 +27,8 @@ class Ordinary:
     """Compiles Dynamo's graph as it is with the inner compiler, when first needed.
 
     Once per state of the process, and again for sizes that no code so far serves: those that Dynamo left symbolic may
-    be any for which holds what the compiler asked, others are as they were.
+    be any for which holds what the compiler asked, others are as they were. Where a call's inputs do not say what all
+    symbols are (nested tensors), or too many sizes need code of their own, Dynamo looks at them.
 
     Args:
         gm: Dynamo's graph.
@@ -48,11 +50,15 @@ class Ordinary:
         return self._executable(args)(*args)
 
     def _executable(self, args: Sequence[Any]) -> Callable[..., Any]:
-        found = self._symbols.values(args)
-        free = {symbol: size for symbol, size in found.items() if size > 1}  # code for one row is code of its own
-        fixed = [_shape_of(x) for x in args] if not found else sorted(found.keys() - free.keys(), key=str)
-        known = self._compiled.setdefault((*process_state(), *fixed), [])
+        if not self._symbols.are_known:
+            return self._by_dynamo
+        values = self._symbols.values(args)
+        free = {symbol: size for symbol, size in values.items() if size > 1}  # code for one row is code of its own
+        single = [(symbol.name, size) for symbol, size in values.items() if size <= 1]
+        known = self._compiled.setdefault((*process_state(), *single, *self._symbols.fixed(args)), [])
         run = _serving(known, free)
+        if run is None and len(known) >= torch._dynamo.config.recompile_limit:
+            return self._by_dynamo
         if run is None:
             with compiling, lasting():
                 run = _serving(known, free)
@@ -61,6 +67,13 @@ class Ordinary:
                     run = self._compile(args, sizes)
                     known.append((sizes, run))
         return run
+
+    @functools.cached_property
+    def _by_dynamo(self) -> Callable[..., Any]:
+        """Dynamo once more, on a graph of its own: it looks at all inputs, and compiles when it is called."""
+        self._records.count_ordinary(0.0)
+        options = self._inner.settings(self._gm) or None
+        return torch.compile(self._gm, backend=self._inner.name, options=options, dynamic=True)
 
     def _compile(self, args: Sequence[Any], sizes: FreeSizes) -> Callable[..., Any]:
         started = time.perf_counter()
@@ -74,10 +87,6 @@ class Ordinary:
             compiled: Callable[..., Any] = lookup_backend(self._inner.name)(gm, fakes, **settings)
         self._records.count_ordinary(time.perf_counter() - started)
         return compiled
-
-
-def _shape_of(x: Any) -> Any:
-    return tuple(x.shape) if isinstance(x, Tensor) else x
 
 
 def _serving(known: Sequence[tuple[FreeSizes, Callable[..., Any]]], free: Sizes) -> Callable[..., Any] | None:
