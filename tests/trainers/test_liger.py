@@ -1,6 +1,5 @@
 """Models with Liger's functions: packed like those without, where the functions compute what their names say."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -86,7 +85,22 @@ class OtherGate(LigerGELUMulFunction):
         return dc * b, dc * a
 
 
-@pytest.mark.parametrize("other", [{"norm": OtherNorm}, {"gate": OtherGate}])
+class SwappedGate(LigerGELUMulFunction):
+    """The other operand goes through the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return LigerGELUMulFunction.forward(ctx, b, a)
+
+    @staticmethod
+    def backward(ctx: Any, dc: Tensor) -> Any:  # type: ignore[override]
+        return LigerGELUMulFunction.backward(ctx, dc)[::-1]
+
+
+OTHERS = [{"norm": OtherNorm}, {"gate": OtherGate}, {"gate": SwappedGate}]
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_functions_that_compute_something_else_are_called_as_they_are(other: dict[str, Any]) -> None:
     for function in other.values():
         function.__name__ = next(name for name in FUNCTIONS if issubclass(function, FUNCTIONS[name]))
@@ -94,7 +108,7 @@ def test_functions_that_compute_something_else_are_called_as_they_are(other: dic
     steps(model, FLOAT64, None, inner="eager")
 
 
-@pytest.mark.parametrize("other", [{"norm": OtherNorm}, {"gate": OtherGate}])
+@pytest.mark.parametrize("other", OTHERS)
 def test_they_would_be_wrong_by_name_alone(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "_computes", lambda *_: True)
     with pytest.raises(AssertionError, match="differ by more than"):
@@ -111,18 +125,13 @@ def test_other_backends_trace_the_functions_themselves() -> None:
     assert any("autograd_function_apply" in target for target in targets)
 
 
-@functools.cache
-def _examples() -> dict[str, Any]:
-    return {name: liger._KNOWN[name] for name in FUNCTIONS}
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_check_takes_what_computes_the_same(name: str, dtype: torch.dtype) -> None:
-    known = _examples()[name]
-    tensors = tuple(operand for operand, _ in known.operands)
+    known = liger._KNOWN[name]
+    types = tuple((operand, dtype) for operand, _ in known.operands)
     settings = (("eps", 1e-6), ("casting_mode", "llama")) if "eps" in known.arguments else ()
-    assert liger._computes(FUNCTIONS[name], known, tensors, settings, torch.device("cpu"), dtype)
+    assert liger._computes(FUNCTIONS[name], known, types, settings, torch.device("cpu"))
 
 
 def test_options_without_a_plain_form_are_left_to_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
