@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
-__all__ = ["FUNCTIONS", "patch_llama"]
+__all__ = ["FUNCTIONS", "LigerGELUMulFunction", "LigerRMSNormFunction", "gelu", "patch_llama", "slope_of_gelu"]
 
 
 class LigerRMSNormFunction(torch.autograd.Function):
@@ -77,18 +77,25 @@ class LigerSiLUMulFunction(torch.autograd.Function):
         return da.to(a.dtype), dc * down * silu.to(b.dtype), None, None
 
 
+def gelu(a: Tensor) -> Tensor:
+    return 0.5 * a * (1 + torch.tanh(0.7978845608028654 * (a + 0.044715 * a**3)))
+
+
+def slope_of_gelu(a: Tensor) -> Tensor:
+    t = torch.tanh(0.7978845608028654 * (a + 0.044715 * a**3))
+    return 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * a * a)
+
+
 class LigerGELUMulFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return 0.5 * a * (1 + torch.tanh(0.7978845608028654 * (a + 0.044715 * a**3))) * b
+        return gelu(a) * b
 
     @staticmethod
     def backward(ctx: Any, dc: Tensor) -> Any:  # type: ignore[override]
         a, b = ctx.saved_tensors
-        t = torch.tanh(0.7978845608028654 * (a + 0.044715 * a**3))
-        slope = 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * a * a)
-        return dc * slope * b, dc * 0.5 * a * (1 + t)
+        return dc * slope_of_gelu(a) * b, dc * gelu(a)
 
 
 FUNCTIONS: dict[str, type[torch.autograd.Function]] = {

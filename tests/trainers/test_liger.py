@@ -11,7 +11,7 @@ from tests.batches import Side, distinct_tokens, shared_batch
 from tests.models import TinyLM, zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, eager_step, loss_of, outcome, stats_of
 from tests.spellings import PADDED, SPELLINGS
-from tests.trainers.liger import FUNCTIONS, LigerGELUMulFunction, LigerRMSNormFunction, patch_llama
+from tests.trainers.liger import FUNCTIONS, LigerGELUMulFunction, LigerRMSNormFunction, gelu, patch_llama, slope_of_gelu
 from treefx.runtime.whole import liger
 
 SHAPES = [(4, 12), (6, 17), (3, 9)]
@@ -90,11 +90,13 @@ class SwappedGate(LigerGELUMulFunction):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        return LigerGELUMulFunction.forward(ctx, b, a)
+        ctx.save_for_backward(a, b)
+        return a * gelu(b)
 
     @staticmethod
     def backward(ctx: Any, dc: Tensor) -> Any:  # type: ignore[override]
-        return LigerGELUMulFunction.backward(ctx, dc)[::-1]
+        a, b = ctx.saved_tensors
+        return dc * gelu(b), dc * slope_of_gelu(b) * a
 
 
 OTHERS = [{"norm": OtherNorm}, {"gate": OtherGate}, {"gate": SwappedGate}]
