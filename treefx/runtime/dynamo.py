@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicCo
 from treefx.runtime.whole.direct_flash import keep_direct_calls_whole
 from treefx.runtime.whole.flash import keep_flash_whole
 from treefx.runtime.whole.heads import keep_heads_whole
+from treefx.runtime.whole.liger import write_liger_plainly
 
 __all__ = ["keep_graphs_whole", "role_of", "why_cut"]
 
@@ -39,6 +40,7 @@ def keep_graphs_whole() -> None:
     keep_flash_whole()
     keep_direct_calls_whole()
     keep_heads_whole()
+    write_liger_plainly()
 
 
 def why_cut(gm: fx.GraphModule) -> str | None:

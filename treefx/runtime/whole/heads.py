@@ -21,7 +21,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from treefx.passes.trace.heads import Head, register_head
 from treefx.runtime.whole.flash import trace_instead
 
-__all__ = ["keep_heads_whole"]
+__all__ = ["keep_heads_whole", "setting_of"]
 
 _MODULE, _NAME = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
 _TENSORS = ("hidden", "weight", "bias", "targets")
@@ -40,7 +40,7 @@ def keep_heads_whole() -> None:
         hidden = args[0].as_proxy().node.meta["example_value"]
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        settings = tuple(map(_constant, args[len(_TENSORS) :]))
+        settings = tuple(map(setting_of, args[len(_TENSORS) :]))
         made = Head(self.fn_cls, settings, dtype)
         there = [None if x is None else x.requires_grad for x in made.example(hidden.dtype)]
         given = [*args[: len(_TENSORS)], *map(ConstantVariable.create, (register_head(made), tuple(there)))]
@@ -49,7 +49,7 @@ def keep_heads_whole() -> None:
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
 
 
-def _constant(item: Any) -> Any:
+def setting_of(item: Any) -> Any:
     """A setting; with ``dynamic=True`` Dynamo passes floats as symbols, which are asked for their values here."""
     return item.evaluate_expr() if isinstance(item, SymNodeVariable) else item.guard_as_python_constant()
 

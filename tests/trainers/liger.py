@@ -1,0 +1,124 @@
+"""Functions with the names and arguments of Liger's, and their derivatives written by hand; and a Llama with them.
+
+Liger's own are Triton kernels for GPUs. What they compute is what their sources say (liger-kernel 0.8.5).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+
+__all__ = ["FUNCTIONS", "LigerGELUMulFunction", "LigerRMSNormFunction", "gelu", "patch_llama", "slope_of_gelu"]
+
+
+class LigerRMSNormFunction(torch.autograd.Function):
+    """Everything in float32 but the product with the weight, unless the mode says otherwise."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, X: Tensor, W: Tensor, eps: float, offset: float = 0.0, casting_mode: str = "llama",
+        in_place: bool = True, row_mode: Any = None,
+    ) -> Tensor:  # fmt: skip
+        wide = X if casting_mode == "none" else X.float()
+        rstd = torch.rsqrt((wide * wide).sum(-1, keepdim=True) / X.shape[-1] + eps)
+        ctx.save_for_backward(X, W, rstd)
+        ctx.offset, ctx.in_place = offset, in_place
+        return ((wide * rstd).to(X.dtype) * (offset + W)).to(X.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> Any:  # type: ignore[override]
+        X, W, rstd = ctx.saved_tensors
+        m, normed = dY * (W + ctx.offset), X * rstd
+        dX = rstd * (m - normed * (m * normed).sum(-1, keepdim=True) / X.shape[-1])
+        dW = (dY * normed).flatten(0, -2).sum(0)
+        return (dY.copy_(dX) if ctx.in_place else dX.to(X.dtype)), dW.to(W.dtype), None, None, None, None, None
+
+
+class LigerRopeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1,
+        rotary_dim: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(cos, sin)
+        return _turn(q, cos, sin), _turn(k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _turn(dq, cos, -sin), _turn(dk, cos, -sin), None, None, None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    c, s = cos[:, None, :, :half], sin[:, None, :, :half]
+    return torch.cat([x[..., :half] * c - x[..., half:] * s, x[..., half:] * c + x[..., :half] * s], -1)
+
+
+class LigerSiLUMulFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.factors = gate_multiplier, down_multiplier
+        wide = a.float() * gate_multiplier
+        return (wide * wide.sigmoid()).to(b.dtype) * b * down_multiplier
+
+    @staticmethod
+    def backward(ctx: Any, dc: Tensor) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        gate, down = ctx.factors
+        wide = a.float() * gate
+        sigmoid = wide.sigmoid()
+        silu = wide * sigmoid
+        da = dc * down * (silu * (1 - sigmoid) + sigmoid) * b * gate
+        return da.to(a.dtype), dc * down * silu.to(b.dtype), None, None
+
+
+def gelu(a: Tensor) -> Tensor:
+    return 0.5 * a * (1 + torch.tanh(0.7978845608028654 * (a + 0.044715 * a**3)))
+
+
+def slope_of_gelu(a: Tensor) -> Tensor:
+    t = torch.tanh(0.7978845608028654 * (a + 0.044715 * a**3))
+    return 0.5 * (1 + t) + 0.5 * a * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * a * a)
+
+
+class LigerGELUMulFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return gelu(a) * b
+
+    @staticmethod
+    def backward(ctx: Any, dc: Tensor) -> Any:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return dc * slope_of_gelu(a) * b, dc * gelu(a)
+
+
+FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
+    item.__name__: item
+    for item in (LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction, LigerGELUMulFunction)
+}
+
+
+def patch_llama(monkeypatch: pytest.MonkeyPatch, gate: str = "LigerSiLUMulFunction", **others: Any) -> None:
+    """Put the functions where ``apply_liger_kernel_to_llama`` puts Liger's; ``others`` in place of some of them."""
+    functions: dict[str, Any] = {**FUNCTIONS, **others}
+
+    def norm(self: nn.Module, hidden: Tensor) -> Tensor:
+        apply: Callable[..., Tensor] = functions["LigerRMSNormFunction"].apply
+        return apply(hidden, self.weight, self.variance_epsilon, 0.0, "llama", True, None)
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        return functions["LigerRopeFunction"].apply(q, k, cos, sin, None, unsqueeze_dim)
+
+    def gated(self: Any, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down_proj(functions[gate].apply(self.gate_proj(x), self.up_proj(x)))
+        return hidden
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated)

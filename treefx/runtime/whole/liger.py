@@ -1,0 +1,230 @@
+"""What Dynamo traces in place of Liger's functions, where treefx compiles: the plain operators that they compute.
+
+Liger's norms, rotary embeddings, gated products and cross entropy are ``autograd.Function`` s around Triton kernels.
+Nothing can be proved of those, so that each of them would run on rows; and what they fuse by hand, the inner compiler
+fuses by itself. They are known by the name of their class and their arguments, and taken if they compute on a small
+example, forward and backward, what the plain operators do. Others, and options without a plain form here, are traced as
+they are.
+
+Before::
+
+    y = LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", True)
+
+After::
+
+    y = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.variables import TensorVariable, UserFunctionVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from treefx.passes.trace.flash import autograd_recorded
+from treefx.runtime.whole.heads import setting_of
+
+__all__ = ["write_liger_plainly"]
+
+_CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}
+"""Largest difference from the plain form, of numbers near 1: kernels compute in float32. In half precisions another."""
+_HALF = 3e-2
+
+
+def write_liger_plainly() -> None:
+    """Let Dynamo trace plain operators in place of such functions, where treefx compiles."""
+    original = AutogradFunctionVariable.call_apply
+
+    @functools.wraps(original)
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
+        plain = _plain_form(self.fn_cls, args, kwargs) if ours else None
+        if plain is None:
+            return original(self, tx, args, kwargs)
+        return UserFunctionVariable(cast(FunctionType, plain)).call_function(tx, [*args], dict(kwargs))
+
+    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+
+
+def _plain_form(function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Callable[..., Any] | None:
+    """The plain form of a call, if there is one that computes the same."""
+    known = _KNOWN.get(function.__name__)
+    if known is None:
+        return None
+    try:
+        given = inspect.signature(known.plain).bind(*args, **kwargs).arguments
+        settings = {name: setting_of(x) for name, x in given.items() if not isinstance(x, TensorVariable)}
+    except (NotImplementedError, TypeError):
+        return None
+    names = tuple(inspect.signature(function.forward).parameters)[1:]
+    if names[: len(known.arguments)] != known.arguments or not known.takes(settings):
+        return None
+    tensors = {name: x.as_proxy().node.meta["example_value"] for name, x in given.items() if name not in settings}
+    if not known.fits(tensors):
+        return None
+    device = tensors[known.arguments[0]].device
+    types = tuple((name, x.dtype) for name, x in tensors.items())
+    return known.plain if _computes(function, known, types, tuple(settings.items()), device) else None
+
+
+# What they compute ----------------------------------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least in float32, in which the kernels compute."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def _rms_norm(
+    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True,
+    row_mode: bool | None = None,
+) -> Tensor:  # fmt: skip
+    wide = X if casting_mode == "none" else _wide(X)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = normed.to(X.dtype) if casting_mode == "llama" else normed
+    if W is None:
+        return normed.to(X.dtype)
+    return (normed * (offset + (_wide(W) if casting_mode == "gemma" else W))).to(X.dtype)
+
+
+def _layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(_wide(X), X.shape[-1:], _wide(W), _wide(B), eps).to(X.dtype)
+
+
+def _rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [B, H, T, D] and k [B, Hkv, T, D]; cos and sin [B or 1, T, D], whose halves are equal."""
+    half = cos.shape[-1] // 2
+    c, s = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b, rest = x[..., :half].to(s.dtype), x[..., half : 2 * half].to(s.dtype), x[..., 2 * half :]
+        return torch.cat([(a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype), rest], -1)
+
+    return turned(q), turned(k)
+
+
+def _silu_mul(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+    return F.silu(_wide(a) * gate_multiplier).to(b.dtype) * b * down_multiplier
+
+
+def _gelu_mul(a: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(_wide(a), approximate="tanh").to(b.dtype) * b
+
+
+def _relu_squared(X: Tensor) -> Tensor:
+    return F.relu(X).square()
+
+
+# Which of them --------------------------------------------------------------------------------------------------------
+
+
+_SHAPES = {
+    "rows": (1, 6, 16), "weight": (16,), "heads": (1, 2, 6, 16), "angles": (1, 6, 16),
+}  # fmt: skip
+"""Small operands, by their kind."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A function of Liger.
+
+    Attributes:
+        plain: The same in plain operators, of the same arguments.
+        arguments: Its first ones, by name; a class of this name with others is another one.
+        operands: The kinds of those that are tensors.
+        settings: What settings may be for the plain form to hold, by name; any other one may be anything.
+    """
+
+    plain: Callable[..., Any]
+    arguments: tuple[str, ...]
+    operands: tuple[tuple[str, str], ...]
+    settings: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    def takes(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a call's settings have a plain form."""
+        return all(settings.get(name, allowed[0]) in allowed for name, allowed in self.settings)
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a call's tensors are operands of the kinds known, rows of any number of dimensions."""
+        kinds = dict(self.operands)
+        return all(
+            name in kinds and (kinds[name] == "rows" or x.dim() == len(_SHAPES[kinds[name]]))
+            for name, x in tensors.items()
+        )
+
+
+_ROWS = (("a", "rows"), ("b", "rows"))
+_KNOWN = {
+    "LigerRMSNormFunction": _Known(
+        _rms_norm, ("X", "W", "eps", "offset", "casting_mode"), (("X", "rows"), ("W", "weight")),
+        (("casting_mode", ("llama", "gemma", "none")),),
+    ),
+    "LigerLayerNormFunction": _Known(
+        _layer_norm, ("X", "W", "B", "eps"), (("X", "rows"), ("W", "weight"), ("B", "weight"))
+    ),
+    "LigerRopeFunction": _Known(
+        _rope, ("q", "k", "cos", "sin"), (("q", "heads"), ("k", "heads"), ("cos", "angles"), ("sin", "angles")),
+        (("unsqueeze_dim", (1,)), ("rotary_dim", (None,))),
+    ),
+    "LigerSiLUMulFunction": _Known(_silu_mul, ("a", "b"), _ROWS),
+    "LigerGELUMulFunction": _Known(_gelu_mul, ("a", "b"), _ROWS),
+    "LigerReLUSquaredFunction": _Known(_relu_squared, ("X",), (("X", "rows"),)),
+}  # fmt: skip
+
+
+@functools.cache
+def _computes(
+    function: type[torch.autograd.Function], known: _Known, types: tuple[tuple[str, torch.dtype], ...],
+    settings: tuple[tuple[str, Any], ...], device: torch.device,
+) -> bool:  # fmt: skip
+    """Whether a function and its plain form agree, asked once per form of a call: results, and all gradients."""
+    kinds = dict(known.operands)
+    with unset_fake_temporarily(), autograd_recorded(), torch.inference_mode(mode=False), torch._C._DisableAutocast():
+        operands = {name: _example(seed, kinds[name], device, dtype) for seed, (name, dtype) in enumerate(types)}
+        try:
+            found, expected = (_results(run, known, operands, dict(settings)) for run in (function.apply, known.plain))
+        except Exception:  # it says so again where the model calls it
+            return False
+        close = max(_CLOSE.get(dtype, _HALF) for _, dtype in types)
+        return all(map(functools.partial(_are_close, close), found, expected))
+
+
+def _example(seed: int, kind: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(_SHAPES[kind], generator=generator, dtype=torch.float64)
+    x = torch.cat([x.chunk(2, -1)[0]] * 2, -1) if kind == "angles" else x
+    return x.to(device, dtype).requires_grad_(kind != "angles")
+
+
+def _results(
+    run: Callable[..., Any], known: _Known, operands: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> list[Tensor]:
+    """Results, and gradients of all operands that have one."""
+    given = {**settings, **{name: x * 1.0 for name, x in operands.items()}}  # a function may write into its own
+    parameters = inspect.signature(known.plain).parameters
+    last = max(number for number, name in enumerate(parameters) if name in given)
+    handed = [given.get(name, item.default) for name, item in list(parameters.items())[: last + 1]]
+    found = run(*handed)
+    results = list(found) if isinstance(found, tuple) else [found]
+    weights = [torch.arange(x.numel(), device=x.device).cos().view_as(x).to(x.dtype) for x in results]
+    leaves = [x for x in operands.values() if x.requires_grad]
+    kept = [x.detach().clone() for x in results]  # its backward may write into what it gets
+    return kept + list(torch.autograd.grad(results, leaves, weights))
+
+
+def _are_close(close: float, found: Tensor, expected: Tensor) -> bool:
+    alike = found.shape == expected.shape and found.dtype == expected.dtype
+    return alike and bool((found.double() - expected.double()).abs().max() <= close * (1 + expected.abs().max()))
