@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import treefx
 from tests.backend.native import rollouts
 from tests.models import double
-from tests.oracle import FLOAT64, Outcome, assert_close, separate_rows
+from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, separate_rows
 from tests.planning.cuts import every_node, random_cuts, uncut
 from tests.trainers.test_distributed import run_ranks
 from treefx.planning.cost.model import Seconds
@@ -41,25 +42,23 @@ def llama(checkpointing: bool = False) -> Any:
     return model
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    model.compile(backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
+def compiled(model: nn.Module, inner: str = "eager") -> nn.Module:
+    model.compile(backend="treefx", options={"inner": inner, "min_sharing": 1.0})
     return model
 
 
-def sharded() -> nn.Module:
-    model = llama()
+def sharded(checkpointing: bool = False, inner: str = "eager") -> nn.Module:
+    model = llama(checkpointing)
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
-    return compiled(model)
+    return compiled(model, inner)
 
 
-def head_apart() -> nn.Module:
-    """Two modules in one group, which is another way to hang hooks; checkpoints; gradients reduced in another dtype."""
-    model, policy = (
-        llama(checkpointing=True),
-        MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64),
-    )
+def mixed_precision() -> nn.Module:
+    """Computes in float32, reduces gradients in float64; norm and head are one group, with hooks of its own."""
+    model = llama()
+    policy = MixedPrecisionPolicy(torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
     for modules in ([model.model.norm, model.lm_head], *model.model.layers, model):
         fully_shard(modules, mp_policy=policy)
     return compiled(model)
@@ -69,12 +68,13 @@ def replicated() -> nn.Module:
     return DistributedDataParallel(compiled(llama(checkpointing=True)))
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "fsdp2": (sharded, False),
-    "fsdp2, head apart, checkpointing, accumulation": (head_apart, True),
-    "ddp, checkpointing, accumulation": (replicated, True),
+CASES: dict[str, tuple[Callable[[], nn.Module], bool, float]] = {
+    "fsdp2": (sharded, False, FLOAT64),
+    "fsdp2, checkpointing, accumulation": (partial(sharded, True), True, FLOAT64),
+    "fsdp2, mixed precision, accumulation": (mixed_precision, True, FLOAT32),
+    "ddp, checkpointing, accumulation": (replicated, True, FLOAT64),
 }
-"""How to build the model, and whether gradients of the first two steps stay where they are until the third."""
+"""How to build the model, whether gradients of the first two steps stay where they are until the third, how exact."""
 
 # On every rank --------------------------------------------------------------------------------------------------------
 
@@ -135,15 +135,21 @@ def worker(rank: int, port: int, folder: str, world: str, task: str) -> None:
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=SHORT if task in HANGING else SECONDS)
     dist.init_process_group("gloo", rank=rank, world_size=int(world), timeout=limit)
-    found: Any = {}
-    if task == "train":
-        for name, (build, accumulate) in CASES.items():
-            torch._dynamo.reset()
-            found[name] = list(train(build(), rank, accumulate))
-    else:
-        found = {**HANGING, "failure": failure}[task](rank)
+    found = TASKS[task](rank)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def train_all(rank: int) -> dict[str, Any]:
+    found = {}
+    for name, (build, accumulate, _) in CASES.items():
+        torch._dynamo.reset()
+        found[name] = list(train(build(), rank, accumulate))
+    return found
+
+
+def train_first(rank: int) -> dict[str, Any]:
+    return {"fsdp2": list(train(sharded(), rank, False))}
 
 
 # Against one process --------------------------------------------------------------------------------------------------
@@ -161,14 +167,12 @@ def test_two_ranks_match_one_process(results: Any, name: str) -> None:
 
 @pytest.mark.sample(8)
 def test_four_ranks_match_one_process(tmp_path: Path) -> None:
-    found = run_ranks(__name__, tmp_path, "4", "train", seconds=SECONDS, world=4)
-    for name in CASES:
-        check(found, name)
+    check(run_ranks(__name__, tmp_path, "4", "train first", seconds=SECONDS, world=4), "fsdp2")
 
 
 def check(results: list[dict[str, Any]], name: str) -> None:
     """Losses and gradients of all ranks against separate rows in one process, with the same updates."""
-    model, accumulate = llama(), CASES[name][1]
+    model, (_, accumulate, limit) = llama(), CASES[name]
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     gradients: dict[str, Tensor] = {}
     for number, rows in enumerate(STEPS):
@@ -177,7 +181,7 @@ def check(results: list[dict[str, Any]], name: str) -> None:
         gradients = {key: gradients.get(key, 0) + g for key, g in one.gradients.items() if g is not None}
         for result in results:
             loss, got = result[name][number]
-            assert_close(Outcome(loss, got or dict(gradients)), Outcome(one.loss, dict(gradients)), FLOAT64)
+            assert_close(Outcome(loss, got or dict(gradients)), Outcome(one.loss, dict(gradients)), limit)
         if accumulate and number < len(STEPS) - 1:
             continue
         for key, parameter in model.named_parameters():
@@ -186,11 +190,41 @@ def check(results: list[dict[str, Any]], name: str) -> None:
         gradients = {}
 
 
+def planned(rank: int) -> dict[str, Any]:
+    """Measured under FSDP2, planned for less memory than one part needs, and told about by the inspector."""
+    model: Any = sharded(inner="aot_eager")
+    own = plan_of(STEPS[0], rank).forest
+    profile = treefx.profile(model, own, lengths=(3, 5))
+    left = [whole(p.grad) for p in model.parameters()]
+    whole_plan = treefx.plan(own, profile, memory_limit_bytes=2**40)
+    resident = int(profile.cost.resident_bytes)
+    limit = resident + int((whole_plan.peak_bytes - resident) * 0.8)
+    plan = treefx.plan(own, profile, memory_limit_bytes=limit)
+    loss = step(model, plan)
+    dist.all_reduce(loss)
+    gradients = {key: whole(p.grad) for key, p in model.named_parameters()}
+    full = sum(2 * p.numel() * p.element_size() for p in model.parameters())
+    stats = treefx.inspect(model).stats
+    return {
+        "left": left, "parts": (len(whole_plan.parts), len(plan.parts)), "loss": loss, "gradients": gradients,
+        "resident": resident - full, "ran": stats["ran"], "fallback": stats["fallback"],
+    }  # fmt: skip
+
+
+def test_measured_and_planned_under_fsdp2(tmp_path: Path) -> None:
+    for found in run_ranks(__name__, tmp_path, "2", "planned", seconds=SECONDS):
+        assert found["left"] == [None] * len(found["left"])
+        assert found["parts"][1] > found["parts"][0]
+        assert found["resident"] > 0  # the shards, beside the whole parameters
+        assert (found["ran"], found["fallback"]) == ("packed", None)
+        assert_close(Outcome(found["loss"], found["gradients"]), one_step(), FLOAT64)
+
+
 # What fails -----------------------------------------------------------------------------------------------------------
 
 
 def failure(rank: int) -> dict[str, Any]:
-    """A loss that fails on one rank, in its second part, then a step on all; at last a rank that is no more."""
+    """A loss that fails on one rank, in its second part, then a step on all."""
     model = sharded()
     calls: list[int] = []
 
@@ -212,14 +246,19 @@ def failure(rank: int) -> dict[str, Any]:
     return found
 
 
+def one_step() -> Outcome:
+    """The first step in one process."""
+    rows = STEPS[0]
+    predicted = sum(len(row) - 1 for row in rows)
+    return separate_rows(llama(), rows, [[1.0 / predicted] * len(row) for row in rows])
+
+
 def test_a_failing_rank_fails_all(tmp_path: Path) -> None:
     failed, other = run_ranks(__name__, tmp_path, "2", "failure", seconds=SECONDS)
     assert failed["error"] == ("ValueError", "no reward")
     assert other["error"][0] == "RankError"
     assert "rank 0 failed" in other["error"][1]
-    rows = STEPS[0]
-    predicted = sum(len(row) - 1 for row in rows)
-    expected = separate_rows(llama(), rows, [[1.0 / predicted] * len(row) for row in rows])
+    expected = one_step()
     for found in (failed, other):
         assert found["left"] == [None] * len(found["left"])
         assert_close(Outcome(found["loss"], found["gradients"]), expected, FLOAT64)
@@ -244,6 +283,14 @@ def without_gradients_of_idle_ranks(rank: int) -> None:
 HANGING: dict[str, Callable[[int], None]] = {
     "as FSDP2 does": as_fsdp2_does,
     "without gradients of idle ranks": without_gradients_of_idle_ranks,
+}
+
+TASKS: dict[str, Callable[[int], Any]] = {
+    "train": train_all,
+    "train first": train_first,
+    "planned": planned,
+    "failure": failure,
+    **HANGING,
 }
 
 

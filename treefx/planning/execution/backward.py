@@ -12,11 +12,10 @@ from torch import Tensor
 from treefx.errors import CoupledLossError, InputError
 from treefx.forests.forest import Forest
 from treefx.inspection.compiled_modules import modules_of
-from treefx.kernels.common import accumulation_dtype
 from treefx.losses.metrics import all_or_nothing
 from treefx.planning.execution.boundary import all_edges
 from treefx.planning.execution.execute import Executor, LogProbs, Loss, Model, logits_logprobs
-from treefx.planning.execution.ranks import Ranks, apart
+from treefx.planning.execution.ranks import Ranks, apart, common_dtype
 from treefx.planning.execution.ranks_of import ranks_of
 from treefx.planning.search.part import Step
 from treefx.planning.search.plan import Plan
@@ -91,7 +90,7 @@ def backward(
         raise
     gradients.add()
     ranks.reduce()
-    return value
+    return value.to(common_dtype(ranks, value.dtype))
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class _Session:
 def _run(model: Model, plan: Plan, loss: Loss, session: _Session) -> Tensor:
     forest = plan.forest.to(_device_of(model.compiled, plan))
     if session.ranks.groups and forest.share is not None and forest.share.is_idle:
-        return _nothing(model, forest)  # its one row has no weight, and the others wait for no part
+        return torch.zeros((), device=forest.device)  # its one row has no weight, and the others wait for no part
     try:
         return _run_parts(model, forest, plan, loss, session, session.additive is not False)
     except CoupledLossError:
@@ -134,14 +133,7 @@ def _run_parts(model: Model, forest: Forest, plan: Plan, loss: Loss, session: _S
 
 def _run_additive(executor: Executor, steps: Iterable[Step]) -> Tensor:
     executor.run(steps)
-    return _nothing(executor.model, executor.forest) if executor.value is None else executor.value
-
-
-def _nothing(model: Model, forest: Forest) -> Tensor:
-    """The loss of no edges, in the dtype that losses have, so that ranks can add theirs up."""
-    floating = [x for each in modules_of(model.compiled) for x in each.parameters() if x.is_floating_point()]
-    dtype = accumulation_dtype(floating[0]) if floating else None
-    return torch.zeros((), dtype=dtype, device=forest.device)
+    return torch.zeros((), device=executor.forest.device) if executor.value is None else executor.value
 
 
 def _run_in_two_passes(executor: Executor, plan: Plan, steps: Iterable[Step]) -> Tensor:

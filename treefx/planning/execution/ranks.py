@@ -16,12 +16,13 @@ from torch import Tensor
 
 from treefx.errors import RankError
 
-__all__ = ["Ranks", "agree", "apart"]
+__all__ = ["Ranks", "agree", "apart", "common_dtype"]
 
 _FAILED = (
     "rank {} failed in a step that all ranks run together, so no rank changed its gradients; its own error says why. "
     "Run the step again on all ranks, or end them all"
 )
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Ranks:
@@ -37,6 +38,10 @@ class Ranks:
 
     def begin(self) -> None:
         """With all other ranks: make the model one that runs without them."""
+
+    def resident_bytes(self) -> int:
+        """What is held while parts run, beside the model's parameters and gradients as it then has them."""
+        return 0
 
     def settle(self) -> None:
         """Between two backwards: put gradients where they add up."""
@@ -100,3 +105,9 @@ def agree(ranks: Ranks, flags: Tensor) -> Tensor:
     for group in ranks.groups:
         dist.all_reduce(told, dist.ReduceOp.MAX, group)
     return told.cpu() != 0
+
+
+def common_dtype(ranks: Ranks, dtype: torch.dtype) -> torch.dtype:
+    """The widest of all ranks' dtypes: a loss of no edges has none of its own, and what ranks add up has to agree."""
+    told = agree(ranks, torch.tensor([dtype == each for each in _DTYPES])) if ranks.groups else torch.zeros(0)
+    return _DTYPES[int(told.nonzero().max())] if told.any() else dtype

@@ -56,6 +56,15 @@ class Sharded(Ranks):
         self.forget()
         self._undo = [undo for root in self.roots for x in root.modules() for undo in _as_written(x)]
 
+    def resident_bytes(self) -> int:
+        """The shards and their gradients, and gradients in the dtype they are reduced in."""
+        total = 0
+        for item in self._fsdp_parameters():
+            shard, full = item.sharded_param.to_local(), item.unsharded_param
+            wide = item.reduce_dtype if item.reduce_dtype != full.dtype else None
+            total += 2 * shard.numel() * shard.element_size() + (full.numel() * wide.itemsize if wide else 0)
+        return total
+
     def settle(self) -> None:
         """To the dtype that gradients are reduced in, where that is another."""
         for item in self._fsdp_parameters():
