@@ -86,13 +86,13 @@ def plan_of(rows: list[list[int]], rank: int) -> Plan:
     return [recomputed, uncut(own), random_cuts(own, 1), every_node(own)][rank]
 
 
-def step(model: nn.Module, plan: Plan) -> Tensor:
+def step(model: nn.Module, plan: Plan, additive: bool | None = None) -> Tensor:
     """Gradients of the token mean over all ranks' rows; FSDP2 and DDP divide by the number of ranks."""
 
     def loss(logp: Tensor, part: treefx.Forest) -> Tensor:
         return dist.get_world_size() * treefx.losses.sft(logp, part, reduction="token_mean")
 
-    return treefx.backward(model, plan, loss) / dist.get_world_size()
+    return treefx.backward(model, plan, loss, additive=additive) / dist.get_world_size()
 
 
 def whole(x: Tensor | None) -> Tensor | None:
@@ -203,10 +203,14 @@ def planned(rank: int) -> dict[str, Any]:
     loss = step(model, plan)
     dist.all_reduce(loss)
     gradients = {key: whole(p.grad) for key, p in model.named_parameters()}
+    model.zero_grad()
+    step(model, plan, additive=False)  # log-probabilities first, then the parts once more
+    again = {key: whole(p.grad) for key, p in model.named_parameters()}
     full = sum(2 * p.numel() * p.element_size() for p in model.parameters())
     stats = treefx.inspect(model).stats
     return {
-        "left": left, "parts": (len(whole_plan.parts), len(plan.parts)), "loss": loss, "gradients": gradients,
+        "left": left, "parts": (len(whole_plan.parts), len(plan.parts)), "loss": loss,
+        "gradients": gradients, "again": again,
         "resident": resident - full, "ran": stats["ran"], "fallback": stats["fallback"],
     }  # fmt: skip
 
@@ -217,7 +221,8 @@ def test_measured_and_planned_under_fsdp2(tmp_path: Path) -> None:
         assert found["parts"][1] > found["parts"][0]
         assert found["resident"] > 0  # the shards, beside the whole parameters
         assert (found["ran"], found["fallback"]) == ("packed", None)
-        assert_close(Outcome(found["loss"], found["gradients"]), one_step(), FLOAT64)
+        for gradients in (found["gradients"], found["again"]):
+            assert_close(Outcome(found["loss"], gradients), one_step(), FLOAT64)
 
 
 # What fails -----------------------------------------------------------------------------------------------------------
