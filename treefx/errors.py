@@ -10,6 +10,7 @@ __all__ = [
     "ForestError",
     "InputError",
     "MemoryLimitError",
+    "RankError",
     "RecordError",
     "TreefxError",
     "UnsupportedError",
@@ -50,3 +51,7 @@ class CoupledLossError(UnsupportedError):
 
 class MemoryLimitError(TreefxError):
     """No plan runs within the memory limit; the message names the token path and the bytes it needs."""
+
+
+class RankError(TreefxError):
+    """Another rank failed in a step that all ranks run together; the message names it."""

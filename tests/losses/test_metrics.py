@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.losses.test_preferences import Pairs, compared, row_sums
 from tests.losses.textbook import Batch, Values, batches, row_logprobs, some_edges
 from treefx import Forest, edge_logprobs, losses
+from treefx.losses.metrics import all_or_nothing
 
 some = settings(max_examples=25)
 
@@ -154,3 +155,16 @@ def test_metrics_of_kto_and_orpo_have_trainers_names() -> None:
     assert {"nll_loss", "log_odds_chosen", "log_odds_ratio"} < set(metrics.means())
     metrics.clear()
     assert metrics.means() == {}
+
+
+def test_what_failed_around_is_forgotten_too() -> None:
+    """A plan is run again inside of a step that another rank may end."""
+    metrics, values = losses.Metrics(), torch.ones(2)
+    metrics.add("kept", values, values)
+    with pytest.raises(ValueError, match="other rank"), all_or_nothing():
+        metrics.add("around", values, values)
+        with all_or_nothing():
+            metrics.add("kept", values, values)
+        raise ValueError("other rank")
+    assert set(metrics.totals) == {"kept"}
+    assert metrics.totals["kept"].tolist() == [2.0, 2.0]

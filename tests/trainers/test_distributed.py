@@ -147,14 +147,14 @@ def train_cases(rank: int, port: int, folder: str, cases: Cases) -> None:
     dist.destroy_process_group()
 
 
-def run_ranks(module: str, folder: Path, *more: str, seconds: float = 500) -> list[Any]:
+def run_ranks(module: str, folder: Path, *more: str, seconds: float = 500, world: int = WORLD) -> list[Any]:
     """Run ``worker(rank, port, folder, *more)`` of a module in one process per rank; what each wrote."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     root = Path(__file__).parents[2]
     ranks = []
-    for rank in range(WORLD):
+    for rank in range(world):
         # The folder of the repository comes last: libraries look for packages called kernels.
         call = f"worker(*{(rank, port, str(folder), *more)!r})"
         code = f"import sys; sys.path.append({str(root)!r}); from {module} import worker; {call}"
@@ -166,7 +166,7 @@ def run_ranks(module: str, folder: Path, *more: str, seconds: float = 500) -> li
     finally:
         for running in ranks:
             running.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ _CHANGED: ContextVar[dict[int, tuple[Metrics, dict[str, Tensor]]] | None] = Cont
 def all_or_nothing() -> Iterator[None]:
     """Forget what was added to any metrics in here if an exception leaves: what is run again counts once."""
     changed: dict[int, tuple[Metrics, dict[str, Tensor]]] = {}
-    token = _CHANGED.set(changed)
+    around, token = _CHANGED.get(), _CHANGED.set(changed)
     try:
         yield
     except BaseException:
@@ -77,3 +77,5 @@ def all_or_nothing() -> Iterator[None]:
         raise
     finally:
         _CHANGED.reset(token)
+    if around is not None:
+        around.update(changed | around)

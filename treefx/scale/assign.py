@@ -78,8 +78,9 @@ def assign(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:
     Every row is on exactly one rank, so that edge weights, which sum over a rank's rows, count a shared prefix once
     however many ranks compute it. The means of `treefx.losses` divide by the whole's weights (`Forest.share`). So
     losses and gradients **sum** over the ranks to the whole's: with DDP, which divides by their number, multiply the
-    loss by it; with FSDP2 use `set_gradient_divide_factor(1.0)`. Values per row may be given for all rows. A rank for
-    which nothing is left gets the shortest row with weight 0, so that it takes part in every collective.
+    loss by it; with FSDP2 use `set_gradient_divide_factor(1.0)` on every sharded module. Values per row may be given
+    for all rows. A rank for which nothing is left gets the shortest row with weight 0, so that it takes part in every
+    collective; `treefx.backward`, which has none in its parts, does not run it.
 
     Args:
         forest: all rows of the step, the same on every rank.

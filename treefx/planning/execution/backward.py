@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from treefx.inspection.compiled_modules import modules_of
 from treefx.losses.metrics import all_or_nothing
 from treefx.planning.execution.boundary import all_edges
 from treefx.planning.execution.execute import Executor, LogProbs, Loss, Model, logits_logprobs
+from treefx.planning.execution.ranks import Ranks, apart, common_dtype
+from treefx.planning.execution.ranks_of import ranks_of
 from treefx.planning.search.part import Step
 from treefx.planning.search.plan import Plan
 
@@ -31,6 +34,12 @@ def backward(
     progress: bool = False,
 ) -> Tensor:
     """Run a plan: the forward and the backward of all its parts.
+
+    On a model sharded by FSDP2 (compiled as a whole) or wrapped by DDP all ranks call it together, each with the plan
+    of its own forest (`treefx.scale.assign`), of any number of parts; a rank for which nothing was left runs none.
+    Gradients are reduced once, after the last part, as FSDP2 or DDP would; in `no_sync`, or after
+    `set_requires_gradient_sync(False)`, they stay. Under FSDP2 all parameters are gathered for so long. If one rank
+    fails, all do.
 
     Gradients add into `.grad`, once, when all are there: an exception in the middle leaves `.grad` as it was, and
     `treefx.losses.Metrics` too. Hooks on parameters run once per part.
@@ -56,13 +65,14 @@ def backward(
         progress: show a progress bar.
 
     Returns:
-        The loss, a scalar without gradient.
+        The loss, a scalar without gradient; of this rank's forest.
 
     Raises:
         InputError: `plan` is not a Plan, or the loss is no scalar tensor.
         UnsupportedError: the model cannot run in parts; the message says why.
         ForestError: the log-probabilities or the loss do not fit the forest.
         CoupledLossError: a loss reads whole rows, and `additive` is True.
+        RankError: another rank failed.
 
     Example:
         >>> plan = treefx.plan(forest, profile, memory_limit_bytes=24 * 2**30)
@@ -70,29 +80,55 @@ def backward(
     """
     if not isinstance(plan, Plan):
         raise InputError(f"backward expected a plan from treefx.plan, got {type(plan).__name__}")
-    kwargs = {"use_cache": False} if model_kwargs is None else model_kwargs
-    forest = plan.forest.to(_device_of(compiled, plan))
-    model = Model(compiled, kwargs, logprobs)
+    model = Model(compiled, {"use_cache": False} if model_kwargs is None else model_kwargs, logprobs)
+    ranks, gradients = ranks_of(compiled), _Gradients()
     try:
-        return _run(model, forest, plan, loss, additive is not False, progress)
-    except CoupledLossError:
-        if additive is not None:
-            raise
-    return _run(model, forest, plan, loss, False, progress)
-
-
-def _run(model: Model, forest: Forest, plan: Plan, loss: Loss, additive: bool, progress: bool) -> Tensor:
-    gradients = _Gradients()
-    executor = Executor(model, forest, plan.schedule, loss, gradients.adopt)
-    steps = _tracked(plan.steps, progress)
-    try:
-        with torch.enable_grad(), all_or_nothing():
-            value = _run_additive(executor, steps) if additive else _run_in_two_passes(executor, plan, steps)
+        with torch.enable_grad(), all_or_nothing(), apart(ranks):
+            value = _run(model, plan, loss, _Session(ranks, gradients, additive, progress))
     except BaseException:
         gradients.put_back()
         raise
     gradients.add()
-    return value
+    ranks.reduce()
+    return value.to(common_dtype(ranks, value.dtype))
+
+
+@dataclass(frozen=True)
+class _Session:
+    """How a plan is run: what stays the same when it is run again."""
+
+    ranks: Ranks
+    gradients: _Gradients
+    additive: bool | None
+    progress: bool
+
+    def before_backward(self, roots: list[Tensor], own: list[Tensor]) -> None:
+        self.ranks.settle()
+        self.gradients.adopt(roots, own)
+
+    def forget(self) -> None:
+        self.ranks.forget()
+        self.gradients.put_back()
+
+
+def _run(model: Model, plan: Plan, loss: Loss, session: _Session) -> Tensor:
+    forest = plan.forest.to(_device_of(model.compiled, plan))
+    if session.ranks.groups and forest.share is not None and forest.share.is_idle:
+        return torch.zeros((), device=forest.device)  # its one row has no weight, and the others wait for no part
+    try:
+        return _run_parts(model, forest, plan, loss, session, session.additive is not False)
+    except CoupledLossError:
+        if session.additive is not None:
+            raise
+    session.forget()
+    return _run_parts(model, forest, plan, loss, session, False)
+
+
+def _run_parts(model: Model, forest: Forest, plan: Plan, loss: Loss, session: _Session, additive: bool) -> Tensor:
+    executor = Executor(model, forest, plan.schedule, loss, session.before_backward)
+    steps = _tracked(plan.steps, session.progress)
+    with all_or_nothing():
+        return _run_additive(executor, steps) if additive else _run_in_two_passes(executor, plan, steps)
 
 
 def _run_additive(executor: Executor, steps: Iterable[Step]) -> Tensor:
@@ -149,6 +185,7 @@ class _Gradients:
         """Restore `.grad` as it was."""
         for leaf, before in self._before.items():
             leaf.grad = before
+        self._before = {}
 
     def add(self) -> None:
         """Add what was made to what was there."""

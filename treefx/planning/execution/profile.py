@@ -42,6 +42,8 @@ from treefx.planning.cost.model import LOGITS_ROWS, MONOMIALS, Bytes, CostModel,
 from treefx.planning.execution.execute import LogProbs, logits_logprobs
 from treefx.planning.execution.measure import Sample, gradients_put_aside, measure_steps, probe_schedules
 from treefx.planning.execution.nonnegative import fit_nonnegative
+from treefx.planning.execution.ranks import Ranks, apart
+from treefx.planning.execution.ranks_of import ranks_of
 from treefx.planning.execution.unseen import add_unseen
 from treefx.runtime.report import find
 from treefx.views import find_view
@@ -150,7 +152,9 @@ def profile(
 ) -> Profile:
     """Learn what the parts of a forest cost in a compiled model.
 
-    Runs a few short parts along the forest's longest row, forward and backward; `.grad` stays as it was.
+    Runs a few short parts along the forest's longest row, forward and backward; `.grad` stays as it was. On a model
+    sharded by FSDP2 or wrapped by DDP all ranks call it together; each measures for itself, so let one tell the others
+    (`to_json`) before `treefx.scale.assign`, which needs the same cost on all.
 
     Args:
         compiled: a model compiled by treefx, `inner` "inductor" or "aot_eager".
@@ -167,18 +171,34 @@ def profile(
         raise InputError(f"profile expects a model compiled by treefx, got {type(compiled).__name__}")
     if not lengths or min(lengths) < 1:
         raise InputError(f"lengths must be positive numbers of tokens, got {lengths!r}")
-    model = modules[0]
+    ranks = ranks_of(compiled)
+    with apart(ranks):
+        found = _measure(compiled, modules[0], forest, logprobs, model_kwargs, sorted(lengths), ranks)
+    ranks.abandon()
+    return found
+
+
+def _measure(
+    compiled: Any,
+    model: nn.Module,
+    forest: Forest,
+    logprobs: LogProbs,
+    model_kwargs: Mapping[str, Any] | None,
+    lengths: Sequence[int],
+    ranks: Ranks,
+) -> Profile:
     forest = forest.to(next(model.parameters()).device)
     kwargs = {"use_cache": False} if model_kwargs is None else model_kwargs
     samples: list[Sample] = []
     with gradients_put_aside(list(model.parameters())):
-        for schedule in probe_schedules(forest, sorted(lengths)):
+        for schedule in probe_schedules(forest, lengths):
             samples += measure_steps(compiled, forest, schedule, kwargs, logprobs)
-    return _build(compiled, model, samples, keeps_logits=logprobs is logits_logprobs)
+    resident = _resident_bytes(model) + ranks.resident_bytes()
+    return _build(compiled, model, samples, resident, keeps_logits=logprobs is logits_logprobs)
 
 
 # Long: one figure of the profile after another.
-def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logits: bool) -> Profile:
+def _build(compiled: Any, model: nn.Module, samples: list[Sample], resident: int, *, keeps_logits: bool) -> Profile:
     graphs, kv_only = _find_graphs(compiled, model)
     sizes, kv_sizes = Sizes.of(graphs.rewritten), Sizes.of(kv_only)
     assert graphs.rewritten.cut is not None
@@ -197,7 +217,7 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], *, keeps_logi
     backward.append(sum_rows(held, logits, chunk_again))
     backward[-2] = sum_rows(backward[-2], adding)
     bare = CostModel(
-        resident_bytes=_resident_bytes(model),
+        resident_bytes=resident,
         saved=Bytes([held]),
         kv_bytes_per_token=kv,
         kv_grad_bytes_per_token=kv_grad,

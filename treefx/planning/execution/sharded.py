@@ -1,0 +1,205 @@
+"""Plans on a model that FSDP2 has sharded (``torch.distributed.fsdp.fully_shard``).
+
+FSDP2 gathers a module's parameters in front of its forward and reduces its gradients behind its backward. With another
+number of parts on another rank one's gather meets the other's reduction, and both wait for ever. Here all parameters
+are gathered before the first part and stay until gradients are reduced, once, after the last; the hooks that would do
+both in between, and cut Dynamo's graph, are off for so long. The price is that of ``reshard_after_forward=False``: a
+rank holds all parameters, and all gradients of its parts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
+
+from treefx.planning.execution.ranks import Ranks, agree
+from treefx.runtime.report import find
+
+__all__ = ["Sharded"]
+
+_OF_FSDP = "torch.distributed.fsdp"
+_MANAGED = "_is_fsdp_managed_module"
+"""What makes Dynamo take parameters for inputs of the call, and guard them less."""
+
+
+class Sharded(Ranks):
+    """The ranks of sharded models.
+
+    Args:
+        roots: FSDP modules in no other FSDP module.
+    """
+
+    def __init__(self, roots: list[Any]) -> None:
+        self.roots = roots
+        self.modules: list[Any] = [x for root in roots for x in root.modules() if isinstance(x, FSDPModule)]
+        found = (group for module in self.modules for group in module._get_fsdp_state()._fsdp_param_groups)
+        self._parameter_groups: list[Any] = list(dict.fromkeys(found))
+        first = self._parameter_groups[0]
+        self.groups, self.device = first.mesh_info.mesh.get_all_groups(), first.device
+        self._undo: list[Callable[[], None]] = []
+        self._before: list[tuple[Any, Tensor | None]] = []
+        self._shards: list[Tensor] = []
+
+    def begin(self) -> None:
+        self._shards = list(self._parameters())
+        for root in self.roots:
+            root._get_fsdp_state()._lazy_init()
+        for module in self.modules:
+            module.unshard()
+        self._before = [(item, item.unsharded_accumulated_grad) for item in self._fsdp_parameters()]
+        self.forget()
+        self._undo = [undo for root in self.roots for x in root.modules() for undo in _as_written(x)]
+
+    def resident_bytes(self) -> int:
+        """The shards and their gradients, and gradients in the dtype they are reduced in."""
+        total = 0
+        for item in self._fsdp_parameters():
+            shard, full = item.sharded_param.to_local(), item.unsharded_param
+            wide = item.reduce_dtype if item.reduce_dtype != full.dtype else None
+            total += 2 * shard.numel() * shard.element_size() + (full.numel() * wide.itemsize if wide else 0)
+        return total
+
+    def settle(self) -> None:
+        """To the dtype that gradients are reduced in, where that is another."""
+        for item in self._fsdp_parameters():
+            item.accumulate_unsharded_grad_if_needed()
+            item.to_accumulated_grad_if_needed()
+
+    def end(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        for run in find(self._parameters()):  # the owner asks for it by its shards
+            run.report.parameters.update(dict.fromkeys(self._shards))
+
+    def forget(self) -> None:
+        for item, _ in self._before:
+            item.unsharded_accumulated_grad = None
+
+    def abandon(self) -> None:
+        for item, before in self._before:
+            item.unsharded_accumulated_grad = before
+        for module in self.modules:
+            module.reshard()
+
+    def reduce(self) -> None:
+        self.settle()
+        for item, before in self._before:
+            _add_to(item, before)
+        self._fill_up()
+        for root in self.roots:
+            root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _fill_up(self) -> None:
+        """A gradient that any rank has is reduced on all of them; without one here it is 0."""
+        if not any(group.reduce_grads for group in self._parameter_groups):
+            return
+        parameters = list(self._fsdp_parameters())
+        there = [item.unsharded_accumulated_grad is not None or _gradient(item) is not None for item in parameters]
+        for item, is_here, is_anywhere in zip(
+            parameters, there, agree(self, torch.tensor(there)).tolist(), strict=True
+        ):
+            if is_anywhere and not is_here:
+                item.unsharded_param.grad = torch.zeros_like(item.unsharded_param)
+        self.settle()
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        """What FSDP knows of each parameter, in an order that is the same on all ranks."""
+        return (item for group in self._parameter_groups for item in group.fsdp_params)
+
+    def _parameters(self) -> Iterable[Tensor]:
+        return (parameter for root in self.roots for parameter in root.parameters())
+
+
+def _gradient(item: Any) -> Tensor | None:
+    found: Tensor | None = item.unsharded_param.grad
+    return found
+
+
+def _add_to(item: Any, before: Tensor | None) -> None:
+    """Add what was made to what earlier backwards had left to be reduced."""
+    if before is not None and item.unsharded_accumulated_grad is not None:
+        before += item.unsharded_accumulated_grad
+    item.unsharded_accumulated_grad = item.unsharded_accumulated_grad if before is None else before
+
+
+# The module as its author wrote it ------------------------------------------------------------------------------------
+
+
+def _as_written(module: Any) -> Iterator[Callable[[], None]]:
+    """Take from a module what FSDP put there; gives what puts it back.
+
+    Its class too: Dynamo guards it, so code compiled with FSDP's hooks never runs without them, nor the reverse.
+    """
+    if isinstance(module, FSDPModule):
+        sharded = type(module)
+        module.__class__ = sharded.__mro__[sharded._orig_cls_mro_index]
+        yield lambda: setattr(module, "__class__", sharded)
+    if module.__dict__.get(_MANAGED, False):
+        setattr(module, _MANAGED, False)
+        yield lambda: setattr(module, _MANAGED, True)
+    for hooks, cast in ((module._forward_pre_hooks, _cast_inputs), (module._forward_hooks, _cast_output)):
+        if any(map(_is_of_fsdp, hooks.values())):
+            yield _replace_hooks(hooks, cast(_policy_of(module)))
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(_OF_FSDP)
+
+
+def _replace_hooks(hooks: OrderedDict[int, Any], instead: Any) -> Callable[[], None]:
+    """All hooks stay in their order, with another in the place of FSDP's, or none."""
+    before = list(hooks.items())
+    hooks.clear()
+    for key, hook in before:
+        if not _is_of_fsdp(hook):
+            hooks[key] = hook
+        elif instead is not None:
+            hooks[key] = instead
+
+    def undo() -> None:
+        hooks.clear()
+        hooks.update(before)
+
+    return undo
+
+
+def _policy_of(module: Any) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    state = _get_module_fsdp_state(module)
+    assert state is not None
+    return state._mp_policy
+
+
+def _cast_inputs(policy: Any) -> Any:
+    """The cast that FSDP does to what a module is given; None for none."""
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    if dtype is None:
+        return None
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast((args, kwargs), dtype)
+
+    return hook
+
+
+def _cast_output(policy: Any) -> Any:
+    """The cast that FSDP does to what a module returns; None for none."""
+    if policy.output_dtype is None:
+        return None
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, policy.output_dtype)
+
+    return hook
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
