@@ -164,7 +164,7 @@ def test_two_ranks_match_one_process(results: Any, name: str) -> None:
     check(results, name)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 def test_four_ranks_match_one_process(tmp_path: Path) -> None:
     check(run_ranks(__name__, tmp_path, "4", "train first", seconds=SECONDS, world=4), "fsdp2")
 
@@ -214,6 +214,7 @@ def planned(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 def test_measured_and_planned_under_fsdp2(tmp_path: Path) -> None:
     for found in run_ranks(__name__, tmp_path, "2", "planned", seconds=SECONDS):
         assert found["left"] == [None] * len(found["left"])
@@ -299,7 +300,7 @@ TASKS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("task", HANGING)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_wrong_versions_do_not_get_through(task: str, tmp_path: Path) -> None:
     """A collective of rank 0 that the other rank is not in: the group's deadline ends it, or the other's end does."""
     with pytest.raises(AssertionError, match="(?s)(all_gather|reduce_scatter).*(imed out|by peer)"):

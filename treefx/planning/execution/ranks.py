@@ -7,6 +7,7 @@ model's. In between a rank may do what it likes, and may fail: then all hear of 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -72,8 +73,8 @@ def apart(ranks: Ranks) -> Iterator[None]:
             yield
         finally:
             ranks.end()
-    except Exception as error:
-        _tell(ranks, error)
+    except Exception:
+        _tell(ranks)
         ranks.abandon()
         raise
     failing = _failing(ranks, False)
@@ -82,12 +83,12 @@ def apart(ranks: Ranks) -> Iterator[None]:
         raise RankError(_FAILED.format(", ".join(map(str, failing))))
 
 
-def _tell(ranks: Ranks, error: Exception) -> None:
-    """Say that this rank failed; that comes first, even where nobody is there to hear it."""
+def _tell(ranks: Ranks) -> None:
+    """Say that this rank failed; its own error comes first, even where nobody is there to hear it."""
     try:
         _failing(ranks, True)
     except RuntimeError as lost:
-        error.add_note(f"The other ranks could not be told: {lost}")
+        warnings.warn(f"the other ranks could not be told that this one failed: {lost}", stacklevel=2)
 
 
 def _failing(ranks: Ranks, failed: bool) -> list[int]:
