@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 
-from treefx.passes.overlap.cut_rows import cut_lengths
+from treefx.passes.overlap.cut_rows import ALIGNED, cut_lengths
 from treefx.passes.overlap.elements import followers, shape_of
 
 __all__ = ["Emit", "first_reader", "put_in_place"]
@@ -45,11 +45,22 @@ class Emit:
     def cut(self, node: fx.Node, dim: int, chunks: int, ends: Collection[int] = ()) -> list[fx.Node]:
         """The pieces of a tensor along a dimension; itself alone where it is too short for two."""
         rows = shape_of(node)[dim]
-        lengths = cut_lengths(rows, chunks, ends) if isinstance(rows, int) else [rows]
+        lengths = cut_lengths(rows, chunks, ends) if isinstance(rows, int) else self._lengths(node, dim, chunks)
         if len(lengths) == 1:
             return [node]
         parts = self(aten.split_with_sizes.default, node, lengths, dim)
         return [self(operator.getitem, parts, i) for i in range(len(lengths))]
+
+    def _lengths(self, node: fx.Node, dim: int, chunks: int) -> list[Any]:
+        """Of a symbolic number of rows: ``chunks`` pieces, the last the longest; one where the rows are too few.
+
+        The comparison becomes a guard: the graph is used for sizes that have as many pieces, on all ranks alike.
+        """
+        if shape_of(node)[dim] // (chunks * ALIGNED) == 0:
+            return [shape_of(node)[dim]]
+        rows = self(aten.sym_size.int, node, dim)
+        step = self(operator.mul, self(operator.floordiv, rows, chunks * ALIGNED), ALIGNED)
+        return [step] * (chunks - 1) + [self(operator.sub, rows, self(operator.mul, step, chunks - 1))]
 
     def reshaped_as(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """``node`` in the shape of another with as many elements."""

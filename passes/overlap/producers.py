@@ -149,7 +149,9 @@ def _reads_rows(product: fx.Node, given: fx.Node, same: list[fx.Node]) -> bool:
     """Whether the left operand is what was gathered, row by row, and the others are something else."""
     left: Any = product.args[left_place(product)]
     whole = left in same and statically_known_true(shape_of(left)[1] == shape_of(given)[-1])
-    return whole and not any(item in same for item in right_of(product))
+    # Inductor makes one product of a product and what is added to it at once, and rounds otherwise.
+    added = any(user.target is aten.add.Tensor for user in product.users)
+    return whole and not added and not any(item in same for item in right_of(product))
 
 
 def _movable(

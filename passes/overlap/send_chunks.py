@@ -32,7 +32,7 @@ def send_chunks(site: Sent, chunks: int, ends: Collection[int] = ()) -> bool:
     if pieces is None:
         return False
     options = site.collective.args[1:]
-    issued = [emit(site.collective.target, _compute(site.root, piece, emit), *options) for piece in pieces]
+    issued = [emit(site.collective.target, _rows(_compute(site.root, piece, emit), emit), *options) for piece in pieces]
     reader = first_reader(site.wait)
     late = emit.at(reader)
     waited = [late(_c10d.wait_tensor.default, node) for node in issued]
@@ -60,13 +60,24 @@ def _cut(site: Sent, product: fx.Node, emit: Emit, chunks: int, ends: Collection
 
 
 def _compute(node: fx.Node, rows: dict[fx.Node, fx.Node], emit: Emit) -> fx.Node:
-    """One chunk of a product or of a sum of products."""
+    """One chunk of a product or of a sum of products.
+
+    Views before an addition stay: inductor would fuse the sum of two plain products, and round otherwise.
+    """
     if node in rows:
         args = list(node.args)
         args[left_place(node)] = rows[node]
         return emit(node.target, *args)
     source = same_elements(node)
     if source is not None:
-        return _compute(source, rows, emit)
+        part, leading = _compute(source, rows, emit), len(shape_of(node)) - 2
+        changed = leading >= 0 and len(shape_of(node)) != len(shape_of(source))
+        return emit(aten.reshape.default, part, [1] * leading + [-1, shape_of(part)[-1]]) if changed else part
     first, second = node.all_input_nodes
     return emit(node.target, _compute(first, rows, emit), _compute(second, rows, emit))
+
+
+def _rows(part: fx.Node, emit: Emit) -> fx.Node:
+    """A chunk as a matrix."""
+    shape = shape_of(part)
+    return part if len(shape) == 2 else emit(aten.reshape.default, part, [-1, shape[-1]])
