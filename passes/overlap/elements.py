@@ -25,7 +25,7 @@ def is_view(node: fx.Node) -> bool:
     return node.target in _VIEWS
 
 
-def shape_of(node: fx.Node) -> Any:
+def shape_of(node: Any) -> Any:
     """The shape of a node's tensor."""
     return node.meta["val"].shape
 

@@ -71,7 +71,8 @@ def first_reader(node: fx.Node) -> fx.Node:
     """The first node that reads the elements of ``node`` and does not only rename them."""
     same = followers(node)
     readers = {user for item in same for user in item.users} - {*same}
-    return next(item for item in node.graph.nodes if item in readers or item.op == "output")
+    first: fx.Node = next(item for item in node.graph.nodes if item in readers or item.op == "output")
+    return first
 
 
 def put_in_place(result: fx.Node, wait: fx.Node, reader: fx.Node) -> None:

@@ -41,10 +41,10 @@ def measure_rates(
         symbolic_rows: As in ``Rates``.
     """
     left, right = torch.ones(rows, width, dtype=dtype, device=device), torch.ones(width, width, dtype=dtype).to(device)
-    name = (group or dist.group.WORLD).group_name
-    small, pieces = left[:1].clone(), left.split(rows // _CUT)
+    used: Any = group or dist.group.WORLD
+    name, small, pieces = used.group_name, left[:1].clone(), torch.tensor_split(left, _CUT)
 
-    def issue(value: Tensor) -> Tensor:
+    def issue(value: Tensor) -> Any:
         return _c10d.all_reduce(value, "sum", name)
 
     def both() -> None:
