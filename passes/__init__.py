@@ -5,5 +5,5 @@ Passes use ``treefx.kernels`` and know no trainer, no forest and no call.
 
 Order of imports, each only of what stands before an arrow::
 
-    layers -> trace -> labels -> scores, causal, regions -> packing -> cuts -> runner, analysis -> pipeline
+    layers -> trace -> labels -> scores, causal, regions -> packing -> cuts -> overlap -> runner, analysis -> pipeline
 """

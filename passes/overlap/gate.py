@@ -1,0 +1,90 @@
+"""Into how many chunks a product and its collective are cut, by what was measured of the machine.
+
+With g the product's and c the collective's seconds, k chunks take k (g/k + o) + k (c/k + l) one after the other, where
+o is what a chunk adds to the product and l to the collective; of that, (k - 1) times the shorter of the two runs
+beside the longer, as far as the machine does both at once.
+
+All ranks of a group have to decide alike, or they wait for each other for ever. So only shapes and rates enter, the
+rates are those that all ranks agreed on, and a size that is a symbol is never taken from the batch that happened to
+come first. The widths of a product are those of a rank's share of the weights: shares are expected to be equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from treefx.errors import ConfigError
+from treefx.passes.overlap.elements import shape_of
+from treefx.passes.overlap.producers import Site, left_place
+
+__all__ = ["CANDIDATES", "Rates"]
+
+CANDIDATES = (1, 2, 4, 8)
+_SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+"""How often a ring sends each byte of the whole tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a product and a collective cost on a machine; equal on all ranks. ``measure_rates`` finds them."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    """Bytes of a tensor that go once around the ranks; an all-reduce is twice around."""
+    product_seconds: float = 0.0
+    """What each chunk adds to a product that is cut."""
+    latency_seconds: float = 0.0
+    """What each collective takes beside its bytes."""
+    hidden: float = 1.0
+    """Which share of the shorter of a product and a collective is hidden where both run at once."""
+    gain: float = 0.02
+    """Share of the time that cutting has to save."""
+    symbolic_rows: int | None = None
+    """The number of rows that stands for one that is a symbol. None: products of such rows are left alone."""
+
+    def __post_init__(self) -> None:
+        fine = self.flops_per_second > 0.0 and self.bytes_per_second > 0.0 and 0.0 <= self.hidden <= 1.0
+        if not fine or not min(self.product_seconds, self.latency_seconds, self.gain) >= 0.0:
+            raise ConfigError(
+                "expected rates above 0, seconds and a gain of 0 or more and a hidden share from 0 to 1; "
+                f"got {asdict(self)}"
+            )
+
+    def seconds(self, flops: float, size: float, chunks: int) -> float:
+        """Of a product and its collective, cut into chunks."""
+        product = flops / self.flops_per_second / chunks + (self.product_seconds if chunks > 1 else 0.0)
+        collective = size / self.bytes_per_second / chunks + self.latency_seconds
+        return chunks * (product + collective) - self.hidden * (chunks - 1) * min(product, collective)
+
+    def best(self, flops: float, size: float) -> int:
+        """The number of chunks among ``CANDIDATES`` that takes the least time; 1 where cutting does not pay.
+
+        Args:
+            flops: Of the product.
+            size: Bytes of the whole tensor times how often they go around the ranks.
+        """
+        seconds = {chunks: self.seconds(flops, size, chunks) for chunks in CANDIDATES}
+        best = min(seconds, key=lambda chunks: (seconds[chunks], chunks))
+        return best if seconds[best] < (1.0 - self.gain) * seconds[1] else 1
+
+    def chunks(self, site: Site) -> int:
+        """For a place that was found in a graph."""
+        whole = site.wait if site.kind == "all_gather" else site.collective.args[0]
+        assert isinstance(whole, fx.Node)
+        size = self._count(shape_of(whole)) * whole.meta["val"].dtype.itemsize * _SENT[site.kind]
+        flops = sum(2.0 * self._count(shape_of(item)) * self._depth(item) for item in site.products)
+        return self.best(flops, size) if size and flops else 1
+
+    def _count(self, shape: Any) -> int:
+        """Elements of a shape; 0 where nothing stands for a symbol in it."""
+        return prod(size if isinstance(size, int) else self.symbolic_rows or 0 for size in shape)
+
+    def _depth(self, product: fx.Node) -> int:
+        rows = product.args[left_place(product)]
+        assert isinstance(rows, fx.Node)
+        depth: int = shape_of(rows)[1]
+        return depth

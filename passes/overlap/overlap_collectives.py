@@ -1,0 +1,117 @@
+"""The pass: every product of a graph that meets a collective, in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._inductor import config as inductor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from treefx.errors import ConfigError
+from treefx.passes.overlap.gate import Rates
+from treefx.passes.overlap.gather_chunks import gather_chunks
+from treefx.passes.overlap.producers import Gathered, Site, find_sites
+from treefx.passes.overlap.send_chunks import send_chunks
+from treefx.passes.trace.fingerprint import source_fingerprint
+
+__all__ = ["OverlapCollectives", "overlap_collectives"]
+
+_COLLECTIVES = frozenset(
+    {
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+    }
+)
+
+
+def overlap_collectives(graph: fx.Graph, chunks: int | Rates, *, ends: Collection[int] = ()) -> int:
+    """Cut products and the collectives they feed or read into chunks of rows, so that one hides the other.
+
+    Before and after, with two chunks::
+
+        mm = aten.mm(x, w)                      x_0, x_1 = aten.split_with_sizes(x, [512, 512])
+        sum = c10d.all_reduce(mm, "sum", "0")   mm_0 = aten.mm(x_0, w); sum_0 = c10d.all_reduce(mm_0, "sum", "0")
+        y = c10d.wait_tensor(sum)               mm_1 = aten.mm(x_1, w); sum_1 = c10d.all_reduce(mm_1, "sum", "0")
+        ...                                     ...
+        z = aten.relu(y)                        z = aten.relu(aten.cat([wait_tensor(sum_0), wait_tensor(sum_1)]))
+
+    On a CPU results are equal to the bit: cuts stand where tiles of products end. Two ranks add the same numbers; of
+    more, a collective may add in an order that depends on its size.
+
+    Args:
+        graph: Of ATen with fake values in ``meta["val"]``, as AOTAutograd and inductor hand it to their compilers and
+            passes. Changed in place; its module has to be recompiled.
+        chunks: A number for all, or rates to choose it by. All ranks have to give the same.
+        ends: Where subtrees of the packed row end, if that is known and the same on all ranks: rows of an all-reduce
+            are cut there where they can.
+
+    Returns:
+        How many collectives were cut.
+    """
+    _check(chunks)
+    if not any(node.target in _COLLECTIVES for node in graph.nodes):
+        return 0
+    graph.eliminate_dead_code()  # AOTAutograd leaves products that nobody reads, and they would be second readers
+    count = sum(_rewrite(site, chunks, ends) for site in find_sites(graph))
+    graph.eliminate_dead_code()
+    graph.lint()
+    return count
+
+
+def _check(chunks: int | Rates) -> None:
+    if not isinstance(chunks, Rates) and (not isinstance(chunks, int) or chunks < 1):
+        raise ConfigError(f"expected a number of chunks of at least 1, or Rates to choose it by; got {chunks!r}")
+
+
+def _rewrite(site: Site, chunks: int | Rates, ends: Collection[int]) -> bool:
+    count = chunks.chunks(site) if isinstance(chunks, Rates) else chunks
+    if count == 1 or _pipelined_by_inductor(site):
+        return False
+    return gather_chunks(site, count) if isinstance(site, Gathered) else send_chunks(site, count, ends)
+
+
+def _pipelined_by_inductor(site: Site) -> bool:
+    """Whether inductor has a fused kernel for it; it has none for an all-reduce."""
+    if site.kind == "all_reduce" or not inductor._micro_pipeline_tp:
+        return False
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+    group: Any = site.collective.args[-1]
+    return is_symm_mem_enabled_for_group(group)
+
+
+class OverlapCollectives(CustomGraphPass):
+    """The pass for inductor: ``torch._inductor.config.post_grad_custom_pre_pass = OverlapCollectives(4)``.
+
+    Every rank has to make one, with the same argument: what is done depends on it and on shapes alone, so the order of
+    collectives is the same everywhere. That is asked of the other ranks here, where a difference is an error; in a
+    graph it would be a deadlock.
+
+    Raises:
+        ConfigError: The number of chunks is none, or ranks gave different ones.
+    """
+
+    def __init__(self, chunks: int | Rates) -> None:
+        _check(chunks)
+        self.chunks = chunks
+        self.count = 0
+        """Collectives cut so far in this process; compilations answered by inductor's cache are not in it."""
+        if dist.is_available() and dist.is_initialized():
+            given: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(given, chunks)
+            if any(other != chunks for other in given):
+                raise ConfigError(
+                    f"expected the same chunks or rates on all ranks, got {given}; measure_rates gives equal ones"
+                )
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.count += overlap_collectives(graph, self.chunks)
+
+    def uuid(self) -> Any:
+        """Sources and the argument: inductor's caches look graphs up before the pass is run."""
+        return source_fingerprint(), repr(self.chunks), inductor._micro_pipeline_tp
