@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from treefx.config import Config
 from treefx.errors import TreefxError, UnsupportedError
@@ -35,7 +36,8 @@ _MANY_SHAPES = (
     "them (option max_shapes), and runs others without sharing until they come again. Pad batches to a few lengths "
     "(pad_to_multiple_of), or keep more"
 )
-_NESTED = "{names}: nested and sparse tensors have no rows of columns; give the model padded rows or one packed row"
+_NESTED = "{} is a nested or sparse tensor, which has no columns; give the model padded rows or one packed row"
+_WRAPPED = "{} is a {}, and what its parts are for is not known here: models in tensor parallelism run on rows"
 _NO_SEGMENTS = (
     "masks keep the sequences of a packed row apart, but not in this call: each should be one run of a number that "
     "comes nowhere else in its row, with positions that count up by one"
@@ -61,7 +63,7 @@ class Analyses:
         self._has_flash = has_flash(gm)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
-        self._has_no_tokens, self._nested = False, _find_nested(gm)
+        self._has_no_tokens, self._strange = False, _find_strange(gm)
         self._why_numbers, self._has_warned = _DYNAMO, False
         self.use = OutputUse(lazy=config.lazy_outputs)
         """Which outputs callers use."""
@@ -78,8 +80,8 @@ class Analyses:
         """
         if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
             return ""
-        if self._nested:
-            return _NESTED.format(names=", ".join(self._nested))
+        if self._strange is not None:
+            return self._strange
         tensors = self.tensors(args)
         values = self._values(args)
         shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
@@ -261,7 +263,12 @@ def _listed(items: Sequence[Expansion]) -> str:
     return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
 
 
-def _find_nested(gm: fx.GraphModule) -> list[str]:
-    """The names of inputs whose values are not laid out by strides."""
-    examples = {node.name: node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")}
-    return [name for name, x in examples.items() if isinstance(x, Tensor) and x.layout is not torch.strided]
+def _find_strange(gm: fx.GraphModule) -> str | None:
+    """Why no call of a graph can be analysed: an input is no plain tensor."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        x = node.meta.get("example_value")
+        if isinstance(x, Tensor) and x.layout is not torch.strided:
+            return _NESTED.format(node.name)
+        if is_traceable_wrapper_subclass(x):
+            return _WRAPPED.format(node.name, type(x).__name__)
+    return None
