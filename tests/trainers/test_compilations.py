@@ -21,7 +21,7 @@ from treefx.integrations import accelerate  # noqa: E402
 from treefx.runtime import compiled_graph  # noqa: E402
 from treefx.runtime.whole.numbers import Numbers  # noqa: E402
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 BASE = [3 + (7 * i * i + i) % 11 for i in range(40)]
 ROWS = [

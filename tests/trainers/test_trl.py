@@ -30,7 +30,7 @@ trl = pytest.importorskip("trl", reason=NEEDS_TRAINERS)
 
 from treefx.integrations import accelerate  # noqa: E402
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 Build = Callable[[nn.Module, Path], Any]
 """A trainer around a model; the path is a folder to write to."""
@@ -113,7 +113,7 @@ class ByName:
         COMMON.update(torch_compile=True, torch_compile_backend=backend)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("build", [sft, dpo, grpo], ids=lambda build: build.__name__)
 def test_trl_trainer_compiles_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
     """``torch_compile_backend="treefx"``, with gradients accumulated: accelerate wraps what the trainer has patched."""

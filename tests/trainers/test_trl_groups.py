@@ -57,7 +57,7 @@ def compiled(path: Path) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.sample(4))])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.sample(8))])
 def test_groups_meet_and_the_step_stays_what_it_was(tmp_path: Path, kind: str) -> None:
     """The run of TRL alone, uncompiled, is the truth; a step of the compiled run shares what all of it could."""
     expected = outcome(build(kind, tmp_path, llama(tmp_path / "model")))
@@ -70,7 +70,7 @@ def test_groups_meet_and_the_step_stays_what_it_was(tmp_path: Path, kind: str) -
     assert stats["step_sharing_ratio"] > 0.95 * stats["sharing_possible"] > 3.0
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_the_report_names_the_line_where_groups_are_scattered(tmp_path: Path) -> None:
     """TRL's own order: each micro-batch computes nearly all prompts again."""
     scattered = build("grpo", tmp_path, compiled(tmp_path), max_steps=1)

@@ -18,7 +18,7 @@ from tests.backend.masked import (
 from tests.backend.support import compare
 from treefx.passes.packing import emit_attention
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 
 def tensor_fill(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:

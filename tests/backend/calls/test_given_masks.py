@@ -14,7 +14,7 @@ from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, loss_of, outcome, relative_errors, stats_of
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 LENGTH, VOCAB, WINDOW = 12, 61, 5
 LOWEST = torch.finfo(torch.float64).min

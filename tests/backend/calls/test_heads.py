@@ -14,7 +14,7 @@ from treefx.passes.trace import heads
 from treefx.passes.trace.heads import UNSCORED, Head, register_head
 from treefx.runtime.whole import heads as seam
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 BATCH = shared_batch(rows=6, length=14, shared=7)
 Behind = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -29,7 +29,7 @@ from tests.oracle import FLOAT64
 from treefx.passes.analysis import Analysis
 from treefx.runtime.padding import Padding
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 # Two masks on keys ----------------------------------------------------------------------------------------------------
 

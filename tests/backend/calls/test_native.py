@@ -26,7 +26,7 @@ from tests.oracle import (
 )
 from tests.spellings import GROUPED, SPELLINGS
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 NATIVE = ("llama", "qwen3", "gpt2", "mistral", "gemma2")
 """Plain, normalised heads, learned positions, sliding window, softcap with alternating windows."""

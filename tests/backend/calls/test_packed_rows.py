@@ -14,7 +14,7 @@ from tests.backend.support import assert_packed, compare
 from tests.models import double, zoo
 from tests.oracle import FLOAT64, assert_close, outcome
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {"sliding_window": 4}, "gemma2": {"sliding_window": 4}, "gpt_neox": {},

@@ -33,7 +33,7 @@ from treefx.passes.scores import attention_facts
 from treefx.runtime import segments, shapes
 from treefx.runtime.ways import rows as rows_way
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 PACKED = pack(AGENTS)
 

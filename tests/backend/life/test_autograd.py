@@ -16,7 +16,7 @@ from tests.oracle import FLOAT64, stats_of
 from tests.spellings import PADDED
 from treefx.passes.packing import kept_graphs
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 BATCH = shared_batch(rows=4, length=14, shared=6, vocab=61)
 COMPILED = ["aot_eager"]

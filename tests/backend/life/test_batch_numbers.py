@@ -18,7 +18,7 @@ from treefx.passes.causal import convolutions
 from treefx.passes.causal.tree_mixers import TreeConvolution
 from treefx.passes.scores import attention_facts
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 
 class Convolved(nn.Module):

@@ -13,7 +13,7 @@ from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
 from tests.spellings import SPELLINGS
 from treefx.runtime import compiled_graph
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 SHAPES = [(3, 17), (5, 23), (4, 50), (3, 17), (3, 17)]
 KEPT = [5, 6, 3, 9, 11, 2, 8, 7, 4, 12]

@@ -16,7 +16,7 @@ from tests.models import TinyLM, double, zoo
 from tests.oracle import FLOAT64, assert_close, compare, compile_with, eager_step, loss_of, outcome, stats_of
 from tests.spellings import SPELLINGS
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 
 def check(compiled: Any, model: nn.Module, batch: Batch) -> dict[str, Any]:

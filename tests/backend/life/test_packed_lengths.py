@@ -17,7 +17,7 @@ from tests.backend.calls.test_packed_traps import given_mask
 from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 
 def exact_step(compiled: Any, model: nn.Module, packed: Packed, step: Any = loss_inside) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tests.oracle import FLOAT64, assert_close, compile_with, loss_of, outcome, 
 from tests.spellings import SPELLINGS
 from treefx.runtime.kept import proof
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61)
 

@@ -16,7 +16,7 @@ from tests.spellings import PADDED, SPELLINGS
 from treefx.bench.zoo.run import check_model
 from treefx.runtime import analyses
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 SHAPES = [(3, 7), (5, 23), (4, 50), (6, 12), (2, 9), (3, 30), (7, 14), (8, 41), (4, 8), (5, 33), (2, 17), (6, 26)]
 ON_ROWS = sorted(set(MIXERS) - set(CAUSAL) - {"one_ahead", "row_scale"})

@@ -17,7 +17,7 @@ from tests.oracle import loss_of, stats_of
 from tests.spellings import SPELLINGS
 from treefx.passes.labels.laws.gradients import is_pointwise
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 VOCAB = 61
 

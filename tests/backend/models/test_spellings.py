@@ -13,7 +13,7 @@ from tests.oracle import FLOAT32, FLOAT64, eager_step, stats_of
 from tests.spellings import EXPANDED, GROUPED, PADDED, SPELLINGS, Spelling
 from treefx.passes.scores import attention_facts
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(10)
 
 VOCAB = 61
 BOTH = [pytest.param(torch.float64, id="float64"), pytest.param(torch.float32, id="float32")]

@@ -24,7 +24,7 @@ THROUGH_AOT = {
 """One of each kind whose backward AOTAutograd derives and partitions; the others run the rewritten graph as it is."""
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", PACKED_ZOO)
 def test_architecture(name: str) -> None:
     attentions = 4 if name == "diffllama" else 2  # two per layer there

@@ -75,7 +75,7 @@ def test_one_body_for_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(got, expected, rtol=FLOAT64, atol=0)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_layers_are_compiled_once_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     model = double("llama", num_hidden_layers=4)
@@ -86,7 +86,7 @@ def test_layers_are_compiled_once_where_they_are_large(monkeypatch: pytest.Monke
     assert seen.bodies == [0, 0, 1, 1] and seen.borrowed == 0
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_a_body_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of gemma2's layers every second one has a window."""
     seen = Seen(monkeypatch)
@@ -94,7 +94,7 @@ def test_a_body_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.bodies == [2, 2] and seen.borrowed == 0
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_a_graph_that_is_kept() -> None:
     """Subgraphs are compiled without donated buffers, which AOTAutograd writes down as None."""
     model = double("llama", num_hidden_layers=4)
@@ -111,7 +111,7 @@ def test_a_graph_that_is_kept() -> None:
     assert_close(Outcome(3 * got.loss, got.gradients), expected, FLOAT64)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body is recomputed in the backward: it keeps what it reads and, of what it computes, nothing."""
     seen = Seen(monkeypatch)
@@ -122,7 +122,7 @@ def test_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.results[0] == 1
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_frozen_weights_and_a_layer_without_a_gradient_below(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small trained matrices beside frozen ones; the first layer reads nothing that needs a gradient."""
     seen = Seen(monkeypatch)
@@ -147,7 +147,7 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.down.T @ self.up.T
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_inductor_overwrites_what_layers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without results of their own the loss is right and gradients are not."""
     monkeypatch.setattr(compile_inner, "own_results", lambda gm: None)

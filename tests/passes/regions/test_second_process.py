@@ -52,7 +52,7 @@ print(json.dumps({"ran": stats["ran"], "passes": list(stats["seconds"]), "hits":
 """
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_a_second_process_loads_layers(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     runs = []
