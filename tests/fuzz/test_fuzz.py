@@ -23,7 +23,7 @@ from treefx.fuzz.program import Program
 from treefx.fuzz.report import failures_of, summary
 from treefx.fuzz.script import parts_of
 from treefx.fuzz.search import Search, Settings
-from treefx.fuzz.truth import FAILURES, Outcome, judge, low_casts_explain, player
+from treefx.fuzz.truth import FAILURES, Outcome, errors_of, judge, low_casts_explain, player
 from treefx.fuzz.worker import Worker
 
 ANEW = int(sources()[:8], 16)
@@ -40,6 +40,9 @@ def test_programs_of_every_family_are_exact_or_refused(family: str, seed: int) -
         assert found.kind not in FAILURES, f"seed {seed}, number {number}: {describe(program)}: {found.note}"
         if time.process_time() > end:
             break
+
+
+NAN = float("nan")
 
 
 def test_casts_to_float32_explain_rounding_alone() -> None:
@@ -169,3 +172,18 @@ def test_a_process_that_ends_or_hangs_is_replaced(
     assert (found.kind, note in found.note) == (kind, True)
     assert one.run(PLAIN).kind == kind
     one.close()
+
+
+@pytest.mark.parametrize(
+    ("got", "error"),
+    [
+        ((1.0 + 1e-12, NAN, 2.0), 0.5e-12),
+        ((1.0, NAN, 2.0), 0.0),
+        ((1.0, 5.0, 2.0), 0.0),
+        ((NAN, NAN, 2.0), float("inf")),
+    ],
+)
+def test_what_eager_itself_cannot_tell_is_not_compared(got: tuple[float, ...], error: float) -> None:
+    want = {"0 output 0": torch.tensor([1.0, NAN, 2.0], dtype=torch.float64)}
+    found = errors_of({"0 output 0": torch.tensor(got, dtype=torch.float64)}, want)["0 output 0"]
+    assert found == pytest.approx(error, rel=1e-3)

@@ -230,10 +230,10 @@ def _relative(got: Tensor | None, want: Tensor | None, floor: float) -> float:
     finite = want.isfinite()
     same = (got == want) | (got.isnan() & want.isnan())
     if not bool((same | finite).all()):  # eager has infinities or NaN there: in what is read, not in loss and gradients
-        got, want = got[finite], want[finite]
+        got, want, same = got[finite], want[finite], same[finite]
     if bool(same.all()) or not want.numel():
         return 0.0
-    difference = float(torch.where(got == want, 0.0, got - want).abs().max())
+    difference = float(torch.where(same, 0.0, got - want).abs().max())
     scale = max(float(want[want.isfinite()].abs().max()), floor)
     return difference / scale if difference == difference and scale else float("inf")
 
