@@ -98,10 +98,43 @@ class LigerGELUMulFunction(torch.autograd.Function):
         return dc * slope_of_gelu(a) * b, dc * gelu(a)
 
 
+class LigerLayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
+        wide = X.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(centred * rstd, W, rstd)
+        return (centred * rstd * W + B).to(X.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> Any:  # type: ignore[override]
+        normed, W, rstd = ctx.saved_tensors
+        m = dY * W
+        dX = rstd * (m - m.mean(-1, keepdim=True) - normed * (m * normed).mean(-1, keepdim=True))
+        dW, dB = ((dY * factor).flatten(0, -2).sum(0) for factor in (normed, torch.ones_like(normed)))
+        return dX.to(dY.dtype), dW.to(W.dtype), dB.to(W.dtype), None
+
+
+class LigerReLUSquaredFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, X: Tensor) -> Tensor:
+        ctx.save_for_backward(X)
+        return X.clamp(min=0) ** 2
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> Any:  # type: ignore[override]
+        (X,) = ctx.saved_tensors
+        return dY * 2 * X.clamp(min=0)
+
+
 FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
     item.__name__: item
-    for item in (LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction, LigerGELUMulFunction)
-}
+    for item in (
+        LigerRMSNormFunction, LigerLayerNormFunction, LigerRopeFunction, LigerSiLUMulFunction, LigerGELUMulFunction,
+        LigerReLUSquaredFunction,
+    )
+}  # fmt: skip
 
 
 def patch_llama(monkeypatch: pytest.MonkeyPatch, gate: str = "LigerSiLUMulFunction", **others: Any) -> None:

@@ -136,9 +136,18 @@ def test_the_check_takes_what_computes_the_same(name: str, dtype: torch.dtype) -
     assert liger._computes(FUNCTIONS[name], known, types, settings, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_tells_a_small_number_beside_a_root_from_one_below_it(dtype: torch.dtype) -> None:
+    known = liger._KNOWN["LigerRMSNormFunction"]
+    types, settings = (("X", dtype), ("W", dtype)), (("eps", 1e-6), ("offset", 0.0), ("casting_mode", "llama"))
+    assert not liger._computes(OtherNorm, known, types, settings, torch.device("cpu"))
+
+
 def test_options_without_a_plain_form_are_left_to_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights by position would be dropped, were the plain form taken for what it does not know."""
     assert not liger._KNOWN["LigerRopeFunction"].takes({"unsqueeze_dim": 2})
     assert not liger._KNOWN["LigerRMSNormFunction"].takes({"casting_mode": -1})
     four = {"q": torch.ones(1, 2, 3, 4), "k": torch.ones(1, 2, 3, 4), "cos": torch.ones(1, 1, 3, 4)}
     assert not liger._KNOWN["LigerRopeFunction"].fits({**four, "sin": four["cos"]})
+    part = {"cos": torch.ones(1, 3, 2), "sin": torch.ones(1, 3, 2)}  # of a head's width
+    assert not liger._KNOWN["LigerRopeFunction"].fits({**four, **part})

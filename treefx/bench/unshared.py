@@ -30,7 +30,7 @@ _TOLERANCE = 1e-4
 def run(
     names: Sequence[str] = (),
     *,
-    rows: int = 32,
+    rows: int = 128,
     length: int = 64,
     repeats: int = 5,
     inner: str = "inductor",

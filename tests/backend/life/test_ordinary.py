@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import SymInt, Tensor, fx, nn
 from torch._dynamo.backends.registry import register_backend
 from torch._dynamo.utils import counters
+from torch.nn.functional import cross_entropy
 
 from tests.batches import shared_batch
 from tests.models import TinyLM, double
@@ -15,6 +16,8 @@ from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, st
 from tests.spellings import SPELLINGS
 from treefx.passes.packing.compile_inner import Inner
 from treefx.runtime.records import Records
+from treefx.runtime.ways import ordinary as way
+from treefx.runtime.ways.free_sizes import Symbols
 from treefx.runtime.ways.ordinary import Ordinary
 
 SHAPES = [(3, 7), (5, 23), (6, 6), (1, 9), (4, 50), (2, 2), (23, 5)]
@@ -156,3 +159,57 @@ def test_nested_tensors() -> None:
         expected = outcome(model, lambda ids=ids: model(ids))
         assert_close(outcome(model, lambda ids=ids: compiled(ids)), expected, FLOAT64)
     assert "nested" in stats_of(compiled)["fallback"]
+
+
+class Overwrites(nn.Module):
+    """Writes into its labels, which may be its ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, 8), nn.Linear(8, 30)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        labels[:, :2] = 0
+        return cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+
+def overwriting_steps(shapes: Sequence[tuple[int, int]]) -> None:
+    """Of every two batches one has ids and labels in one memory, a token apart."""
+    model = Overwrites().double()
+    compiled = torch.compile(model, backend="treefx", options={"inner": "aot_eager", "min_sharing": 100.0})
+    for n, (rows, columns) in enumerate(shapes):
+        results = []
+        for called in (model, compiled):
+            tokens = torch.arange(rows * (columns + 1)).view(rows, -1) % 29 + 1
+            ids, labels = tokens[:, :-1], tokens[:, 1:]
+            given = (ids, labels) if n % 2 else (ids.clone(), labels.clone())
+            results.append(outcome(model, lambda called=called, given=given: called(*given)))
+        assert_close(results[1], results[0], FLOAT64)
+
+
+ONE_SHAPE, SEVERAL = [(3, 7)] * 4, [(3, 7), (4, 9), (5, 11), (2, 6), (6, 8), (3, 5)]
+
+
+@pytest.mark.parametrize("shapes", [ONE_SHAPE, SEVERAL])
+def test_inputs_in_one_memory(shapes: Sequence[tuple[int, int]]) -> None:
+    overwriting_steps(shapes)
+
+
+@pytest.mark.parametrize("shapes", [ONE_SHAPE, SEVERAL])
+def test_inputs_in_one_memory_would_not_see_each_other(
+    shapes: Sequence[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(way, "share_memory", lambda args: False)
+    with pytest.raises(AssertionError, match="differ by more than"):
+        overwriting_steps(shapes)
+
+
+def test_sizes_that_are_no_numbers_among_the_inputs_are_left_to_dynamo() -> None:
+    gm, _ = captured(lambda x: x * x.shape[0], torch.randn(4, 5))
+    assert Symbols(gm).are_known
+    number = next(
+        node for node in gm.graph.find_nodes(op="placeholder") if isinstance(node.meta["example_value"], SymInt)
+    )
+    number.replace_all_uses_with(3)
+    gm.graph.erase_node(number)
+    assert not Symbols(gm).are_known

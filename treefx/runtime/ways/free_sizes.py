@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from treefx.passes.trace.fakes import fake_inputs
 from treefx.passes.trace.token_count import SizeConditions
 
-__all__ = ["FreeSizes", "Sizes", "Symbols"]
+__all__ = ["FreeSizes", "Sizes", "Symbols", "share_memory"]
 
 _SYMBOLIC = (SymInt, SymFloat, SymBool)
 Sizes = Mapping[sympy.Symbol, int]
@@ -33,8 +33,9 @@ class Symbols:
         gm: Dynamo's graph.
 
     Attributes:
-        are_known: Whether a call's inputs say what all of them are: those of subclasses of tensors, and of sizes that
-            depend on values, are Dynamo's own.
+        are_known: Whether numbers among the inputs say what all of them are. Those of subclasses of tensors, and of
+            sizes that depend on values, are Dynamo's own; of a size that is no number among the inputs, caches of
+            compiled code forget the conditions.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -46,8 +47,8 @@ class Symbols:
             if isinstance(number.node.expr, sympy.Symbol):
                 self._where.setdefault(number.node.expr, place)
         self._constant = [i for i, x in enumerate(examples) if not isinstance(x, (Tensor, *_SYMBOLIC))]
-        known = self._where.keys()
-        of_sizes = all(isinstance(number, SymInt) and number.node.expr.free_symbols <= known for number, _ in symbolic)
+        given = {x.node.expr for x in examples if isinstance(x, SymInt)}
+        of_sizes = all(isinstance(number, SymInt) and number.node.expr.free_symbols <= given for number, _ in symbolic)
         self.are_known = of_sizes and all(map(_is_plain, examples))
 
     def values(self, args: Sequence[Any]) -> Sizes:
@@ -59,6 +60,13 @@ class Symbols:
         if self._where:
             return [args[i] for i in self._constant]
         return [tuple(x.shape) if isinstance(x, Tensor) else x for x in args]
+
+
+def share_memory(args: Sequence[Any]) -> bool:
+    """Whether inputs of a call other than parameters lie in one memory: what is written to one, others then see."""
+    tensors = [x for x in args if _is_strided(x) and not isinstance(x, torch.nn.Parameter)]
+    places = [place for place in (x.untyped_storage().data_ptr() for x in tensors) if place]
+    return len(set(places)) < len(places)
 
 
 def _is_plain(x: Any) -> bool:

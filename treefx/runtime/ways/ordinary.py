@@ -18,7 +18,7 @@ from treefx.passes.trace.heads import copy_graph
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.records import Records
-from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols
+from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols, share_memory
 
 __all__ = ["Ordinary"]
 
@@ -28,7 +28,8 @@ class Ordinary:
 
     Once per state of the process, and again for sizes that no code so far serves: those that Dynamo left symbolic may
     be any for which holds what the compiler asked, others are as they were. Where a call's inputs do not say what all
-    symbols are (nested tensors), or too many sizes need code of their own, Dynamo looks at them.
+    symbols are (nested tensors), inputs lie in one memory, or too many sizes need code of their own, Dynamo looks at
+    them.
 
     Args:
         gm: Dynamo's graph.
@@ -50,7 +51,7 @@ class Ordinary:
         return self._executable(args)(*args)
 
     def _executable(self, args: Sequence[Any]) -> Callable[..., Any]:
-        if not self._symbols.are_known:
+        if not self._symbols.are_known or share_memory(args):
             return self._by_dynamo
         values = self._symbols.values(args)
         free = {symbol: size for symbol, size in values.items() if size > 1}  # code for one row is code of its own
