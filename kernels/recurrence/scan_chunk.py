@@ -11,6 +11,9 @@ comes in::
 Queries and keys may be shared by groups of heads: all decays are applied to what has as many heads as v. A state is
 ``[G, D, R * E]`` for G groups of R heads, so that one product serves a group. Padded tokens are zero: they write
 nothing, and a logarithm of zero decays nothing.
+
+Running sums of logarithms are float64, whatever the inputs are: a decay is the difference of two of them, which one
+strong decay in the chunk makes large, and the gradient of a logarithm is what two sums over pairs of tokens differ by.
 """
 
 from __future__ import annotations
@@ -60,25 +63,25 @@ class Chunk:
 
     @cached_property
     def total(self) -> Tensor:
-        """t, ``[C, H, L]``."""
-        return self.g.cumsum(-1)
+        """t, float64 ``[C, H, L]``."""
+        return self.g.cumsum(-1, dtype=torch.float64)
 
     @cached_property
     def entering(self) -> Tensor:
         """exp(t), ``[C, H, L, 1]``: what is left of the incoming state."""
-        return self.total.exp()[..., None]
+        return self.total.exp().to(self.g.dtype)[..., None]
 
     @cached_property
     def leaving(self) -> Tensor:
         """exp(t_L - t), ``[C, H, L, 1]``: what is left of each token's write at the end."""
-        return (self.total[..., -1:] - self.total).exp()[..., None]
+        return (self.total[..., -1:] - self.total).exp().to(self.g.dtype)[..., None]
 
     @cached_property
     def decay(self) -> Tensor:
         """D, ``[C, H, L, L]``."""
         length = self.total.shape[-1]
         future = torch.ones(length, length, dtype=torch.bool, device=self.g.device).triu_(1)
-        difference = self.total[..., :, None] - self.total[..., None, :]
+        difference = (self.total[..., :, None] - self.total[..., None, :]).to(self.g.dtype)
         return difference.masked_fill_(future, -torch.inf).exp_()
 
     @cached_property
@@ -95,7 +98,7 @@ class Chunk:
     @property
     def gate(self) -> Tensor:
         """exp(t_L) as it multiplies a state, ``[C, G, 1, R * E]``."""
-        return self._for_states(self.total[..., -1].exp())
+        return self._for_states(self.total[..., -1].exp().to(self.g.dtype))
 
     @cached_property
     def transfer(self) -> tuple[Tensor, Tensor] | None:
@@ -156,14 +159,14 @@ class Chunk:
         scores = (grad @ written.mT).mul_(self.decay)  # of q k^T, per head
         of_written = self.mixing.mT @ grad
         faded = self.entering * grad
-        total = (faded * self.read(self.q, state)).sum(-1)
+        total = (faded * self.read(self.q, state)).sum(-1, dtype=torch.float64)
         q = self.grouped(faded) @ state.mT
         k = torch.zeros_like(self.k)
         if outgoing is not None:
             kept = self.leaving * self.read(self.k, outgoing)
             of_written = of_written + kept
             k += self.grouped(self.leaving * written) @ outgoing.mT
-            self._add_outgoing(total, (kept * written).sum(-1), state, outgoing)
+            self._add_outgoing(total, (kept * written).sum(-1, dtype=torch.float64), state, outgoing)
         self._add_products(total, scores, self._for_heads(self.q @ self.k.mT))
         shared = split(scores, 1, self.q.shape[1]).sum(2)
         q += shared @ self.k
@@ -171,7 +174,7 @@ class Chunk:
         w = None
         if self.w is not None:
             of_written, w = self._erased(total, k, of_written, written, state)
-        g = total.flip(-1).cumsum(-1).flip(-1)
+        g = total.flip(-1).cumsum(-1).flip(-1).to(self.g.dtype)
         return Gradients(q, k, of_written, g, w)
 
     def _erased(
@@ -181,7 +184,7 @@ class Chunk:
         assert self.w is not None
         residual = self.solve(of_written, transposed=True)
         faded = self.entering * residual
-        total -= (faded * self.read(self.w, state)).sum(-1)
+        total -= (faded * self.read(self.w, state)).sum(-1, dtype=torch.float64)
         pairs = (residual @ written.mT).tril_(-1).mul_(self.decay).neg_()
         self._add_products(total, pairs, self.w @ self.k.mT)
         k += pairs.mT @ self.w
@@ -191,11 +194,11 @@ class Chunk:
     def _add_products(total: Tensor, grad: Tensor, product: Tensor) -> None:
         """The gradient of t through D; ``grad`` is that of a product which D multiplies, with D applied."""
         through = grad * product
-        total += through.sum(-1)
-        total -= through.sum(-2)
+        total += through.sum(-1, dtype=torch.float64)
+        total -= through.sum(-2, dtype=torch.float64)
 
     def _add_outgoing(self, total: Tensor, kept: Tensor, state: Tensor, outgoing: Tensor) -> None:
-        """The gradient of t through exp(t_L) and exp(t_L - t)."""
+        """The gradient of t through exp(t_L) and exp(t_L - t); ``total`` and ``kept`` are float64."""
         gated = (state * outgoing * self.gate).sum(2)  # [C, G, R * E]
         total -= kept
         total[..., -1] += kept.sum(-1) + split(gated, 2, gated.shape[2] // self.v.shape[-1]).sum(-1).flatten(1)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tests.strategies import row_batches
 from treefx import Forest, TreefxError
 from treefx.kernels.recurrence import tree_scan as tree_scan_module
+from treefx.kernels.recurrence.scan_chunk import Chunk
 from treefx.kernels.recurrence.tree_chunks import plan_chunks
 from treefx.kernels.recurrence.tree_conv import find_parents, tree_conv1d
 from treefx.kernels.recurrence.tree_scan import tree_delta_rule, tree_scan, tree_ssd
@@ -118,6 +119,40 @@ def test_fork_at_every_position_of_a_window(position: int, groups: int) -> None:
 @given(row_batches(), st.sampled_from([1, 2, 3, 8]), st.booleans())
 def test_recurrences_on_any_forest(rows: list[list[int]], chunk: int, delta: bool) -> None:
     check_scan(rows, chunk, delta)
+
+
+def float32_errors(strength: float, reset: bool, delta: bool) -> list[float]:
+    """Of the output and of all gradients in float32, relative to the recurrence in float64, token after token."""
+    tokens = 72
+    ends = torch.full((tokens,), tokens, dtype=torch.int32)
+    q, k, v, g, beta = (x.detach() for x in recurrence_inputs(tokens))
+    g = -F.softplus(g) * strength
+    if reset:
+        g[10] = -300.0
+    given = [x.float().double() for x in (q, F.normalize(k, dim=-1), v, g, *([beta.sigmoid()] if delta else []))]
+
+    def results(run: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        out = run(*leaves)
+        weight = torch.arange(out.numel(), dtype=torch.float64).cos().view_as(out).to(dtype)
+        return [out, *torch.autograd.grad(out, leaves, weight)]
+
+    exact = results(lambda *x: sequential(*x, *([] if delta else [None])), torch.float64)
+    tree = tree_delta_rule if delta else tree_ssd
+    found = results(lambda *x: tree(*x, ends), torch.float32)
+    return [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["ssd", "delta_rule"])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("strength", [0.05, 1.0, 20.0])
+def test_strong_decays_cost_no_precision(strength: float, reset: bool, delta: bool) -> None:
+    assert max(float32_errors(strength, reset, delta)) <= 2e-6
+
+
+def test_they_would_with_running_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chunk, "total", property(lambda self: self.g.cumsum(-1)))
+    assert all(max(float32_errors(0.05, True, delta)) > 5e-6 for delta in (False, True))
 
 
 @settings(max_examples=10)
