@@ -140,7 +140,7 @@ def float32_errors(strength: float, reset: bool, delta: bool) -> list[float]:
     exact = results(lambda *x: sequential(*x, *([] if delta else [None])), torch.float64)
     tree = tree_delta_rule if delta else tree_ssd
     found = results(lambda *x: tree(*x, ends), torch.float32)
-    return [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
+    return [float((x.double() - y).detach().abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
 
 
 @pytest.mark.parametrize("delta", [False, True], ids=["ssd", "delta_rule"])
