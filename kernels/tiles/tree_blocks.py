@@ -70,7 +70,7 @@ class TreeBlocks:
     """Tile lists in both directions, and what the mask of a partial tile reads.
 
     Attributes:
-        query_block: queries per block.
+        query_block: rows per block of queries.
         key_block: keys per block.
         low: as in :class:`Keys`.
         size: ``high - low``, 0 where nobody sees the key, int32 ``[K]``: q sees key j iff ``unsigned(q - low[j]) <
@@ -96,31 +96,36 @@ def build_blocks(
     key_block: int,
     visible: Expr | None = None,
     buffers: Sequence[Tensor] = (),
+    group: int = 1,
 ) -> TreeBlocks:
     """Build the tile lists; on a CUDA device the host waits for it twice, three times with a condition.
 
     Args:
         keys: the keys, on the device that the lists shall be on.
         queries: number of queries.
-        query_block: queries per tile.
+        query_block: rows per tile of queries.
         key_block: keys per tile.
         visible: extra condition of the score; tiles where it is provably false are left out, and only those where
             it is provably true count as full.
         buffers: what the condition loads from.
+        group: rows of every query, one below the other: the query heads that share a key head.
     """
     device = keys.high.device
     own = torch.arange(len(keys.high), device=device, dtype=torch.int32)
     low = own if keys.low is None else keys.low
-    begin, stop, full_begin, full_stop = _intervals(low, keys.high, queries, query_block, key_block)
+    rows = queries * group
+    seen = (end.to(torch.int64) * group for end in (low, keys.high))
+    begin, stop, full_begin, full_stop = _intervals(*seen, rows, query_block, key_block)
     key_tile, query_tile = _pairs(begin, stop)
     full = (query_tile >= full_begin[key_tile]) & (query_tile < full_stop[key_tile])
     if visible is not None:
-        query_extrema = Extrema("q", torch.arange(queries, device=device) + keys.query_base, query_block, buffers)
+        query = torch.arange(rows, device=device) // group + keys.query_base
+        query_extrema = Extrema("q", query, query_block, buffers)
         key_extrema = Extrema("k", own.to(torch.int64) + keys.base, key_block, buffers)
         never, always = _decide(visible, query_extrema, key_extrema, query_tile, key_tile)
         kept = (~never).nonzero()[:, 0]
         key_tile, query_tile, full = key_tile[kept], query_tile[kept], (full & always)[kept]
-    by_query, _, _ = _lists(query_tile, key_tile, full, -(-queries // query_block))
+    by_query, _, _ = _lists(query_tile, key_tile, full, -(-rows // query_block))
     by_key, start, middle = _lists(key_tile, query_tile, full, len(begin))
     return TreeBlocks(
         query_block,
@@ -134,23 +139,23 @@ def build_blocks(
 
 
 def _intervals(
-    low: Tensor, high: Tensor, queries: int, query_block: int, key_block: int
+    low: Tensor, high: Tensor, rows: int, query_block: int, key_block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return per key block the query blocks [begin, stop) it meets and those [begin, stop) it fills."""
     blocks = -(-len(low) // key_block)
     padding = blocks * key_block - len(low)
 
     def padded(values: Tensor, filler: int) -> Tensor:
-        return torch.nn.functional.pad(values.to(torch.int64), (0, padding), value=filler).view(blocks, key_block)
+        return torch.nn.functional.pad(values, (0, padding), value=filler).view(blocks, key_block)
 
-    begin = padded(low, queries).amin(1).clamp(0, queries) // query_block
-    last = padded(high, 0).amax(1).clamp(0, queries)
+    begin = padded(low, rows).amin(1).clamp(0, rows) // query_block
+    last = padded(high, 0).amax(1).clamp(0, rows)
     stop = (last + query_block - 1) // query_block
     # Keys that do not exist are seen by nobody, so a ragged block of keys is never full.
-    full_begin = (padded(low, queries).amax(1).clamp(min=0) + query_block - 1) // query_block
+    full_begin = (padded(low, rows).amax(1).clamp(min=0) + query_block - 1) // query_block
     smallest = padded(high, 0).amin(1)
-    total = -(-queries // query_block)
-    full_stop = torch.where(smallest >= queries, total, smallest // query_block)  # the last query block may be ragged
+    total = -(-rows // query_block)
+    full_stop = torch.where(smallest >= rows, total, smallest // query_block)  # the last query block may be ragged
     return begin, torch.maximum(stop, begin), full_begin, full_stop
 
 
@@ -209,6 +214,7 @@ def find_blocks(
     key_block: int,
     visible: Expr | None = None,
     buffers: Sequence[Tensor] = (),
+    group: int = 1,
 ) -> TreeBlocks:
     """Return :func:`build_blocks` of the arguments; layers, forward and backward of one step share it.
 
@@ -218,9 +224,9 @@ def find_blocks(
     """
     read = [buffers[number] for number in sorted(_loads(visible))]
     given = tuple(tensor for tensor in (keys.high, keys.low, *read) if tensor is not None)
-    settings = (queries, query_block, key_block, repr(visible), keys.base, keys.query_base, keys.low is None)
+    settings = (queries, group, query_block, key_block, repr(visible), keys.base, keys.query_base, keys.low is None)
     blocks: TreeBlocks = remembered(
-        settings, given, lambda: build_blocks(keys, queries, query_block, key_block, visible, buffers)
+        settings, given, lambda: build_blocks(keys, queries, query_block, key_block, visible, buffers, group)
     )
     return blocks
 

@@ -17,9 +17,9 @@ def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
-def padded(matrix: Tensor) -> Tensor:
+def padded(matrix: Tensor, filler: float = 0) -> Tensor:
     """Return the matrix with rows that start aligned."""
-    return torch.nn.functional.pad(matrix, (0, -matrix.shape[-1] % ALIGNED)).contiguous()
+    return torch.nn.functional.pad(matrix, (0, -matrix.shape[-1] % ALIGNED), value=filler).contiguous()
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:

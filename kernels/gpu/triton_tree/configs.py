@@ -13,20 +13,15 @@ __all__ = [
     "candidates",
     "chunk_widths",
     "default_config",
-    "pack_of",
     "usable_shared_memory",
 ]
-
-_MOST_PACKED = 16
-"""Query heads in one tile; larger groups take several tiles."""
-
 
 @dataclass(frozen=True)
 class Config:
     """How one kernel is launched.
 
     Attributes:
-        block_m: rows of a query tile: tokens times the heads packed with them.
+        block_m: rows of a query tile; every token has one per query head of a group.
         block_n: keys of a tile.
         warps: warps of a program.
         stages: depth of the software pipeline.
@@ -79,11 +74,6 @@ def usable_shared_memory(arch: int) -> int:
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes that a program may use, by compute capability times 10; Triton's compiler does not check them."""
-
-
-def pack_of(group: int) -> int:
-    """Return how many query heads of a group share a tile: a power of two."""
-    return min(_MOST_PACKED, 1 << (group - 1).bit_length())
 
 
 def chunk_widths(dtype: torch.dtype) -> tuple[int, int]:
@@ -167,7 +157,7 @@ _HEAVY_TILE, _HEAVY_WIDE_TILE = 32 * 128, 16 * 64
 
 
 def _fits(problem: Problem, config: Config) -> bool:
-    return config.block_m >= pack_of(problem.group) and _shared_bytes(problem, config) <= problem.shared_limit
+    return _shared_bytes(problem, config) <= problem.shared_limit
 
 
 _Table = dict[str, dict[int, tuple[Config, ...]]]

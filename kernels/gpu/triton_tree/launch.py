@@ -15,7 +15,7 @@ from torch import Tensor
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree.arguments import ALIGNED, padded, scratch, strides
 from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module
-from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config, pack_of
+from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config
 from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
 from treefx.kernels.score import Expr, Score, evaluate
 from treefx.kernels.tiles.key_programs import KeyPrograms
@@ -163,7 +163,7 @@ class Attention:
             **strides("out", out),
             **strides("previous", out if previous is None else previous[0]),
         }
-        return self.launch("forward", len(blocks.by_query.order), self.query_programs(), arguments, config)
+        return self.launch("forward", len(blocks.by_query.order), arguments, config)
 
     def delta(self, grad_out: Tensor, out: Tensor, delta: Tensor) -> Launch:
         """Return the launch that writes ``sum(grad_out * out)`` of every row."""
@@ -193,11 +193,10 @@ class Attention:
         config = self.config("backward_keys")
         blocks = self.blocks(source, config)
         work = blocks.key_programs
-        heads = self.inputs.q.shape[0] * self.inputs.k.shape[1]
         # Never empty: whether there are parts must not make another kernel.
         slots = max(1, len(work.split) * work.parts)
         parts = [
-            torch.empty(slots, heads, config.block_n, tensor.shape[-1], dtype=torch.float32, device=dk.device)
+            torch.empty(slots, self.heads, config.block_n, tensor.shape[-1], dtype=torch.float32, device=dk.device)
             for tensor in ((dk, dv) if len(work.split) else (dk[..., :1], dv[..., :1]))
         ]
         arguments = {
@@ -215,7 +214,7 @@ class Attention:
             **strides("dk", dk),
             **strides("dv", dv),
         }
-        launch = self.launch("backward_keys", len(work.order), heads, arguments, config)
+        launch = self.launch("backward_keys", len(work.order), arguments, config)
         if not len(work.split):
             return launch
         sums = (self.sum_parts(work, config, part, grad) for part, grad in zip(parts, (dk, dv), strict=True))
@@ -266,24 +265,30 @@ class Attention:
             **strides("dq", dq),
             **strides("previous", dq if previous is None else previous),
         }
-        return self.launch("backward_queries", len(blocks.by_query.order), self.query_programs(), arguments, config)
+        return self.launch("backward_queries", len(blocks.by_query.order), arguments, config)
 
-    def query_programs(self) -> int:
-        """Return the programs per block of queries: batches, key heads, and parts of a group that fit a tile."""
-        tiles = -(-self.group // pack_of(self.group))
-        return self.inputs.q.shape[0] * self.inputs.k.shape[1] * tiles
+    @property
+    def heads(self) -> int:
+        """Key heads, of all elements of the batch: the programs per list of tiles."""
+        return self.inputs.q.shape[0] * self.inputs.k.shape[1]
 
     def blocks(self, source: KeySource, config: Config) -> TreeBlocks:
         """Return the tile lists of a source for tiles of this configuration."""
-        tokens = config.block_m // pack_of(self.group)
-        queries = self.inputs.q.shape[2]
-        return find_blocks(source.keys, queries, tokens, config.block_n, self.score.visible, self.inputs.buffers)
+        return find_blocks(
+            source.keys,
+            self.inputs.q.shape[2],
+            config.block_m,
+            config.block_n,
+            self.score.visible,
+            self.inputs.buffers,
+            self.group,
+        )
 
-    def launch(self, name: str, lists: int, programs: int, arguments: dict[str, Any], config: Config) -> Launch:
-        """Return a launch with one program per list of tiles and head."""
+    def launch(self, name: str, lists: int, arguments: dict[str, Any], config: Config) -> Launch:
+        """Return a launch with one program per list of tiles and key head."""
         kernel = getattr(self.module, name)
         taken = {parameter: arguments[parameter] for parameter in kernel.arg_names}
-        return Launch(kernel, (lists, programs), taken, config)
+        return Launch(kernel, (lists, self.heads), taken, config)
 
     def shared(self, source: KeySource, config: Config, blocks: TreeBlocks, lists: TileLists) -> dict[str, Any]:
         """Return the arguments that the three big kernels have in common."""
@@ -309,7 +314,6 @@ class Attention:
             "key_base": source.keys.base,
             "kv_heads": source.k.shape[1],
             "GROUP": self.group,
-            "PACK": pack_of(self.group),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
@@ -341,36 +345,23 @@ class Attention:
                 shape = (batch, heads, queries, 1) if side == "Row" else (batch, 1, 1, keys)
                 value = value.detach().expand(shape).reshape(batch, -1, queries if side == "Row" else keys)
                 found[f"{side}_{hoisted.name}"] = self.packed(value, 0) if side == "Row" else padded(value[:, 0])
-        rows = -(-queries // ALIGNED) * ALIGNED * pack_of(self.group)
+        rows = -(-queries * self.group // ALIGNED) * ALIGNED
         return {**found, "packed_rows": rows, "packed_keys": -(-keys // ALIGNED) * ALIGNED}
 
     def rows(self, name: str, prefix: str, tensor: Tensor) -> dict[str, Any]:
-        """Return queries or their gradients as a tile of queries reads them, ``[B, Hkv * tiles of a group, rows, D]``.
+        """Return queries or their gradients as a tile of queries reads them, ``[B, Hkv, N * group, D]``.
 
         The warp-specialised form takes a copy in the order of its rows where a group has several heads; everything else
         is read in place.
         """
         if self.path == "warp" and self.group > 1:
-            batch, _, queries, width = tensor.shape
-            pack, kv_heads = pack_of(self.group), self.inputs.k.shape[1]
-            members = -(-self.group // pack) * pack
-            grouped = tensor.reshape(batch, kv_heads, self.group, queries, width)
-            if members > self.group:
-                grouped = torch.nn.functional.pad(grouped, (0, 0, 0, 0, 0, members - self.group))
-            tiles = grouped.reshape(batch, -1, pack, queries, width).transpose(2, 3)
-            tensor = tiles.reshape(batch, -1, queries * pack, width)
+            tensor = tensor.unflatten(1, (-1, self.group)).transpose(2, 3).flatten(2, 3)
         return {name: tensor, **strides(prefix, tensor)}
 
     def packed(self, values: Tensor, filler: float) -> Tensor:
-        """Return a value per row in the order of the tiles' rows, ``[B * Hkv * tiles of a group, rows]``."""
-        batch, heads, queries = values.shape
-        pack, kv_heads = pack_of(self.group), self.inputs.k.shape[1]
-        tiles = -(-self.group // pack)
-        grouped = values.reshape(batch, kv_heads, self.group, queries)
-        # Whole tiles, so that every row of this matrix starts aligned.
-        wide = torch.nn.functional.pad(grouped, (0, -queries % ALIGNED, 0, tiles * pack - self.group), value=filler)
-        ordered = wide.reshape(batch * kv_heads * tiles, pack, -1).transpose(1, 2)
-        return ordered.reshape(batch * kv_heads * tiles, -1).contiguous()
+        """Return a value per row in the order of the tiles' rows, ``[B * Hkv, N * group and more]``."""
+        rows = values.unflatten(1, (-1, self.group)).transpose(2, 3).reshape(self.heads, -1)
+        return padded(rows, filler)
 
     def buffers(self) -> dict[str, Any]:
         """Return the buffers that the score reads, with strides and sizes."""

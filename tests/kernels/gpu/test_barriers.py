@@ -23,14 +23,14 @@ RESHAPED = """
     {{ pointer }} + batch.to(tl.int64) * {{ prefix }}_batch,
     shape=[queries, kv_heads, GROUP, {{ chunk[2] }}],
     strides=[{{ prefix }}_token, GROUP * {{ prefix }}_head, {{ prefix }}_head, 1],
-    block_shape=[BLOCK_M // PACK, 1, PACK, {{ chunk[1] }}],
+    block_shape=[BLOCK_M // GROUP, 1, GROUP, {{ chunk[1] }}],
 )
 {% endfor %}
 {% endmacro %}
 {% macro load_reshaped(name, chunks) %}
 {% for chunk in chunks %}
 {{ name }}_{{ loop.index0 }} = {{ name }}_box_{{ loop.index0 }}.load(
-    [block * (BLOCK_M // PACK), kv_head, chunk * PACK, {{ chunk[0] }}]
+    [block * (BLOCK_M // GROUP), kv_head, 0, {{ chunk[0] }}]
 ).reshape([BLOCK_M, {{ chunk[1] }}])
 {% endfor %}
 {% endmacro %}

@@ -57,13 +57,29 @@ def check(blocks: TreeBlocks, mask: Tensor, *, exact: bool) -> None:
     check_lists(blocks.by_key, mask.T, blocks.key_block, blocks.query_block, exact=exact, ragged=0)
 
 
-@given(row_batches(), st.sampled_from(sorted(CONDITIONS)), st.sampled_from([1, 2, 8, 64]), st.sampled_from([1, 4, 32]))
-def test_lists_are_those_of_the_mask(rows: Rows, name: str, query_block: int, key_block: int) -> None:
+@given(
+    row_batches(), st.sampled_from(sorted(CONDITIONS)), st.sampled_from([1, 2, 8, 64]), st.sampled_from([1, 4, 32]),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_lists_are_those_of_the_mask(rows: Rows, name: str, query_block: int, key_block: int, group: int) -> None:
+    """Every query has a row for each head of its group; a tile may begin in the middle of a query."""
     forest = treefx.Forest.from_sequences(rows)
     ends, depth = forest.subtree_end.to(torch.int32), forest.depth
-    blocks = build_blocks(Keys(ends), len(ends), query_block, key_block, CONDITIONS[name], [depth])
+    blocks = build_blocks(Keys(ends), len(ends), query_block, key_block, CONDITIONS[name], [depth], group)
     mask = dense_mask(torch.arange(len(ends)), ends, len(ends), CONDITIONS[name], depth)
-    check(blocks, mask, exact=name == "tree")
+    check(blocks, mask.repeat_interleave(group, 0), exact=name == "tree")
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_no_group_is_padded(group: int) -> None:
+    """Pairs of the tiles over those that are visible: at most 1.02; a group of 5 that is padded to 8 takes 1.6."""
+    prefix, leaf = 24 * 1024, 2048
+    ends = torch.full((prefix + 4 * leaf,), prefix + 4 * leaf, dtype=torch.int32)
+    ends[prefix:] = prefix + (torch.arange(4 * leaf, dtype=torch.int32) // leaf + 1) * leaf
+    needed = group * int((ends - torch.arange(len(ends))).sum())
+    for query_block, key_block in ((128, 64), (64, 128)):
+        blocks = build_blocks(Keys(ends), len(ends), query_block, key_block, group=group)
+        assert needed <= len(blocks.by_key.tiles) * query_block * key_block <= 1.02 * needed
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000))

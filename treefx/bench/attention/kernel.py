@@ -76,7 +76,7 @@ CASES = (
 )
 MORE_CASES = (
     *(Case(dtype, *w) for dtype in (torch.float16, torch.float32) for w in _WIDTHS if w not in _COMMON_WIDTHS),
-    *(Case(torch.bfloat16, 128, 128, group) for group in (8, 16)),
+    *(Case(torch.bfloat16, 128, 128, group) for group in (3, 5, 6, 8, 16)),
     *(Case(torch.bfloat16, 64, 64, 4, names) for names in _FEATURES),
     *(Case(torch.float32, 64, 64, 4, names) for names in _FEATURES),
 )
