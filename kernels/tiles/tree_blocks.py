@@ -12,7 +12,7 @@ the score is decided per tile by :mod:`treefx.kernels.tiles.tile_bounds`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from threading import Lock
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from treefx.kernels.lasting import lasting
 from treefx.kernels.score import Expr
+from treefx.kernels.tiles.hosted import host_copies, is_on_device, send_together, unchanged
 from treefx.kernels.tiles.key_programs import KeyPrograms, cut_lists
 from treefx.kernels.tiles.tile_bounds import Extrema, decide_tiles
 
@@ -218,17 +219,41 @@ def find_blocks(
 ) -> TreeBlocks:
     """Return :func:`build_blocks` of the arguments; layers, forward and backward of one step share it.
 
-    On the CPU a hit is verified by content. On a CUDA device it goes by the identity and version of the tensors, so
-    that nothing waits for the device; the device itself checks the content and stops the program if a tensor was
+    A forest whose vectors were sent from the host has its lists made there: nothing waits for the device.
+
+    On the CPU a hit is verified by content. On a CUDA device it goes by the identity and version of the tensors; of
+    tensors that the host has not sent, the device itself checks the content and stops the program if one was
     overwritten behind autograd's back.
     """
-    read = [buffers[number] for number in sorted(_loads(visible))]
-    given = tuple(tensor for tensor in (keys.high, keys.low, *read) if tensor is not None)
+    read = sorted(_loads(visible))
+    given = tuple(x for x in (keys.high, keys.low, *(buffers[number] for number in read)) if x is not None)
     settings = (queries, group, query_block, key_block, repr(visible), keys.base, keys.query_base, keys.low is None)
-    blocks: TreeBlocks = remembered(
-        settings, given, lambda: build_blocks(keys, queries, query_block, key_block, visible, buffers, group)
-    )
+
+    def build() -> TreeBlocks:
+        hosts = host_copies(given) if is_on_device(keys.high) else None
+        if hosts is None:
+            return build_blocks(keys, queries, query_block, key_block, visible, buffers, group)
+        known = dict(zip(map(id, given), hosts, strict=True))
+        copies = [known.get(id(buffer), buffer) for buffer in buffers]
+        here = replace(keys, high=known[id(keys.high)], low=None if keys.low is None else known[id(keys.low)])
+        made = build_blocks(here, queries, query_block, key_block, visible, copies, group)
+        return _sent(made, keys)
+
+    blocks: TreeBlocks = remembered(settings, given, build)
     return blocks
+
+
+def _sent(blocks: TreeBlocks, keys: Keys) -> TreeBlocks:
+    """Return lists that were made on the host on the device of the keys."""
+    parts = (blocks.by_query, blocks.by_key, blocks.key_programs)
+    names = [[one.name for one in fields(part) if isinstance(getattr(part, one.name), Tensor)] for part in parts]
+    vectors = [getattr(part, name) for part, found in zip(parts, names, strict=True) for name in found]
+    size, *moved = send_together([blocks.size, *vectors], keys.high.device)
+    there = iter(moved)
+    by_query, by_key, programs = (
+        replace(part, **{name: next(there) for name in found}) for part, found in zip(parts, names, strict=True)
+    )
+    return replace(blocks, low=keys.low, size=size, by_query=by_query, by_key=by_key, key_programs=programs)
 
 
 def find_node_length(subtree_end: Tensor) -> int:
@@ -239,11 +264,16 @@ def find_node_length(subtree_end: Tensor) -> int:
     """
 
     def count() -> int:
-        nodes = 1 + int((subtree_end[1:] != subtree_end[:-1]).sum())
-        return 1 << (max(1, len(subtree_end) // nodes).bit_length() - 1)
+        (ends,) = host_copies([subtree_end]) or [subtree_end]
+        return _mean_length(ends)
 
     length: int = remembered(("node length",), (subtree_end,), count)
     return length
+
+
+def _mean_length(subtree_end: Tensor) -> int:
+    nodes = 1 + int((subtree_end[1:] != subtree_end[:-1]).sum())
+    return 1 << (max(1, len(subtree_end) // nodes).bit_length() - 1)
 
 
 def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
@@ -278,11 +308,12 @@ def _same(entry: _Entry, given: tuple[Tensor, ...]) -> bool:
         for old, new in zip(entry.given, given, strict=True)
     ):
         return False
-    if given[0].device.type == "cpu" or any(_version(tensor) is None for tensor in given):
+    if not is_on_device(given[0]) or any(_version(tensor) is None for tensor in given):
         return all(torch.equal(old, new) for old, new in zip(entry.copies, given, strict=True))
     for old, version, new in zip(entry.given, entry.versions, given, strict=True):
-        if old.data_ptr() != new.data_ptr() or old.stride() != new.stride() or _version(new) != version:
+        if version is None or not unchanged(old, version, new):
             return False
-    for copy, new in zip(entry.copies, given, strict=True):
-        torch._assert_async((copy == new).all(), "a forest tensor was overwritten without a new version")
+    if host_copies(given) is None:
+        for copy, new in zip(entry.copies, given, strict=True):
+            torch._assert_async((copy == new).all(), "a forest tensor was overwritten without a new version")
     return True

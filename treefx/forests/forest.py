@@ -19,6 +19,7 @@ from treefx.forests.input import RowBatch, read_padded, read_sequences
 from treefx.forests.share import Share
 from treefx.forests.trie import build_trie
 from treefx.kernels.lasting import lasting, lasting_property
+from treefx.kernels.tiles.hosted import send
 from treefx.views import find_view
 
 if TYPE_CHECKING:
@@ -270,6 +271,8 @@ class Forest:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         with lasting():
             moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
+            if self.subtree_end.device.type == "cpu":
+                moved["subtree_end"] = send(self.subtree_end, device, keep=True)
         return dataclasses.replace(self, **moved)
 
     def to_networkx(self) -> "nx.DiGraph[int]":

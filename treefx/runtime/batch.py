@@ -16,6 +16,7 @@ from treefx.forests.forest import Forest
 from treefx.forests.paths import number_prefixes
 from treefx.forests.trie import build_trie, combine_keys
 from treefx.kernels.lasting import lasting
+from treefx.kernels.tiles.hosted import send
 
 __all__ = ["Batch", "build_batch", "forest_batch"]
 
@@ -166,8 +167,9 @@ def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.
         row, column = np.pad(row, (0, missing)), np.pad(column, (0, missing))
         end = np.concatenate([end, np.arange(tokens + 1, tokens + missing + 1)])
     arrays = [row.astype(np.int64), column.astype(np.int64), end.astype(np.int32), token_of]
-    first, second, third, fourth = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays)
-    return Batch(tokens, (first, second, third, fourth))
+    first, second, third, fourth = (torch.from_numpy(np.ascontiguousarray(a)) for a in arrays)
+    sent = send(first, device), send(second, device), send(third, device, keep=True), send(fourth, device)
+    return Batch(tokens, sent)
 
 
 def forest_batch(forest: Forest, device: torch.device) -> Batch:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNED", "dense_features", "padded", "scratch", "strides"]
+__all__ = ["dense_features", "padded", "padded_length", "scratch", "strides"]
 
-ALIGNED = 128
+_ALIGNED = 128
 """Vectors that are read by tiles have a multiple of this many elements, so that every one of them starts aligned."""
 
 
@@ -17,9 +17,15 @@ def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
-def padded(matrix: Tensor, filler: float = 0) -> Tensor:
+def padded_length(length: int) -> int:
+    """Return the length of a row that the next one starts aligned behind."""
+    return -(-length // _ALIGNED) * _ALIGNED
+
+
+def padded(matrix: Tensor) -> Tensor:
     """Return the matrix with rows that start aligned."""
-    return torch.nn.functional.pad(matrix, (0, -matrix.shape[-1] % ALIGNED), value=filler).contiguous()
+    length = matrix.shape[-1]
+    return torch.nn.functional.pad(matrix, (0, padded_length(length) - length)).contiguous()
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:

@@ -46,13 +46,14 @@ def backward(
     """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers."""
     attention = _attention(inputs, score)
     grad_out, out = dense_features([grad_out, out])
-    delta = _delta(attention, grad_out, out)
 
     def run(chosen: Attention) -> list[Tensor]:
-        dq, pairs = backward_from(chosen, chosen.sources(), grad_out, lse, delta)
-        return [dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
+        dq, pairs, delta = backward_from(chosen, chosen.sources(), grad_out, out, lse)
+        return [delta, dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
 
-    dq, dk, dv, *rest = run(on_path(attention, path)) if path else checked("backward", attention, [grad_out], run)
+    delta, dq, dk, dv, *rest = (
+        run(on_path(attention, path)) if path else checked("backward", attention, [grad_out], run)
+    )
     if inputs.sinks is not None:
         weight = torch.exp(inputs.sinks.to(lse.dtype)[None, :, None] - lse)
         rest.append((-(weight * delta).sum(dim=(0, 2))).to(inputs.sinks.dtype))
@@ -85,28 +86,31 @@ def forward_from(attention: Attention, sources: Sequence[KeySource]) -> tuple[Te
 
 
 def backward_from(
-    attention: Attention, sources: Sequence[KeySource], grad_out: Tensor, lse: Tensor, delta: Tensor
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    attention: Attention, sources: Sequence[KeySource], grad_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
     """Differentiate :func:`forward_from`.
 
     Args:
         attention: as in the forward.
         sources: as in the forward.
         grad_out: ``[B, H, N, Dv]``, features side by side.
+        out: the output, likewise.
         lse: log-sum-exp over all sources and the sinks, ``[B, H, N]``.
-        delta: ``sum(grad_out * out)``, ``[B, H, N]``.
 
     Returns:
-        The gradient of q, and those of k and v of every source, one row per key also where the source is a pool.
+        The gradient of q; those of k and v of every source, one row per key also where the source is a pool; and
+        ``sum(grad_out * out)``, ``[B, H, N]``.
     """
     inputs = attention.inputs
     pairs, previous = [], None
     last = max((number for number, source in enumerate(sources) if len(source)), default=0)
     dq = empty_heads_inside(inputs.q, inputs.q.shape[-1])
     with _device_of(inputs.q):
-        gradients = attention.gradients(grad_out, lse, delta)
+        prologue, gradients = attention.prologue(grad_out, out, lse)
+        prologue.run()
+        delta = gradients["Delta"]
         keys_on = path_of_keys(attention)
-        of_keys = gradients if keys_on is attention else keys_on.gradients(grad_out, lse, delta)
+        of_keys = gradients if keys_on is attention else keys_on.in_place(grad_out, lse, delta)
         for number, source in enumerate(sources):
             dk, dv = (_gradient_of(tensor, len(source)) for tensor in (source.k, source.v))
             pairs.append((dk, dv))
@@ -120,7 +124,7 @@ def backward_from(
             tuned(keys_on, "backward_keys", keys).run()
             tuned(attention, "backward_queries", queries).run()
             previous = target
-    return dq if previous is not None else dq.zero_(), pairs
+    return dq if previous is not None else dq.zero_(), pairs, delta
 
 
 def _attention(inputs: Inputs, score: Score) -> Attention:
@@ -138,13 +142,6 @@ def _attention(inputs: Inputs, score: Score) -> Attention:
 
 def _interpreted_config(problem: Problem) -> Config:
     return Config(64, 64, 4, 1)  # tiles as on a device; nothing is short
-
-
-def _delta(attention: Attention, grad_out: Tensor, out: Tensor) -> Tensor:
-    delta = torch.empty(grad_out.shape[:-1], dtype=torch.float32, device=grad_out.device)
-    with _device_of(grad_out):
-        attention.delta(grad_out, out, delta).run()
-    return delta
 
 
 def _dense(inputs: Inputs) -> Inputs:

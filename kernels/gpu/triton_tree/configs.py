@@ -16,6 +16,7 @@ __all__ = [
     "usable_shared_memory",
 ]
 
+
 @dataclass(frozen=True)
 class Config:
     """How one kernel is launched.

@@ -1,9 +1,5 @@
-"""The launches of one attention: which kernels with which arguments, on which lists of tiles.
+"""The launches of one attention: which kernels with which arguments, on which lists of tiles."""
 
-A launch is data first: it can be run, or compiled ahead of time without a device, from the same arguments.
-"""
-
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -13,39 +9,15 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.triton_tree.arguments import ALIGNED, padded, scratch, strides
+from treefx.kernels.gpu.triton_tree.arguments import padded, padded_length, strides
 from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config
 from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
+from treefx.kernels.gpu.triton_tree.small_launches import Launch, launch_prologue, launch_sums
 from treefx.kernels.score import Expr, Score, evaluate
-from treefx.kernels.tiles.key_programs import KeyPrograms
 from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
 
 __all__ = ["Attention", "KeySource", "Launch"]
-
-_DELTA_ROWS = 64
-_SUMMED_ROWS = 16
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel, its grid and its arguments by name; and what has to run after it."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: dict[str, Any]
-    config: Config
-    after: "tuple[Launch, ...]" = ()
-
-    def run(self) -> None:
-        """Run it on the current device, and then the others."""
-        if "PackedLse" in self.arguments or "packed_rows" in self.arguments:  # its descriptors are made by the kernel
-            import triton
-
-            triton.set_allocator(scratch)
-        self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
-        for launch in self.after:
-            launch.run()
 
 
 @dataclass(frozen=True)
@@ -154,7 +126,7 @@ class Attention:
         blocks = self.blocks(source, config)
         arguments = {
             **self.shared(source, config, blocks, blocks.by_query),
-            **self.rows("Q", "q", self.inputs.q),
+            **self.rows(),
             "Out": out,
             "Lse": lse,
             "PreviousOut": None if previous is None else previous[0],
@@ -165,28 +137,12 @@ class Attention:
         }
         return self.launch("forward", len(blocks.by_query.order), arguments, config)
 
-    def delta(self, grad_out: Tensor, out: Tensor, delta: Tensor) -> Launch:
-        """Return the launch that writes ``sum(grad_out * out)`` of every row."""
-        batch, heads, queries, _ = grad_out.shape
-        arguments = {
-            "GradOut": grad_out,
-            "Out": out,
-            "Delta": delta,
-            **strides("grad", grad_out),
-            **strides("out", out),
-            "queries": queries,
-            "heads": heads,
-            "BLOCK_M": _DELTA_ROWS,
-        }
-        grid = (-(-queries // _DELTA_ROWS), batch * heads)
-        return Launch(self.module.delta, grid, arguments, Config(_DELTA_ROWS, 0, 4, 1))
-
     def backward_keys(self, source: KeySource, gradients: dict[str, Any], dk: Tensor, dv: Tensor) -> Launch:
         """Return the launch that writes the gradients of a source's keys and values.
 
         Args:
             source: the keys.
-            gradients: what :meth:`gradients` returned.
+            gradients: what :meth:`prologue` or :meth:`in_place` returned.
             dk: where the gradient of the keys goes.
             dv: where that of the values goes.
         """
@@ -217,39 +173,7 @@ class Attention:
         launch = self.launch("backward_keys", len(work.order), arguments, config)
         if not len(work.split):
             return launch
-        sums = (self.sum_parts(work, config, part, grad) for part, grad in zip(parts, (dk, dv), strict=True))
-        return replace(launch, after=tuple(sums))
-
-    def sum_parts(self, work: KeyPrograms, config: Config, parts: Tensor, grad: Tensor) -> Launch:
-        """Return the launch that adds the parts of lists that were cut.
-
-        Args:
-            work: which blocks were cut.
-            config: the tiles of the first step.
-            parts: ``[slots, batches and heads, keys of a block, features]``.
-            grad: where the sums go ``[B, Hkv, K, features]``.
-        """
-        from treefx.kernels.gpu.triton_tree.parts import sum_parts  # only here: it imports Triton
-
-        rows, width = min(_SUMMED_ROWS, config.block_n), grad.shape[-1]
-        batch, head, token, _ = grad.stride()
-        arguments = {
-            "Parts": parts,
-            "Grad": grad,
-            "split": work.split,
-            "grad_batch": batch,
-            "grad_head": head,
-            "grad_token": token,
-            "keys": grad.shape[2],
-            "kv_heads": grad.shape[1],
-            "parts": work.parts,
-            "BLOCK_N": config.block_n,
-            "WIDTH": width,
-            "FEATURES": 1 << (width - 1).bit_length(),
-            "ROWS": rows,
-        }
-        grid = (len(work.split) * (config.block_n // rows), parts.shape[1])
-        return Launch(sum_parts, grid, arguments, Config(rows, 0, 4, 1))
+        return replace(launch, after=(launch_sums(work, config, parts, (dk, dv)),))
 
     def backward_queries(
         self, source: KeySource, gradients: dict[str, Any], dq: Tensor, previous: Tensor | None = None
@@ -319,49 +243,59 @@ class Attention:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }
 
-    def gradients(self, grad_out: Tensor, lse: Tensor, delta: Tensor) -> dict[str, Any]:
-        """Return what both backward kernels read of every query: made once for both, and for all sources."""
-        arguments = {
-            **self.rows("Q", "q", self.inputs.q),
-            **self.rows("GradOut", "grad", grad_out),
-            "Lse": lse,
-            "Delta": delta,
-        }
+    def prologue(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Launch, dict[str, Any]]:
+        """Return the launch that runs before both backward kernels, and what they read of every query afterwards."""
+        launch = launch_prologue(self.inputs.q, grad_out, out, lse, self.inputs.k.shape[1], packed=self.path == "warp")
+        made = launch.arguments
+        arguments = self.in_place(grad_out, lse, made["Delta"])
         if self.path == "warp":
-            seen = torch.where(lse == -torch.inf, torch.inf, lse * math.log2(math.e))
-            arguments["PackedLse"], arguments["PackedDelta"] = self.packed(seen, torch.inf), self.packed(delta, 0.0)
-        return arguments
+            arguments |= {name: made[name] for name in ("PackedLse", "PackedDelta")}
+        if made["PackedQ"] is not None:
+            arguments |= {"Q": made["PackedQ"], "GradOut": made["PackedGrad"]}
+            arguments |= {**strides("q", made["PackedQ"]), **strides("grad", made["PackedGrad"])}
+        return launch, arguments
+
+    def in_place(self, grad_out: Tensor, lse: Tensor, delta: Tensor) -> dict[str, Any]:
+        """Return what the plain backward kernels read of every query."""
+        q = self.inputs.q
+        return {
+            "Q": q, "GradOut": grad_out, "Lse": lse, "Delta": delta, **strides("q", q), **strides("grad", grad_out)
+        }  # fmt: skip
 
     def vectors(self, keys: int) -> dict[str, Any]:
         """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""
         batch, heads, queries, _ = self.inputs.q.shape
-        q, k, head, number = self.inputs.indices(0, queries)
-        dot = torch.zeros((), device=q.device)
+        sides = ("Row", self.code.row_values), ("Column", self.code.column_values)
         found: dict[str, Any] = {}
-        for side, values in (("Row", self.code.row_values), ("Column", self.code.column_values)):
+        for side, values in sides:
             for hoisted in values:
-                value = evaluate(hoisted.expr, dot=dot, q=q, k=k, head=head, batch=number, buffers=self.inputs.buffers)
-                value = value.to(torch.float32 if value.is_floating_point() else torch.int32)
+                value = self.value(hoisted.expr)
                 shape = (batch, heads, queries, 1) if side == "Row" else (batch, 1, 1, keys)
-                value = value.detach().expand(shape).reshape(batch, -1, queries if side == "Row" else keys)
-                found[f"{side}_{hoisted.name}"] = self.packed(value, 0) if side == "Row" else padded(value[:, 0])
-        rows = -(-queries * self.group // ALIGNED) * ALIGNED
-        return {**found, "packed_rows": rows, "packed_keys": -(-keys // ALIGNED) * ALIGNED}
+                value = value.expand(shape).reshape(batch, -1, queries if side == "Row" else keys)
+                found[f"{side}_{hoisted.name}"] = self.packed(value) if side == "Row" else padded(value[:, 0])
+        return {**found, "packed_rows": padded_length(queries * self.group), "packed_keys": padded_length(keys)}
 
-    def rows(self, name: str, prefix: str, tensor: Tensor) -> dict[str, Any]:
-        """Return queries or their gradients as a tile of queries reads them, ``[B, Hkv, N * group, D]``.
+    def value(self, expr: Expr) -> Tensor:
+        """Return a part of the score that needs no product, evaluated."""
+        q, k, head, number = self.inputs.indices(0, self.inputs.q.shape[2])
+        dot = torch.zeros((), device=q.device)
+        value = evaluate(expr, dot=dot, q=q, k=k, head=head, batch=number, buffers=self.inputs.buffers).detach()
+        return value.to(torch.float32 if value.is_floating_point() else torch.int32)
+
+    def rows(self) -> dict[str, Any]:
+        """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.
 
         The warp-specialised form takes a copy in the order of its rows where a group has several heads; everything else
         is read in place.
         """
+        q = self.inputs.q
         if self.path == "warp" and self.group > 1:
-            tensor = tensor.unflatten(1, (-1, self.group)).transpose(2, 3).flatten(2, 3)
-        return {name: tensor, **strides(prefix, tensor)}
+            q = q.unflatten(1, (-1, self.group)).transpose(2, 3).flatten(2, 3)
+        return {"Q": q, **strides("q", q)}
 
-    def packed(self, values: Tensor, filler: float) -> Tensor:
+    def packed(self, values: Tensor) -> Tensor:
         """Return a value per row in the order of the tiles' rows, ``[B * Hkv, N * group and more]``."""
-        rows = values.unflatten(1, (-1, self.group)).transpose(2, 3).reshape(self.heads, -1)
-        return padded(rows, filler)
+        return padded(values.unflatten(1, (-1, self.group)).transpose(2, 3).reshape(self.heads, -1))
 
     def buffers(self) -> dict[str, Any]:
         """Return the buffers that the score reads, with strides and sizes."""

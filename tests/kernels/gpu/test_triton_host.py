@@ -25,6 +25,7 @@ from treefx.kernels.gpu.triton_tree import paths, support, tuning  # noqa: E402
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
 from treefx.kernels.gpu.triton_tree.launch import Launch  # noqa: E402
 from treefx.kernels.gpu.triton_tree.parts import sum_parts  # noqa: E402
+from treefx.kernels.gpu.triton_tree.prologue import prologue  # noqa: E402
 
 
 class Driver:
@@ -88,13 +89,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
 def _forget_kernels() -> None:
     """What was compiled belongs to a test."""
     kernel_module.cache_clear()
-    sum_parts.device_caches.clear()
+    for kernel in (sum_parts, prologue):
+        kernel.device_caches.clear()
     for name in [name for name in sys.modules if name.startswith("treefx_kernel_")]:
         del sys.modules[name]
 
 
 LAUNCHED: list[str] = []
-BACKWARD = ["delta", "backward_keys", "backward_queries"]
+BACKWARD = ["prologue", "backward_keys", "backward_queries"]
 
 
 def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
@@ -105,11 +107,11 @@ def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
 
 def test_both_forms_are_compared_once_and_the_fast_one_stays(compiled: list[str]) -> None:
     attend(200)
-    assert LAUNCHED == ["forward", "forward", "delta", *BACKWARD[1:], *BACKWARD[1:]], "plain, then specialised"
+    assert LAUNCHED == ["forward", "forward", *BACKWARD, *BACKWARD], "plain, then specialised"
     LAUNCHED.clear()
     attend(200)
     assert LAUNCHED == ["forward", *BACKWARD]
-    assert len(compiled) == 7 and list(paths._verdicts.values()) == [True, True]
+    assert len(compiled) == 8 and list(paths._verdicts.values()) == [True, True]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 50, "softcap": 5.0}], ids=["plain", "window, softcap"])
@@ -134,14 +136,14 @@ def test_dk_and_dv_are_plain_where_triton_cannot_specialise_them(
     run = Launch.run
 
     def watched(launch: Launch) -> None:
-        seen[launch.kernel.__name__] = "packed_rows" in launch.arguments
+        seen[launch.kernel.__name__] = "packed_keys" in launch.arguments
         run(launch)
 
     monkeypatch.setattr(Launch, "run", watched)
     for _ in range(2):
         attend(200, window=50, alibi_slopes=torch.ones(4))
     keys = version != "3.6.0"
-    assert seen == {"forward": True, "delta": False, "backward_keys": keys, "backward_queries": True}
+    assert seen == {"forward": True, "prologue": False, "backward_keys": keys, "backward_queries": True}
     attend(200, window=50)
     assert seen["backward_keys"], "a window alone can be specialised"
     monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
@@ -157,7 +159,7 @@ def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:
     ends = torch.arange(1, 20_001)
     ends[:128] = 20_000
     torch.autograd.grad(tree_attention(q, q, q, ends, impl="triton"), q, torch.zeros_like(q))
-    assert LAUNCHED.count("sum_parts") == 4 and compiled.count("sum_parts") == 1, "dk and dv, in both forms"
+    assert LAUNCHED.count("sum_parts") == 2 and compiled.count("sum_parts") == 1, "in both forms"
 
 
 def test_tuning_measures_every_configuration_once(
@@ -170,7 +172,7 @@ def test_tuning_measures_every_configuration_once(
     assert len(findings) == 3 and all("warp" in key and "Hopper that is not there" in key for key in findings)
     attend(200)
     attend(211)
-    assert len(compiled) == measured > 7
+    assert len(compiled) == measured > 8
 
 
 def test_auto_checks_the_kernels_and_takes_them(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,4 +181,4 @@ def test_auto_checks_the_kernels_and_takes_them(compiled: list[str], monkeypatch
     monkeypatch.setattr(cuda.flex, "forward", None)
     monkeypatch.setattr("treefx.kernels.ops.cpu", cuda)  # the tensors are on the CPU
     attend(300, impl="auto", softcap=3.0)
-    assert list(cuda._problems.values()) == [None] and LAUNCHED[:2] == ["forward", "delta"]
+    assert list(cuda._problems.values()) == [None] and LAUNCHED[:2] == ["forward", "prologue"]

@@ -29,6 +29,7 @@ from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, compile_l
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.gpu.triton_tree.paths import PATHS, keys_refusal, refused_widths
+from treefx.kernels.gpu.triton_tree.small_launches import launch_sums
 from treefx.kernels.score import Expr, Score, make_score
 from treefx.kernels.tiles.tree_blocks import Keys
 from treefx.output import make_table
@@ -37,7 +38,7 @@ __all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "prob
 
 ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
-_WITHOUT_PRODUCTS = ("delta", "sum_parts")
+_WITHOUT_PRODUCTS = ("prologue", "sum_parts")
 _MULTIPLYING_WARPS = 8
 """Of a specialised kernel: two groups of four, which share a tile."""
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
@@ -46,7 +47,7 @@ _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 
 @dataclass(frozen=True)
 class Case:
-    """One attention to compile: three kernels (and, without features, those of delta and of the sums of parts)."""
+    """One attention to compile: three kernels (and, without features, what runs before and after them)."""
 
     dtype: torch.dtype
     head_dim: int
@@ -262,16 +263,17 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     inputs = attention.inputs
     out, row = _heads(inputs.q.shape[1], case.value_dim, case.dtype), torch.empty(1, inputs.q.shape[1], _TOKENS)
     yield attention.forward(source, out, row)
-    gradients = attention.gradients(out, row, row)
+    prologue, gradients = attention.prologue(out, out, row)
     if path == "plain" or keys_refusal(attention) is None:
         yield attention.backward_keys(source, gradients, inputs.k, inputs.v)
     yield attention.backward_queries(source, gradients, inputs.q)
+    if not case.features:
+        yield prologue
     if path == "plain" and not case.features and case.group == 1:
-        yield attention.delta(out, out, row)
         config = attention.config("backward_keys")
         work = attention.blocks(source, config).key_programs
-        parts = torch.empty(len(work.order), inputs.k.shape[1], config.block_n, case.head_dim)
-        yield attention.sum_parts(work, config, parts, inputs.k)
+        parts = [torch.empty(len(work.order), 2, config.block_n, x.shape[-1]) for x in (inputs.k, inputs.v)]
+        yield launch_sums(work, config, parts, (inputs.k, inputs.v))
 
 
 def _has_warp_path(case: Case, arch: int) -> bool:

@@ -1,0 +1,130 @@
+"""A launch as data, and the launches of kernels without products: before the backward, and after it.
+
+A launch can be run, or compiled ahead of time without a device, from the same arguments.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, strides
+from treefx.kernels.gpu.triton_tree.configs import Config
+from treefx.kernels.tiles.key_programs import KeyPrograms
+
+__all__ = ["Launch", "launch_prologue", "launch_sums"]
+
+_PROLOGUE_ROWS = 32
+_SUMMED_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, its grid and its arguments by name; and what has to run after it."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: dict[str, Any]
+    config: Config
+    after: "tuple[Launch, ...]" = ()
+
+    def run(self) -> None:
+        """Run it on the current device, and then the others."""
+        if "packed_keys" in self.arguments:  # its descriptors are made by the kernel
+            import triton
+
+            triton.set_allocator(scratch)
+        self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
+        for launch in self.after:
+            launch.run()
+
+
+def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_heads: int, packed: bool) -> Launch:
+    """Return the launch of what the backward needs of every row of queries, with room for its results.
+
+    Args:
+        q: ``[B, H, N, D]``.
+        grad_out: ``[B, H, N, Dv]``.
+        out: ``[B, H, N, Dv]``.
+        lse: ``[B, H, N]``.
+        kv_heads: key heads.
+        packed: whether rows are wanted in the order of the tiles too: delta and the log-sum-exp, and where a group has
+            several heads, queries and gradients.
+
+    Returns:
+        The launch. It writes ``Delta`` ``[B, H, N]``, and ``PackedLse`` and ``PackedDelta`` ``[B * Hkv, N * group and
+        more]``, ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
+    """
+    from treefx.kernels.gpu.triton_tree.prologue import prologue  # only here: it imports Triton
+
+    batch, heads, queries, width = q.shape
+    group, value_width = heads // kv_heads, grad_out.shape[-1]
+    rows = queries * group
+    vectors = [lse.new_empty(batch * kv_heads, padded_length(rows)) if packed else None for _ in range(2)]
+    copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if packed and group > 1 else None for x in (q, grad_out)]
+    arguments = {
+        "Q": q,
+        "GradOut": grad_out,
+        "Out": out,
+        "Lse": lse,
+        "Delta": torch.empty_like(lse),
+        "PackedQ": copies[0],
+        "PackedGrad": copies[1],
+        "PackedLse": vectors[0],
+        "PackedDelta": vectors[1],
+        **strides("q", q),
+        **strides("grad", grad_out),
+        **strides("out", out),
+        "queries": queries,
+        "packed_rows": padded_length(rows),
+        "kv_heads": kv_heads,
+        "GROUP": group,
+        **_widths(width, value_width),
+        "ROWS": _PROLOGUE_ROWS,
+    }
+    grid = (padded_length(rows) // _PROLOGUE_ROWS, batch * kv_heads)
+    return Launch(prologue, grid, arguments, Config(_PROLOGUE_ROWS, 0, 4, 1))
+
+
+def launch_sums(work: KeyPrograms, config: Config, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> Launch:
+    """Return the launch that adds the parts of lists that were cut.
+
+    Args:
+        work: which blocks were cut.
+        config: the tiles of the first step.
+        parts: of keys and of values, ``[slots, batches and heads, keys of a block, features]``.
+        grads: where the sums go ``[B, Hkv, K, features]``.
+    """
+    from treefx.kernels.gpu.triton_tree.parts import sum_parts  # only here: it imports Triton
+
+    (parts_k, parts_v), (dk, dv) = parts, grads
+    rows = min(_SUMMED_ROWS, config.block_n)
+    arguments = {
+        "PartsK": parts_k,
+        "PartsV": parts_v,
+        "GradK": dk,
+        "GradV": dv,
+        "split": work.split,
+        **strides("dk", dk),
+        **strides("dv", dv),
+        "keys": dk.shape[2],
+        "kv_heads": dk.shape[1],
+        "parts": work.parts,
+        "BLOCK_N": config.block_n,
+        **_widths(dk.shape[-1], dv.shape[-1]),
+        "ROWS": rows,
+    }
+    grid = (len(work.split) * (config.block_n // rows), parts_k.shape[1])
+    return Launch(sum_parts, grid, arguments, Config(rows, 0, 4, 1))
+
+
+def _widths(width: int, value_width: int) -> dict[str, int]:
+    """Return the features of keys and of values, and the powers of two above them."""
+    return {
+        "WIDTH": width,
+        "FEATURES": 1 << (width - 1).bit_length(),
+        "VALUE_WIDTH": value_width,
+        "VALUE_FEATURES": 1 << (value_width - 1).bit_length(),
+    }

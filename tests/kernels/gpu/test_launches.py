@@ -1,0 +1,140 @@
+"""What a layer costs beside its products: launches of kernels, waits of the host, its own time.
+
+The device is a stand-in: its tensors lie on the CPU, and every operator that would launch a kernel there is counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+pytest.importorskip("triton")
+
+from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 - a fixture
+from treefx.kernels.common import Inputs
+from treefx.kernels.gpu.triton_tree import attention
+from treefx.kernels.score import make_score
+from treefx.kernels.tiles import hosted, tree_blocks
+
+WITHOUT_KERNEL = {
+    "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty", "permute", "select",
+    "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
+    "new_empty_strided", "unbind", "squeeze", "lift_fresh",
+}  # fmt: skip
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "item", "masked_select", "unique", "repeat_interleave"}
+SCORE = make_score(scale=0.125)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts what a device would launch, and what the host would wait for; lists that are made on the host are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: Counter[str] = Counter()
+        self.waited: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        (self.waited if name in WAITS else self.launched)[name] += name not in WITHOUT_KERNEL
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def device(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
+    """Tensors count as a device's, but for those that stand for what was sent."""
+
+    def unseen_on_host(name: str, first: Callable[[Any], Tensor]) -> None:
+        function = getattr(tree_blocks, name)
+
+        def run(*args: Any) -> Any:
+            here = any(first(args[0]) is one.host for one in hosted._sent)
+            with _disable_current_modes() if here else nullcontext():
+                return function(*args)
+
+        monkeypatch.setattr(tree_blocks, name, run)
+
+    unseen_on_host("build_blocks", lambda keys: keys.high)
+    unseen_on_host("_mean_length", lambda ends: ends)
+    sent = tree_blocks.send_together
+    monkeypatch.setattr(tree_blocks, "send_together", lambda *args: _unseen(sent, *args))
+    monkeypatch.setattr(tree_blocks, "is_on_device", lambda tensor: True)
+    monkeypatch.setattr(hosted, "_moved", lambda host, device: host.clone())
+    yield
+    hosted._sent.clear()
+    tree_blocks._recent.clear()
+
+
+def _unseen(function: Callable[..., Any], *args: Any) -> Any:
+    with _disable_current_modes():
+        return function(*args)
+
+
+def forest(tokens: int, sent: bool) -> Tensor:
+    """A prefix with four branches, which the host knows or does not."""
+    host = torch.full((tokens,), tokens, dtype=torch.int32)
+    for branch in range(4):
+        first = tokens // 2 + branch * tokens // 8
+        host[first:] = first + tokens // 8
+    ends = host.clone()
+    if sent:
+        hosted.remember(host, ends)
+    return ends
+
+
+def layer(ends: Tensor, heads: int = 8) -> tuple[Recorder, Recorder]:
+    """Run forward and backward of one layer."""
+    q, k, v = (torch.zeros(1, len(ends), h, 64, dtype=torch.bfloat16).transpose(1, 2) for h in (heads, 2, 2))
+    inputs = Inputs(q, k, v, ends)
+    with Recorder() as forward:
+        out, lse = attention.forward(inputs, SCORE)
+    with Recorder() as backward:
+        attention.backward(torch.zeros_like(out), inputs, out, lse, SCORE, [])
+    for recorder in (forward, backward):
+        recorder.launched = +recorder.launched
+    return forward, backward
+
+
+def run(ends: Tensor, layers: int = 3) -> list[tuple[int, int, int]]:
+    """Launches of the forward, of the backward, and waits of the host, layer by layer."""
+    found = []
+    for _ in range(layers):
+        LAUNCHED.clear()
+        forward, backward = layer(ends)
+        kernels = LAUNCHED.index("prologue")
+        launched = forward.launched.total() + kernels, backward.launched.total() + len(LAUNCHED) - kernels
+        found.append((*launched, forward.waited.total() + backward.waited.total()))
+    return found
+
+
+def test_launches_and_waits_of_a_new_forest(device: None) -> None:
+    run(forest(512, sent=True))  # which also compares the forms of the kernels
+    first, *others = run(forest(1024, sent=True))
+    assert first == (2, 3, 0), "a copy of Q in the order of rows and the forward; the prologue and two kernels"
+    assert others == [first, first]
+
+
+def test_a_forest_that_nobody_sent_is_read_and_watched(device: None) -> None:
+    run(forest(512, sent=True))
+    first, *others = run(forest(1024, sent=False))
+    assert first[2] >= 3, "lists are made on the device, the host waits for their lengths"
+    assert all(launched > 2 and waited == 0 for launched, _, waited in others), "its content is compared"
+
+
+def test_what_was_written_over_is_no_longer_known(device: None) -> None:
+    ends = forest(512, sent=True)
+    assert hosted.host_copies([ends]) is not None
+    ends[-1] = 512
+    assert hosted.host_copies([ends]) is None
+
+
+def test_another_forest_in_the_same_memory_is_another(device: None) -> None:
+    """The host's copy holds the memory, so that no other vector comes to lie there."""
+    ends = forest(512, sent=True)
+    place = ends.data_ptr()
+    del ends
+    assert all(forest(512, sent=False).data_ptr() != place for _ in range(8))
