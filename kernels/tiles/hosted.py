@@ -1,8 +1,8 @@
 """Vectors of a forest that the host has too: what follows from them is made there, and nothing waits for the device.
 
-A trie is built on the host. Where it is sent to a device by :func:`send`, the host keeps a copy, from which the lists of
-tiles are made and sent after it. For a forest that nobody sent they are made on the device, whose numbers the host waits
-for.
+A trie is built on the host. Where it is sent to a device by :func:`send`, the host keeps a copy, from which the lists
+of tiles are made and sent after it. For a forest that nobody sent they are made on the device, and the host waits for
+their lengths.
 """
 
 from collections.abc import Sequence

@@ -201,6 +201,7 @@ class _Entry:
     """The caller's tensors, held so that no other tensor can take their place in memory."""
     versions: tuple[int | None, ...]
     copies: tuple[Tensor, ...]
+    """None of those that the host has sent."""
     value: Any
 
 
@@ -284,7 +285,8 @@ def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: C
                 _recent.insert(0, _recent.pop(position))
                 return entry.value
         with lasting():
-            value, copies = build(), tuple(tensor.clone() for tensor in given)
+            known = is_on_device(given[0]) and host_copies(given) is not None
+            value, copies = build(), () if known else tuple(tensor.clone() for tensor in given)
         versions = tuple(_version(tensor) for tensor in given)
         _recent.insert(0, _Entry(settings, given, versions, copies, value))
         del _recent[_CACHED:]
@@ -308,12 +310,11 @@ def _same(entry: _Entry, given: tuple[Tensor, ...]) -> bool:
         for old, new in zip(entry.given, given, strict=True)
     ):
         return False
-    if not is_on_device(given[0]) or any(_version(tensor) is None for tensor in given):
+    if entry.copies and (not is_on_device(given[0]) or any(_version(tensor) is None for tensor in given)):
         return all(torch.equal(old, new) for old, new in zip(entry.copies, given, strict=True))
     for old, version, new in zip(entry.given, entry.versions, given, strict=True):
-        if version is None or not unchanged(old, version, new):
+        if version is None or new.is_inference() or not unchanged(old, version, new):
             return False
-    if host_copies(given) is None:
-        for copy, new in zip(entry.copies, given, strict=True):
-            torch._assert_async((copy == new).all(), "a forest tensor was overwritten without a new version")
+    for copy, new in zip(entry.copies, given, strict=bool(entry.copies)):
+        torch._assert_async((copy == new).all(), "a forest tensor was overwritten without a new version")
     return True
