@@ -66,7 +66,7 @@ def send_together(vectors: Sequence[Tensor], device: torch.device | str) -> list
     pieces = [torch.nn.functional.pad(vector, (0, more)) for vector, more in zip(vectors, padding, strict=True)]
     lengths = [len(piece) for piece in pieces]
     moved = _moved(torch.cat(pieces), device)
-    return [piece[: len(vector)] for piece, vector in zip(moved.split(lengths), vectors, strict=True)]
+    return [piece[: len(vector)] for piece, vector in zip(torch.split(moved, lengths), vectors, strict=True)]
 
 
 def remember(host: Tensor, moved: Tensor) -> None:

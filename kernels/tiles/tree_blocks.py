@@ -12,7 +12,7 @@ the score is decided per tile by :mod:`treefx.kernels.tiles.tile_bounds`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -115,8 +115,8 @@ def build_blocks(
     own = torch.arange(len(keys.high), device=device, dtype=torch.int32)
     low = own if keys.low is None else keys.low
     rows = queries * group
-    seen = (end.to(torch.int64) * group for end in (low, keys.high))
-    begin, stop, full_begin, full_stop = _intervals(*seen, rows, query_block, key_block)
+    first, end = low.to(torch.int64) * group, keys.high.to(torch.int64) * group
+    begin, stop, full_begin, full_stop = _intervals(first, end, rows, query_block, key_block)
     key_tile, query_tile = _pairs(begin, stop)
     full = (query_tile >= full_begin[key_tile]) & (query_tile < full_stop[key_tile])
     if visible is not None:
@@ -246,15 +246,22 @@ def find_blocks(
 
 def _sent(blocks: TreeBlocks, keys: Keys) -> TreeBlocks:
     """Return lists that were made on the host on the device of the keys."""
-    parts = (blocks.by_query, blocks.by_key, blocks.key_programs)
-    names = [[one.name for one in fields(part) if isinstance(getattr(part, one.name), Tensor)] for part in parts]
-    vectors = [getattr(part, name) for part, found in zip(parts, names, strict=True) for name in found]
+    parts = {name: vars(getattr(blocks, name)) for name in ("by_query", "by_key", "key_programs")}
+    vectors = [x for part in parts.values() for x in part.values() if isinstance(x, Tensor)]
     size, *moved = send_together([blocks.size, *vectors], keys.high.device)
     there = iter(moved)
-    by_query, by_key, programs = (
-        replace(part, **{name: next(there) for name in found}) for part, found in zip(parts, names, strict=True)
+    found: dict[str, dict[str, Any]] = {
+        name: {key: next(there) if isinstance(x, Tensor) else x for key, x in part.items()}
+        for name, part in parts.items()
+    }
+    return replace(
+        blocks,
+        low=keys.low,
+        size=size,
+        by_query=TileLists(**found["by_query"]),
+        by_key=TileLists(**found["by_key"]),
+        key_programs=KeyPrograms(**found["key_programs"]),
     )
-    return replace(blocks, low=keys.low, size=size, by_query=by_query, by_key=by_key, key_programs=programs)
 
 
 def find_node_length(subtree_end: Tensor) -> int:

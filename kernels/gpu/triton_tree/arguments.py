@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["dense_features", "padded", "padded_length", "scratch", "strides"]
+__all__ = ["dense_features", "padded", "padded_length", "scratch", "split_heads", "strides"]
 
 _ALIGNED = 128
 """Vectors that are read by tiles have a multiple of this many elements, so that every one of them starts aligned."""
@@ -26,6 +26,11 @@ def padded(matrix: Tensor) -> Tensor:
     """Return the matrix with rows that start aligned."""
     length = matrix.shape[-1]
     return torch.nn.functional.pad(matrix, (0, padded_length(length) - length)).contiguous()
+
+
+def split_heads(tensor: Tensor, group: int) -> Tensor:
+    """Return ``[B, H, ...]`` as ``[B, H / group, group, ...]``."""
+    return tensor.view(tensor.shape[0], -1, group, *tensor.shape[2:])
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:

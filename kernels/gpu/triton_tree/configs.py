@@ -1,6 +1,7 @@
 """Tile sizes, warps and stages of the kernels: what compiled without spills, by kernel, type and head dim."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -90,6 +91,7 @@ def default_config(problem: Problem) -> Config:
     return candidates(problem)[0]
 
 
+@lru_cache(maxsize=1024)
 def candidates(problem: Problem) -> tuple[Config, ...]:
     """Return the configurations worth trying that fit the device, the best guess first.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.triton_tree.arguments import padded, padded_length, strides
+from treefx.kernels.gpu.triton_tree.arguments import padded, padded_length, split_heads, strides
 from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config
 from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
@@ -290,12 +291,12 @@ class Attention:
         """
         q = self.inputs.q
         if self.path == "warp" and self.group > 1:
-            q = q.unflatten(1, (-1, self.group)).transpose(2, 3).flatten(2, 3)
+            q = split_heads(q, self.group).transpose(2, 3).flatten(2, 3)
         return {"Q": q, **strides("q", q)}
 
     def packed(self, values: Tensor) -> Tensor:
         """Return a value per row in the order of the tiles' rows, ``[B * Hkv, N * group and more]``."""
-        return padded(values.unflatten(1, (-1, self.group)).transpose(2, 3).reshape(self.heads, -1))
+        return padded(split_heads(values, self.group).transpose(2, 3).reshape(self.heads, -1))
 
     def buffers(self) -> dict[str, Any]:
         """Return the buffers that the score reads, with strides and sizes."""
@@ -310,6 +311,7 @@ class Attention:
         return arguments
 
 
+@lru_cache(maxsize=256)
 def _operations(score: Score) -> str:
     """Return the names of a score's operations, each once: those of the logit, then those of the condition."""
     parts = [sorted(_names(part)) for part in (score.value, score.visible) if part is not None]

@@ -41,8 +41,8 @@ def tuning_wanted() -> bool:
 
 def best_config(problem: Problem) -> Config:
     """Return the fastest configuration that was found for a problem on this device, else the first guess."""
-    choices = candidates(problem)
-    found = _findings().get(_key(problem))
+    choices, findings = candidates(problem), _findings()
+    found = findings.get(_key(problem)) if findings else None
     return next((config for config in choices if _numbers(config) == found), choices[0])
 
 
