@@ -267,7 +267,7 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     if path == "plain" or keys_refusal(attention) is None:
         yield attention.backward_keys(source, gradients, inputs.k, inputs.v)
     yield attention.backward_queries(source, gradients, inputs.q)
-    if not case.features:
+    if not case.features and case.group == 1:
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
         config = attention.config("backward_keys")
