@@ -76,6 +76,16 @@ class Inputs:
         """All values, those of the boundary first, ``[B, Hkv, P + N, Dv]``."""
         return self.v if self.boundary is None else torch.cat([self.boundary.v, self.v], dim=2)
 
+    def first_tokens(self, tokens: int, outside: int = 2048) -> "Inputs":
+        """Return the first tokens of the batch's first element, which are a forest, and the first keys from outside."""
+        q, k, v = (x[:1, :, :tokens] for x in (self.q, self.k, self.v))
+        boundary = self.boundary
+        if boundary is not None:
+            keys, values = (x[:1, :, :outside] for x in (boundary.k, boundary.v))
+            boundary = Boundary(keys, values, boundary.lo[:outside], boundary.hi[:outside].clamp(max=tokens))
+        ends = self.subtree_end[:tokens].clamp(max=tokens)
+        return replace(self, q=q, k=k, v=v, subtree_end=ends, boundary=boundary)
+
     def seen_from(self) -> tuple[Tensor, ...]:
         """Return ``lo`` and ``hi`` of the boundary; nothing without one."""
         return () if self.boundary is None else (self.boundary.lo, self.boundary.hi)

@@ -89,15 +89,19 @@ def _problem_of(inputs: Inputs, score: Score) -> str | None:
 
 def _first_tokens(inputs: Inputs) -> Inputs:
     """Return the first tokens of the first element of the batch."""
-    tokens, boundary = min(_CHECKED_TOKENS, inputs.q.shape[2]), inputs.boundary
-    q, k, v = (_usable(tensor[:1, :, :tokens]) for tensor in (inputs.q, inputs.k, inputs.v))
-    ends = inputs.subtree_end[:tokens].clamp(max=tokens)
+    first = inputs.first_tokens(_CHECKED_TOKENS)
+    boundary = first.boundary
     if boundary is not None:
-        keys, values = _usable(boundary.k[:1]), _usable(boundary.v[:1])
-        boundary = replace(boundary, k=keys, v=values, hi=boundary.hi.clamp(max=tokens))
-    buffers = [_usable(buffer) for buffer in inputs.buffers]
-    sinks = None if inputs.sinks is None else _usable(inputs.sinks)
-    return replace(inputs, q=q, k=k, v=v, subtree_end=ends, buffers=buffers, sinks=sinks, boundary=boundary)
+        boundary = replace(boundary, k=_usable(boundary.k), v=_usable(boundary.v))
+    return replace(
+        first,
+        q=_usable(first.q),
+        k=_usable(first.k),
+        v=_usable(first.v),
+        buffers=[_usable(buffer) for buffer in first.buffers],
+        sinks=None if first.sinks is None else _usable(first.sinks),
+        boundary=boundary,
+    )
 
 
 def _usable(tensor: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[T
     """Return the output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``, on the best path or the given one."""
     attention = _attention(inputs, score)
 
-    def run(chosen: Attention) -> list[Tensor]:
+    def run(chosen: Attention, _: Sequence[Tensor]) -> list[Tensor]:
         return list(forward_from(chosen, chosen.sources()))
 
-    out, lse = run(on_path(attention, path)) if path else checked("forward", attention, [], run)
+    out, lse = run(on_path(attention, path), []) if path else checked("forward", attention, [], run)
     return out, lse
 
 
@@ -47,13 +47,14 @@ def backward(
     attention = _attention(inputs, score)
     grad_out, out = dense_features([grad_out, out])
 
-    def run(chosen: Attention) -> list[Tensor]:
-        dq, pairs, delta = backward_from(chosen, chosen.sources(), grad_out, out, lse)
+    given = [grad_out, out, lse]
+
+    def run(chosen: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
+        dq, pairs, delta = backward_from(chosen, chosen.sources(), *tensors)
         return [delta, dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
 
-    delta, dq, dk, dv, *rest = (
-        run(on_path(attention, path)) if path else checked("backward", attention, [grad_out], run)
-    )
+    found = run(on_path(attention, path), given) if path else checked("backward", attention, given, run)
+    delta, dq, dk, dv, *rest = found
     if inputs.sinks is not None:
         weight = torch.exp(inputs.sinks.to(lse.dtype)[None, :, None] - lse)
         rest.append((-(weight * delta).sum(dim=(0, 2))).to(inputs.sinks.dtype))

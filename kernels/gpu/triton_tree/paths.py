@@ -1,7 +1,8 @@
 """Which of the two forms of a kernel runs: warp-specialised (Hopper, 16-bit types) or plain.
 
-The warp-specialised form is checked against the plain one, on the tensors at hand, the first time that a process uses
-it for an attention of its kind. If it cannot be compiled or differs, the plain form takes over with one warning.
+The warp-specialised form is checked against the plain one, on the first of the tokens at hand, when a process first
+uses it for an attention of its kind, and again for longer lists of tiles. If it cannot be compiled or differs anywhere,
+the plain form takes over with one warning.
 """
 
 import os
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels.common import relative_error
 from treefx.kernels.gpu.triton_tree.configs import default_config
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted
@@ -33,7 +33,11 @@ PATHS = ("plain", "warp")
 _WIDEST, _WIDEST_TOGETHER = 192, 320
 """Features of a head, and of a key and a value together, above which the gradients of both spill registers."""
 _TOLERANCE = 0.02
-"""Relative error between the forms, in 16-bit types: a wrong tile is off by far more."""
+"""Relative error between the forms, in 16-bit types, of every block of rows: a wrong row in it is off by far more."""
+_BLOCK, _LEAST = 64, 0.1
+"""Rows of a block, and of the mean size of all rows, the size that counts at least."""
+_CHECKED_TOKENS = 4096
+"""Lists of tiles that are as long as that show what a race does."""
 _ALIGNMENT = 16
 """Bytes, of what a tensor descriptor starts at and steps by."""
 _FEATURES = 8
@@ -113,34 +117,37 @@ def _aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % _ALIGNMENT == 0 and all(step > 0 and step % _ALIGNMENT == 0 for step in steps)
 
 
-def checked(
-    name: str, attention: Attention, tensors: Sequence[Tensor], run: Callable[[Attention], list[Tensor]]
-) -> list[Tensor]:
+Run = Callable[[Attention, Sequence[Tensor]], list[Tensor]]
+"""Runs an attention on the path that is set in it, with the tensors of its tokens, and returns the results."""
+
+
+def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> list[Tensor]:
     """Run an attention on the best path.
 
     Args:
         name: what is run, for the warning; forward and backward are judged apart.
         attention: the attention.
-        tensors: as for :func:`warp_refusal`.
-        run: runs the attention on the path that is set in it and returns the results.
+        tensors: what is read of every query beside q, ``[B, H, N, ...]``; the first of them by descriptors.
+        run: runs it.
 
     Raises:
         UnsupportedError: ``TREEFX_KERNEL_PATH=warp`` demands what cannot be run.
     """
-    forced, refusal = forced_path(), warp_refusal(attention, tensors)
+    forced, refusal = forced_path(), warp_refusal(attention, tensors[:1])
     if forced == "warp" and name == "backward" and not interpreted():
         refusal = refusal or keys_refusal(attention)
     if forced == "warp" and refusal is not None:
         raise UnsupportedError(f"TREEFX_KERNEL_PATH=warp must meet an attention that path can run, but {refusal}")
     if forced is not None:
-        return run(replace(attention, path=forced))
+        return run(replace(attention, path=forced), tensors)
     if refusal is not None or interpreted():
-        return run(replace(attention, path="plain"))
+        return run(replace(attention, path="plain"), tensors)
     q, sinks = attention.inputs.q, attention.inputs.sinks
-    key = (name, attention.request, q.dtype, attention.group, q.device, sinks is None, attention.node_length)
+    length = min(q.shape[2], _CHECKED_TOKENS).bit_length()
+    key = (name, attention.request, q.dtype, attention.group, q.device, sinks is None, attention.node_length, length)
     if key not in _verdicts:
-        return _judge(key, name, attention, run)
-    return run(replace(attention, path="warp" if _verdicts[key] else "plain"))
+        _verdicts[key] = _judge(name, attention, tensors, run)
+    return run(replace(attention, path="warp" if _verdicts[key] else "plain"), tensors)
 
 
 def on_path(attention: Attention, path: str) -> Attention:
@@ -148,23 +155,48 @@ def on_path(attention: Attention, path: str) -> Attention:
     return replace(attention, path=path, choose=attention.choose if interpreted() else default_config)
 
 
-def _judge(key: Hashable, name: str, attention: Attention, run: Callable[[Attention], list[Tensor]]) -> list[Tensor]:
-    """Run both forms, compare them, and remember the verdict."""
-    plain, problem = run(on_path(attention, "plain")), ""
+def _judge(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
+    """Run both forms on the first tokens and compare them, in every block of rows."""
+    few = replace(attention, inputs=attention.inputs.first_tokens(_CHECKED_TOKENS))
+    parts, problem = [x[:1, :, :_CHECKED_TOKENS] for x in tensors], ""
+    plain = run(on_path(few, "plain"), parts)
     try:
-        fast = run(replace(attention, path="warp"))
-        errors = [relative_error(*pair) for pair in zip(fast, plain, strict=True)]
+        if os.environ.get("TREEFX_TUNE", "0") not in ("", "0"):
+            run(replace(attention, path="warp"), tensors)  # what is found to be the fastest is what has to be right
+        fast = run(replace(few, path="warp"), parts)
+        errors = [largest_error(*pair) for pair in zip(fast, plain, strict=True)]
         if not all(error <= _TOLERANCE for error in errors):  # NaN fails too
             problem = f"its results differ by {', '.join(f'{error:.1e}' for error in errors)}"
     except Exception as reason:  # whatever the compiler raises: the other form is there
         problem = f"{type(reason).__name__}: {str(reason)[:200]}"
-    _verdicts[key] = not problem
-    if not problem:
-        return fast
-    warnings.warn(
-        f"treefx: the warp-specialised {name} kernel is switched off for this attention, the plain one runs instead, "
-        f"slower: {problem}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return plain
+    if problem:
+        warnings.warn(
+            f"treefx: the warp-specialised {name} kernel is switched off for this attention, the plain one runs "
+            f"instead, slower: {problem}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return not problem
+
+
+def largest_error(got: Tensor, wanted: Tensor) -> float:
+    """Return the largest relative error of any block of rows; NaN where only one of them is finite.
+
+    Args:
+        got: ``[B, H, N]`` or ``[B, H, N, D]``.
+        wanted: what it is compared with, in its shape.
+    """
+    finite = torch.isfinite(wanted)
+    if not torch.equal(torch.isfinite(got), finite):
+        return float("nan")
+    wide = [torch.where(finite, x, 0).float().reshape(*x.shape[:3], -1) for x in (got, wanted)]
+    squares = [_block_sums((wide[0] - wide[1]).square()), _block_sums(wide[1].square())]
+    least = _LEAST**2 * squares[1].mean()
+    return float((squares[0] / squares[1].clamp(min=max(float(least), 1e-12))).max().sqrt())
+
+
+def _block_sums(squares: Tensor) -> Tensor:
+    """Return the sums over blocks of rows, ``[B, H, blocks]``."""
+    rows = squares.sum(-1)
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % _BLOCK))
+    return padded.unflatten(-1, (-1, _BLOCK)).sum(-1)  # type: ignore[no-untyped-call, no-any-return]

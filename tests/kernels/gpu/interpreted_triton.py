@@ -3,8 +3,9 @@
 Not collected by itself: test_triton_interpreter.py runs it in a process with TRITON_INTERPRET=1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from tests.kernels.interface_cases import Case as InterfaceCase
 from tests.strategies import Rows, row_batches
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import reference
-from treefx.kernels.common import Inputs
+from treefx.kernels.common import Inputs, relative_error
 from treefx.kernels.gpu import dispatch as cuda
 from treefx.kernels.gpu.triton_tree import attention, paths
 from treefx.kernels.gpu.triton_tree.configs import Config
@@ -333,20 +334,48 @@ def test_first_use_compares_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> No
     runner = Attention(case.narrow, SCORES["window"], choose=attention._interpreted_config)
     taken: list[str] = []
 
-    def run(chosen: Attention, *, factor: float = 1.0) -> list[Tensor]:
+    def run(chosen: Attention, tensors: Sequence[Tensor], *, factor: float = 1.0) -> list[Tensor]:
         taken.append(chosen.path)
         out, lse = attention.forward_from(chosen, chosen.sources())
         return [out, lse * (factor if chosen.path == "warp" else 1.0)]
 
     for _ in range(2):
         paths.checked("forward", runner, [], run)
-    assert taken == ["plain", "warp", "warp"]
+    assert taken == ["plain", "warp", "warp", "warp"], "both on the first tokens, then what was called"
     for factor in (1.5, float("nan")):
         taken.clear()
         with pytest.warns(RuntimeWarning, match="warp-specialised .* is switched off") as caught:
             for _ in range(2):
-                paths.checked(f"wrong by {factor}", runner, [], lambda chosen: run(chosen, factor=factor))
-        assert len(caught) == 1 and taken == ["plain", "warp", "plain"]
+                paths.checked(f"wrong by {factor}", runner, [], partial(run, factor=factor))
+        assert len(caught) == 1 and taken == ["plain", "warp", "plain", "plain"]
+
+
+def test_the_check_sees_one_wrong_row_of_many() -> None:
+    """Of 2,000: all rows together would be off by 1.6 %, less than the tolerance."""
+    wanted = torch.randn(1, 4, 2000, 32, generator=torch.Generator().manual_seed(0))
+    got = wanted + 1e-3 * wanted.roll(1, 0)
+    assert paths.largest_error(got, wanted) <= paths._TOLERANCE
+    got[0, 2, 1234] *= -1.0
+    assert paths.largest_error(got, wanted) > 5 * paths._TOLERANCE
+    assert relative_error(got, wanted) < 0.03
+
+
+def test_longer_lists_are_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(paths, "interpreted", lambda: False)
+    monkeypatch.setattr(paths, "warp_refusal", lambda attention, tensors: None)
+    monkeypatch.setattr(paths, "_CHECKED_TOKENS", 100)
+    lengths: list[int] = []
+
+    def run(chosen: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
+        lengths.append(chosen.inputs.q.shape[2])
+        assert all(x.shape[2] == lengths[-1] for x in tensors)
+        return [chosen.inputs.q]
+
+    for tokens in (20, 30, 90, 120, 300):
+        case = draw(*forest([[*range(tokens)]]))
+        paths.checked("forward", Attention(case.narrow, SCORES["plain"]), [case.grad], run)
+    assert lengths == [20, 20, 20, 30, 90, 90, 90, 120, 300]
 
 
 def test_scores_without_a_derivative_are_refused() -> None:

@@ -75,7 +75,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(support, "refusal", lambda q: None)
     monkeypatch.setattr(paths, "_verdicts", {})
-    monkeypatch.setattr(paths, "relative_error", lambda got, wanted: 0.0)  # nothing was written
+    monkeypatch.setattr(paths, "largest_error", lambda got, wanted: 0.0)  # nothing was written
     monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: (run(), 1.0)[1])
     monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
     tuning._findings.cache_clear()
@@ -107,7 +107,7 @@ def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
 
 def test_both_forms_are_compared_once_and_the_fast_one_stays(compiled: list[str]) -> None:
     attend(200)
-    assert LAUNCHED == ["forward", "forward", *BACKWARD, *BACKWARD], "plain, then specialised"
+    assert LAUNCHED == [*["forward"] * 3, *BACKWARD * 3], "plain and specialised on the first tokens, then the call"
     LAUNCHED.clear()
     attend(200)
     assert LAUNCHED == ["forward", *BACKWARD]
@@ -121,7 +121,7 @@ def test_a_new_length_compiles_nothing(options: dict[str, Any], compiled: list[s
     for tokens in (333, 1008, 4100):
         LAUNCHED.clear()
         attend(tokens, **options)
-        assert [name for name in LAUNCHED if name != "sum_parts"].count("backward_keys") in (1, 2)
+        assert [name for name in LAUNCHED if name != "sum_parts"].count("backward_keys") in (1, 3)
     assert len([name for name in compiled if name != "sum_parts"]) == found
 
 
@@ -159,7 +159,7 @@ def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:
     ends = torch.arange(1, 20_001)
     ends[:128] = 20_000
     torch.autograd.grad(tree_attention(q, q, q, ends, impl="triton"), q, torch.zeros_like(q))
-    assert LAUNCHED.count("sum_parts") == 2 and compiled.count("sum_parts") == 1, "in both forms"
+    assert LAUNCHED.count("sum_parts") == compiled.count("sum_parts") == 1, "the first tokens have short lists"
 
 
 def test_tuning_measures_every_configuration_once(
