@@ -57,7 +57,7 @@ def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_he
         The launch. It writes ``Delta`` ``[B, H, N]``, and ``PackedLse`` and ``PackedDelta`` ``[B * Hkv, N * group and
         more]``, ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
     """
-    from treefx.kernels.gpu.triton_tree.prologue import prologue  # only here: it imports Triton
+    from treefx.kernels.gpu.triton_tree.row_kernels import prologue  # only here: it imports Triton
 
     batch, heads, queries, width = q.shape
     group, value_width = heads // kv_heads, grad_out.shape[-1]
@@ -97,7 +97,7 @@ def launch_sums(work: KeyPrograms, config: Config, parts: Sequence[Tensor], grad
         parts: of keys and of values, ``[slots, batches and heads, keys of a block, features]``.
         grads: where the sums go ``[B, Hkv, K, features]``.
     """
-    from treefx.kernels.gpu.triton_tree.parts import sum_parts  # only here: it imports Triton
+    from treefx.kernels.gpu.triton_tree.row_kernels import sum_parts  # only here: it imports Triton
 
     (parts_k, parts_v), (dk, dv) = parts, grads
     rows = min(_SUMMED_ROWS, config.block_n)

@@ -15,8 +15,9 @@ from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
 from treefx.errors import InputError
-from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised
+from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised, compile_launch
 from treefx.kernels.gpu.inspection.instructions import instructions_of_loops
+from treefx.kernels.gpu.triton_tree.small_launches import launch_prologue
 
 triton = pytest.importorskip("triton")
 
@@ -67,6 +68,16 @@ def test_instructions_of_the_forward(path: str, most: list[float]) -> None:
     record = next(iter(run(90, paths=(path,), cases=[Case(BF16, 128, 128, 4)])))
     assert record["kernel"] == "forward"
     assert all(0 < found <= bound for found, bound in zip(record["instructions_per_logit"], most, strict=True))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_what_runs_before_the_backward(arch: int) -> None:
+    """With queries and gradients copied in the order of rows, of a group that is no power of two."""
+    q, out = (torch.empty(1, 64, 10, width, dtype=BF16).transpose(1, 2) for width in (80, 128))
+    launch = launch_prologue(q, out, out, torch.empty(1, 10, 64), 2, packed=True)
+    assert launch.arguments["PackedQ"].shape == (1, 2, 320, 80)
+    report = compile_launch(launch, arch)
+    assert report.spill_bytes == 0 and report.registers <= 128
 
 
 def test_loops_are_found_in_machine_code() -> None:

@@ -24,8 +24,7 @@ from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
 from treefx.kernels.gpu.triton_tree import paths, support, tuning  # noqa: E402
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
 from treefx.kernels.gpu.triton_tree.launch import Launch  # noqa: E402
-from treefx.kernels.gpu.triton_tree.parts import sum_parts  # noqa: E402
-from treefx.kernels.gpu.triton_tree.prologue import prologue  # noqa: E402
+from treefx.kernels.gpu.triton_tree.row_kernels import prologue, sum_parts  # noqa: E402
 
 
 class Driver:

@@ -1,0 +1,143 @@
+"""Kernels without products: what the backward needs of every row before, and the sums of cut lists after it."""
+
+# Annotations would be evaluated by Triton: parameters are tensors, and constants where marked.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+import triton
+import triton.language as tl
+
+__all__ = ["prologue", "sum_parts"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+# Long: its arguments take one line each.
+@triton.jit(do_not_specialize=["queries", "packed_rows"])
+def prologue(
+    Q,
+    GradOut,
+    Out,
+    Lse,
+    Delta,
+    PackedQ,
+    PackedGrad,
+    PackedLse,
+    PackedDelta,
+    q_batch,
+    q_head,
+    q_token,
+    grad_batch,
+    grad_head,
+    grad_token,
+    out_batch,
+    out_head,
+    out_token,
+    queries,
+    packed_rows,
+    kv_heads,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write delta = sum over the features of grad_out * out: what the softmax takes from every gradient of its row.
+
+    And, where there is room for them, queries, gradients, delta and the log-sum-exp (times log2(e), infinite where a
+    row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member r % GROUP.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    kv_head = tl.program_id(1) % kv_heads
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    token = row // GROUP
+    valid = token < queries
+    value = tl.arange(0, VALUE_FEATURES)
+    inside = valid[:, None] & (value < VALUE_WIDTH)[None, :]
+    out_row = batch * out_batch + token.to(tl.int64) * out_token + head.to(tl.int64) * out_head
+    grad_row = batch * grad_batch + token.to(tl.int64) * grad_token + head.to(tl.int64) * grad_head
+    out = tl.load(Out + out_row[:, None] + value[None, :], mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(GradOut + grad_row[:, None] + value[None, :], mask=inside, other=0.0)
+    delta = tl.sum(grad.to(tl.float32) * out, 1)
+    lse_row = (batch * kv_heads * GROUP + head) * queries + token
+    tl.store(Delta + lse_row, delta, mask=valid)
+    if PackedLse is not None:
+        lse = tl.load(Lse + lse_row, mask=valid, other=float("-inf"))
+        seen = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+        place = tl.program_id(1).to(tl.int64) * packed_rows + row
+        tl.store(PackedLse + place, seen, mask=row < packed_rows)
+        tl.store(PackedDelta + place, delta, mask=row < packed_rows)
+    if PackedQ is not None:
+        place = tl.program_id(1).to(tl.int64) * queries * GROUP + row
+        tl.store(PackedGrad + place[:, None] * VALUE_WIDTH + value[None, :], grad, mask=inside)
+        q_row = batch * q_batch + token.to(tl.int64) * q_token + head.to(tl.int64) * q_head
+        copy_rows(Q, q_row, PackedQ, place, valid, WIDTH, FEATURES)
+
+
+@triton.jit
+def copy_rows(Source, source_row, Target, place, valid, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
+    """Copy some rows to their places among dense ones."""
+    feature = tl.arange(0, FEATURES)
+    inside = valid[:, None] & (feature < WIDTH)[None, :]
+    x = tl.load(Source + source_row[:, None] + feature[None, :], mask=inside, other=0.0)
+    tl.store(Target + place[:, None] * WIDTH + feature[None, :], x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["keys", "parts"])
+def sum_parts(
+    PartsK,
+    PartsV,
+    GradK,
+    GradV,
+    split,
+    dk_batch,
+    dk_head,
+    dk_token,
+    dv_batch,
+    dv_head,
+    dv_token,
+    keys,
+    kv_heads,
+    parts,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write ``[slots, batches and heads, BLOCK_N, WIDTH]`` summed over the parts of each block that was cut."""
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    GradK += batch * dk_batch + kv_head * dk_head
+    GradV += batch * dv_batch + kv_head * dv_head
+    sum_tensor(PartsK, GradK, split, dk_token, keys, parts, BLOCK_N, WIDTH, FEATURES, ROWS)
+    sum_tensor(PartsV, GradV, split, dv_token, keys, parts, BLOCK_N, VALUE_WIDTH, VALUE_FEATURES, ROWS)
+
+
+@triton.jit
+def sum_tensor(
+    Parts,
+    Grad,
+    split,
+    grad_token,
+    keys,
+    parts,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sum some rows of one tensor in the order of the parts."""
+    number = tl.program_id(0) // (BLOCK_N // ROWS)
+    row = tl.program_id(0) % (BLOCK_N // ROWS) * ROWS + tl.arange(0, ROWS)
+    feature = tl.arange(0, FEATURES)
+    key = tl.load(split + number) * BLOCK_N + row
+    total = tl.zeros([ROWS, FEATURES], tl.float32)
+    for part in range(parts):
+        slot = (number * parts + part).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        address = Parts + (slot * BLOCK_N + row[:, None]) * WIDTH + feature[None, :]
+        total += tl.load(address, mask=(feature < WIDTH)[None, :], other=0.0)
+    address = Grad + key[:, None].to(tl.int64) * grad_token + feature[None, :]
+    mask = (key < keys)[:, None] & (feature < WIDTH)[None, :]
+    tl.store(address, total.to(Grad.dtype.element_ty), mask=mask)
