@@ -16,7 +16,7 @@ from torch import Tensor
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels.gpu.triton_tree.configs import default_config
 from treefx.kernels.gpu.triton_tree.launch import Attention
-from treefx.kernels.gpu.triton_tree.support import interpreted
+from treefx.kernels.gpu.triton_tree.support import interpreted, triton_version
 
 __all__ = [
     "PATHS",
@@ -100,7 +100,7 @@ def keys_refusal(attention: Attention) -> str | None:
     """
     import triton
 
-    if attention.code.shares_pairs and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    if attention.code.shares_pairs and triton_version() < (3, 7):
         return f"Triton {triton.__version__} cannot specialise dk and dv of a score that shares values of pairs"
     return None
 

@@ -5,7 +5,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-__all__ = ["interpreted", "refusal"]
+__all__ = ["interpreted", "refusal", "triton_version"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = (8, 0)
@@ -45,3 +45,10 @@ def interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def triton_version() -> tuple[int, ...]:
+    """Return the first two numbers of Triton's version."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))

@@ -62,9 +62,12 @@ def test_plain_loops_load_ahead() -> None:
         assert {name: loops[0] for name, loops in ahead().items()} == dict.fromkeys(found, 0)
 
 
-@pytest.mark.parametrize(("path", "most"), [("warp", [14.0, 14.0]), ("plain", [12.5, 17.5])])
+@pytest.mark.parametrize(("path", "most"), [("warp", [12.0, 12.0]), ("plain", [12.0, 16.0])])
 def test_instructions_of_the_forward(path: str, most: list[float]) -> None:
-    """Per logit: in both groups of warps, or over full tiles and under the mask (17, and 13.1 and 24.4, untrimmed)."""
+    """Per logit: in both groups of warps, or over full tiles and under the mask.
+
+    Untrimmed 17, and 13.1 and 24.4; over half as many keys 13.9, and 12.3 and 17.3.
+    """
     record = next(iter(run(90, paths=(path,), cases=[Case(BF16, 128, 128, 4)])))
     assert record["kernel"] == "forward"
     assert all(0 < found <= bound for found, bound in zip(record["instructions_per_logit"], most, strict=True))
