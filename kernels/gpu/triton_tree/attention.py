@@ -107,11 +107,9 @@ def backward_from(
     last = max((number for number, source in enumerate(sources) if len(source)), default=0)
     dq = empty_heads_inside(inputs.q, inputs.q.shape[-1])
     with _device_of(inputs.q):
-        prologue, gradients = attention.prologue(grad_out, out, lse)
+        prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse)
         prologue.run()
-        delta = gradients["Delta"]
         keys_on = path_of_keys(attention)
-        of_keys = gradients if keys_on is attention else keys_on.in_place(grad_out, lse, delta)
         for number, source in enumerate(sources):
             dk, dv = (_gradient_of(tensor, len(source)) for tensor in (source.k, source.v))
             pairs.append((dk, dv))
@@ -120,12 +118,12 @@ def backward_from(
             target = dq if number == last else torch.empty_like(dq, dtype=torch.float32)
             keys = partial(Attention.backward_keys, source=source, gradients=of_keys, dk=dk, dv=dv)
             queries = partial(
-                Attention.backward_queries, source=source, gradients=gradients, dq=target, previous=previous
+                Attention.backward_queries, source=source, gradients=of_queries, dq=target, previous=previous
             )
             tuned(keys_on, "backward_keys", keys).run()
             tuned(attention, "backward_queries", queries).run()
             previous = target
-    return dq if previous is not None else dq.zero_(), pairs, delta
+    return dq if previous is not None else dq.zero_(), pairs, prologue.arguments["Delta"]
 
 
 def _attention(inputs: Inputs, score: Score) -> Attention:

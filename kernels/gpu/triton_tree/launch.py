@@ -143,7 +143,7 @@ class Attention:
 
         Args:
             source: the keys.
-            gradients: what :meth:`prologue` or :meth:`in_place` returned.
+            gradients: what :meth:`prologue` returned.
             dk: where the gradient of the keys goes.
             dv: where that of the values goes.
         """
@@ -244,24 +244,20 @@ class Attention:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }
 
-    def prologue(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Launch, dict[str, Any]]:
-        """Return the launch that runs before both backward kernels, and what they read of every query afterwards."""
-        launch = launch_prologue(self.inputs.q, grad_out, out, lse, self.inputs.k.shape[1], packed=self.path == "warp")
-        made = launch.arguments
-        arguments = self.in_place(grad_out, lse, made["Delta"])
-        if self.path == "warp":
-            arguments |= {name: made[name] for name in ("PackedLse", "PackedDelta")}
-        if made["PackedQ"] is not None:
-            arguments |= {"Q": made["PackedQ"], "GradOut": made["PackedGrad"]}
-            arguments |= {**strides("q", made["PackedQ"]), **strides("grad", made["PackedGrad"])}
-        return launch, arguments
+    def prologue(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
+        """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
 
-    def in_place(self, grad_out: Tensor, lse: Tensor, delta: Tensor) -> dict[str, Any]:
-        """Return what the plain backward kernels read of every query."""
+        All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles.
+        """
         q = self.inputs.q
-        return {
-            "Q": q, "GradOut": grad_out, "Lse": lse, "Delta": delta, **strides("q", q), **strides("grad", grad_out)
-        }  # fmt: skip
+        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1])
+        made = launch.arguments
+        rows, grads = (q, grad_out) if made["PackedQ"] is None else (made["PackedQ"], made["PackedGrad"])
+        packed = {name: made[name] for name in ("PackedLse", "PackedDelta", "packed_rows")}
+        packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
+        in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
+        in_place |= {**strides("q", q), **strides("grad", grad_out)}
+        return launch, packed, packed if self.path == "warp" else in_place
 
     def vectors(self, keys: int) -> dict[str, Any]:
         """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""

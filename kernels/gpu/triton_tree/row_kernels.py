@@ -61,12 +61,11 @@ def prologue(
     delta = tl.sum(grad.to(tl.float32) * out, 1)
     lse_row = (batch * kv_heads * GROUP + head) * queries + token
     tl.store(Delta + lse_row, delta, mask=valid)
-    if PackedLse is not None:
-        lse = tl.load(Lse + lse_row, mask=valid, other=float("-inf"))
-        seen = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-        place = tl.program_id(1).to(tl.int64) * packed_rows + row
-        tl.store(PackedLse + place, seen, mask=row < packed_rows)
-        tl.store(PackedDelta + place, delta, mask=row < packed_rows)
+    lse = tl.load(Lse + lse_row, mask=valid, other=float("-inf"))
+    seen = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    place = tl.program_id(1).to(tl.int64) * packed_rows + row
+    tl.store(PackedLse + place, seen, mask=row < packed_rows)
+    tl.store(PackedDelta + place, delta, mask=row < packed_rows)
     if PackedQ is not None:
         place = tl.program_id(1).to(tl.int64) * queries * GROUP + row
         tl.store(PackedGrad + place[:, None] * VALUE_WIDTH + value[None, :], grad, mask=inside)

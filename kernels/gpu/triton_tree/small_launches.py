@@ -41,7 +41,7 @@ class Launch:
             launch.run()
 
 
-def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_heads: int, packed: bool) -> Launch:
+def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_heads: int) -> Launch:
     """Return the launch of what the backward needs of every row of queries, with room for its results.
 
     Args:
@@ -50,20 +50,19 @@ def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_he
         out: ``[B, H, N, Dv]``.
         lse: ``[B, H, N]``.
         kv_heads: key heads.
-        packed: whether rows are wanted in the order of the tiles too: delta and the log-sum-exp, and where a group has
-            several heads, queries and gradients.
 
     Returns:
-        The launch. It writes ``Delta`` ``[B, H, N]``, and ``PackedLse`` and ``PackedDelta`` ``[B * Hkv, N * group and
-        more]``, ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
+        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedLse`` and ``PackedDelta``
+        ``[B * Hkv, N * group and more]``; and where a group has several heads ``PackedQ`` and ``PackedGrad`` ``[B, Hkv,
+        N * group, features]``.
     """
     from treefx.kernels.gpu.triton_tree.row_kernels import prologue  # only here: it imports Triton
 
     batch, heads, queries, width = q.shape
     group, value_width = heads // kv_heads, grad_out.shape[-1]
     rows = queries * group
-    vectors = [lse.new_empty(batch * kv_heads, padded_length(rows)) if packed else None for _ in range(2)]
-    copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if packed and group > 1 else None for x in (q, grad_out)]
+    vectors = [lse.new_empty(batch * kv_heads, padded_length(rows)) for _ in range(2)]
+    copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if group > 1 else None for x in (q, grad_out)]
     arguments = {
         "Q": q,
         "GradOut": grad_out,

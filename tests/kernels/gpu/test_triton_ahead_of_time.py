@@ -77,7 +77,7 @@ def test_instructions_of_the_forward(path: str, most: list[float]) -> None:
 def test_what_runs_before_the_backward(arch: int) -> None:
     """With queries and gradients copied in the order of rows, of a group that is no power of two."""
     q, out = (torch.empty(1, 64, 10, width, dtype=BF16).transpose(1, 2) for width in (80, 128))
-    launch = launch_prologue(q, out, out, torch.empty(1, 10, 64), 2, packed=True)
+    launch = launch_prologue(q, out, out, torch.empty(1, 10, 64), 2)
     assert launch.arguments["PackedQ"].shape == (1, 2, 320, 80)
     report = compile_launch(launch, arch)
     assert report.spill_bytes == 0 and report.registers <= 128

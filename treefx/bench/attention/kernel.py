@@ -263,10 +263,10 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     inputs = attention.inputs
     out, row = _heads(inputs.q.shape[1], case.value_dim, case.dtype), torch.empty(1, inputs.q.shape[1], _TOKENS)
     yield attention.forward(source, out, row)
-    prologue, gradients = attention.prologue(out, out, row)
+    prologue, of_keys, of_queries = attention.prologue(out, out, row)
     if path == "plain" or keys_refusal(attention) is None:
-        yield attention.backward_keys(source, gradients, inputs.k, inputs.v)
-    yield attention.backward_queries(source, gradients, inputs.q)
+        yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
+    yield attention.backward_queries(source, of_queries, inputs.q)
     if not case.features and case.group == 1:
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
