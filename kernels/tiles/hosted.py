@@ -42,11 +42,11 @@ def send(host: Tensor, device: torch.device | str, *, keep: bool = False) -> Ten
 
     Args:
         host: on the CPU.
-        device: where it is wanted; on the CPU it is used as it is.
+        device: where it is wanted; on the CPU it is used as it is, and only CUDA devices are waited for.
         keep: let the host's copy stand for it in what follows.
     """
-    if torch.device(device).type == "cpu":
-        return host
+    if torch.device(device).type != "cuda":
+        return host.to(device)
     moved = _moved(host, device)
     if keep:
         remember(host, moved)
