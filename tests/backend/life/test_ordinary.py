@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.batches import shared_batch
 from tests.models import TinyLM, double
-from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
+from tests.oracle import FLOAT64, assert_close, compile_with, eager_step, loss_of, outcome, stats_of
 from tests.spellings import SPELLINGS
 from treefx.passes.packing.compile_inner import Inner
 from treefx.runtime.records import Records
@@ -213,3 +213,32 @@ def test_sizes_that_are_no_numbers_among_the_inputs_are_left_to_dynamo() -> None
     number.replace_all_uses_with(3)
     gm.graph.erase_node(number)
     assert not Symbols(gm).are_known
+
+
+def kept_graphs(inner: str, shapes: Sequence[tuple[int, int]]) -> None:
+    """Each backward runs twice; nothing is shared."""
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1).double()
+    compiled = compile_with(model, inner=inner, min_sharing=100.0)
+    for rows, columns in shapes:
+        batch = shared_batch(rows=rows, length=columns, shared=min(3, columns), vocab=61, padding=None)
+
+        def step(call: Any, batch: Any = batch) -> Tensor:
+            loss = loss_of(batch)(call)
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            return loss
+
+        expected = outcome(model, lambda step=step: step(model))
+        assert_close(outcome(model, lambda step=step: step(compiled)), expected, FLOAT64)
+    assert stats_of(compiled)["ran"] == "ordinary"
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("shapes", [[(1, 2)], [(3, 7), (5, 9), (4, 12)]])
+def test_graphs_may_be_kept(inner: str, shapes: Sequence[tuple[int, int]]) -> None:
+    kept_graphs(inner, shapes)
+
+
+def test_graphs_kept_of_what_a_backward_may_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(way, "keeping_graphs", lambda compiled: compiled)
+    with pytest.raises(RuntimeError, match="donated buffers"):
+        kept_graphs("aot_eager", [(1, 2)])

@@ -14,6 +14,7 @@ from torch._guards import TracingContext, tracing
 
 from treefx.kernels.lasting import lasting
 from treefx.passes.packing.compile_inner import Inner
+from treefx.passes.packing.kept_graphs import keeping_graphs
 from treefx.passes.trace.heads import copy_graph
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
@@ -87,7 +88,7 @@ class Ordinary:
             fakes = sizes.fakes(self._gm, args)
             compiled: Callable[..., Any] = lookup_backend(self._inner.name)(gm, fakes, **settings)
         self._records.count_ordinary(time.perf_counter() - started)
-        return compiled
+        return compiled if self._inner.name == "eager" else keeping_graphs(compiled)
 
 
 def _serving(known: Sequence[tuple[FreeSizes, Callable[..., Any]]], free: Sizes) -> Callable[..., Any] | None:
