@@ -171,7 +171,10 @@ def _cut_off(reports: list[GraphReport], first: GraphReport) -> str | None:
     if not blind:
         return None
     if len(reports) == 1:
-        return "no input of the graph is looked up in an embedding, so nothing tells which positions are the same token"
+        return (
+            "no input [B, T] of the graph is looked up in an embedding, so nothing tells which positions are the same "
+            "token; ids [T] without a dimension of rows run as they are (ids[None] is a row)"
+        )
     return (
         f"{blind} of {len(runs)} graphs with weights get no token ids and ran every row, because Dynamo cut the model "
         "into several; TORCH_LOGS=graph_breaks tells where"
