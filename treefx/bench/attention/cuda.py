@@ -28,6 +28,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels import tree_attention
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu import flex
+from treefx.kernels.tiles.hosted import send
 from treefx.output import make_table
 
 __all__ = ["SETTINGS", "Setting", "make_summary", "run"]
@@ -204,7 +205,7 @@ class _Case:
 
     def __init__(self, setting: Setting, device: torch.device, dtype: torch.dtype, timer: Timer, note: Note) -> None:
         self.setting, self.device, self.timer, self.note = setting, device, timer, note
-        self.ends = setting.tree.subtree_end().to(device)
+        self.ends = send(setting.tree.subtree_end(), device, keep=True)
         self.rows = [row.to(device) for row in setting.tree.rows()]
         generator = torch.Generator(device).manual_seed(0)
 
