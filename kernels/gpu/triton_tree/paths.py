@@ -17,6 +17,7 @@ from treefx.errors import InputError, UnsupportedError
 from treefx.kernels.gpu.triton_tree.configs import default_config
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted, triton_version
+from treefx.kernels.gpu.triton_tree.tuning import tuning_wanted
 
 __all__ = [
     "PATHS",
@@ -161,7 +162,7 @@ def _judge(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run)
     parts, problem = [x[:1, :, :_CHECKED_TOKENS] for x in tensors], ""
     plain = run(on_path(few, "plain"), parts)
     try:
-        if os.environ.get("TREEFX_TUNE", "0") not in ("", "0"):
+        if tuning_wanted():
             run(replace(attention, path="warp"), tensors)  # what is found to be the fastest is what has to be right
         fast = run(replace(few, path="warp"), parts)
         errors = [largest_error(*pair) for pair in zip(fast, plain, strict=True)]
