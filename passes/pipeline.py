@@ -36,7 +36,7 @@ from treefx.passes.causal.contract import contracting, leaks, mixes
 from treefx.passes.causal.convolutions import convolving
 from treefx.passes.causal.tree_mixers import TreeScan
 from treefx.passes.causal.tree_scans import find_tree_scans
-from treefx.passes.cuts.boundary_kv import add_boundary
+from treefx.passes.cuts.exchange_kv import cut_graph
 from treefx.passes.labels.constants import Constants, InputValues
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.label_tokens import (
@@ -358,7 +358,7 @@ def _boundary_kv(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     rewritten, run = work.rewritten, work.variant.part
     assert rewritten is not None
     if run is not None:
-        gm, rewritten.inputs, rewritten.cut = add_boundary(gm, rewritten.inputs, rewritten.mode, run)
+        gm, rewritten.inputs, rewritten.cut = cut_graph(gm, rewritten.inputs, rewritten.mode, run)
     return gm
 
 

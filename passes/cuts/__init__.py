@@ -1,4 +1,5 @@
 """What crosses the cuts of a forest that runs in parts: keys and values, and the last inputs of convolutions.
 
-In: a packed graph. Out: the same graph with a boundary as inputs and the outgoing tokens' keys and values as outputs.
+In: a packed graph. Out: the same graph with a boundary: as inputs, with the outgoing tokens' keys and values as outputs
+(``boundary_kv``, for parts one after the other), or sent by the ranks that all run at once (``exchange_kv``).
 """

@@ -24,7 +24,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -38,10 +38,18 @@ from treefx.passes.cuts.boundary_windows import Window, extend_windows, find_win
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 
-__all__ = ["CutGraph", "Run", "StandIn", "add_boundary"]
+__all__ = ["CutGraph", "Cutter", "Ranks", "Run", "StandIn", "add_boundary", "check_operators"]
 
 Run = Literal["train", "infer", "kv"]
 """What a part runs for: outputs and K/V with gradients, without gradients, or K/V alone without gradients."""
+
+
+class Ranks(NamedTuple):
+    """The process group whose ranks each run some tokens of one forest at the same time."""
+
+    group: str
+    size: int
+
 
 _ATTENTION = torch.ops.treefx.tree_attention.default
 _TOKEN_WISE = {_ATTENTION, torch.ops.treefx.custom_function.default, operator.getitem}
@@ -69,14 +77,14 @@ class CutGraph:
     """What a graph with a boundary takes and returns beside the inputs and outputs of the uncut one.
 
     Attributes:
-        run: what it is for.
+        run: what it is for, or with whom it runs.
         caches: fake K and V in the order they come and go, [1, P, heads, width] each; then the inputs of convolutions
             along the tree, [1, P, 1, width] each.
         results: the uncut graph's outputs where they are not computed: a stand-in, or the constant itself.
         reads_parents: whether it takes the parents of the own tokens [N], of the boundary's [P] and of nothing [1].
     """
 
-    run: Run
+    run: Run | Ranks
     caches: list[Tensor]
     results: list[Any]
     reads_parents: bool
@@ -102,8 +110,8 @@ def add_boundary(
         UnsupportedError: Tokens meet in something else than attention and convolutions, or a score loads what the
             model computes.
     """
-    cutter = _Cutter(gm, list(inputs), mode)
-    _check_operators(gm)
+    cutter = Cutter(gm, list(inputs), mode)
+    check_operators(gm)
     windows = find_windows(gm, cutter.end)
     cutter.cut(windows)
     results = cutter.finish(run)
@@ -115,7 +123,7 @@ def add_boundary(
     return gm, fakes, CutGraph(run, cutter.caches, results, bool(windows))
 
 
-def _check_operators(gm: fx.GraphModule) -> None:
+def check_operators(gm: fx.GraphModule) -> None:
     """Refuse graphs in which tokens meet in operators whose state is not handed out at a cut."""
     for node in gm.graph.nodes:
         namespace = getattr(node.target, "namespace", None)
@@ -133,8 +141,8 @@ def _without_gradient(x: Any, mode: FakeTensorMode) -> Any:
         return x.detach()
 
 
-class _Cutter:
-    """Rewrites one graph."""
+class Cutter:
+    """Rewrites one graph: the boundary's keys and values come as inputs; a subclass may `_bring` them otherwise."""
 
     def __init__(self, gm: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
         self.gm, self.inputs, self.mode = gm, inputs, mode
@@ -148,13 +156,13 @@ class _Cutter:
         assert isinstance(count, TokenCount)
         lo, hi, column = count.further(_VECTORS, device, mode)
         outgoing = count.further([torch.int64], device, mode)[0]
-        self._sizes = {"boundary_count": lo.shape[0], "outgoing_count": outgoing.shape[0]}
+        self.sizes = {"boundary_count": lo.shape[0], "outgoing_count": outgoing.shape[0]}
         self.lo, self.hi, self.outside_column, self.outgoing = (
-            self._input(name, fake)
+            self.add_input(name, fake)
             for name, fake in (("lo", lo), ("hi", hi), ("outside_column", column), ("outgoing", outgoing))
         )
 
-    def _input(self, name: str, fake: Tensor) -> fx.Node:
+    def add_input(self, name: str, fake: Tensor) -> fx.Node:
         last = self.gm.graph.find_nodes(op="placeholder")[-1]
         with self.gm.graph.inserting_after(last):
             node = self.gm.graph.placeholder(name)
@@ -168,12 +176,11 @@ class _Cutter:
         taken: dict[fx.Node, fx.Node] = {}
         attentions = self.gm.graph.find_nodes(op="call_function", target=_ATTENTION)
         for node in attentions:
-            for source in node.args[1:3]:
-                if source not in taken:
-                    taken[source] = self._cache(source)
+            taken |= self._bring([source for source in dict.fromkeys(node.args[1:3]) if source not in taken])
         for source in dict.fromkeys(window.source for window in windows):
-            taken[source] = self._cache(self._with_heads(source))
-        for name, size in self._sizes.items():
+            heads = self._with_heads(source)
+            taken[source] = self._bring([heads])[heads]
+        for name, size in self.sizes.items():
             add_count_input(self.gm, size, name)
             self.inputs.append(size)
         for node in attentions:
@@ -192,11 +199,11 @@ class _Cutter:
     def _parents(self) -> tuple[fx.Node, ...]:
         """Inputs for the parents of the own tokens, of the boundary's, and of nothing."""
         device, nodes = self.column.meta["val"].device, []
-        sizes = (self.column.meta["val"].shape[0], self._sizes["boundary_count"], 1)
+        sizes = (self.column.meta["val"].shape[0], self.sizes["boundary_count"], 1)
         for name, size in zip(("own_up", "outside_up", "nothing"), sizes, strict=True):
             with self.mode:
                 fake = torch.empty(size, dtype=torch.int64, device=device)
-            nodes.append(self._input(name, fake))
+            nodes.append(self.add_input(name, fake))
         return tuple(nodes)
 
     def _with_heads(self, source: fx.Node) -> fx.Node:
@@ -213,16 +220,20 @@ class _Cutter:
     def _call(self, target: Any, *args: Any) -> fx.Node:
         return self.gm.graph.call_function(target, args)
 
+    def _bring(self, sources: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The boundary's [1, P, heads, width] of keys and values [1, heads, N, width] that one attention reads."""
+        return {source: self._cache(source) for source in sources}
+
     def _cache(self, source: fx.Node) -> fx.Node:
         """The input that holds a key or value of the boundary."""
         like = source.meta["val"]
         with self.mode:
             fake = torch.empty(
-                (1, self._sizes["boundary_count"], like.shape[1], like.shape[3]), dtype=like.dtype, device=like.device
+                (1, self.sizes["boundary_count"], like.shape[1], like.shape[3]), dtype=like.dtype, device=like.device
             ).requires_grad_()
         self.caches.append(fake)
         self._sources.append(source)
-        return self._input(f"cache_{len(self.caches) - 1}", fake)
+        return self.add_input(f"cache_{len(self.caches) - 1}", fake)
 
     def finish(self, run: Run) -> list[Any]:
         """Return outgoing keys and values, beside or instead of the graph's outputs; what stands in for the latter."""

@@ -1,10 +1,11 @@
 """``torch.library.opcheck`` on the operators that passes put into graphs: fakes against results, in any layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import treefx
 import treefx.backend  # defines the operators
 from tests.backend.calls.test_heads import Scores
+from treefx.passes.cuts.exchange import exchange, exchange_backward
 from treefx.passes.packing.vocab_tail import surprise
 from treefx.passes.trace import flash, heads, opaque_ops
 from treefx.runtime.blocks import on_tree
@@ -167,13 +169,37 @@ def test_custom_function(lay: Callable[[Tensor], Tensor], backward: type[nn.Modu
     opcheck(_ops.custom_function_backward.default, (grads, [x, w], key))
 
 
+@pytest.fixture
+def alone() -> Iterator[str]:
+    """The name of a group of this process, which sends to itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group: Any = dist.group.WORLD
+    yield group.group_name
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exchange(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: str) -> None:
+    """Tokens 3 and 1 are sent and come in the other order; the boundary is filled up with a row of zeros."""
+    k, v = lay(torch.randn(1, 2, 5, 4).to(dtype)), lay(torch.randn(1, 3, 5, 2).to(dtype))
+    sent, order, counts = torch.tensor([3, 1, 0]), torch.tensor([1, 0, 2]), torch.tensor([[2], [2]])
+    opcheck(_ops.exchange.default, ([leaf(k), leaf(v)], sent, order, counts, alone))
+    for x, came in zip((k, v), exchange([k, v], sent, order, counts, alone), strict=True):
+        assert torch.equal(came[0, :2], x[0, :, [1, 3]].transpose(0, 1)) and not came[0, 2].any()
+    grads = [lay(torch.randn(1, 3, 2, 4).to(dtype)), torch.ones((), dtype=dtype).expand(1, 3, 3, 2)]
+    opcheck(_ops.exchange_backward.default, (grads, sent, order, counts, 5, alone))
+    for grad, back in zip(grads, exchange_backward(grads, sent, order, counts, 5, alone), strict=True):
+        assert torch.equal(back[0, :, [1, 3]].transpose(0, 1), grad[0, :2]) and not back[0, :, [0, 2, 4]].any()
+
+
 def test_every_operator_has_its_check() -> None:
     """``on_tree`` is a mark: the rewrite takes it out, and it refuses to run."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
-        "as_read", "attention", "custom_function", "custom_function_backward", "expand", "flash", "flash_backward",
-        "head", "head_backward", "on_tree", "pick", "restore", "restore_pick", "restore_surprise", "segments",
-        "surprise", "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
+        "as_read", "attention", "custom_function", "custom_function_backward", "exchange", "exchange_backward",
+        "expand", "flash", "flash_backward", "head", "head_backward", "on_tree", "pick", "restore", "restore_pick",
+        "restore_surprise", "segments", "surprise", "tree_attention", "tree_attention_backward", "tree_scan",
+        "tree_scan_backward",
     }  # fmt: skip
     with pytest.raises(treefx.TreefxError, match="must run as a graph of treefx"):
         on_tree.on_tree(torch.randn(1, 2, 3), torch.tensor([2, 2], dtype=torch.int32), None)

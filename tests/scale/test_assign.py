@@ -178,6 +178,11 @@ def test_a_step_on_paper_adds_up_its_ranks_plans() -> None:
     assert figures["seconds"] == max(plan.seconds for plan in step.plans.values())
     assert figures["peak_bytes"] <= 14 and figures["most_parts"] > 1
     spare = predict_step(whole, 9, cost, 14).to_dict()
+    assert figures["wire_seconds"] == 0.0 and figures["wire_bytes"] == pytest.approx(cost.resident_bytes * 2 / 3)
+    large = replace(cost, resident_bytes=1200.0)
+    linked = predict_step(whole, 3, large, 1214, link_bytes_per_second=100.0).to_dict()
+    assert linked["wire_bytes"] == pytest.approx(800) and linked["wire_seconds"] == pytest.approx(8)
+    assert linked["seconds"] == pytest.approx(linked["slowest_seconds"] + 8)
     assert spare["idle_ranks"] == 3 and spare["distinct_tokens"] == whole.num_tokens
     with pytest.raises(MemoryLimitError):
         predict_step(whole, 4, cost, 2)

@@ -6,5 +6,5 @@ every architecture, ``attention`` the kernels alone.
 Order of imports, each only of what stands before an arrow::
 
     job -> zoo -> step, first_step, assign, forest, large, memory, parts, plan, sampler, shapes, trainer, unshared ->
-    mixers, policies, attention
+    mixers, policies, attention, context
 """

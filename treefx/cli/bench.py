@@ -260,6 +260,17 @@ def assign(json: Json = False) -> None:
 
 
 @bench.command()
+def context(json: Json = False) -> None:
+    """Share the tokens of one tree of 225,000 to 590,000 among 2, 8 and 32 ranks: balance, keys and values sent.
+
+    Beside the way taken, all ways: balance, and what is received of what a ring would pass. No model runs.
+    """
+    from treefx.bench import context as bench_context
+
+    _show("Tokens to ranks", bench_context.run(), json)
+
+
+@bench.command()
 def large(
     model: Annotated[str | None, typer.Option(help="A config.json; by default the size of Qwen3 0.6B.")] = None,
     device: Annotated[str, typer.Option(help="cuda (bfloat16) or cpu (float32).")] = "cuda",

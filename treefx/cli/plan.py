@@ -45,6 +45,7 @@ def plan(
         bool, typer.Option("--compare", help="Every strategy beside each other, with --draw too.")
     ] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel processes, each with this memory.")] = 1,
+    link_gbps: Annotated[float, typer.Option(help="GB/s a rank sends to others, with --ranks; 0: not counted.")] = 0.0,
     draw: Annotated[Path | None, typer.Option(help="Save a picture: the tree by part, memory over time.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -69,7 +70,8 @@ def plan(
     if compare:
         show_strategies(compare_strategies(forest, cost, limit), draw, json)
     elif ranks > 1:
-        show_step(predict_step(forest, ranks, cost, limit), json)
+        link = link_gbps * 1e9 if link_gbps > 0 else None
+        show_step(predict_step(forest, ranks, cost, limit, link_bytes_per_second=link), json)
     else:
         _show(make_plan(forest, cost, limit, strategy=strategy), draw, json)
 

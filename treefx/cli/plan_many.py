@@ -40,7 +40,12 @@ def show_step(step: Step, json: bool) -> None:
         ("computed twice to fit", f"{figures['recomputed_tokens']:,}"),
         ("parts, most", f"{figures['most_parts']:,}"),
         ("peak, most", format_bytes(figures["peak_bytes"])),
-        ("time of the slowest", format_seconds(figures["seconds"])),
+        ("sent by each, once a step", format_bytes(figures["wire_bytes"])),
+        ("time of the slowest", format_seconds(figures["slowest_seconds"])),
         ("time on average", format_seconds(figures["mean_seconds"])),
     ]
-    print_line(render_tables(make_figures("A step, without the exchange of gradients", ("figure", "value"), rows)))
+    if step.link_bytes_per_second is not None:
+        rows.append(("exchange of gradients", format_seconds(figures["wire_seconds"])))
+        rows.append(("whole step", format_seconds(figures["seconds"])))
+    title = "A step" if step.link_bytes_per_second else "A step, without the time of exchanging gradients"
+    print_line(render_tables(make_figures(title, ("figure", "value"), rows)))

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from treefx.forests.subset import EdgeSubset
-from treefx.passes.cuts.boundary_kv import CutGraph, Run, StandIn
+from treefx.forests.forest import Forest
+from treefx.forests.subset import EdgeSubset, select_edges
+from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run, StandIn
 
-__all__ = ["Cut", "EdgeSubset", "PartRow"]
+__all__ = ["ContextRow", "Cut", "CutRow", "EdgeSubset", "Exchange", "PartRow", "PartTokens", "forest_as"]
+
+_SMALLEST = 2
+"""Compiled graphs are made for sizes of at least two; smaller ones are filled up with what nobody sees."""
+
+Vectors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""lo, hi int32 [P], the boundary's columns int64 [P], the outgoing tokens int64 [Q]; on the device."""
+
+
+def forest_as(kind: type[Any], forest: Forest, **more: Any) -> Any:
+    """`forest` as a subclass, with some fields changed and others added."""
+    return kind(**{**{item.name: getattr(forest, item.name) for item in dataclasses.fields(Forest)}, **more})
 
 
 @dataclass(eq=False)
@@ -20,7 +34,7 @@ class Cut:
 
     Attributes:
         run: what it runs for.
-        vectors: lo, hi int32 [P], the boundary's columns int64 [P], the outgoing tokens int64 [Q]; on the device.
+        vectors: what the graph knows of its boundary and of what leaves it.
         gather: gives the boundary's K/V, [1, P, heads, width], for each fake one that the graph declares.
         parents: gives int64 [N], [P] and [1]: parents of the own tokens and of the boundary's, as places in the own
             tokens followed by the boundary, N + P at roots; and that number.
@@ -29,7 +43,7 @@ class Cut:
     """
 
     run: Run
-    vectors: tuple[Tensor, Tensor, Tensor, Tensor]
+    vectors: Vectors
     gather: Callable[[Sequence[Tensor]], list[Tensor]]
     parents: Callable[[], list[Tensor]]
     taken: list[Tensor] = field(default_factory=list)
@@ -55,19 +69,133 @@ class Cut:
         return [item.make(tokens) if isinstance(item, StandIn) else item for item in graph.results]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class PartRow(EdgeSubset):
-    """The packed row of one part: tokens, depth and subtree_end are the part's own, N' = max(n, 2) long.
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """What one rank's part takes from the others and hands to them, in every attention, while all of them run.
 
-    `edges` are those whose source runs in the part, with the source counted in its row.
+    Attributes:
+        run: the ranks.
+        vectors: see `Cut`; the outgoing tokens are those sent, for rank 0 first.
+        order: int64 [P], on the device: see `treefx::exchange`.
+        counts: int64 [2, ranks], on the CPU: how many tokens each rank is sent and sends.
+        parents: see `Cut`.
+    """
+
+    run: Ranks
+    vectors: Vectors
+    order: Tensor
+    counts: Tensor
+    parents: Callable[[], list[Tensor]]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """P and Q."""
+        return len(self.vectors[0]), len(self.vectors[3])
+
+    def call(self, run: Callable[..., Any], given: Sequence[Any], graph: CutGraph) -> Sequence[Any]:
+        """Run a compiled graph among the others on what the uncut graph is given; return what that would return."""
+        parents = self.parents() if graph.reads_parents else ()
+        results: Sequence[Any] = run(*given, *self.vectors, self.order, self.counts, *parents, *self.sizes)
+        return results
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CutRow(EdgeSubset):
+    """The packed row of some tokens: `tokens`, `depth` and `subtree_end` are theirs, N' = max(n, 2) long.
+
+    `edges` are those whose source is one of them, with the source counted in the row.
 
     Attributes:
         cut: what the run takes and hands out.
     """
 
-    cut: Cut
+    cut: Cut | Exchange
 
     @property
     def deepest(self) -> int:
         """Depth of the uncut forest's deepest token: parts of one forest share their compiled code."""
         return self.uncut.deepest
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PartRow(CutRow):
+    """The packed row of one part of a plan."""
+
+    cut: Cut
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ContextRow(CutRow):
+    """The packed row of the tokens that one rank runs of a forest that lies on several.
+
+    Models run on it under ``treefx.use`` as on any forest, on all ranks at once; ``treefx.edge_logprobs`` and
+    ``treefx.losses`` take it as one, and sum over the ranks to what they are for the whole.
+    """
+
+    cut: Exchange
+
+
+@dataclass(frozen=True, eq=False)
+class PartTokens:
+    """The tokens of a part, those it sees outside, and those that leave it; int64 on the CPU, packed indices.
+
+    Attributes:
+        forest: the uncut forest, on the model's device.
+        host: the same on the CPU.
+        own: [n], strictly ascending, at least one.
+        outside: the boundary, ascending: ancestors of own tokens that are not own.
+        leaving: own tokens whose keys and values others read, in the order in which they are handed out.
+    """
+
+    forest: Forest
+    host: Forest
+    own: Tensor
+    outside: Tensor
+    leaving: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Lengths N' and P of the row and of its boundary, with what fills them up."""
+        return max(_SMALLEST, len(self.own)), max(_SMALLEST, len(self.outside))
+
+    def vectors(self) -> Vectors:
+        """What the graph is told of the boundary and of what leaves."""
+        host, own, outside, nothing = self.host, self.own, self.outside, torch.zeros(1, dtype=torch.int64)
+        lo = _padded(torch.searchsorted(own, outside), nothing).to(torch.int32)
+        hi = _padded(torch.searchsorted(own, host.subtree_end[outside].to(torch.int64)), nothing).to(torch.int32)
+        columns = _padded(host.depth[outside].to(torch.int64), nothing)
+        leaves = _padded(torch.searchsorted(own, self.leaving), nothing)
+        lo, hi, columns, leaves = (x.to(self.forest.device) for x in (lo, hi, columns, leaves))
+        return lo, hi, columns, leaves
+
+    def parents(self) -> list[Tensor]:
+        """`Cut.parents`, of N' and P tokens."""
+        host, own, outside, total = self.host, self.own, self.outside, sum(self.sizes)
+        nothing = torch.tensor([total])
+        places = torch.full((host.num_tokens + 1,), total)  # the last is for the parent -1 of roots
+        places[own] = torch.arange(len(own))
+        places[outside] = self.sizes[0] + torch.arange(len(outside))
+        found = [places[host.parent[tokens]] for tokens in (own, outside)]
+        missing = [size - len(up) for up, size in zip(found, self.sizes, strict=True)]
+        filled = [torch.cat([up, nothing.expand(more)]) for up, more in zip(found, missing, strict=True)]
+        return [x.to(self.forest.device) for x in (*filled, nothing)]
+
+    def row(self, chosen: Tensor, cut: Cut | Exchange) -> CutRow:
+        """The packed row; ``chosen`` are the edges whose source is own, int64 on the CPU."""
+        forest, host, own = self.forest, self.host, self.own
+        device, more = forest.device, self.sizes[0] - len(own)
+        depth = torch.cat([host.depth[own], host.depth.new_zeros(more)])
+        end = torch.searchsorted(own, host.subtree_end[own].to(torch.int64))
+        ends = torch.cat([end, torch.arange(len(own) + 1, len(own) + more + 1)])
+        source = torch.searchsorted(own, host.edges.source[chosen])
+        kind = PartRow if isinstance(cut, Cut) else ContextRow
+        tokens, ends = forest.tokens[_padded(own, own[:1]).to(device)], ends.to(device, torch.int32)
+        own_fields = {"tokens": tokens, "depth": depth.to(device), "subtree_end": ends, "cut": cut}
+        row: CutRow = forest_as(kind, forest, uncut=forest, edge_index=chosen.to(device), **own_fields)
+        row.__dict__["edges"] = select_edges(forest.edges, row.edge_index, source=source.to(device))
+        return row
+
+
+def _padded(values: Tensor, filler: Tensor) -> Tensor:
+    missing = max(0, _SMALLEST - len(values))
+    return torch.cat([values, filler.expand(missing)])

@@ -1,17 +1,22 @@
 """One step over many processes: which rows of a forest run on which rank.
 
 In: a forest, or the lengths and fingerprints of rows that lie on many machines, and what tokens cost. Out: a forest per
-rank (``assign``) whose losses add up to the whole's, row numbers per rank (``assign_rows``), or what a step would cost
-(``predict_step``).
+rank (``assign``) whose losses add up to the whole's, row numbers per rank (``assign_rows``), a rank's tokens of one
+forest that all run together (``context``), or what a step would cost (``predict_step``).
 
 Order of imports, each only of what stands before an arrow::
 
-    outline -> price -> ranges -> packing -> split, rivals -> assign -> step -> __init__
+    outline -> price -> ranges -> packing -> split, rivals, pieces -> assign, context -> step -> __init__
 """
 
 from treefx.scale.assign import Assignment, assign, assign_rows
+from treefx.scale.context import context
 from treefx.scale.outline import Outline, fingerprint
+from treefx.scale.pieces import TokenSplit, split_tokens
 from treefx.scale.split import Split
 from treefx.scale.step import Step, predict_step
 
-__all__ = ["Assignment", "Outline", "Split", "Step", "assign", "assign_rows", "fingerprint", "predict_step"]
+__all__ = [
+    "Assignment", "Outline", "Split", "Step", "TokenSplit", "assign", "assign_rows", "context", "fingerprint",
+    "predict_step", "split_tokens",
+]  # fmt: skip

@@ -21,15 +21,32 @@ class Step:
     Attributes:
         assignment: the forests of all ranks.
         plans: of every rank with rows of its own; the exchange of gradients, when the last has ended, is not in them.
+        resident_bytes: the parameters and gradients of the model, whole.
+        link_bytes_per_second: what a rank sends while it receives as much; None: gradients are taken to travel in no
+            time.
     """
 
     assignment: Assignment
     plans: dict[int, Plan]
+    resident_bytes: float
+    link_bytes_per_second: float | None = None
+
+    @property
+    def wire_bytes(self) -> float:
+        """What every rank sends, rings taken: gradients reduced and handed round (DDP), or parameters gathered and
+        gradients reduced (FSDP2), which is as much, as parameters are as large as their gradients."""
+        ranks = len(self.assignment)
+        return self.resident_bytes * (ranks - 1) / ranks
+
+    @property
+    def wire_seconds(self) -> float:
+        """How long that takes, the computation not overlapped with it."""
+        return self.wire_bytes / self.link_bytes_per_second if self.link_bytes_per_second else 0.0
 
     @property
     def seconds(self) -> float:
-        """Predicted time of the step: that of the slowest rank."""
-        return max(found.seconds for found in self.plans.values())
+        """Predicted time of the step: that of the slowest rank, then of the exchange."""
+        return max(found.seconds for found in self.plans.values()) + self.wire_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
@@ -44,12 +61,17 @@ class Step:
             "recomputed_tokens": sum(found.recomputed_tokens for found in self.plans.values()),
             "most_parts": max(len(found.parts) for found in self.plans.values()),
             "peak_bytes": max(found.peak_bytes for found in self.plans.values()),
-            "seconds": self.seconds,
+            "wire_bytes": self.wire_bytes,
+            "wire_seconds": self.wire_seconds,
+            "slowest_seconds": max(seconds),
             "mean_seconds": float(np.sum(seconds)) / len(self.assignment),
+            "seconds": self.seconds,
         }
 
 
-def predict_step(forest: Forest, ranks: int, cost: CostModel, memory_limit_bytes: int) -> Step:
+def predict_step(
+    forest: Forest, ranks: int, cost: CostModel, memory_limit_bytes: int, *, link_bytes_per_second: float | None = None
+) -> Step:
     """Assign a forest to ranks and plan each one's share.
 
     Args:
@@ -57,6 +79,7 @@ def predict_step(forest: Forest, ranks: int, cost: CostModel, memory_limit_bytes
         ranks: number of processes.
         cost: of the model on one of them.
         memory_limit_bytes: of one of them.
+        link_bytes_per_second: see `Step`.
 
     Raises:
         MemoryLimitError: a rank's share has no plan within the limit.
@@ -64,4 +87,5 @@ def predict_step(forest: Forest, ranks: int, cost: CostModel, memory_limit_bytes
     """
     shares = assign(forest, ranks, cost)
     busy = [rank for rank, rows in enumerate(shares.split.rows) if len(rows)]
-    return Step(shares, {rank: plan(shares[rank], cost, memory_limit_bytes) for rank in busy})
+    plans = {rank: plan(shares[rank], cost, memory_limit_bytes) for rank in busy}
+    return Step(shares, plans, cost.resident_bytes, link_bytes_per_second)

@@ -14,18 +14,20 @@ from treefx.forests.forest import Forest
 from treefx.inspection.compiled_modules import modules_of
 from treefx.losses.metrics import all_or_nothing
 from treefx.planning.execution.boundary import all_edges
-from treefx.planning.execution.execute import Executor, LogProbs, Loss, Model, logits_logprobs
+from treefx.planning.execution.execute import Executor, LogProbs, Loss, Model, logits_logprobs, scalar
+from treefx.planning.execution.on_ranks import run_on_ranks
 from treefx.planning.execution.ranks import Ranks, apart, common_dtype
 from treefx.planning.execution.ranks_of import ranks_of
 from treefx.planning.search.part import Step
 from treefx.planning.search.plan import Plan
+from treefx.runtime.cut import ContextRow
 
 __all__ = ["backward"]
 
 
 def backward(
     compiled: Any,
-    plan: Plan,
+    plan: Plan | ContextRow,
     loss: Loss,
     *,
     additive: bool | None = None,
@@ -47,7 +49,8 @@ def backward(
     Args:
         compiled: a model compiled by treefx, which returns `.logits` [1, N, V] for `input_ids` and `position_ids`
             [1, N].
-        plan: from `treefx.plan`.
+        plan: from `treefx.plan`; or a rank's row from `treefx.scale.context`, which runs at once, with all ranks of its
+            group: `loss` is then called on all edges, whatever `additive` says.
         loss: `loss(logp, forest)` -> scalar. `logp` [E_p] are log-probabilities of the edges of `forest`, which is the
             plan's forest with some of its edges: `forest.edge_index` [E_p] says which. It is called once per part that
             has edges, and the sum is the loss; losses of `treefx.losses` fit as they are, means included. Tensors [E]
@@ -65,10 +68,10 @@ def backward(
         progress: show a progress bar.
 
     Returns:
-        The loss, a scalar without gradient; of this rank's forest.
+        The loss, a scalar without gradient; of this rank's forest, or this rank's share of it.
 
     Raises:
-        InputError: `plan` is not a Plan, or the loss is no scalar tensor.
+        InputError: `plan` is neither, or the loss is no scalar tensor.
         UnsupportedError: the model cannot run in parts; the message says why.
         ForestError: the log-probabilities or the loss do not fit the forest.
         CoupledLossError: a loss reads whole rows, and `additive` is True.
@@ -78,8 +81,10 @@ def backward(
         >>> plan = treefx.plan(forest, profile, memory_limit_bytes=24 * 2**30)
         >>> value = treefx.backward(compiled, plan, lambda logp, f: treefx.losses.sft(logp, f))
     """
-    if not isinstance(plan, Plan):
-        raise InputError(f"backward expected a plan from treefx.plan, got {type(plan).__name__}")
+    if not isinstance(plan, Plan | ContextRow):
+        raise InputError(
+            f"backward expected a plan from treefx.plan, or a row from treefx.scale.context, got {type(plan).__name__}"
+        )
     model = Model(compiled, {"use_cache": False} if model_kwargs is None else model_kwargs, logprobs)
     ranks, gradients = ranks_of(compiled), _Gradients()
     try:
@@ -111,7 +116,10 @@ class _Session:
         self.gradients.put_back()
 
 
-def _run(model: Model, plan: Plan, loss: Loss, session: _Session) -> Tensor:
+def _run(model: Model, plan: Plan | ContextRow, loss: Loss, session: _Session) -> Tensor:
+    if isinstance(plan, ContextRow):
+        with all_or_nothing():
+            return run_on_ranks(model, plan, loss, session.before_backward)
     forest = plan.forest.to(_device_of(model.compiled, plan))
     if session.ranks.groups and forest.share is not None and forest.share.is_idle:
         return torch.zeros((), device=forest.device)  # its one row has no weight, and the others wait for no part
@@ -139,9 +147,7 @@ def _run_additive(executor: Executor, steps: Iterable[Step]) -> Tensor:
 def _run_in_two_passes(executor: Executor, plan: Plan, steps: Iterable[Step]) -> Tensor:
     """Log-probabilities of all edges, the loss on them, then the parts with its gradient."""
     logp = executor.logprobs(plan.parts).requires_grad_()
-    value = executor.loss(logp, all_edges(executor.forest))
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise InputError(f"loss(logp, forest) must return a scalar tensor, got {type(value).__name__}")
+    value = scalar(executor.loss(logp, all_edges(executor.forest)))
     if value.requires_grad:
         executor.before_backward([value], [logp])
         value.backward()  # type: ignore[no-untyped-call]

@@ -10,27 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from treefx.forests.forest import Forest
-from treefx.forests.subset import EdgeSubset, select_edges
+from treefx.forests.subset import EdgeSubset
 from treefx.kernels.common import accumulation_dtype
 from treefx.passes.cuts.boundary_kv import Run
 from treefx.planning.search.part import Part, boundary, edge_ids, outgoing
-from treefx.runtime.cut import Cut, PartRow
+from treefx.runtime.cut import Cut, PartRow, PartTokens, forest_as
 
 __all__ = ["Crossing", "Store", "all_edges", "edges_of", "make_row"]
-
-_SMALLEST = 2
-"""Compiled graphs are made for sizes of at least two; smaller ones are filled up with what nobody sees."""
-
-
-def _as(kind: type[Any], forest: Forest, **more: Any) -> Any:
-    """`forest` as a subclass, with some fields changed and others added."""
-    return kind(**{**{item.name: getattr(forest, item.name) for item in dataclasses.fields(Forest)}, **more})
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,50 +154,18 @@ def make_row(store: Store, part: Part, run: Run) -> tuple[PartRow, list[Crossing
         part: the part.
         run: what it runs for.
     """
-    forest, host, own = store.forest, store.host, part.tokens
-    device = forest.device
-    outside, leaving = boundary(host, store.parts, part), store.leaving(part)
+    outside = boundary(store.host, store.parts, part)
+    tokens = PartTokens(store.forest, store.host, part.tokens, outside, store.leaving(part))
     crossings = store.crossings(outside)
-    chosen = edge_ids(host, part)
-    local = _padded(own, own[:1])
-    depth = torch.cat([host.depth[own], host.depth.new_zeros(len(local) - len(own))])
-    end = torch.searchsorted(own, host.subtree_end[own].to(torch.int64))
-    ends = torch.cat([end, torch.arange(len(own) + 1, len(local) + 1)])
-    nothing = torch.zeros(1, dtype=torch.int64)
-    lo = _padded(torch.searchsorted(own, outside), nothing)
-    hi = _padded(torch.searchsorted(own, host.subtree_end[outside].to(torch.int64)), nothing)
-    columns = _padded(host.depth[outside].to(torch.int64), nothing)
-    leaves = _padded(torch.searchsorted(own, leaving), nothing)
-    vectors = (lo.to(torch.int32), hi.to(torch.int32), columns, leaves)
-    cut = Cut(
-        run,
-        tuple(x.to(device) for x in vectors),  # type: ignore[arg-type]
-        lambda like: store.gather(crossings, len(lo), like),
-        lambda: [x.to(device) for x in _parents(host, own, outside, (len(local), len(lo)))],
-    )
-    source = torch.searchsorted(own, host.edges.source[chosen])
-    row: PartRow = _as(
-        PartRow, forest, tokens=forest.tokens[local.to(device)], depth=depth.to(device),
-        subtree_end=ends.to(device, torch.int32), uncut=forest, edge_index=chosen.to(device), cut=cut,
-    )  # fmt: skip
-    row.__dict__["edges"] = select_edges(forest.edges, row.edge_index, source=source.to(device))
+    cut = Cut(run, tokens.vectors(), lambda like: store.gather(crossings, tokens.sizes[1], like), tokens.parents)
+    row = tokens.row(edge_ids(store.host, part), cut)
+    assert isinstance(row, PartRow)
     return row, crossings
-
-
-def _parents(forest: Forest, own: Tensor, outside: Tensor, sizes: tuple[int, int]) -> list[Tensor]:
-    """`Cut.parents` of a part of these own and boundary tokens, filled up to N and P tokens."""
-    nothing = torch.tensor([sum(sizes)])
-    places = torch.full((forest.num_tokens + 1,), sum(sizes))  # the last is for the parent -1 of roots
-    places[own] = torch.arange(len(own))
-    places[outside] = sizes[0] + torch.arange(len(outside))
-    found = [places[forest.parent[tokens]] for tokens in (own, outside)]
-    missing = [size - len(up) for up, size in zip(found, sizes, strict=True)]
-    return [*(torch.cat([up, nothing.expand(more)]) for up, more in zip(found, missing, strict=True)), nothing]
 
 
 def edges_of(row: PartRow) -> EdgeSubset:
     """What a loss over the edges of a part gets: the uncut forest with these edges alone."""
-    subset: EdgeSubset = _as(EdgeSubset, row.uncut, uncut=row.uncut, edge_index=row.edge_index)
+    subset: EdgeSubset = forest_as(EdgeSubset, row.uncut, uncut=row.uncut, edge_index=row.edge_index)
     # All but the sources are the row's, and are there once.
     subset.__dict__["edges"] = dataclasses.replace(row.edges, source=row.uncut.edges.source[row.edge_index])
     return subset
@@ -215,10 +174,5 @@ def edges_of(row: PartRow) -> EdgeSubset:
 def all_edges(forest: Forest) -> EdgeSubset:
     """An uncut forest as a loss sees it that is called on all edges at once."""
     everything = torch.arange(len(forest.edges), device=forest.device)
-    subset: EdgeSubset = _as(EdgeSubset, forest, uncut=forest, edge_index=everything)
+    subset: EdgeSubset = forest_as(EdgeSubset, forest, uncut=forest, edge_index=everything)
     return subset
-
-
-def _padded(values: Tensor, filler: Tensor) -> Tensor:
-    missing = max(0, _SMALLEST - len(values))
-    return torch.cat([values, filler.expand(missing)])

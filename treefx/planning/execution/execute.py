@@ -24,7 +24,7 @@ from treefx.planning.execution.boundary import Crossing, Store, edges_of, make_r
 from treefx.planning.search.part import Part, Schedule, Step
 from treefx.runtime.cut import Cut, PartRow
 
-__all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs"]
+__all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs", "scalar"]
 
 Loss = Callable[[Tensor, EdgeSubset], Tensor]
 """Log-probabilities [E_p] and the forest with these edges -> scalar."""
@@ -35,6 +35,18 @@ LogProbs = Callable[[Any, Forest], Tensor]
 def logits_logprobs(output: Any, row: Forest) -> Tensor:
     """Log-probabilities from `output.logits`."""
     return edge_logprobs(output.logits, row)
+
+
+def scalar(loss: Any) -> Tensor:
+    """What a loss has returned.
+
+    Raises:
+        InputError: it is no scalar tensor.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"loss(logp, forest) must return a scalar tensor, got {got}")
+    return loss
 
 
 @dataclass(frozen=True)
@@ -151,10 +163,7 @@ class Executor:
 
     def _loss(self, output: Any, row: PartRow) -> Tensor:
         logp = self.model.logprobs(output, row)
-        loss = self.loss(logp, edges_of(row))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(f"loss(logp, forest) must return a scalar tensor, got {got}")
+        loss = scalar(self.loss(logp, edges_of(row)))
         value = loss.detach()
         self.value = value.clone() if self.value is None else self.value + value
         return loss

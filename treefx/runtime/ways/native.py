@@ -15,12 +15,18 @@ from treefx.passes.analysis import Variant
 from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.batch import forest_batch
-from treefx.runtime.cut import PartRow
+from treefx.runtime.cut import CutRow
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
 from treefx.runtime.ways.packed import PackedRun
 
 __all__ = ["NativeRun", "wrong_row"]
+
+_BLIND = (
+    "a token of the forest may see no key, and the model's attention then takes a mean over its whole row, past and "
+    "future; let every token see itself, give scaled_dot_product_attention a boolean mask (its mean of no keys is "
+    "zero), or call the model on padded rows"
+)
 
 
 class NativeRun:
@@ -63,11 +69,12 @@ class NativeRun:
         ids = args[position]
         if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
             raise wrong_row(forest, [ids.shape])
+        _check_sight(shape, by_column, position, forest)
         batch = forest_batch(forest, ids.device)
         redundant = shape.padding.redundant(shape.grid(by_column), None, native=True)
         self._records.report.raw_tokens, self._records.report.tokens = forest.raw_tokens, forest.num_tokens
         by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
-        cut = forest.cut if isinstance(forest, PartRow) else None
+        cut = forest.cut if isinstance(forest, CutRow) else None
         variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
         ran_on_forest()
         results = self._packed.run(shape, variant, by_column, batch, cut)
@@ -78,6 +85,21 @@ class NativeRun:
             rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value
             for i, value in enumerate(results)
         )
+
+
+def _check_sight(shape: Shape, by_column: Sequence[Any], position: int, forest: Forest) -> None:
+    """Raise if a token sees no key where the model then takes a mean over its row's past and future, which no forest
+    has; ``position`` is that of the token ids. A part's tokens are asked with all of their paths."""
+    if not shape.padding.may_blind:
+        return
+    whole = forest.uncut if isinstance(forest, CutRow) else forest
+    paths = whole.sequences()
+    for path in paths if shape.padding.ids_may_blind else [max(paths, key=len)]:
+        args, columns = list(by_column), by_column[position].shape[1]
+        args[position] = torch.nn.functional.pad(path, (0, columns - len(path))).to(by_column[position])[None]
+        keep = torch.arange(columns, device=path.device)[None] < len(path)
+        if len(path) > columns or not shape.padding.is_defined(shape.grid(args), keep):
+            raise UnsupportedError(_BLIND)
 
 
 def wrong_row(forest: Forest, shapes: Sequence[Sequence[int]]) -> ForestError:

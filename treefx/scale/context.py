@@ -1,0 +1,112 @@
+"""Context parallelism: every rank runs some tokens of one forest, and is sent the ancestors it does not have.
+
+``treefx.scale.assign`` shares out rows, and no rank can have less than one; here one row, too long for a device, or one
+tree lies on several. Which tokens go where says ``pieces``; what travels within the model is `treefx::exchange`.
+"""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from treefx.errors import InputError
+from treefx.forests.forest import Forest
+from treefx.passes.cuts.boundary_kv import Ranks
+from treefx.runtime.cut import ContextRow, Exchange, PartTokens
+from treefx.scale.outline import IntArray
+from treefx.scale.pieces import TokenSplit, needed, split_tokens
+from treefx.scale.price import Cost
+
+__all__ = ["context"]
+
+
+def context(forest: Forest, group: Any = None, cost: Cost = None) -> ContextRow:
+    """This rank's tokens of a forest that the ranks of a group run together.
+
+    Every distinct token is computed on one rank. In each attention, a rank is sent the keys and values of the ancestors
+    that its tokens have elsewhere, and returns their gradients; nobody gets what it does not attend to. Losses and
+    gradients **sum** over the ranks to those of one process on the whole forest; see `treefx.scale.assign` for DDP's
+    and FSDP2's division. With rows assigned to the other dimension of a mesh, pass the share and this one's group.
+
+    All ranks call it in the same order with the same forest, and run the model on what they get the same number of
+    times, forward and backward, whatever their tokens are.
+
+    Args:
+        forest: all of it, the same on every rank.
+        group: the process group, as `torch.distributed` takes it; None: all processes.
+        cost: see `split_tokens`; the same on every rank, so one rank's profile.
+
+    Returns:
+        The rank's packed row: `with treefx.use(row): compiled(**row.model_inputs())`, then
+        `treefx.losses.sft(treefx.edge_logprobs(out.logits, row), row)`.
+
+    Raises:
+        InputError: no process group, ranks with different forests or costs, or a cost that does not do.
+
+    Example:
+        >>> row = treefx.scale.context(forest)
+        >>> with treefx.use(row):
+        ...     out = compiled(**row.model_inputs(), use_cache=False)
+        >>> treefx.losses.sft(treefx.edge_logprobs(out.logits, row), row).backward()
+
+        On a model sharded by FSDP2, and for losses that read whole rows (ratios of sequences, DPO):
+
+        >>> treefx.backward(compiled, row, lambda logp, forest: treefx.losses.sft(logp, forest))
+    """
+    if not isinstance(forest, Forest):
+        raise InputError(f"context expected a treefx.Forest, got {type(forest).__name__}; build it with from_sequences")
+    if not dist.is_initialized():
+        raise InputError("context needs a process group: call torch.distributed.init_process_group, or run torchrun")
+    processes: Any = dist.group.WORLD if group is None else group
+    found = split_tokens(forest, dist.get_world_size(processes), cost)
+    _check_alike(forest, found, processes)
+    return make_context_row(forest, found, dist.get_rank(processes), processes.group_name)
+
+
+def make_context_row(forest: Forest, found: TokenSplit, rank: int, group: str) -> ContextRow:
+    """The row of a rank by a given split."""
+    host = forest if forest.device.type == "cpu" else forest.to("cpu")
+    end = host.subtree_end.numpy().astype(np.int64)
+    owner = np.empty(len(end), dtype=np.int64)
+    for number, held in reversed(list(enumerate(found.tokens))):  # ranks without tokens run the first one's, at the end
+        owner[held] = number
+    wanted = [needed(end, held) for held in found.tokens]
+    sent = [above[owner[above] == rank] for above in wanted]
+    counts = [[len(above) for above in sent], np.bincount(owner[wanted[rank]], minlength=len(sent)).tolist()]
+    own, outside, leaving = map(torch.from_numpy, (found.tokens[rank], wanted[rank], np.concatenate(sent)))
+    tokens = PartTokens(forest, host, own, outside, leaving)
+    order = torch.from_numpy(_places(owner[wanted[rank]], tokens.sizes[1])).to(forest.device)
+    cut = Exchange(
+        Ranks(group, len(sent)), tokens.vectors(), order, torch.tensor(counts, dtype=torch.int64), tokens.parents
+    )
+    is_own = torch.from_numpy(owner == rank)
+    row = tokens.row(is_own[host.edges.source].nonzero().squeeze(1), cut)
+    assert isinstance(row, ContextRow)
+    return row
+
+
+def _places(owners: IntArray, size: int) -> IntArray:
+    """Where each token of a boundary is in what comes, which is ordered by owner; what fills it up comes behind."""
+    places = np.arange(size)
+    places[np.argsort(owners, kind="stable")] = np.arange(len(owners))
+    return places
+
+
+def _check_alike(forest: Forest, found: TokenSplit, group: Any) -> None:
+    """Refuse ranks with different forests or splits: a rank would take what it is sent for something else."""
+    fields = (x.cpu().numpy() for x in (forest.tokens, forest.subtree_end, forest.token_weight))
+    text = b"".join(x.tobytes() for x in (*fields, *map(np.append, found.tokens, found.received)))
+    own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    device = forest.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    marks = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(marks, torch.tensor([own], device=device), group=group)
+    told = torch.cat(marks).tolist()
+    different = [dist.get_global_rank(group, rank) for rank, mark in enumerate(told) if mark != told[0]]
+    if different:
+        raise InputError(
+            f"context expected the same forest and cost on every rank, but ranks {different} have others than rank "
+            f"{dist.get_global_rank(group, 0)}: build the forest from the same rows and weights everywhere, and pass "
+            "one rank's profile on all of them"
+        )
