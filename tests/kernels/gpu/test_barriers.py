@@ -72,10 +72,10 @@ def reshaped() -> str:
 @pytest.mark.sample(13)
 @pytest.mark.parametrize("case", SPECIALISED, ids=str)
 def test_every_specialised_kernel(case: Case) -> None:
-    records = list(run(90, paths=("warp",), cases=[case]))
-    assert {record["kernel"]: (record["race_free"], record["problems"]) for record in records} == {
-        name: (True, []) for name in ("forward", "backward_keys", "backward_queries")
-    }
+    found = {record["kernel"]: record for record in run(90, paths=("warp",), cases=[case])}
+    assert not any(record["problems"] for record in found.values())
+    specialised = {name for name, record in found.items() if record["race_free"]}
+    assert specialised == found.keys() - {"prologue"} == {"forward", "backward_keys", "backward_queries"}
 
 
 def test_the_form_that_dk_and_dv_had_is_found() -> None:

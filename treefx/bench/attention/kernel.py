@@ -240,8 +240,8 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
         found.append(f"spills {report.spill_bytes} bytes, at most {_SPILL_LIMIT[dtype]} are allowed")
     if report.shared_bytes > SHARED_MEMORY[arch]:
         found.append(f"needs {report.shared_bytes} bytes of shared memory, the device has {SHARED_MEMORY[arch]}")
-    if report.setmaxnreg != (path == "warp"):
-        found.append("is not warp-specialised" if path == "warp" else "is warp-specialised")
+    if report.setmaxnreg != (specialised := path == "warp" and kernel not in _WITHOUT_PRODUCTS):
+        found.append("is not warp-specialised" if specialised else "is warp-specialised")
     found += report.races or ()
     if 0 in (report.prefetch or ()):
         found.append("a loop loads nothing ahead: it waits for every tile")
