@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.fuzz.drawing import is_drawn
+from tests.trainers.leftovers import forget_accelerate
 
 pytest.register_assert_rewrite("tests.oracle", "tests.backend.support")
 
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def reproducible() -> Iterator[None]:
-    """Same random numbers and summation order in every run; no compiled code outlives its test."""
+    """Same random numbers and summation order in every run; no compiled code and no trainer outlives its test."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -41,6 +42,7 @@ def reproducible() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     torch.set_num_threads(threads)
+    forget_accelerate()
 
 
 @pytest.fixture(autouse=True)

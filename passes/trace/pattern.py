@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -38,8 +39,9 @@ _LESS, _MORE, _GRID, _SHIFTED = COLUMNS - 1, COLUMNS + 1, ROWS * COLUMNS, ROWS *
 class Pattern:
     """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS`` (and ``SEGMENTS``).
 
-    ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number. A vector
-    that only its size is asked of is a number of the caller's, with a symbol of its own.
+    ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number. A number
+    of the caller's has a symbol of its own: a vector that only its size is asked of, or a size of other inputs that
+    the graph calculates with (how many labels there are, which the caller gives too).
     """
 
     inputs: tuple[Any, ...]
@@ -51,8 +53,8 @@ class Pattern:
 
     def numbers(self) -> list[sympy.Symbol]:
         """Those of the caller's numbers."""
-        alone = [(i, item[0]) for i, item in enumerate(self.inputs) if isinstance(item, tuple) and len(item) == 1]
-        return [size for i, size in alone if size is _number(i)]
+        found = dict.fromkeys(item for item in _leaves(self.inputs) if isinstance(item, sympy.Symbol))
+        return [symbol for symbol in found if symbol not in (ROWS, COLUMNS, SEGMENTS)]
 
 
 @functools.cache
@@ -78,6 +80,7 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
     rows, columns = ids.shape
     known = _known_inputs(gm)
     names: dict[Any, Any] = {}
+    numbers = _numbers_of_caller(known, args)
     inputs: list[Any] = [
         tuple(x.shape) if isinstance(x, Tensor) and i in known.tensors else x for i, x in enumerate(args)
     ]
@@ -90,7 +93,7 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
             if not isinstance(symbol, SymInt)
             else SEGMENTS
             if i in known.ends
-            else name_size(size, d, rows, columns)
+            else name_size(size, d, rows, columns, numbers)
             for d, (size, symbol) in given
         ]
         names.update((s.node.expr, n) for s, n in zip(traced, sizes, strict=True) if isinstance(s, SymInt))
@@ -102,6 +105,12 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
         inputs[i] = names.get(expr, inputs[i]) if expr is not None else 0  # an unread one may be a stride
     pattern = Pattern(tuple(inputs))
     return pattern if pattern.symbols() else None
+
+
+def _numbers_of_caller(known: _Inputs, args: Sequence[Any]) -> dict[int, sympy.Symbol]:
+    """Symbols of the numbers that the graph calculates with, by their value: other inputs have such a size too."""
+    read = [i for i, expr in known.sizes.items() if expr is not None]
+    return {args[i]: _number(i) for i in read} | {args[i].shape[0]: _number(i) for i in known.numbers}
 
 
 @dataclass(frozen=True)
@@ -158,11 +167,16 @@ def _may_be_ids(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)
 
 
-def name_size(size: int, dim: int, rows: int, columns: int) -> Any:
-    """A size in rows and columns; where several names fit, the first dimension counts rows and the others columns."""
+def name_size(
+    size: int, dim: int, rows: int, columns: int, numbers: Mapping[int, sympy.Symbol] = MappingProxyType({})
+) -> Any:
+    """A size in rows and columns, else as a number of the caller's, else as it is.
+
+    Where several names fit, the first dimension counts rows and the others columns.
+    """
     names = [(rows, ROWS), (columns, COLUMNS)] if dim == 0 else [(columns, COLUMNS), (rows, ROWS)]
     names += [(columns - 1, _LESS), (columns + 1, _MORE), (rows * columns, _GRID), (rows * (columns - 1), _SHIFTED)]
-    return next((name for value, name in names if value == size and size > 1), size)
+    return next((name for value, name in (*names, *numbers.items()) if value == size and size > 1), size)
 
 
 def inline_sizes(gm: fx.GraphModule) -> None:

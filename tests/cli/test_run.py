@@ -17,9 +17,9 @@ from treefx.errors import ConfigError
 from treefx.integrations import startup
 
 
-def python(code: str, *, environment: dict[str, str] | None = None, **options: Any) -> str:
+def python(code: str, *, environment: dict[str, str] | None = None, keep_groups: bool = False, **options: Any) -> str:
     """What a process under ``treefx run`` prints."""
-    given = environment_for(options, {**os.environ, **(environment or {})})
+    given = environment_for(options, {**os.environ, **(environment or {})}, keep_groups=keep_groups)
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -64,7 +64,7 @@ def test_hooked_modules_are_imported_as_they_are(tmp_path: Path) -> None:
 def test_the_environment_is_made_once() -> None:
     first = environment_for({"inner": "eager"}, {"PYTHONPATH": "/mine", "HOME": "/home"})
     assert first["PYTHONPATH"].split(os.pathsep) == [str(Path(startup.__file__).parent), "/mine"]
-    assert json.loads(first["TREEFX_RUN"]) == {"options": {"inner": "eager"}}
+    assert json.loads(first["TREEFX_RUN"]) == {"options": {"inner": "eager"}, "keep_groups": False}
     again = environment_for({}, first)
     assert again["PYTHONPATH"] == first["PYTHONPATH"] and again["HOME"] == "/home"
     with pytest.raises(ConfigError, match="'inner'"):
@@ -80,7 +80,7 @@ def test_the_command_takes_over_with_its_own_arguments(monkeypatch: pytest.Monke
     assert result.exit_code == 0, result.output
     ((file, arguments, environment),) = seen
     assert file == "python" and arguments == ["python", "train.py", "--inner", "mine", "--help"]
-    assert json.loads(environment["TREEFX_RUN"]) == {"options": {"inner": "eager"}}
+    assert json.loads(environment["TREEFX_RUN"]) == {"options": {"inner": "eager"}, "keep_groups": False}
     assert CliRunner().invoke(app, ["run", "python", "--version"]).exit_code == 0
     assert seen[1][1] == ["python", "--version"]
     missing = CliRunner().invoke(app, ["run", "--", "no-such-trainer"])
@@ -89,6 +89,8 @@ def test_the_command_takes_over_with_its_own_arguments(monkeypatch: pytest.Monke
 
 PROGRAM = """
 import json, sys, tempfile
+import transformers.trainer
+transformers.trainer.DEFAULT_CALLBACKS = [transformers.trainer.DefaultFlowCallback]  # as ms-swift does
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 set_seed(0)
 config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
@@ -121,3 +123,30 @@ def test_a_training_program_shares_without_a_line_of_it_changed() -> None:
         if "loss" in before:
             assert now["loss"] == pytest.approx(before["loss"], rel=1e-4)
             assert now["treefx/fallback"] == 0.0 and now["treefx/sharing"] > 2.0
+
+
+GROUPS = """
+import json, tempfile
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+set_seed(0)
+config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+starts = [[*range(first, first + 12)] for first in (3, 15, 27, 39)]
+rows = [{"input_ids": ids, "labels": ids} for n in range(4) for ids in ([*start, 52 + n, 53 + n] for start in starts)]
+arguments = TrainingArguments(
+    tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=4, logging_steps=1, report_to="none",
+    save_strategy="no", disable_tqdm=True, use_cpu=True,
+)
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+trainer.train()
+sharing = [entry["treefx/sharing"] for entry in trainer.state.log_history if "treefx/sharing" in entry]
+print(json.dumps(sharing), flush=True)
+"""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("keep_groups", [False, True])
+def test_rows_of_a_dataset_come_together_where_that_is_asked_for(keep_groups: bool) -> None:
+    pytest.importorskip("accelerate", reason=NEEDS_TRAINERS)
+    sharing = json.loads(python(GROUPS, keep_groups=keep_groups, inner="eager").splitlines()[-1])
+    assert len(sharing) == 4
+    assert (min(sharing) > 2.5) == keep_groups

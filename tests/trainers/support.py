@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import treefx
 from tests.models import double
 from tests.oracle import FLOAT32, Outcome, assert_close
+from tests.trainers.leftovers import forget_accelerate
 
 __all__ = [
     "COMMON",
@@ -102,8 +103,10 @@ def assert_same_training(train: Callable[[Callable[[nn.Module], None]], Training
         The compiled training.
     """
     torch.manual_seed(0)
+    forget_accelerate()
     expected = train(lambda model: None)
     torch.manual_seed(0)
+    forget_accelerate()
     settings = {"inner": "aot_eager", **options}
     got = train(lambda model: model.compile(backend="treefx", options=settings))
     assert len(set(expected.losses)) == len(expected.losses) > 1, f"nothing was trained: {expected.losses}"

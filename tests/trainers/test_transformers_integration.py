@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import treefx
@@ -147,6 +148,25 @@ def test_grouped_run_trains_as_it_does_uncompiled_and_logs_what_it_shared(tmp_pa
     assert told[-1]["treefx/sharing_possible"] == pytest.approx(told[-1]["treefx/sharing"], rel=0.05)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert history[-1]["treefx/sharing"] == told[-1]["treefx/sharing"]
+
+
+class InItsOwnOrder(Trainer):
+    """As ms-swift's, which asks nobody for a sampler."""
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+
+def test_a_trainer_that_does_not_ask_for_the_order_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer: Any = build(tmp_path, rows())
+    keep_groups(trainer)
+    trainer.get_train_dataloader()
+    assert "keep their order" not in caplog.text
+    trainer = build(tmp_path, rows())
+    trainer.__class__ = InItsOwnOrder
+    keep_groups(trainer)
+    trainer.get_train_dataloader()
+    assert "InItsOwnOrder puts them into batches by itself" in caplog.text
 
 
 def test_reasons_for_no_sharing_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

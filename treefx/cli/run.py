@@ -21,6 +21,9 @@ def run(
     min_sharing: Annotated[
         float | None, typer.Option(help="Sharing ratio below which a call runs as it is. [default: 1.15]")
     ] = None,
+    keep_groups: Annotated[
+        bool, typer.Option("--keep-groups", help="Rows of a dataset that share prefixes come in one batch.")
+    ] = False,
 ) -> None:
     """Run a training command with treefx in every Python process it starts; no line of it changes.
 
@@ -36,16 +39,18 @@ def run(
 
     transformers.Trainer: treefx/sharing, treefx/sharing_possible, fallbacks and compile time are logged with the loss.
 
+    LLaMA-Factory: its checkpoints do not cut the graph.
+
     TRL's GRPO, RLOO and distillation: the rows of a group stay in one micro-batch. The gradient of a step is the same.
 
-    Trainers over a dataset keep their order: one line of the program, treefx.integrations.trl.keep_groups(trainer),
-    puts rows that share prefixes into one batch. A loop that uses none of these needs one line too:
-    model.compile(backend="treefx").
+    Trainers over a dataset keep their order, which is shuffled in most: with --keep-groups (or one line of the program,
+    treefx.integrations.trl.keep_groups(trainer)) rows that share prefixes come in one batch. A loop that uses none of
+    these needs one line too: model.compile(backend="treefx").
     """
     options: dict[str, Any] = {"inner": inner} if inner else {}
     if min_sharing is not None:
         options["min_sharing"] = min_sharing
-    environment = environment_for(options, dict(os.environ))
+    environment = environment_for(options, dict(os.environ), keep_groups=keep_groups)
     if shutil.which(command[0]) is None:
         raise InputError(
             f"expected a command to run, got {command[0]!r}, which is not found; write: treefx run -- COMMAND"
@@ -53,12 +58,15 @@ def run(
     os.execvpe(command[0], command, environment)
 
 
-def environment_for(options: dict[str, Any], environment: dict[str, str]) -> dict[str, str]:
+def environment_for(
+    options: dict[str, Any], environment: dict[str, str], *, keep_groups: bool = False
+) -> dict[str, str]:
     """The environment in which every Python process is hooked.
 
     Args:
         options: fields of `treefx.Config`.
         environment: what the command would run in.
+        keep_groups: whether trainers over a dataset put rows that share prefixes into one batch.
 
     Raises:
         ConfigError: an unknown option, or a value it does not take.
@@ -69,5 +77,5 @@ def environment_for(options: dict[str, Any], environment: dict[str, str]) -> dic
     return {
         **environment,
         "PYTHONPATH": os.pathsep.join([folder, *before]),
-        "TREEFX_RUN": json.dumps({"options": options}),
+        "TREEFX_RUN": json.dumps({"options": options, "keep_groups": keep_groups}),
     }

@@ -18,7 +18,15 @@ from treefx.data.prefix_sampler import PrefixSampler
 from treefx.errors import InputError
 from treefx.inspection.inspector import inspect
 
-__all__ = ["COLUMNS", "SharingCallback", "keep_groups", "log_sharing", "token_columns"]
+__all__ = [
+    "COLUMNS",
+    "SharingCallback",
+    "keep_groups",
+    "keep_groups_of_all",
+    "log_sharing",
+    "log_sharing_of_all",
+    "token_columns",
+]
 
 _log = logging.getLogger("treefx")
 
@@ -41,6 +49,8 @@ def keep_groups(trainer: Any, columns: Sequence[str] | None = None) -> None:
     Raises:
         InputError: the trainer samples its own rows, is told of another order of them, or has no dataset with a length
             and such columns.
+
+    A trainer that does not ask itself for the order of its rows keeps it, and that is logged as a warning.
 
     Example:
         >>> trainer = Trainer(model, arguments, train_dataset=dataset)  # doctest: +SKIP
@@ -67,9 +77,18 @@ def keep_groups(trainer: Any, columns: Sequence[str] | None = None) -> None:
         return PrefixSampler(list(_sequences(dataset, names)), rows, seed=seed)
 
     def sampler(train_dataset: Any = None) -> PrefixSampler:
+        asked.append(True)
         return sampler_of(getattr(trainer, "_train_batch_size", None) or trainer.args.train_batch_size)
 
-    trainer._get_train_sampler = sampler
+    def loader() -> Any:
+        made = make_loader()
+        if not asked:
+            _log.warning("rows keep their order: %s puts them into batches by itself", type(trainer).__name__)
+        return made
+
+    asked: list[bool] = []
+    make_loader = trainer.get_train_dataloader
+    trainer._get_train_sampler, trainer.get_train_dataloader = sampler, loader
 
 
 def token_columns(dataset: Any) -> tuple[str, ...]:
@@ -137,6 +156,34 @@ def log_sharing(trainer: Any) -> None:
     ``callbacks=[SharingCallback()]`` stands behind them: it writes the history, and what others print after it.
     """
     trainer.callback_handler.callbacks.insert(0, SharingCallback())
+
+
+def log_sharing_of_all(trainers: Any) -> None:
+    """`log_sharing` for all that will be made of a class of trainers, whichever callbacks they choose themselves."""
+    make = trainers.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        log_sharing(self)
+
+    trainers.__init__ = init
+
+
+def keep_groups_of_all(trainers: Any) -> None:
+    """`keep_groups` for all of a class of trainers when they train; of those it refuses the reason is logged."""
+    train = trainers.train
+
+    @functools.wraps(train)
+    def grouped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if not hasattr(self, "_buffered_inputs"):  # TRL's that sample their rows are hooked by themselves
+                keep_groups(self)
+        except InputError as reason:
+            _log.warning("rows keep their order: %s", reason)
+        return train(self, *args, **kwargs)
+
+    trainers.train = grouped
 
 
 def _metrics(stats: Mapping[str, Any]) -> dict[str, float]:

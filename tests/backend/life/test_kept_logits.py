@@ -11,6 +11,7 @@ from tests.batches import Batch
 from tests.models import TinyLM, double
 from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
 from tests.spellings import SPELLINGS
+from treefx.passes.trace import pattern
 from treefx.runtime import compiled_graph
 
 pytestmark = pytest.mark.sample(10)
@@ -78,6 +79,37 @@ def test_a_first_batch_that_is_kept_whole_speaks_for_itself_alone() -> None:
 def test_numbers_left_as_they_are_would_compile_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_graph, "numbers_as_tensors", lambda gm, roles: (gm, {}))
     assert steps(Last().double(), KEPT[:5]) == [1, 2, 3, 4, 5]
+
+
+def with_labels(run: Any, batch: Batch, kept: int) -> Tensor:
+    """ms-swift's: the labels of the columns that are kept, in the model's own loss."""
+    labels = batch.input_ids[:, -kept:].clone()
+    labels[0, 0] = -100
+    value: Tensor = run(input_ids=batch.input_ids, labels=labels, logits_to_keep=kept).loss
+    return value
+
+
+def labelled_steps(dynamic: bool | None) -> int:
+    model = double("llama", num_hidden_layers=1)
+    compiled = torch.compile(model, backend="treefx", dynamic=dynamic, options={"inner": "eager"})
+    for seed, kept in enumerate(KEPT):
+        batch = batch_of(*SHAPES[seed % len(SHAPES)], seed, None)
+        if kept == len(batch.input_ids):  # labels [B, B] are a case of their own
+            continue
+        expected = outcome(model, lambda batch=batch, kept=kept: with_labels(model, batch, kept))
+        assert_close(outcome(model, lambda batch=batch, kept=kept: with_labels(compiled, batch, kept)), expected, 1e-6)
+        assert stats_of(compiled)["ran"] == "packed" and stats_of(compiled)["fallback"] is None
+    return int(stats_of(compiled)["compiles"])
+
+
+@pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 2)])
+def test_labels_of_the_kept_columns_compile_nothing(dynamic: bool | None, most: int) -> None:
+    assert labelled_steps(dynamic) <= most
+
+
+def test_labels_whose_number_has_no_name_would_compile_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pattern, "_numbers_of_caller", lambda known, args: {})
+    assert labelled_steps(True) >= 5
 
 
 def test_a_graph_of_numbers_alone() -> None:

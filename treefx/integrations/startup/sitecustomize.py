@@ -24,9 +24,11 @@ def _compile_with_treefx(module: ModuleType) -> None:
     seam.compile_with(_WANTED.get("options"), by_default=True)
 
 
-def _log_sharing(module: ModuleType) -> None:
+def _log_and_group(module: ModuleType) -> None:
     seam = importlib.import_module("treefx.integrations.transformers")
-    module.DEFAULT_CALLBACKS.insert(0, seam.SharingCallback)
+    seam.log_sharing_of_all(module.Trainer)
+    if _WANTED.get("keep_groups"):
+        seam.keep_groups_of_all(module.Trainer)
 
 
 def _keep_groups(module: ModuleType) -> None:
@@ -36,9 +38,14 @@ def _keep_groups(module: ModuleType) -> None:
         seam.keep_groups(trainer)
 
 
+def _trace_checkpoints(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.llama_factory").trace_checkpoints(module)
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.utils.dataclasses": _compile_with_treefx,
-    "transformers.trainer": _log_sharing,
+    "transformers.trainer": _log_and_group,
+    "llamafactory.model.model_utils.checkpointing": _trace_checkpoints,
     "trl.trainer.grpo_trainer": _keep_groups,
     "trl.trainer.rloo_trainer": _keep_groups,
     "trl.trainer.distillation_trainer": _keep_groups,

@@ -1,0 +1,39 @@
+"""LLaMA-Factory, under ``treefx run``: models with checkpointed layers stay one graph.
+
+Written for LLaMA-Factory 0.9.5. Its checkpoints (on by default) ask the module behind a call for its parameters, which
+Dynamo cannot, and every layer cuts the graph in two: no graph then has both the token ids and an attention, and nothing
+is shared. What they ask for serves eager autograd alone: whether a layer is trained, and that its input has a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["trace_checkpoints"]
+
+
+def trace_checkpoints(module: Any) -> None:
+    """Let the layers of a compiled model be checkpointed without that question.
+
+    Args:
+        module: ``llamafactory.model.model_utils.checkpointing``.
+    """
+    make = module.get_custom_gradient_checkpointing_func
+    names = (*functools.WRAPPER_ASSIGNMENTS, "__self__")
+
+    @functools.wraps(make)
+    def checkpointing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        asking = make(plain)
+
+        @functools.wraps(asking, assigned=names)
+        def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            checkpoint = plain if torch.compiler.is_compiling() else asking
+            return checkpoint(layer, *args, **kwargs)
+
+        return run
+
+    module.get_custom_gradient_checkpointing_func = checkpointing
