@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.kernels.score import Expr
-from treefx.passes.cuts.boundary_kv import CutGraph, Run
+from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
 from treefx.passes.labels.constants import Constants, InputValues
 from treefx.passes.labels.facts import Dims, fact_of
 from treefx.passes.labels.label_tokens import (
@@ -57,8 +57,8 @@ class Variant:
     """Output positions of logits that are not computed, because only losses read them so far."""
     own_positions: bool = False
     """Whether rows start in different columns and share tokens all the same."""
-    part: Run | None = None
-    """What a part of a forest runs for; None for a forest that is not cut."""
+    part: Run | Ranks | None = None
+    """What a part of a forest runs for, or with whom at the same time; None for a forest that is not cut."""
 
 
 @dataclass

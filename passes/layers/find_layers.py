@@ -41,8 +41,8 @@ class Layer:
 
 
 def layer_of(node: fx.Node) -> str | None:
-    """The outermost numbered module that an operator on tensors is of, such as ``model.layers.3``."""
-    if node.op not in ("call_function", "call_method") or isinstance(node.meta.get("val"), SymInt):
+    """The outermost numbered module that an operator on tensors, or a constant, is of, such as ``model.layers.3``."""
+    if node.op not in ("call_function", "call_method", "get_attr") or isinstance(node.meta.get("val"), SymInt):
         return None
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         found = _NUMBERED.match(path)

@@ -39,7 +39,7 @@ def find_regions(gm: fx.GraphModule) -> list[list[Layer]]:
     members: dict[str, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         layer = layer_of(node)
-        if layer is not None:
+        if layer is not None and node.op != "get_attr":
             members.setdefault(layer, []).append(node)
     learned = _learned(gm.graph)
     kinds: dict[Any, list[Layer]] = {}

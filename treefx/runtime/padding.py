@@ -41,6 +41,10 @@ class Padding:
         blinding = dict.fromkeys((item.conditions + item.padding, item.heads) for item in asking)
         self._blinding = [item for item in blinding if not all(map(_is_met_by_itself, item[0]))]
         """The conditions (and heads) of attentions that may leave a query with no key and yet give it a value."""
+        self.may_blind = bool(self._blinding)
+        """Whether ``is_defined`` can be False at all."""
+        self.ids_may_blind = any(self._reads_ids(item) for conditions, _ in self._blinding for item in conditions)
+        """Whether it depends on the token ids."""
 
     def seen(self, grid: Grid) -> Tensor | None:
         """bool [B, T], False where no query of any attention sees the position; None if there is no such position.

@@ -1,6 +1,6 @@
 """Masks on keys: padding goes where all attentions hide it and nobody reads it; any other condition on keys stays."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from tests.backend.support import compare, compile_with
 from tests.batches import shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64
+from tests.planning.cuts import every_node
 from treefx.passes.analysis import Analysis
 from treefx.runtime.padding import Padding
 
@@ -127,30 +128,40 @@ def test_a_condition_on_keys_that_is_forgotten(wrong: str, monkeypatch: pytest.M
         compare(model_of(padding_alone, two_booleans, plain), step_of(*inputs), 1e-3)
 
 
-def test_forest_with_keys_that_nobody_sees() -> None:
-    """In the native level token ids are packed: a condition that reads them stays."""
-    ids, _, _ = batch_of("none")
-    model = model_of(two_booleans)
-    forest = treefx.Forest.from_sequences(ids.tolist())
+class Output(NamedTuple):
+    """What treefx.backward reads."""
 
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
+    logits: Tensor
 
-        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-            inner, mask = self.inner, torch.ones_like(input_ids)
-            x = inner.embed(input_ids) + inner.place(position_ids)
-            q, k, v = inner.qkv[0](x).view(*input_ids.shape, 3 * HEADS, -1).transpose(1, 2).chunk(3, 1)
-            return inner.head(x + two_booleans(q, k, v, input_ids, mask).transpose(1, 2).flatten(2))
 
-    outer = Logits()
-    compiled = torch.compile(outer, backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
+class Logits(nn.Module):
+    """One attention of an ``LM`` as the native level calls it, with masks made from the token ids alone."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.inner, self.attend = model_of(attend), attend
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False) -> Output:
+        inner, mask = self.inner, torch.ones_like(input_ids)
+        x = inner.embed(input_ids) + inner.place(position_ids)
+        q, k, v = inner.qkv[0](x).view(*input_ids.shape, 3 * HEADS, -1).transpose(1, 2).chunk(3, 1)
+        return Output(inner.head(x + self.attend(q, k, v, input_ids, mask).transpose(1, 2).flatten(2)))
+
+
+def check_forest(ids: Tensor, attend: Attend) -> None:
+    """The packed logits of the rows' forest are those of the rows."""
+    model, forest = Logits(attend), treefx.Forest.from_sequences(ids.tolist())
+    compiled = torch.compile(model, backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
     with treefx.use(forest):
-        packed = compiled(**forest.model_inputs())
-    rows = outer(ids, torch.arange(12).expand(4, 12))
+        packed = compiled(**forest.model_inputs()).logits
+    rows = model(ids, torch.arange(12).expand(4, 12)).logits
     for row, path in enumerate(forest.token_of):
         torch.testing.assert_close(packed[0, torch.as_tensor(path)], rows[row], rtol=FLOAT64, atol=FLOAT64)
+
+
+def test_forest_with_keys_that_nobody_sees() -> None:
+    """In the native level token ids are packed: a condition that reads them stays."""
+    check_forest(batch_of("none")[0], two_booleans)
 
 
 # Queries that see no key ----------------------------------------------------------------------------------------------
@@ -179,6 +190,42 @@ def test_a_real_token_that_sees_nothing_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Padding, "is_defined", lambda *where: True)
     with pytest.raises(AssertionError, match="differ by more than"):
         test_a_real_token_that_sees_nothing(soft)
+
+
+def not_itself(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *more: Tensor) -> Tensor:
+    """Tokens of other ids alone are seen: none by the first token of a row."""
+    seen = causal(q) & (ids[:, None, :, None] != ids[:, None, None])
+    return F.scaled_dot_product_attention(q, k, v, torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, LOWEST))
+
+
+def test_a_token_of_a_forest_that_sees_nothing() -> None:
+    """What a query without keys gets is that of its row; whether there is one, the ids of a forest decide."""
+    ids, _, _ = batch_of("none")
+    check_forest(ids, soft)
+    first = ids.index_fill(1, torch.tensor([0]), SPECIAL)
+    for rows, attend in ((first, soft), (first, soft_in_one_head), (ids, not_itself)):
+        with pytest.raises(treefx.UnsupportedError, match="may see no key"):
+            check_forest(rows, attend)
+    check_forest(first, two_booleans)
+
+
+def strictly_before(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+    place = torch.arange(q.size(-2))
+    return scores(q, k).masked_fill(place >= place[:, None], LOWEST).softmax(-1) @ v
+
+
+def test_a_token_of_a_plan_that_sees_nothing() -> None:
+    """Every part is asked with its whole paths: those below the root would all see something."""
+    forest = treefx.Forest.from_sequences(batch_of("none")[0].tolist())
+    compiled = torch.compile(Logits(strictly_before), backend="treefx", options={"inner": "eager"})
+    with pytest.raises(treefx.UnsupportedError, match="may see no key"):
+        treefx.backward(compiled, every_node(forest), treefx.losses.sft)
+
+
+def test_a_token_of_a_forest_that_sees_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Padding, "is_defined", lambda *where: True)
+    with pytest.raises(AssertionError, match="not close"):
+        check_forest(batch_of("none")[0], not_itself)
 
 
 def test_zero_is_what_hard_masks_give_a_query_without_keys() -> None:

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import treefx
 from tests.backend.support import compile_with
 from tests.batches import shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, stats_of
 from tests.spellings import PADDED
 from treefx.passes.packing import kept_graphs
+from treefx.runtime.ways.ordinary import Ordinary
 
 pytestmark = pytest.mark.sample(10)
 
@@ -107,6 +110,57 @@ def test_second_derivatives_are_refused(inner: str) -> None:
     gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     with pytest.raises(Exception, match="double backward|second derivative"):
         sum(g.square().sum() for g in gradients).backward()
+
+
+class Gate(torch.autograd.Function):
+    """Its backward is a function of what it saved, which has a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (1 - x.tanh() ** 2)
+
+
+class Gated(nn.Module):
+    """A gate behind a token's embedding; with ``packs``, an attention before it."""
+
+    def __init__(self, packs: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.packs = nn.Embedding(61, 8), nn.Linear(8, 61), packs
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.packs:
+            unseen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            x = (x @ x.mT).masked_fill(unseen, -torch.inf).softmax(-1) @ x
+        return F.cross_entropy(self.head(Gate.apply(x))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def second_derivatives(model: nn.Module, run: Any) -> list[Tensor]:
+    loss = run(BATCH.input_ids)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    sum(g.square().sum() for g in gradients).backward()
+    return [loss.detach(), *collected(model)]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_second_derivatives_through_a_function_of_the_user(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo takes what the function saved for a constant: silently wrong where the graph runs as it is."""
+    torch.manual_seed(0)
+    model = Gated(packs).double()
+    same(lambda own, run: [run(BATCH.input_ids)], "eager", model)
+    with pytest.raises(treefx.UnsupportedError, match="second derivative"):
+        same(second_derivatives, "eager", model)
+    if not packs:
+        torch._dynamo.reset()
+        monkeypatch.setattr(Ordinary, "_guarded", lambda self, run: run)
+        with pytest.raises(AssertionError):
+            same(second_derivatives, "eager", model)
 
 
 @pytest.mark.parametrize("inner", COMPILED)

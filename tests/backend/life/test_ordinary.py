@@ -45,7 +45,7 @@ def treefx_compiles(compiled: Any) -> int:
     return int(stats_of(compiled)["compiles"])
 
 
-def nested(self: Ordinary, args: Sequence[Any], sizes: Any) -> Callable[..., Any]:
+def nested(self: Ordinary, *_: Any) -> Callable[..., Any]:
     """Dynamo once more, on a graph of its own: it knows not all operators that it writes."""
     return torch.compile(self._gm, backend="aot_eager", dynamic=True)
 

@@ -210,12 +210,18 @@ def test_a_layer_is_no_copy_of_one_whose_operands_lie_otherwise_in_memory(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_the_graph_is_the_one_without_copies(name: str, copied: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators, shapes, and the modules and lines of the user that they belong to."""
+@pytest.mark.parametrize("name, use_cache", [("llama", False), ("llama", True), ("gemma2", False), ("gpt2", False)])
+def test_the_graph_is_the_one_without_copies(
+    name: str, use_cache: bool, copied: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators, shapes, and the modules and lines of the user that they belong to.
+
+    In both traces at least two of four layers are copies, also where each begins a cache, with an empty constant.
+    """
     model = double(name, num_hidden_layers=4, **({"n_layer": 4} if name == "gpt2" else {}))
+    model.config.use_cache = use_cache
     found = [graph_lines(model)]
-    assert copied
+    assert len(copied) >= 4
     monkeypatch.setattr(LayerCopies, "__contains__", lambda self, key: False)
     torch._dynamo.reset()
     found.append(graph_lines(model))

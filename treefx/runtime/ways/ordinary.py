@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,11 +14,12 @@ from torch._guards import TracingContext, tracing
 from treefx.kernels.lasting import lasting
 from treefx.passes.packing.compile_inner import Inner
 from treefx.passes.packing.kept_graphs import keeping_graphs
-from treefx.passes.trace.heads import copy_graph
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.records import Records
 from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols, share_memory
+from treefx.runtime.ways.known_numbers import number_inputs, with_numbers
+from treefx.runtime.ways.second_derivatives import has_custom_functions, refuse_second_derivatives
 
 __all__ = ["Ordinary"]
 
@@ -27,10 +27,10 @@ __all__ = ["Ordinary"]
 class Ordinary:
     """Compiles Dynamo's graph as it is with the inner compiler, when first needed.
 
-    Once per state of the process, and again for sizes that no code so far serves: those that Dynamo left symbolic may
-    be any for which holds what the compiler asked, others are as they were. Where a call's inputs do not say what all
-    symbols are (nested tensors), inputs lie in one memory, or too many sizes need code of their own, Dynamo looks at
-    them.
+    Once per state of the process, and again for other numbers of the model (too many of them run uncompiled) and for
+    sizes that no code so far serves: those that Dynamo left symbolic may be any for which holds what the compiler
+    asked, others are as they were. Where a call's inputs do not say what all symbols are (nested tensors), inputs lie
+    in one memory, or too many sizes need code of their own, Dynamo looks at them.
 
     Args:
         gm: Dynamo's graph.
@@ -40,8 +40,10 @@ class Ordinary:
 
     def __init__(self, gm: fx.GraphModule, inner: Inner, records: Records) -> None:
         self._gm, self._inner, self._records = gm, inner, records
-        self._symbols = Symbols(gm)
+        self._symbols, self._numbers = Symbols(gm), number_inputs(gm)
         self._compiled: dict[tuple[Any, ...], list[tuple[FreeSizes, Callable[..., Any]]]] = {}
+        self._by_dynamo: dict[tuple[float, ...], Callable[..., Any]] = {}
+        self._served: set[tuple[float, ...]] = set()
 
     def instead(self, args: Sequence[Any], *, fallback: str | None) -> Any:
         """Run a call that does not run packed, for a reason or because that would not pay."""
@@ -52,34 +54,49 @@ class Ordinary:
         return self._executable(args)(*args)
 
     def _executable(self, args: Sequence[Any]) -> Callable[..., Any]:
+        limit = torch._dynamo.config.recompile_limit
+        numbers = tuple(args[i].item() for i in self._numbers)
+        if numbers not in self._served and len(self._served) >= limit:
+            return self._guarded(self._gm)  # uncompiled, as torch.compile would leave it
+        self._served.add(numbers)
         if not self._symbols.are_known or share_memory(args):
-            return self._by_dynamo
+            return self._left_to_dynamo(numbers)
         values = self._symbols.values(args)
         free = {symbol: size for symbol, size in values.items() if size > 1}  # code for one row is code of its own
         single = [(symbol.name, size) for symbol, size in values.items() if size <= 1]
-        known = self._compiled.setdefault((*process_state(), *single, *self._symbols.fixed(args)), [])
+        known = self._compiled.setdefault((*process_state(), *numbers, *single, *self._symbols.fixed(args)), [])
         run = _serving(known, free)
-        if run is None and len(known) >= torch._dynamo.config.recompile_limit:
-            return self._by_dynamo
+        if run is None and len(known) >= limit:
+            return self._left_to_dynamo(numbers)
         if run is None:
             with compiling, lasting():
                 run = _serving(known, free)
                 if run is None:
                     sizes = FreeSizes(free)
-                    run = self._compile(args, sizes)
+                    run = self._compile(args, sizes, numbers)
                     known.append((sizes, run))
         return run
 
-    @functools.cached_property
-    def _by_dynamo(self) -> Callable[..., Any]:
+    def _left_to_dynamo(self, numbers: tuple[float, ...]) -> Callable[..., Any]:
         """Dynamo once more, on a graph of its own: it looks at all inputs, and compiles when it is called."""
-        self._records.count_ordinary(0.0)
-        options = self._inner.settings(self._gm) or None
-        return torch.compile(self._gm, backend=self._inner.name, options=options, dynamic=True)
+        if numbers not in self._by_dynamo:
+            self._records.count_ordinary(0.0)
+            gm, options = self._with_numbers(numbers), self._inner.settings(self._gm) or None
+            run = torch.compile(gm, backend=self._inner.name, options=options, dynamic=True)
+            self._by_dynamo[numbers] = self._guarded(run)
+        return self._by_dynamo[numbers]
 
-    def _compile(self, args: Sequence[Any], sizes: FreeSizes) -> Callable[..., Any]:
-        started = time.perf_counter()
-        gm = copy_graph(self._gm)  # compilers change what they get
+    def _with_numbers(self, numbers: tuple[float, ...]) -> fx.GraphModule:
+        """A graph for the inner compiler, which may change it."""
+        return with_numbers(self._gm, dict(zip(self._numbers, numbers, strict=True)))
+
+    def _guarded(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The graph itself is differentiated where the inner compiler leaves it to autograd."""
+        differentiated = self._inner.name == "eager" and has_custom_functions(self._gm)
+        return refuse_second_derivatives(run) if differentiated else run
+
+    def _compile(self, args: Sequence[Any], sizes: FreeSizes, numbers: tuple[float, ...]) -> Callable[..., Any]:
+        started, gm = time.perf_counter(), self._with_numbers(numbers)
         # The backward is compiled with the forward: what it demands of the sizes is known before anything runs.
         eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
         with tracing(TracingContext(sizes.mode)), eagerly:
@@ -88,7 +105,7 @@ class Ordinary:
             fakes = sizes.fakes(self._gm, args)
             compiled: Callable[..., Any] = lookup_backend(self._inner.name)(gm, fakes, **settings)
         self._records.count_ordinary(time.perf_counter() - started)
-        return compiled if self._inner.name == "eager" else keeping_graphs(compiled)
+        return self._guarded(compiled) if self._inner.name == "eager" else keeping_graphs(compiled)
 
 
 def _serving(known: Sequence[tuple[FreeSizes, Callable[..., Any]]], free: Sizes) -> Callable[..., Any] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from treefx.passes.analysis import Variant
 from treefx.passes.runner import Pass
 from treefx.runtime.batch import Batch
-from treefx.runtime.cut import Cut
+from treefx.runtime.cut import Cut, Exchange
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
 
@@ -30,14 +30,14 @@ class PackedRun:
         self._passes, self._records = passes, records
 
     def run(
-        self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | None = None
+        self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | Exchange | None = None
     ) -> Any:
         """The results of a variant; None where its masks do not hide what they are to hide."""
         sizes = [batch.size, *([] if cut is None else cut.sizes)]
         sizes_of_batch = shape.analysis.values(tensors).values()
         given = [*shape.analysis.laid_out(tensors), *batch.metadata, batch.size, *sizes_of_batch]
         # Not outside: whether gradients are on is a condition of what Dynamo compiles.
-        gradients = torch.is_grad_enabled() and (cut is None or cut.run == "train")
+        gradients = torch.is_grad_enabled() and (cut is None or cut.run not in ("infer", "kv"))
         with torch.set_grad_enabled(gradients):
             executable = shape.executable(variant, tensors, sizes, self._passes, self._records.count_compiled)
             self._records.show(executable)
