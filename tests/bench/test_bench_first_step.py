@@ -14,6 +14,7 @@ from treefx.cli import app
 SMALL = FirstStepCase(name="eager", backend="eager", hidden_size=64, layers=1, vocab_size=61)
 
 
+@pytest.mark.sample(3)
 def test_a_way_in_two_processes() -> None:
     record = first_step._start(SMALL)
     assert record["way"] == "eager" and record["passes"] == {}

@@ -27,6 +27,7 @@ def measure(config: str) -> list[dict[str, Any]]:
     return bench_large.run(model=config, device="cpu", tokens=24, memory_limit_bytes=5 * MIB, inner="aot_eager")
 
 
+@pytest.mark.sample(3)
 def test_three_ways(config: str) -> None:
     parts, rows, uncut = measure(config)
     assert parts["raw_tokens"] == rows["raw_tokens"] == 64 * 4 * 24
@@ -36,6 +37,7 @@ def test_three_ways(config: str) -> None:
     assert parts["loss"] == pytest.approx(rows["loss"], rel=1e-5)
 
 
+@pytest.mark.sample(3)
 def test_no_time_for_a_wrong_loss(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = treefx.losses.sft
 

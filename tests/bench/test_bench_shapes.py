@@ -17,6 +17,7 @@ EAGER = ShapesCase(
 )  # fmt: skip
 
 
+@pytest.mark.sample(3)
 def test_a_way_in_a_process_of_its_own() -> None:
     record = shapes._start(EAGER)
     assert record["way"] == "eager" and record["compiles"] == 2

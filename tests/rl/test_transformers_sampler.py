@@ -102,7 +102,7 @@ REFUSED = {"mamba2", "qwen3_next", "jamba", "llama4_text", "minimax", "lfm2", "r
 """Recurrent, or with attention in chunks."""
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", ZOO["models"])
 def test_every_architecture_is_sampled_exactly_or_refused_by_name(name: str) -> None:
     model = zoo(name)

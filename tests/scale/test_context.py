@@ -270,12 +270,12 @@ def expected_squared(model: nn.Module) -> Outcome:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_two_ranks_match_separate_rows(name: str, tmp_path: Path) -> None:
     check(run_ranks(__name__, tmp_path, "2", name, seconds=SECONDS), name)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_four_ranks_match_separate_rows(tmp_path: Path) -> None:
     check(run_ranks(__name__, tmp_path, "4", "llama", seconds=SECONDS, world=4), "llama")
 
@@ -297,7 +297,7 @@ def check(results: list[list[dict[str, Any]]], name: str) -> None:
         assert compiles <= 2  # the chain is deeper than what the first step was compiled for
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 def test_gradients_that_do_not_return_are_missed(tmp_path: Path) -> None:
     model = double("llama", num_hidden_layers=2)
     for found in run_ranks(__name__, tmp_path, "2", "keeping gradients", seconds=SECONDS):
@@ -306,7 +306,7 @@ def test_gradients_that_do_not_return_are_missed(tmp_path: Path) -> None:
         assert max(errors.values()) > 0.1
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 def test_log_probabilities_before_training(tmp_path: Path) -> None:
     model, forest = double("llama"), treefx.Forest.from_sequences(STEPS[0])
     rows = [model(input_ids=torch.tensor([row])).logits[0, :-1].log_softmax(-1).detach() for row in STEPS[0]]
@@ -321,14 +321,14 @@ def test_log_probabilities_before_training(tmp_path: Path) -> None:
         torch.testing.assert_close(loss, expected(model, STEPS[0]).loss, rtol=FLOAT64, atol=FLOAT64)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_a_mesh_of_rows_and_tokens(tmp_path: Path) -> None:
     model = llama()
     for found in run_ranks(__name__, tmp_path, "4", "mesh", seconds=SECONDS, world=4):
         assert_close(Outcome(found["loss"], found["gradients"]), expected(model, STEPS[0]), FLOAT64)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 def test_backward_on_a_sharded_model(tmp_path: Path) -> None:
     """Also of a loss that reads all edges at once, and where one rank has no token of its own."""
     model = llama()
@@ -340,14 +340,14 @@ def test_backward_on_a_sharded_model(tmp_path: Path) -> None:
             assert all(g is None or not g.any() for g in found["gradients"].values())
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 def test_backward_on_a_sharded_mesh_of_rows_and_tokens(tmp_path: Path) -> None:
     for plain, chain in run_ranks(__name__, tmp_path, "4", "backward", seconds=SECONDS, world=4):
         assert_close(Outcome(plain["loss"], plain["gradients"]), expected(llama(), STEPS[0]), FLOAT64)
         assert_close(Outcome(chain["loss"], chain["gradients"]), expected(llama(), [[5, 6, 7, 8]]), FLOAT64)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 def test_the_example_has_the_same_losses_on_any_mesh() -> None:
     example = Path(__file__).parents[2] / "examples" / "many_ranks.py"
     losses = []
@@ -363,7 +363,7 @@ def test_the_example_has_the_same_losses_on_any_mesh() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 def test_what_cannot_run_on_several_ranks_is_refused_on_all(tmp_path: Path) -> None:
     results = run_ranks(__name__, tmp_path, "2", "refusals", seconds=SECONDS)
     for different, profiles, function, *models, forest, failed in results:

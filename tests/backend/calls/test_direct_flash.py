@@ -24,7 +24,7 @@ from tests.oracle import FLOAT64, Step, assert_close, outcome, relative_errors, 
 from treefx.passes.trace.flash import autograd_recorded
 from treefx.runtime.whole import direct_flash
 
-pytestmark = pytest.mark.sample(8)
+pytestmark = pytest.mark.sample(16)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """q [B, H, T, D], k and v [B, Hkv, T, D], ends of sequences or None -> [B, H, T, D]."""

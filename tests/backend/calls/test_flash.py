@@ -43,7 +43,7 @@ from treefx.passes.trace import trace
 from treefx.passes.trace.flash import FlashCall
 from treefx.passes.trace.flash import flash as flash_operator
 
-pytestmark = pytest.mark.sample(8)
+pytestmark = pytest.mark.sample(16)
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1}, "mistral": {"num_hidden_layers": 1, "sliding_window": 4},

@@ -23,7 +23,7 @@ from tests.spellings import PADDED, SPELLINGS
 from treefx.passes.labels import constants
 from treefx.passes.trace.batch_sizes import BatchSizes
 
-pytestmark = pytest.mark.sample(10)
+pytestmark = pytest.mark.sample(20)
 
 SHAPES = [(3, 7), (5, 23), (4, 50), (6, 12), (2, 9)]
 FIXED_SIZES = {"softmax_in_float32", "counted_from_the_end", "narrow_integers"}

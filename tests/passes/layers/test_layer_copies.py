@@ -209,7 +209,7 @@ def test_a_layer_is_no_copy_of_one_whose_operands_lie_otherwise_in_memory(
     assert not any(copied)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name, use_cache", [("llama", False), ("llama", True), ("gemma2", False), ("gpt2", False)])
 def test_the_graph_is_the_one_without_copies(
     name: str, use_cache: bool, copied: list[Layer], monkeypatch: pytest.MonkeyPatch

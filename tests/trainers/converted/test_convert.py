@@ -16,7 +16,7 @@ from tests.models import double, zoo
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, outcome, relative_errors
 from treefx.runtime.converted import seam, specs
 
-pytestmark = pytest.mark.sample(8)
+pytestmark = pytest.mark.sample(16)
 
 
 def small(name: str = "llama", **changes: Any) -> Any:
@@ -120,7 +120,7 @@ def test_padding_may_be_dropped() -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt2", "gemma3_text", "phi3"])
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_windows_and_softcaps(name: str) -> None:
     """Two layers: of gemma2 and gemma3 only one has a window."""
     model = double(name, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}))
@@ -128,7 +128,7 @@ def test_windows_and_softcaps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_experts_and_sinks(name: str) -> None:
     model, twin = converted(zoo(name))
     asked = {"output_router_logits": True} if name == "qwen3_moe" else {}
@@ -155,7 +155,7 @@ def test_adapters_after_conversion_and_switched_off() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "treefx", "inductor"])
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 def test_blocks_compiled_one_by_one(backend: str) -> None:
     torch._dynamo.reset()
     model, twin = converted(double("mistral"))

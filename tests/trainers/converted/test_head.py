@@ -141,7 +141,7 @@ STEPS: dict[str, tuple[Step, int]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_head_and_log_probabilities_run_on_distinct_tokens(name: str, pair: tuple[Any, Any]) -> None:
     step, calls = STEPS[name]
     assert check(pair, step)["head_tokens"] == DISTINCT < IDS.numel()
@@ -319,13 +319,13 @@ ON_ROWS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("name", ON_ROWS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_other_readers_get_rows(name: str, pair: tuple[Any, Any]) -> None:
     check(pair, ON_ROWS[name])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 def test_compiled_losses(backend: str, pair: tuple[Any, Any]) -> None:
     torch._dynamo.reset()
     loss = torch.compile(scored, backend=backend)
@@ -335,7 +335,7 @@ def test_compiled_losses(backend: str, pair: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_compiled_heads(backend: str) -> None:
     torch._dynamo.reset()
     model = double("llama", num_hidden_layers=1)

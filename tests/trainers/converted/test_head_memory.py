@@ -45,7 +45,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_parts_share_memory_where_those_of_rows_do(name: str, pair: tuple[Any, Any]) -> None:
     check(pair, doubled(PARTS[name]))
 
@@ -114,7 +114,7 @@ STEPS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_steps(name: str, pair: tuple[Any, Any]) -> None:
     check(pair, STEPS[name])
 

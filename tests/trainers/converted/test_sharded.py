@@ -73,7 +73,7 @@ def worker(rank: int, port: int, folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_ranks_match_one_process(name: str, tmp_path: Path) -> None:
     limit = FLOAT32 if name.startswith("qwen3_moe") else FLOAT64  # its router has a softmax in float32
     results = run_ranks(__name__, tmp_path, name)
