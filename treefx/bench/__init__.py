@@ -5,6 +5,6 @@ every architecture, ``attention`` the kernels alone.
 
 Order of imports, each only of what stands before an arrow::
 
-    job -> zoo -> step, first_step, assign, forest, large, memory, parts, plan, sampler, shapes, trainer, unshared ->
-    mixers, policies, attention, context
+    job -> zoo -> step, first_step, assign, forest, large, memory, parts, plan, sampler, shapes, trainer, trainers,
+    unshared -> mixers, policies, attention, context
 """

@@ -1,4 +1,9 @@
-"""Command line: thin commands, which parse, call and print."""
+"""Command line: thin commands, which parse, call and print.
+
+Order of imports, each only of what stands before an arrow::
+
+    plan_many -> plan -> data, demo, doctor, fuzz, inspect_model, run, simulate -> bench -> app
+"""
 
 from treefx.cli.app import app, main
 

@@ -48,8 +48,12 @@ def in_process(module: str, case: Any, environment: Mapping[str, str], error: ty
     return record
 
 
-def check_same(record: Mapping[str, Any], other: Mapping[str, Any], error: type[TreefxError]) -> None:
-    """Raise ``error`` unless the ``numbers`` of two ways, their losses and norms of gradients, agree."""
+def check_same(record: Mapping[str, Any], other: Mapping[str, Any], error: type[TreefxError]) -> float:
+    """Raise ``error`` unless the ``numbers`` of two ways, their losses and norms of gradients, agree.
+
+    Returns:
+        The largest relative difference.
+    """
     pairs = list(zip(record["numbers"], other["numbers"], strict=True))
     errors = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs]
     if not all(each <= _TOLERANCE for each in errors):
@@ -57,3 +61,4 @@ def check_same(record: Mapping[str, Any], other: Mapping[str, Any], error: type[
             f"{record['way']} and {other['way']} should compute the same, but losses or norms of gradients differ by "
             f"{max(errors):.1e} (allowed {_TOLERANCE}), so no time is reported"
         )
+    return max(errors, default=0.0)

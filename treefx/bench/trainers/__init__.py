@@ -1,0 +1,8 @@
+"""Trainers as users run them: each from its own command line, in an environment made for it.
+
+In: a trainer's name. Out: what a run with treefx cost and shared, beside the same run without it.
+
+Order of imports, each only of what stands before an arrow::
+
+    material -> recipes -> environment -> run
+"""

@@ -1,0 +1,123 @@
+"""``treefx bench``: what a step is made of."""
+
+import os
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import track
+
+from treefx.cli.bench.app import Json, bench, show
+from treefx.output import console, notes, print_json
+
+__all__ = ["attention", "forest", "kernel", "mixers"]
+
+
+@bench.command()
+def forest(json: Json = False) -> None:
+    """Time the building of forests from lists of rows and from padded batches."""
+    from treefx.bench import forest as bench_forest
+
+    show("Building forests", bench_forest.run(json=json), json)
+
+
+@bench.command()
+def attention(
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA where there is one.")] = "auto",
+    minutes: Annotated[float, typer.Option(help="On CUDA: no new case starts after this time.")] = 7.0,
+    out: Annotated[Path | None, typer.Option(help="A file that gets the records; on CUDA as they come.")] = None,
+    json: Json = False,
+) -> None:
+    """Time tree attention, forward and backward, against what else computes it exactly.
+
+    On the CPU against the dense mask, separate rows, and the bare calls of ATen's kernel on the same rectangles: the
+    floor of the method on the machine at hand. Trees that were timed before on another machine show those figures in
+    brackets. Windows, ALiBi, softcap and sinks come last. On a GPU in bfloat16, prefix,
+    GRPO, DPO, agent and tree-of-thought forests of 4,000 to 130,000 tokens, against FlexAttention with the same tree
+    (its fastest variant) and SDPA on separate rows, with the matrix product the device reaches. Results are compared
+    first; no time is printed of one that is wrong. A kernel that crashes or hangs costs its own case: the others run
+    in a fresh process, without warp specialisation.
+    """
+    # Registers the operators of the kernels: only this benchmark needs them without a model.
+    from treefx.bench.attention import cpu as bench_attention
+
+    records: list[dict[str, Any]] = []
+    if bench_attention.choose_device(device) == "cpu":
+        total = len(bench_attention.CASES)
+        records += track(bench_attention.run(), total=total, disable=json, console=notes, transient=True)
+        _save(records, out)
+        if json:
+            print_json(records)
+        else:
+            console.print(bench_attention.make_summary(records))
+        return
+    from treefx.bench.attention import apart
+    from treefx.bench.attention import cuda as on_cuda
+
+    total = len(on_cuda.SETTINGS)
+    for record in track(apart.run(minutes=minutes), total=total, disable=json, console=notes, transient=True):
+        records.append(record)
+        _save(records, out)
+    if json:
+        print_json(records)
+    else:
+        console.print(on_cuda.make_summary(records))
+    if not all(record.get("tree_forward_ms") for record in records if not _out_of_time(record)):
+        raise typer.Exit(1)
+
+
+def _save(records: list[dict[str, Any]], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(dumps(records, indent=1), encoding="utf-8")
+
+
+def _out_of_time(record: dict[str, Any]) -> bool:
+    return any("minutes are up" in text for text in record["wrong"])
+
+
+@bench.command()
+def kernel(
+    arch: Annotated[str, typer.Option(help="The GPU to compile for: sm_80, sm_90 or sm_100.")] = "sm_90",
+    path: Annotated[str, typer.Option(help="plain, warp (sm_90 only) or both.")] = "both",
+    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the table.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every type, width, group and feature.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile at once.")] = os.cpu_count() or 1,
+    triton: Annotated[Path | None, typer.Option(help="A folder with another version of Triton in it.")] = None,
+    json: Json = False,
+) -> None:
+    """Compile the generated Triton kernels for a GPU that need not be there, and judge the assembler's report.
+
+    One row per kernel: registers, bytes spilled, shared memory, matrix instructions, warp specialisation. The command
+    fails if a row is out of bounds. The whole table takes some minutes.
+    """
+    from treefx.bench.attention import kernel as bench_kernel
+
+    records = bench_kernel.run_with_progress(arch, path, quick=quick, full=full, json=json, jobs=jobs, triton=triton)
+    if json:
+        print_json(records)
+    else:
+        console.print(bench_kernel.make_summary(arch, records))
+    if any(record["problems"] for record in records):
+        raise typer.Exit(1)
+
+
+@bench.command()
+def mixers(
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the best counts.")] = 3,
+    inner: Annotated[str, typer.Option(help="What compiles the models: inductor or aot_eager.")] = "inductor",
+    json: Json = False,
+) -> None:
+    """Time Mamba 2 and gated delta net layers along a tree (four raw tokens per distinct one) against rows.
+
+    First layers of our own, the same chunked code for both; then unmodified models of transformers with one such
+    layer, compiled with treefx and, by the same compiler, as they are. Forward and backward in float32; gradients
+    are compared first.
+    """
+    from treefx.bench import mixers as bench_mixers
+
+    with notes.status("timing layers") as status:
+        records = bench_mixers.run(repeats=repeats)
+        records += bench_mixers.run_models(repeats=repeats, inner=inner, on_start=status.update)
+    show("Mixers along a tree", records, json)

@@ -1,0 +1,108 @@
+"""``treefx bench``: what is decided before a step, and forests larger than one device."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treefx.cli.bench.app import Json, bench, show
+from treefx.output import print_json
+
+__all__ = ["assign", "context", "large", "parts", "plan", "sampler"]
+
+
+@bench.command()
+def plan(json: Json = False) -> None:
+    """Time the planner, and count the tokens that plans, batch samplers and other systems' policies compute."""
+    from treefx.bench import plan as bench_plan
+
+    show("Planning", bench_plan.run(json=json), json)
+
+
+@bench.command()
+def sampler(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files or folders: tau-bench, ToolBench or OpenAI chats. Default: a scripted sample."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Budget of a batch, in distinct tokens.")] = 16384,
+    tokenizer: Annotated[str, typer.Option(help="'bpe', trained on the text at hand, or 'bytes'.")] = "bpe",
+    vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of the BPE.")] = 16384,
+    json: Json = False,
+) -> None:
+    """Put shuffled rows, one per assistant turn, into batches, and count the distinct tokens these compute.
+
+    The minimum is the forest of all rows: no batching computes less. First-fit takes the rows as they arrive, each
+    into the first batch that has room. A ratio is tokens computed over the minimum.
+    """
+    from treefx.bench import sampler as bench_sampler
+
+    records = bench_sampler.run(
+        paths or (), max_tokens=max_tokens, tokenizer=tokenizer, vocab_size=vocab_size, json=json
+    )
+    show(f"Batches of at most {max_tokens:,} distinct tokens", records, json)
+
+
+@bench.command()
+def parts(
+    forests: Annotated[int, typer.Option(min=1, help="Random forests, each under three limits.")] = 50,
+    inner: Annotated[str, typer.Option(help="Inner compiler: inductor or aot_eager.")] = "inductor",
+    json: Json = False,
+) -> None:
+    """Run plans on the CPU and measure their peaks with an allocation tracker.
+
+    Random forests run under 1/2, 1/4 and 1/8 of what they take uncut. Then one large forest runs under an eighth, and
+    by the policies of other systems; losses and gradients of all are compared. All of it takes some minutes.
+    """
+    from treefx.bench import parts as bench_parts
+    from treefx.bench import policies as bench_policies
+
+    peaks = bench_parts.measure_peaks(forests, inner, json=json)
+    policies = bench_policies.measure_policies(inner)
+    if json:
+        print_json({"peaks": peaks, "policies": policies})
+        return
+    show("Peaks of random forests under limits", peaks, json)
+    show("A large forest under an eighth of its memory", policies, json)
+
+
+@bench.command()
+def assign(json: Json = False) -> None:
+    """Share forests of 2,000 to 16,000 rows among 8 to 4,096 ranks: balance, tokens computed twice, time.
+
+    Forests are lengths and shared prefixes without tokens, the cost that of an 8B model; no model runs. Beside it,
+    balances of whole trees longest first and by Karmarkar and Karp, and of rows that share nothing.
+    """
+    from treefx.bench import assign as bench_assign
+
+    show("Forests to ranks", bench_assign.run(json=json), json)
+
+
+@bench.command()
+def context(json: Json = False) -> None:
+    """Share the tokens of one tree of 225,000 to 590,000 among 2, 8 and 32 ranks: balance, keys and values sent.
+
+    Beside the way taken, all ways: balance, and what is received of what a ring would pass. No model runs.
+    """
+    from treefx.bench import context as bench_context
+
+    show("Tokens to ranks", bench_context.run(), json)
+
+
+@bench.command()
+def large(
+    model: Annotated[str | None, typer.Option(help="A config.json; by default the size of Qwen3 0.6B.")] = None,
+    device: Annotated[str, typer.Option(help="cuda (bfloat16) or cpu (float32).")] = "cuda",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each of the 85 spans of the tree.")] = 2048,
+    memory: Annotated[str | None, typer.Option(help="Limit, such as 24GiB; by default what is free.")] = None,
+    json: Json = False,
+) -> None:
+    """Train a tree of 64 rows in parts under a memory limit, against its rows one by one and a small tree uncut.
+
+    With the defaults the tree has 524,288 raw and 174,080 distinct tokens. Losses are compared before times are shown.
+    """
+    from treefx.bench import large as bench_large
+    from treefx.cli.plan import parse_bytes
+
+    limit = None if memory is None else parse_bytes(memory)
+    show("One large tree", bench_large.run(model=model, device=device, tokens=tokens, memory_limit_bytes=limit), json)

@@ -1,0 +1,176 @@
+"""``treefx bench``: whole steps and whole runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treefx.bench import step as bench_step
+from treefx.cli.bench.app import Json, bench, format_cell, show
+from treefx.output import console, make_table, notes, print_json
+
+__all__ = ["first_step", "memory", "shapes", "step", "trainer", "trainers", "unshared"]
+
+
+@bench.command()
+def step(
+    model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "llama",
+    hidden_size: Annotated[int, typer.Option(help="Width of the model, a multiple of 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 4,
+    vocab_size: Annotated[int, typer.Option(min=8, help="Number of token ids.")] = 32000,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each backend; the median counts.")] = 5,
+    backend: Annotated[str, typer.Option(help="The backend under test.")] = "treefx",
+    baseline: Annotated[str, typer.Option(help="The backend it is compared with.")] = "inductor",
+    json: Json = False,
+) -> None:
+    """Time forward and backward of 8 rows of 512 tokens in float32: prefixes of 448, 384 and 0 tokens shared.
+
+    Both backends run the same padded batch in the same process, repeats in turn. Losses and gradients are
+    compared first; if they differ, no time is printed.
+    """
+    records = bench_step.run(
+        model=model,
+        hidden_size=hidden_size,
+        layers=layers,
+        vocab_size=vocab_size,
+        repeats=repeats,
+        backend=backend,
+        baseline=baseline,
+    )
+    show("Training step, forward and backward", records, json)
+
+
+@bench.command()
+def shapes(
+    series: Annotated[str, typer.Option(help="near: 270 to 330 columns. wide: 64 to 1,024.")] = "near",
+    batches: Annotated[int, typer.Option(min=1, help="Batches, no two of one shape; 3 to 15 rows each.")] = 14,
+    model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "llama",
+    layers: Annotated[int, typer.Option(min=1, help="Its number of blocks.")] = 2,
+    hidden_size: Annotated[int, typer.Option(min=64, help="Its width, a multiple of 64.")] = 256,
+    json: Json = False,
+) -> None:
+    """Train on batches that never repeat a shape, compilation included, with inductor and with treefx.
+
+    Two thirds of the columns are shared. Each way has a process of its own with empty caches: whole_seconds is its
+    first round over all batches, with all that it compiles, steps_seconds a second round. Losses and gradients are
+    compared first.
+    """
+    from treefx.bench import shapes as bench_shapes
+
+    records = bench_shapes.run(
+        series=series, batches=batches, model=model, layers=layers, hidden_size=hidden_size, json_output=json
+    )
+    show("Batches of all shapes", records, json)
+
+
+@bench.command()
+def first_step(
+    model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "qwen3",
+    layers: Annotated[int, typer.Option(min=1, help="Its number of blocks.")] = 8,
+    width: Annotated[int, typer.Option(min=64, help="Its hidden size, a multiple of 64.")] = 256,
+    json: Json = False,
+) -> None:
+    """Take the first step with inductor and with treefx, with and without equal layers compiled once.
+
+    Each way has empty caches and two processes, of which the second finds what the first compiled. wall is seconds on
+    the clock; python, compilers and step (a later one) are seconds of the processor, in Python and in what it started.
+    Losses and gradients are compared first.
+    """
+    from treefx.bench import first_step as bench_first_step
+
+    records = bench_first_step.run(model=model, layers=layers, hidden_size=width, json_output=json)
+    show("The first step", records, json)
+
+
+@bench.command()
+def trainer(
+    rows: Annotated[int, typer.Option(min=8, help="Turns to train on, eight a step.")] = 160,
+    model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "qwen3",
+    layers: Annotated[int, typer.Option(min=1, help="Its number of blocks.")] = 4,
+    width: Annotated[int, typer.Option(min=64, help="Its hidden size, a multiple of 64.")] = 256,
+    json: Json = False,
+) -> None:
+    """Train with TRL's SFTTrainer, compilation included, with inductor and with treefx.
+
+    The rows are turns of an agent in their order, so those of a batch share most of their tokens. Each way has a
+    process of its own with empty caches. whole and later are seconds over inductor's: of the run, and of its steps but
+    the first two. Losses and norms of gradients of every step are compared first.
+    """
+    from treefx.bench import trainer as bench_trainer
+
+    records = bench_trainer.run(model=model, layers=layers, hidden_size=width, rows=rows, json_output=json)
+    show("A run of SFTTrainer", records, json)
+
+
+@bench.command()
+def trainers(
+    only: Annotated[list[str] | None, typer.Option(help="This one only; may be repeated. Default: all.")] = None,
+    rows: Annotated[int, typer.Option(min=2, help="Turns to train on, eight to an optimizer step.")] = 56,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model, a Qwen3.")] = 2,
+    width: Annotated[int, typer.Option(min=64, help="Its hidden size, a multiple of 64.")] = 128,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where environments are kept. [default: ~/.cache/treefx/trainers]")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train with other trainers from their own command lines: as they are, with inductor, and with treefx run.
+
+    llama-factory, llama-factory-dpo, ms-swift, axolotl and axolotl-packed, each in an environment that is made for
+    it from the package registry (some minutes and 3 GB, once) with the torch that is installed here. The rows are
+    turns of an agent in their order. Losses and norms of gradients of every step are compared with the run without a
+    compiler; whole_seconds are those of the whole command, whole the same over inductor's.
+    """
+    from treefx.bench.trainers import run as bench_trainers
+
+    with notes.status("making rows and a model") as status:
+        records = bench_trainers.run(
+            only or (), folder=folder, rows=rows, layers=layers, hidden_size=width, on_start=status.update
+        )
+    show("Trainers from their command lines", records, json)
+
+
+@bench.command()
+def unshared(
+    names: Annotated[list[str] | None, typer.Argument(help="Models of the zoo; none for all of them.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each backend; the median counts.")] = 5,
+    inner: Annotated[str, typer.Option(help="Inner compiler of treefx, and what it is compared with.")] = "inductor",
+    changing: Annotated[bool, typer.Option("--changing", help="Other rows and columns in every batch.")] = False,
+    json: Json = False,
+) -> None:
+    """Time treefx against its inner compiler on batches that share nothing, model by model.
+
+    The ratio should be near 1: such a batch runs ordinarily. A model takes about half a minute to compile twice, all
+    of the zoo an hour.
+    """
+    from treefx.bench import unshared as bench_unshared
+
+    with notes.status("compiling") as status:
+        records = bench_unshared.run(
+            names or (), rows=rows, repeats=repeats, inner=inner, changing=changing, on_start=status.update
+        )
+    mean = bench_unshared.geometric_mean(records)
+    if json:
+        print_json({"models": records, "geometric_mean": mean})
+        return
+    fields = ("model", "baseline_seconds", "seconds", "ratio", "ran", "note")
+    cells = [[format_cell(record.get(field, "")) for field in fields] for record in records]
+    headers = [field.replace("_", " ") for field in fields]
+    console.print(make_table("Nothing shared, forward and backward", headers, cells))
+    timed = sum("ratio" in record for record in records)
+    console.print(f"geometric mean of {timed} ratios: {mean:.3f}")
+
+
+@bench.command()
+def memory(
+    inner: Annotated[str, typer.Option(help="Inner compiler of treefx: inductor, aot_eager or eager.")] = "inductor",
+    json: Json = False,
+) -> None:
+    """Measure the most bytes one training step holds on the CPU, each figure in a process of its own.
+
+    Four sharing ratios, gradient checkpointing on and off, logits read and unused, and 8,192 tokens with a vocabulary
+    of 151,936. The last needs about 1 GB of memory; all of it takes some minutes.
+    """
+    from treefx.bench import memory as bench_memory
+
+    show("Memory of a training step", bench_memory.run(json_output=json, inner=inner), json)
