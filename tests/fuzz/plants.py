@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from treefx.passes import pipeline as _pipeline  # noqa: F401  (registers all laws)
+from treefx.passes.trace.heads import copy_graph
 
 __all__ = ["PLANTS", "Plant", "planted"]
 
@@ -201,7 +202,17 @@ PLANTS = {
         "masks",
         {"treefx.runtime.padding:Padding.redundant": _nothing_asked},
     ),
+    "numbers": Plant(
+        "calls that are not packed do not know the floats of the model, which dynamic=True makes inputs",
+        "modes",
+        {"treefx.runtime.ways.ordinary:with_numbers": lambda with_numbers: _no_numbers},
+        "aot_eager",
+    ),
 }
+
+
+def _no_numbers(gm: torch.fx.GraphModule, numbers: dict[int, float]) -> torch.fx.GraphModule:
+    return copy_graph(gm)
 
 
 def _nothing_read(padding: Any, args: Any) -> Any:

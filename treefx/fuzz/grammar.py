@@ -182,10 +182,19 @@ def _shapes(draft: Draft, rng: Random) -> None:
 
 
 def _modes(draft: Draft, rng: Random) -> None:
-    draft.modes.append(
-        rng.choice(("checkpoint", "reentrant checkpoint", "float32", "autocast", "dynamic", "eval", "default sharing"))
+    alternatives = (
+        ("checkpoint", "reentrant checkpoint"),
+        ("float32", "autocast"),
+        ("dynamic",),
+        ("eval",),
+        ("default sharing",),
     )
-    draft.calls = rng.choice((["train"], ["train", "train"], ["train", "narrower batch"]))
+    draft.modes += [rng.choice(names) for names in rng.sample(alternatives, rng.choice((1, 1, 2)))]
+    if rng.random() < 0.4:  # "dynamic" makes inputs of them, also of calls that share too little to run packed
+        draft.layers.append(Piece(rng.choice(("numbers of the model", "attention in a checkpoint of the caller's"))))
+        draft.modes += [mode for mode in ("dynamic", "default sharing") if rng.random() < 0.6]
+    alone = "train where nothing is shared"
+    draft.calls = rng.choice((["train"], ["train", "train"], ["train", "narrower batch"], [alone, "train"], [alone]))
 
 
 def _threads(draft: Draft, rng: Random) -> None:

@@ -86,6 +86,7 @@ def script(program: Program, says: str = "") -> str:
 
 _IMPORTS = """
 import copy
+import functools
 import io
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor

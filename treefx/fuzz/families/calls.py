@@ -53,6 +53,11 @@ CALLS = {
     "train on the argmax too": Part(
         _STEP + "loss = loss * (out[-1].detach().argmax(-1) == 1).double().mean().add(1)\nloss.backward()\n" + _COLLECT
     ),
+    "train where nothing is shared": Part(
+        "kept = batches[{b}]['ids'].clone()\nbatches[{b}]['ids'][:, 0] = torch.arange(len(kept)) % V\n"
+        + _TRAIN
+        + "b['ids'].copy_(kept)\n"
+    ),
     "train with a scaled loss": Part(_STEP + "loss = loss * 0.5\nloss.backward()\n" + _COLLECT),
     "accumulate": Part("b = batches[{b}]\n" + _FORWARD + "loss.backward()\n" + _COLLECT),
     "backward twice": Part(_STEP + "loss.backward(retain_graph=True)\nloss.backward()\n" + _COLLECT),
