@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 __all__ = ["check_changes", "seen_by_autograd"]
@@ -29,9 +30,9 @@ def check_changes(node: fx.Node, grad_enabled: bool) -> None:
     changed = _changed(node)
     if changed is None or (grad_enabled and changed.requires_grad):
         return
-    storage = changed.untyped_storage()._cdata
+    storage = _storage(changed)
     examples = (_example(other) for other in node.graph.nodes)
-    if any(x is not None and x.requires_grad and x.untyped_storage()._cdata == storage for x in examples):
+    if any(x is not None and x.requires_grad and _storage(x) == storage for x in examples):
         raise NotImplementedError(
             f"{node.format_node()} changes a value in place without its gradient (under torch.no_grad, or through "
             "detach() or .data); compute a new value instead"
@@ -51,6 +52,14 @@ def _changed(node: fx.Node) -> Tensor | None:
     if node.op not in ("call_method", "call_function") or not in_place or not node.args:
         return None
     return _example(node.args[0])
+
+
+def _storage(x: Tensor) -> int:
+    """The memory of a tensor, also of one inside of ``torch.vmap``, which has none of its own."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x.untyped_storage()._cdata
 
 
 def _example(node: Any) -> Tensor | None:
