@@ -49,7 +49,8 @@ def find_own_positions(
         redundant: Conditions that all tokens of a call meet, and that nothing asks therefore.
 
     Returns:
-        Functions of the inputs, to be compared by value; None where tokens are only known by their column.
+        Functions of the inputs in the order of the graph, to be compared by value (what calls of one step share is
+        counted by values in this order); None where tokens are only known by their column.
     """
     if mixes(gm):  # convolutions and recurrences read padding before the row
         return None
@@ -64,7 +65,7 @@ def find_own_positions(
                 search.check_expression(expr)
     except _ByColumn:
         return None
-    return [*search.found]
+    return [node for node in gm.graph.nodes if node in search.found]
 
 
 class _Search:
