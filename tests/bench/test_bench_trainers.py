@@ -3,6 +3,7 @@
 The trainers themselves are installed and run by the command alone; a program in their place writes what they write.
 """
 
+import functools
 import json
 import stat
 import sys
@@ -84,9 +85,11 @@ def test_a_recipe_names_rows_and_model_and_asks_for_a_compiler_only_then(
     written = " ".join([*command, *(path.read_text(encoding="utf-8") for path in sorted(tmp_path.iterdir()))])
     rows = material.pairs if name.endswith("dpo") else material.chats
     assert str(rows) in written and str(material.model) in written and str(tmp_path / "output") in written
-    switch = ("--torch_compile true" if compiled else "--torch_compile false") if name == "ms-swift" else ""
-    assert (switch or f'"torch_compile": {json.dumps(compiled)}') in written
-    assert "treefx" not in written.replace(str(material.model.parent), "").replace(str(tmp_path), "")
+    switch = f'"torch_compile": {json.dumps(compiled)}'
+    switch = f"--torch_compile {json.dumps(compiled)}" if name == "ms-swift" else switch
+    assert (switch in written) == RECIPES[name].compiles
+    ours = [str(material.model.parent), str(tmp_path), "-m treefx.bench.trainers."]
+    assert "treefx" not in functools.reduce(lambda text, known: text.replace(known, ""), ours, written)
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **outcomes: Any) -> None:
@@ -134,6 +137,15 @@ def test_a_switch_of_the_trainer_that_fails_is_a_note(tmp_path: Path, monkeypatc
     assert "no such kernel" in records()[0]["text"]
 
 
+def test_a_trainer_that_compiles_no_model_is_compared_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, inductor=[[9.0], 1])
+    monkeypatch.setattr(run, "RECIPES", {"some": replace(run.RECIPES["some-trainer"], compiles=False)})
+    eager, inductor, treefx = records("--json")
+    assert inductor["note"] == "it compiles no model" and treefx["error"] == 0.0 and eager["steps"] == 2
+
+
 @pytest.mark.parametrize("way", ["eager", "treefx"])
 def test_a_run_that_fails_is_an_error(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, **{way: [[2.0, 1.5], 3]})
@@ -149,8 +161,8 @@ def test_other_losses_are_an_error(losses: list[float], tmp_path: Path, monkeypa
 
 
 def test_an_unknown_trainer_is_named() -> None:
-    with pytest.raises(InputError, match="expected trainers of llama-factory, .* got trl, verl"):
-        run.choose(["axolotl", "trl", "verl"])
+    with pytest.raises(InputError, match="expected trainers of llama-factory, .* got trl, slime"):
+        run.choose(["axolotl", "trl", "slime"])
 
 
 def test_an_environment_is_made_once_for_the_same_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

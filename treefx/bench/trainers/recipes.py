@@ -25,6 +25,8 @@ class Recipe:
     requirements: tuple[str, ...]
     """What pip installs; the versions it was written for."""
     write: Write
+    compiles: bool = True
+    """Whether the trainer has a switch for torch.compile."""
     left_out: tuple[str, ...] = ()
     """Packages that the trainer brings and that need a CUDA build of torch: taken out where there is none."""
     empty: tuple[str, ...] = ()
@@ -160,6 +162,11 @@ def _axolotl_packed(material: Material, folder: Path, compiled: bool) -> list[st
     return _axolotl(material, folder, compiled, packing=True)
 
 
+def _verl(material: Material, folder: Path, compiled: bool) -> list[str]:
+    paths = [str(path) for path in (material.model, material.chats, folder / "output")]
+    return ["python", "-m", "treefx.bench.trainers.verl_actor", *paths]
+
+
 _CUDA_ONLY = ("torchvision", "torchaudio")
 _LLAMA_FACTORY: dict[str, Any] = {
     "requirements": ("llamafactory==0.9.5",),
@@ -176,6 +183,7 @@ RECIPES = {
         Recipe(name="ms-swift", write=_ms_swift, requirements=("ms-swift==4.6.0",), left_out=_CUDA_ONLY),
         Recipe(name="axolotl", write=_axolotl_padded, **_AXOLOTL),
         Recipe(name="axolotl-packed", write=_axolotl_packed, **_AXOLOTL),
+        Recipe(name="verl", write=_verl, requirements=("verl==0.9.1",), left_out=_CUDA_ONLY, compiles=False),
     )
 }
 """By name."""

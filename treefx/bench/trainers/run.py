@@ -75,7 +75,8 @@ def run(
         compiled, and ``whole``, those over inductor's; ``steps``; of treefx ``sharing`` and ``sharing_possible`` (raw
         over distinct tokens, the least and the most of a step), ``compiles`` and ``fallbacks``; ``error``, the largest
         relative difference of a loss or norm from those of the trainer without a compiler. Where its own switch for
-        torch.compile fails, ``note`` says how, and nothing is compared with it. What does not apply is "".
+        torch.compile fails, or there is none, ``note`` says so, and nothing is compared with it. What does not
+        apply is "".
 
     Raises:
         TrainersError: A run without torch.compile or with treefx failed, or computed something else.
@@ -97,6 +98,9 @@ def run(
 def _ways(recipe: Recipe, programs: Path, material: Material, on_start: Callable[[str], None]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for way in WAYS:
+        if way == "inductor" and not recipe.compiles:
+            found[way] = {"note": "it compiles no model"}
+            continue
         on_start(f"{recipe.name}: {way}")
         try:
             found[way] = train(recipe, way, programs, material)

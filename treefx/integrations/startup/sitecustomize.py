@@ -42,15 +42,38 @@ def _trace_checkpoints(module: ModuleType) -> None:
     importlib.import_module("treefx.integrations.llama_factory").trace_checkpoints(module)
 
 
-_HOOKS: dict[str, Callable[[ModuleType], None]] = {
+def _convert_engines(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.verl").convert_engines(module.FSDPEngine)
+
+
+def _group_micro_batches(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.verl").group_micro_batches(module)
+
+
+def _group_ranks(module: ModuleType) -> None:
+    trainers = getattr(module, "PPOTrainer", None) or module.RayPPOTrainer
+    importlib.import_module("treefx.integrations.verl").group_ranks(trainers)
+
+
+Hooks = dict[str, Callable[[ModuleType], None]]
+"""What is done with a module as soon as it is imported."""
+
+VERL_HOOKS: Hooks = {
+    "verl.utils.seqlen_balancing": _group_micro_batches,
+    "verl.workers.engine.fsdp.transformer_impl": _convert_engines,
+    "verl.trainer.ppo.ray_trainer": _group_ranks,
+    "verl.trainer.ppo.v1.trainer_base": _group_ranks,
+}
+
+_HOOKS: Hooks = {
     "accelerate.utils.dataclasses": _compile_with_treefx,
     "transformers.trainer": _log_and_group,
     "llamafactory.model.model_utils.checkpointing": _trace_checkpoints,
     "trl.trainer.grpo_trainer": _keep_groups,
     "trl.trainer.rloo_trainer": _keep_groups,
     "trl.trainer.distillation_trainer": _keep_groups,
+    **VERL_HOOKS,
 }
-"""What is done with a module as soon as it is imported."""
 
 
 class _HookedLoader(Loader):
@@ -75,14 +98,23 @@ class _HookedLoader(Loader):
 class _HookingFinder(MetaPathFinder):
     """Finds the modules with a hook, through all finders but itself."""
 
+    def __init__(self, hooks: Hooks) -> None:
+        self.treefx_hooks = hooks
+
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         """None for all other modules."""
-        hook = _HOOKS.get(fullname)
+        hook = self.treefx_hooks.get(fullname)
         others = (finder for finder in sys.meta_path if finder is not self) if hook else ()
         spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None and hook is not None:
             spec.loader = _HookedLoader(spec.loader, hook)
         return spec
+
+
+def hook_imports(hooks: Hooks) -> None:
+    """Hook modules that are imported from now on, each once."""
+    known = {name for finder in sys.meta_path for name in getattr(finder, "treefx_hooks", ())}
+    sys.meta_path.insert(0, _HookingFinder({name: hook for name, hook in hooks.items() if name not in known}))
 
 
 def _run_the_next() -> None:
@@ -95,5 +127,5 @@ def _run_the_next() -> None:
 
 
 if __name__ == "sitecustomize":
-    sys.meta_path.insert(0, _HookingFinder())
+    hook_imports(_HOOKS)
     _run_the_next()
