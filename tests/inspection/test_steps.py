@@ -1,5 +1,7 @@
 """What a whole optimizer step could share, beside what its calls shared."""
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treefx
+from tests.backend.packed import AGENTS, loss_inside, pack, trie_size
 from tests.batches import Batch, shared_batch
 from tests.models import double
 from tests.strategies import Rows, row_batches
+from treefx.inspection.text import describe_step
 from treefx.runtime.batch import build_batch
 from treefx.runtime.steps import Steps, version_of
 
@@ -176,6 +180,38 @@ def test_the_report_tells_what_the_order_of_rows_lost() -> None:
     assert stats["step_calls"] == 1
     assert stats["sharing_possible"] == stats["step_sharing_ratio"] == stats["sharing_ratio"]
     assert "came in different calls" not in treefx.inspect(model).summary()
+
+
+@pytest.mark.parametrize(
+    ("loaded", "line"),
+    [
+        ("trl.trainer.base_trainer", "treefx.integrations.trl.keep_groups(trainer)"),
+        ("transformers.trainer", "treefx.integrations.transformers.keep_groups(trainer)"),
+        ("lightning.pytorch.trainer", "batch_sampler=treefx.data.TreeBatchSampler("),
+        (None, "batch_sampler=treefx.data.TreeBatchSampler("),
+    ],
+)
+def test_the_report_says_which_line_to_change(monkeypatch: pytest.MonkeyPatch, loaded: str | None, line: str) -> None:
+    for module in ("trl.trainer.base_trainer", "transformers.trainer"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    if loaded is not None:
+        monkeypatch.setitem(sys.modules, loaded, ModuleType(loaded))
+    told = "\n".join(describe_step({"sharing_possible": 4.0, "step_sharing_ratio": 1.25, "step_calls": 4}))
+    assert "4 calls: sharing ratio 1.25, of 4.00" in told and line in told
+    assert line not in "\n".join(describe_step({"sharing_possible": 4.0, "step_sharing_ratio": 3.9, "step_calls": 4}))
+
+
+def test_packed_rows_in_several_calls_tell_what_one_call_would_share() -> None:
+    model, parts = tiny(), [pack(AGENTS[:3]), pack(AGENTS[2:]), pack(AGENTS[1:5])]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for part in parts:
+        loss_inside(part)(model).backward()
+    optimizer.step()
+    raw, ran = (sum(map(count, parts)) for count in (lambda part: part.input_ids.numel(), trie_size))
+    together = trie_size(pack([list(item) for part in parts for item in part.segments]))
+    stats = treefx.inspect(model).stats
+    assert (stats["step_calls"], stats["step_sharing_ratio"]) == (3, pytest.approx(raw / ran))
+    assert stats["sharing_possible"] == pytest.approx(raw / together) and together < ran
 
 
 def test_calls_that_run_ordinarily_count_as_they_ran() -> None:

@@ -4,14 +4,20 @@ Liger's own are Triton kernels for GPUs. What they compute is what their sources
 """
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama import modeling_llama
 
-__all__ = ["FUNCTIONS", "LigerGELUMulFunction", "LigerRMSNormFunction", "gelu", "patch_llama", "slope_of_gelu"]
+__all__ = [
+    "FUNCTIONS", "LigerFusedLinearCrossEntropyFunction", "LigerGELUMulFunction", "LigerLayerNormFunction",
+    "LigerReLUSquaredFunction", "LigerRMSNormFunction", "fused_loss", "gelu", "loss_and_slopes", "patch_llama",
+    "slope_of_gelu",
+]  # fmt: skip
 
 
 class LigerRMSNormFunction(torch.autograd.Function):
@@ -101,7 +107,7 @@ class LigerGELUMulFunction(torch.autograd.Function):
 class LigerLayerNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
-        wide = X.float()
+        wide = X if X.dtype is torch.float64 else X.float()
         centred = wide - wide.mean(-1, keepdim=True)
         rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(centred * rstd, W, rstd)
@@ -128,16 +134,54 @@ class LigerReLUSquaredFunction(torch.autograd.Function):
         return dY * 2 * X.clamp(min=0)
 
 
+def loss_and_slopes(
+    ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Any, ignore_index: int, softcap: Any, number: int
+) -> Tensor:
+    """A sum over what counts, over a number; the gradients of hidden [N, H], weight and bias are saved."""
+    logits = (hidden @ weight.T + (0 if bias is None else bias)).float()
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    counted = target != ignore_index
+    picked = target.where(counted, 0)
+    chosen = torch.nn.functional.one_hot(picked, logits.shape[1])
+    slope = (capped.softmax(-1) - chosen) * counted[:, None] / number
+    slope = (slope * (1 if softcap is None else 1 - (capped / softcap) ** 2)).to(hidden.dtype)
+    ctx.save_for_backward(slope @ weight, slope.T @ hidden, None if bias is None else slope.sum(0))
+    return -(capped.log_softmax(-1).gather(1, picked[:, None])[:, 0] * counted).sum() / number
+
+
+class LigerFusedLinearCrossEntropyFunction(torch.autograd.Function):
+    """The gradients are made with the loss, in float32, and scaled by its own later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Any = None, ce_weight: Any = None,
+        ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+        softcap: Any = None, return_z_loss: bool = False, accum_dtype: Any = None, use_token_scaling: bool = False,
+        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ) -> tuple[Tensor, None, None, None]:  # fmt: skip
+        number = max(int((target != ignore_index).sum()), 1) if reduction == "mean" else 1
+        loss = loss_and_slopes(ctx, _input, weight, target, bias, ignore_index, softcap, number)
+        ctx.given = len(ctx.needs_input_grad)
+        return loss, None, None, None
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor, *_: Any) -> Any:  # type: ignore[override]
+        hidden, weight, bias = (None if x is None else x * of_loss.to(x.dtype) for x in ctx.saved_tensors)
+        return (hidden, weight, None, bias, *[None] * 14)[: ctx.given]
+
+
 FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
     item.__name__: item
     for item in (
         LigerRMSNormFunction, LigerLayerNormFunction, LigerRopeFunction, LigerSiLUMulFunction, LigerGELUMulFunction,
-        LigerReLUSquaredFunction,
+        LigerReLUSquaredFunction, LigerFusedLinearCrossEntropyFunction,
     )
 }  # fmt: skip
 
 
-def patch_llama(monkeypatch: pytest.MonkeyPatch, gate: str = "LigerSiLUMulFunction", **others: Any) -> None:
+def patch_llama(
+    monkeypatch: pytest.MonkeyPatch, gate: str = "LigerSiLUMulFunction", module: Any = modeling_llama, **others: Any
+) -> None:
     """Put the functions where ``apply_liger_kernel_to_llama`` puts Liger's; ``others`` in place of some of them."""
     functions: dict[str, Any] = {**FUNCTIONS, **others}
 
@@ -152,6 +196,23 @@ def patch_llama(monkeypatch: pytest.MonkeyPatch, gate: str = "LigerSiLUMulFuncti
         hidden: Tensor = self.down_proj(functions[gate].apply(self.gate_proj(x), self.up_proj(x)))
         return hidden
 
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated)
+    monkeypatch.setattr(module.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", rotate)
+    monkeypatch.setattr(module.LlamaMLP, "forward", gated)
+
+
+def fused_loss(model: Any, function: Any = LigerFusedLinearCrossEntropyFunction, **changes: Any) -> None:
+    """``forward`` as ``apply_liger_kernel_to_llama`` replaces it where labels are given: a loss, and no logits."""
+    settings = {"reduction": "mean", "softcap": None, **changes}
+
+    def forward(self: Any, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **more: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, **more).last_hidden_state
+        if labels is None:
+            return CausalLMOutput(logits=self.lm_head(hidden))
+        targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+        flat, head, reduction = hidden.view(-1, hidden.shape[-1]), self.lm_head.weight, settings["reduction"]
+        how = (None, None, -100, 0.0, 0.0, reduction, settings["softcap"], False, None, False, False, False)
+        loss, _, _, _ = function.apply(flat, head, targets, *how)
+        return CausalLMOutput(loss=loss if reduction == "mean" else loss / num_items_in_batch)
+
+    model.forward = MethodType(forward, model)

@@ -7,11 +7,33 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-from tests.batches import Side, distinct_tokens, shared_batch
+from tests.batches import Batch, Side, distinct_tokens, shared_batch
 from tests.models import TinyLM, zoo
-from tests.oracle import FLOAT32, FLOAT64, assert_close, compile_with, eager_step, loss_of, outcome, stats_of
+from tests.oracle import (
+    FLOAT32,
+    FLOAT64,
+    assert_close,
+    compile_with,
+    eager_step,
+    loss_of,
+    outcome,
+    stats_of,
+    zero_gradients,
+)
 from tests.spellings import PADDED, SPELLINGS
-from tests.trainers.liger import FUNCTIONS, LigerGELUMulFunction, LigerRMSNormFunction, gelu, patch_llama, slope_of_gelu
+from tests.trainers.liger import (
+    FUNCTIONS,
+    LigerFusedLinearCrossEntropyFunction,
+    LigerGELUMulFunction,
+    LigerLayerNormFunction,
+    LigerReLUSquaredFunction,
+    LigerRMSNormFunction,
+    fused_loss,
+    gelu,
+    loss_and_slopes,
+    patch_llama,
+    slope_of_gelu,
+)
 from treefx.runtime.whole import liger
 
 SHAPES = [(4, 12), (6, 17), (3, 9)]
@@ -27,7 +49,8 @@ def steps(
     for seed, (rows, length) in enumerate(SHAPES):
         batch = shared_batch(rows=rows, length=length, shared=length // 2, vocab=61, seed=seed, padding=padding)
         expected = eager_step(model, batch)
-        assert_close(outcome(model, lambda batch=batch: loss_of(batch)(compiled)), expected, tolerance)
+        got = outcome(model, lambda batch=batch: loss_of(batch)(compiled))
+        assert_close(got, expected, tolerance, lambda batch=batch: zero_gradients(model, loss_of(batch)))
     return stats_of(compiled)
 
 
@@ -55,10 +78,30 @@ class Block(nn.Module):
         return self.gate.apply(normed, x)  # type: ignore[no-any-return]
 
 
+class Centred(nn.Module):
+    """A layer norm and a squared ReLU."""
+
+    def __init__(self, norm: Any = LigerLayerNormFunction, square: Any = LigerReLUSquaredFunction) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.linspace(*ends, 32)) for ends in ((0.5, 1.5), (-0.4, 0.6)))
+        self.norm, self.square = norm, square
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.square.apply(self.norm.apply(x, self.weight, self.bias, 1e-2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("block", [Block, Centred])
 @pytest.mark.parametrize("padding", [None, "right", "left"])
-def test_in_float64(padding: Side | None) -> None:
-    model = TinyLM(SPELLINGS["sdpa_is_causal"] if padding is None else PADDED["sdpa_padding"], layers=1, before=Block())
-    stats = steps(model.double(), FLOAT64, padding, inner="eager")
+def test_in_float64(padding: Side | None, block: type[nn.Module]) -> None:
+    spelling = SPELLINGS["sdpa_is_causal"] if padding is None else PADDED["sdpa_padding"]
+    stats = steps(TinyLM(spelling, layers=1, before=block()).double(), FLOAT64, padding, inner="eager")
+    assert stats["expansions"] == [] and stats["ran"] == "packed"
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_layer_norm_and_squared_relu_in_float32(inner: str) -> None:
+    model = TinyLM(PADDED["sdpa_padding"], layers=1, before=Centred())
+    stats = steps(model, FLOAT32, "right", inner=inner)
     assert stats["expansions"] == [] and stats["ran"] == "packed"
 
 
@@ -99,22 +142,51 @@ class SwappedGate(LigerGELUMulFunction):
         return dc * gelu(b), dc * slope_of_gelu(b) * a
 
 
-OTHERS = [{"norm": OtherNorm}, {"gate": OtherGate}, {"gate": SwappedGate}]
+class Uncentred(LigerLayerNormFunction):
+    """Nothing is taken off: a norm by the root of squares, with a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
+        rstd = torch.rsqrt((X * X).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(X * rstd, W, rstd)
+        return X * rstd * W + B
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> Any:  # type: ignore[override]
+        normed, W, rstd = ctx.saved_tensors
+        m = dY * W
+        dX = rstd * (m - normed * (m * normed).mean(-1, keepdim=True))
+        return dX, (dY * normed).flatten(0, -2).sum(0), dY.flatten(0, -2).sum(0), None
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_functions_that_compute_something_else_are_called_as_they_are(other: dict[str, Any]) -> None:
+class Halved(LigerReLUSquaredFunction):
+    """A slope of half the size."""
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> Any:  # type: ignore[override]
+        (X,) = ctx.saved_tensors
+        return dY * X.clamp(min=0)
+
+
+OTHERS: list[tuple[type[nn.Module], dict[str, Any]]] = [
+    (Block, {"norm": OtherNorm}), (Block, {"gate": OtherGate}), (Block, {"gate": SwappedGate}),
+    (Centred, {"norm": Uncentred}), (Centred, {"square": Halved}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "other"), OTHERS)
+def test_functions_that_compute_something_else_are_called_as_they_are(block: Any, other: dict[str, Any]) -> None:
     for function in other.values():
         function.__name__ = next(name for name in FUNCTIONS if issubclass(function, FUNCTIONS[name]))
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=Block(**other)).double()
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=block(**other)).double()
     steps(model, FLOAT64, None, inner="eager")
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_they_would_be_wrong_by_name_alone(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block", "other"), OTHERS)
+def test_they_would_be_wrong_by_name_alone(block: Any, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "_computes", lambda *_: True)
     with pytest.raises(AssertionError, match="differ by more than"):
-        test_functions_that_compute_something_else_are_called_as_they_are(other)
+        test_functions_that_compute_something_else_are_called_as_they_are(block, other)
 
 
 def test_other_backends_trace_the_functions_themselves() -> None:
@@ -127,12 +199,79 @@ def test_other_backends_trace_the_functions_themselves() -> None:
     assert any("autograd_function_apply" in target for target in targets)
 
 
+# A head and its loss -------------------------------------------------------------------------------------------------
+
+
+def fused_model(**changes: Any) -> nn.Module:
+    model = zoo("llama", num_hidden_layers=1)
+    fused_loss(model, **changes)
+    return model
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_head_that_gives_its_loss_runs_on_distinct_tokens(inner: str, softcap: float | None) -> None:
+    stats = steps(fused_model(softcap=softcap), inner=inner, max_logits=0)
+    rows, length = SHAPES[-1]
+    batch = shared_batch(rows=rows, length=length, shared=length // 2, vocab=61, seed=len(SHAPES) - 1)
+    assert (stats["ran"], stats["fallback"], stats["expansions"]) == ("packed", None, [])
+    assert stats["tokens"] == distinct_tokens(batch)
+
+
+def test_a_number_of_items_and_labels_of_which_none_counts() -> None:
+    model = fused_model(reduction="sum")
+    compiled = compile_with(model, inner="eager")
+    batch = shared_batch(rows=4, length=12, shared=6, vocab=61)
+    for labels in (batch.labels, torch.full_like(batch.input_ids, -100)):
+        given = Batch(batch.input_ids, batch.attention_mask, labels)
+        got, expected = (
+            outcome(model, lambda run=run: loss_of(given, num_items_in_batch=17)(run))  # noqa: B023
+            for run in (compiled, model)
+        )
+        assert_close(got, expected, FLOAT32)
+    mean = fused_model()
+    nothing = Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.input_ids, -100))
+    assert float(loss_of(nothing)(compile_with(mean, inner="eager"))) == float(loss_of(nothing)(mean)) == 0.0
+
+
+class OfAllTokens(LigerFusedLinearCrossEntropyFunction):
+    """A mean over all tokens, of those that count and the others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _input: Tensor, weight: Tensor, target: Tensor, bias: Any = None, ce_weight: Any = None,
+        ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+        softcap: Any = None, *rest: Any,
+    ) -> tuple[Tensor, None, None, None]:  # fmt: skip
+        loss = loss_and_slopes(ctx, _input, weight, target, bias, ignore_index, softcap, len(target))
+        ctx.given = len(ctx.needs_input_grad)
+        return loss, None, None, None
+
+
+def test_another_mean_is_computed_as_it_is() -> None:
+    OfAllTokens.__name__ = "LigerFusedLinearCrossEntropyFunction"
+    steps(fused_model(function=OfAllTokens), inner="eager")
+
+
+def test_another_mean_would_be_wrong_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger, "_computes", lambda *_: True)
+    with pytest.raises(AssertionError, match="differ by more than"):
+        test_another_mean_is_computed_as_it_is()
+
+
+# The check ------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_check_takes_what_computes_the_same(name: str, dtype: torch.dtype) -> None:
+    """But for a loss in float32 of a model in float64, which the plain form has in float64."""
     known = liger._KNOWN[name]
-    types = tuple((operand, dtype) for operand, _ in known.operands)
+    types = tuple((operand, torch.int64 if kind == "targets" else dtype) for operand, kind in known.operands)
     settings = (("eps", 1e-6), ("casting_mode", "llama")) if "eps" in known.arguments else ()
+    if (known.arguments[0], dtype) == ("_input", torch.float64):
+        assert not liger._computes(FUNCTIONS[name], known, types, settings, torch.device("cpu"))
+        return
     assert liger._computes(FUNCTIONS[name], known, types, settings, torch.device("cpu"))
 
 
@@ -141,6 +280,13 @@ def test_the_check_tells_a_small_number_beside_a_root_from_one_below_it(dtype: t
     known = liger._KNOWN["LigerRMSNormFunction"]
     types, settings = (("X", dtype), ("W", dtype)), (("eps", 1e-6), ("offset", 0.0), ("casting_mode", "llama"))
     assert not liger._computes(OtherNorm, known, types, settings, torch.device("cpu"))
+
+
+def test_options_of_a_head_without_a_plain_form_are_left_to_it() -> None:
+    known = liger._KNOWN["LigerFusedLinearCrossEntropyFunction"]
+    for option in ({"label_smoothing": 0.1}, {"reduction": "none"}, {"return_z_loss": True}, {"ignore_index": 0}):
+        assert not known.takes(option)
+    assert known.takes({"reduction": "sum", "softcap": 30.0, "accum_dtype": torch.float32})
 
 
 def test_options_without_a_plain_form_are_left_to_the_function(monkeypatch: pytest.MonkeyPatch) -> None:

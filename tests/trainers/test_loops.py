@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import treefx
 import treefx.data
 from tests.trainers.support import (
     NEEDS_TRAINERS,
@@ -117,3 +118,22 @@ def test_loops_take_batches_of_the_tree_and_draw_them_anew_every_epoch(tmp_path:
         assert all(len(prompts(batch)) == 1 for batch in batches_seen)
         orders = [tuple(map(str, batches_seen[at : at + 2])) for at in range(0, 8, 2)]
         assert len(batches_seen) == 8 and len(set(orders)) > 1
+
+
+@pytest.mark.parametrize("by_tree", [False, True])
+def test_lightning_loses_what_its_order_scatters_and_nothing_by_the_tree(tmp_path: Path, by_tree: bool) -> None:
+    """The line that the report names: a loader whose batches are the tree's. Gradients are accumulated over two."""
+    rows = [[1, start, *range(5, 12), end] for end in (12, 13, 3, 4) for start in (3, 4)]
+    fields = [{name: torch.tensor(row) for name in ("input_ids", "labels")} for row in rows]
+    loader = DataLoader(fields, batch_sampler=treefx.data.TreeBatchSampler(rows, max_tokens=13))
+    module = Module(llama())
+    module.model.compile(backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
+    lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, accumulate_grad_batches=2 if by_tree else 4,
+    ).fit(module, loader if by_tree else DataLoader(fields, batch_size=2))  # fmt: skip
+    inspection = treefx.inspect(module.model)
+    ratio, possible = (inspection.stats[name] for name in ("step_sharing_ratio", "sharing_possible"))
+    assert inspection.stats["fallback"] is None and possible > 2.5
+    assert (ratio > 0.95 * possible) if by_tree else (ratio < 0.5 * possible)
+    assert ("came in different calls" in inspection.summary()) != by_tree

@@ -4,6 +4,7 @@ One file, so that one worker imports TRL.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +53,24 @@ def _quiet() -> Iterator[None]:
     yield
 
 
-def sft(model: nn.Module, path: Path) -> trl.SFTTrainer:
-    args = trl.SFTConfig(str(path), **COMMON)  # gradient checkpointing is TRL's default
-    return trl.SFTTrainer(model, args, train_dataset=SUPERVISED, processing_class=tokenizer())
+def lora() -> dict[str, Any]:
+    """Arguments of a trainer that puts an adapter around its model."""
+    return {"peft_config": peft.LoraConfig(r=2, lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM")}
 
 
-def sft_with_lora(model: nn.Module, path: Path) -> trl.SFTTrainer:
-    adapter = peft.LoraConfig(r=2, lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM")
-    args = trl.SFTConfig(str(path), **COMMON)
-    return trl.SFTTrainer(model, args, train_dataset=SUPERVISED, processing_class=tokenizer(), peft_config=adapter)
+def sft(model: nn.Module, path: Path, more: Any = dict, **changes: Any) -> trl.SFTTrainer:
+    args = trl.SFTConfig(str(path), **COMMON | changes)  # gradient checkpointing is TRL's default
+    return trl.SFTTrainer(model, args, train_dataset=SUPERVISED, processing_class=tokenizer(), **more())
 
 
-def dpo(model: nn.Module, path: Path) -> trl.DPOTrainer:
-    args = trl.DPOConfig(str(path), **COMMON, gradient_checkpointing=False)
-    return trl.DPOTrainer(model, None, args, train_dataset=PAIRS, processing_class=tokenizer())
+def dpo(model: nn.Module, path: Path, more: Any = dict, **changes: Any) -> trl.DPOTrainer:
+    args = trl.DPOConfig(str(path), **COMMON | {"gradient_checkpointing": False} | changes)
+    return trl.DPOTrainer(model, None, args, train_dataset=PAIRS, processing_class=tokenizer(), **more())
 
 
-def kto(model: nn.Module, path: Path) -> trl.KTOTrainer:
-    args = trl.KTOConfig(str(path), **COMMON, gradient_checkpointing=False)
-    return trl.KTOTrainer(model, None, args, train_dataset=JUDGED, processing_class=tokenizer())
+def kto(model: nn.Module, path: Path, more: Any = dict, **changes: Any) -> trl.KTOTrainer:
+    args = trl.KTOConfig(str(path), **COMMON | {"gradient_checkpointing": False} | changes)
+    return trl.KTOTrainer(model, None, args, train_dataset=JUDGED, processing_class=tokenizer(), **more())
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -78,9 +78,9 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def grpo(model: nn.Module, path: Path) -> trl.GRPOTrainer:
-    args = trl.GRPOConfig(str(path), **COMMON, **SAMPLING, gradient_checkpointing=False, beta=0.1)
-    return trl.GRPOTrainer(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer())
+def grpo(model: nn.Module, path: Path, more: Any = dict, **changes: Any) -> trl.GRPOTrainer:
+    args = trl.GRPOConfig(str(path), **COMMON | SAMPLING | {"gradient_checkpointing": False, "beta": 0.1} | changes)
+    return trl.GRPOTrainer(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer(), **more())
 
 
 def rloo(model: nn.Module, path: Path) -> trl.RLOOTrainer:
@@ -88,21 +88,34 @@ def rloo(model: nn.Module, path: Path) -> trl.RLOOTrainer:
     return trl.RLOOTrainer(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer())
 
 
-@pytest.mark.parametrize(
-    ("build", "inner"),
-    [(sft, "aot_eager"), *((build, "eager") for build in (sft_with_lora, dpo, kto, grpo, rloo))],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-def test_trl_trainer_matches_the_uncompiled_run(tmp_path: Path, build: Build, inner: str) -> None:
-    def train(compile_model: Callable[[nn.Module], None]) -> Training:
-        model = llama(tmp_path / "model")
+CHECKPOINTED = {"gradient_checkpointing": True}
+ACCUMULATED = {"gradient_accumulation_steps": 4}
+RUNS: dict[str, Build] = {
+    "sft": partial(sft, gradient_checkpointing=False), "sft, checkpoints": sft, "sft, lora": partial(sft, more=lora),
+    "sft, packing": partial(sft, packing=True, max_length=40), "dpo": dpo,
+    "dpo, checkpoints": partial(dpo, **CHECKPOINTED), "dpo, lora": partial(dpo, more=lora, **ACCUMULATED), "kto": kto,
+    "kto, checkpoints": partial(kto, **CHECKPOINTED), "kto, lora": partial(kto, more=lora), "grpo": grpo,
+    "grpo, steps": partial(grpo, **ACCUMULATED), "rloo": rloo,
+    "grpo, steps, checkpoints": partial(grpo, **ACCUMULATED, **CHECKPOINTED),
+}  # fmt: skip
+
+
+def run_of(build: Build, path: Path) -> Callable[[Callable[[Any], None]], Training]:
+    def train(compile_model: Callable[[Any], None]) -> Training:
+        model = llama(path / "model")
         compile_model(model)
         torch.manual_seed(0)
-        trainer = build(model, tmp_path / "out")
+        trainer = build(model, path / "out")
         trainer.train()
         return Training(trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
-    assert_shared(assert_same_training(train, inner=inner).model)
+    return train
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_trl_trainer_matches_the_uncompiled_run(tmp_path: Path, name: str) -> None:
+    inner = "aot_eager" if name == "sft, checkpoints" else "eager"
+    assert_shared(assert_same_training(run_of(RUNS[name], tmp_path), inner=inner).model)
 
 
 class ByName:

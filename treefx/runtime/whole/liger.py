@@ -128,13 +128,31 @@ def _relu_squared(X: Tensor) -> Tensor:
     return F.relu(X).square()
 
 
+def _linear_cross_entropy(
+    _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    ce_impl: None = None, ce_mode: None = None, chunk_mem_const: int = 1,
+) -> tuple[Tensor, None, None, None]:  # fmt: skip
+    """Logits that only a loss reads are never whole where they are large, whoever writes them (``vocab_tail``)."""
+    logits = _wide(F.linear(_input, weight, bias))
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+    if reduction == "mean":  # 0 where nothing is counted
+        loss = loss / (target != ignore_index).sum().clamp(min=1)
+    return loss, None, None, None
+
+
 # Which of them --------------------------------------------------------------------------------------------------------
 
 
 _SHAPES = {
-    "rows": (1, 6, 16), "weight": (16,), "heads": (1, 2, 6, 16), "angles": (1, 6, 16),
+    "rows": (1, 6, 16), "weight": (16,), "heads": (1, 2, 6, 16), "angles": (1, 6, 16), "tokens": (6, 16),
+    "head": (9, 16), "classes": (9,), "targets": (6,),
 }  # fmt: skip
 """Small operands, by their kind."""
+_OF_ANY_WIDTH = ("classes", "targets")
 
 
 @dataclass(frozen=True)
@@ -161,7 +179,9 @@ class _Known:
         """Whether a call's tensors are operands of the kinds known, of one width, rows of any number of dimensions."""
         kinds, width = dict(self.operands), tensors[self.arguments[0]].shape[-1]
         return all(
-            name in kinds and (kinds[name] == "rows" or x.dim() == len(_SHAPES[kinds[name]])) and x.shape[-1] == width
+            name in kinds
+            and (kinds[name] == "rows" or x.dim() == len(_SHAPES[kinds[name]]))
+            and (kinds[name] in _OF_ANY_WIDTH or x.shape[-1] == width)
             for name, x in tensors.items()
         )
 
@@ -182,6 +202,15 @@ _KNOWN = {
     "LigerSiLUMulFunction": _Known(_silu_mul, ("a", "b"), _ROWS),
     "LigerGELUMulFunction": _Known(_gelu_mul, ("a", "b"), _ROWS),
     "LigerReLUSquaredFunction": _Known(_relu_squared, ("X",), (("X", "rows"),)),
+    "LigerFusedLinearCrossEntropyFunction": _Known(
+        _linear_cross_entropy,
+        ("_input", "weight", "target", "bias", "ce_weight", "ignore_index", "lse_square_scale", "label_smoothing",
+         "reduction", "softcap"),
+        (("_input", "tokens"), ("weight", "head"), ("target", "targets"), ("bias", "classes")),
+        (("ce_weight", (None,)), ("ignore_index", (-100,)), ("lse_square_scale", (0.0,)), ("label_smoothing", (0.0,)),
+         ("reduction", ("mean", "sum")), ("return_z_loss", (False,)), ("use_token_scaling", (False,)),
+         ("return_token_accuracy", (False,)), ("return_predicted_tokens", (False,))),
+    ),
 }  # fmt: skip
 
 
@@ -198,12 +227,14 @@ def _computes(
             found, expected = (_results(run, known, operands, dict(settings)) for run in (function.apply, known.plain))
         except Exception:  # it says so again where the model calls it
             return False
-        close = max(_CLOSE.get(dtype, _HALF) for _, dtype in types)
+        close = max(_CLOSE.get(dtype, _HALF) for _, dtype in types if dtype.is_floating_point)
         return all(map(functools.partial(_are_close, close), found, expected))
 
 
 def _example(seed: int, kind: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
+    if kind == "targets":  # one that does not count
+        return torch.tensor([3, 0, -100, 8, 3, 1], device=device, dtype=dtype)
     x = torch.randn(_SHAPES[kind], generator=generator, dtype=torch.float64)
     if kind == "angles":
         x = torch.cat([x.chunk(2, -1)[0]] * 2, -1)
@@ -216,12 +247,12 @@ def _results(
     run: Callable[..., Any], known: _Known, operands: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> list[Tensor]:
     """Results, and gradients of all operands that have one."""
-    given = {**settings, **{name: x * 1.0 for name, x in operands.items()}}  # a function may write into its own
+    given = {**settings, **{name: x * 1 for name, x in operands.items()}}  # a function may write into its own
     parameters = inspect.signature(known.plain).parameters
     last = max(number for number, name in enumerate(parameters) if name in given)
     handed = [given.get(name, item.default) for name, item in list(parameters.items())[: last + 1]]
     found = run(*handed)
-    results = list(found) if isinstance(found, tuple) else [found]
+    results = [x for x in found if x is not None] if isinstance(found, tuple) else [found]
     weights = [torch.arange(x.numel(), device=x.device).cos().view_as(x).to(x.dtype) for x in results]
     leaves = [x for x in operands.values() if x.requires_grad]
     kept = [x.detach().clone() for x in results]  # its backward may write into what it gets
