@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from treefx.bench.trainers import environment, run
 from treefx.bench.trainers.environment import EnvironmentFailed, make_environment, own_requirement
+from treefx.bench.trainers.loops import PROGRAMS
 from treefx.bench.trainers.material import Material, make_material
 from treefx.bench.trainers.recipes import RECIPES, Recipe
 from treefx.bench.trainers.run import TrainersError
@@ -84,9 +85,14 @@ def test_a_recipe_names_rows_and_model_and_asks_for_a_compiler_only_then(
     written = " ".join([*command, *(path.read_text(encoding="utf-8") for path in sorted(tmp_path.iterdir()))])
     rows = material.pairs if name.endswith("dpo") else material.chats
     assert str(rows) in written and str(material.model) in written and str(tmp_path / "output") in written
-    switch = ("--torch_compile true" if compiled else "--torch_compile false") if name == "ms-swift" else ""
-    assert (switch or f'"torch_compile": {json.dumps(compiled)}') in written
-    assert "treefx" not in written.replace(str(material.model.parent), "").replace(str(tmp_path), "")
+    if name == "lightning":
+        assert ("--compile" in written) is compiled
+    else:
+        switch = f"--torch_compile {json.dumps(compiled)}" if name == "ms-swift" else ""
+        assert (switch or f'"torch_compile": {json.dumps(compiled)}') in written
+    assert "treefx" not in written.replace(PROGRAMS, "").replace(str(material.model.parent), "").replace(
+        str(tmp_path), ""
+    )
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **outcomes: Any) -> None:

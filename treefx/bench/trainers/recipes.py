@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treefx.bench.trainers.loops import lightning
 from treefx.bench.trainers.material import Material
 
 __all__ = ["RECIPES", "Recipe"]
@@ -176,6 +177,7 @@ RECIPES = {
         Recipe(name="ms-swift", write=_ms_swift, requirements=("ms-swift==4.6.0",), left_out=_CUDA_ONLY),
         Recipe(name="axolotl", write=_axolotl_padded, **_AXOLOTL),
         Recipe(name="axolotl-packed", write=_axolotl_packed, **_AXOLOTL),
+        Recipe(name="lightning", write=lightning, requirements=("lightning==2.6.6", "transformers==5.23.0")),
     )
 }
 """By name."""
