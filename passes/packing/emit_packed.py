@@ -154,9 +154,15 @@ def _scatter(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return node.target(target, dim, packer.packed(index), packer.packed(values), **node.kwargs)  # type: ignore[operator]
 
 
-@emits(lookup_laws.gather, matmul_laws.addmm)
+@emits(matmul_laws.addmm)
 def _first_operand_aligned(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     return packer.call(node, align=fact.dims, only=[0])
+
+
+@emits(lookup_laws.gather)
+def _gather(packer: Packer, node: fx.Node, fact: Fact) -> Any:
+    """A table is read as it is, of its copies for rows the first."""
+    return packer.call(node) if lookup_laws.reads_table(node) else packer.call(node, align=fact.dims, only=[0])
 
 
 @emits(matmul_laws.bmm)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from treefx.bench.trainers import environment, run
 from treefx.bench.trainers.environment import EnvironmentFailed, make_environment, own_requirement
+from treefx.bench.trainers.loops import PROGRAMS
 from treefx.bench.trainers.material import Material, make_material
 from treefx.bench.trainers.recipes import RECIPES, Recipe
 from treefx.bench.trainers.run import TrainersError
@@ -85,10 +86,12 @@ def test_a_recipe_names_rows_and_model_and_asks_for_a_compiler_only_then(
     written = " ".join([*command, *(path.read_text(encoding="utf-8") for path in sorted(tmp_path.iterdir()))])
     rows = material.pairs if name.endswith("dpo") else material.chats
     assert str(rows) in written and str(material.model) in written and str(tmp_path / "output") in written
-    switch = f'"torch_compile": {json.dumps(compiled)}'
-    switch = f"--torch_compile {json.dumps(compiled)}" if name == "ms-swift" else switch
+    switch = {
+        "ms-swift": f"--torch_compile {json.dumps(compiled)}",
+        "lightning": "--compile" if compiled else "output",
+    }.get(name, f'"torch_compile": {json.dumps(compiled)}')
     assert (switch in written) == RECIPES[name].compiles
-    ours = [str(material.model.parent), str(tmp_path), "-m treefx.bench.trainers."]
+    ours = [PROGRAMS, str(material.model.parent), str(tmp_path)]
     assert "treefx" not in functools.reduce(lambda text, known: text.replace(known, ""), ours, written)
 
 

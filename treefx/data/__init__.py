@@ -7,7 +7,7 @@ says what they mean, ``trajectories`` is what they become; ``tokenization`` and 
 Order of imports, each only of what stands before an arrow::
 
     files -> trajectories, tokenization -> formats, rows, scripted -> loading, template, chat -> grouping, samples ->
-    batching, forest_batches, batch_sampler, prefix_sampler -> statistics -> __init__
+    batching, forest_batches, batch_sampler, prefix_sampler, packed_batches -> statistics -> __init__
 """
 
 from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_fit_batches
@@ -26,6 +26,7 @@ from treefx.data.forest_batches import (
 )
 from treefx.data.grouping import TrialGroup, group_trials, read_groups
 from treefx.data.loading import holds_preferences, load, read_conversations, read_judged, read_preferences
+from treefx.data.packed_batches import PackedBatch, packed_batches
 from treefx.data.prefix_sampler import PrefixSampler, cut_into_batches
 from treefx.data.samples import IGNORED, Form, Sample, make_samples, merge_turns, turn_samples, whole_sample
 from treefx.data.scripted import scripted_conversations
@@ -48,6 +49,7 @@ __all__ = [
     "JudgedBatch",
     "Message",
     "OnError",
+    "PackedBatch",
     "Place",
     "Preference",
     "PreferenceBatch",
@@ -79,6 +81,7 @@ __all__ = [
     "make_samples",
     "merge_turns",
     "preference_batch",
+    "packed_batches",
     "pair_statistics",
     "prefix_order",
     "read_conversations",

@@ -17,6 +17,7 @@ from transformers.trainer_callback import TrainerCallback
 from treefx.data.prefix_sampler import PrefixSampler
 from treefx.errors import InputError
 from treefx.inspection.inspector import inspect
+from treefx.integrations.metrics import metrics_of
 
 __all__ = [
     "COLUMNS",
@@ -141,7 +142,7 @@ class SharingCallback(TrainerCallback):
             stats = inspect(model).stats
         except InputError:
             return
-        metrics = _metrics(stats)
+        metrics = metrics_of(stats)
         logs.update(metrics)
         state.log_history[-1].update(metrics)
         reason = stats["fallback"]
@@ -184,13 +185,3 @@ def keep_groups_of_all(trainers: Any) -> None:
         return train(self, *args, **kwargs)
 
     trainers.train = grouped
-
-
-def _metrics(stats: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        "treefx/sharing": stats["step_sharing_ratio"] or stats["sharing_ratio"],
-        "treefx/sharing_possible": stats["sharing_possible"] or stats["sharing_ratio"],
-        "treefx/fallback": float(stats["fallback"] is not None),
-        "treefx/compiles": float(stats["compiles"]),
-        "treefx/compile_seconds": float(sum(stats["seconds"].values())),
-    }

@@ -12,8 +12,9 @@ from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, fact_of, plain_dims, shape_of
 from treefx.passes.labels.laws.base import Call, aligned, law
 from treefx.passes.labels.laws.gradients import counts_tokens
+from treefx.passes.labels.uniformity import is_uniform
 
-__all__ = ["gather", "scatter"]
+__all__ = ["gather", "reads_table", "scatter"]
 
 aten = torch.ops.aten
 
@@ -64,6 +65,8 @@ def gather(call: Call) -> Fact:
         return call.result(
             algebra.with_keys(call.dims(source), dim, shape_of(index)[dim])
         )  # the lifter reads the index
+    if reads_table(call.node):
+        return _entries(call, source, dims, dim)
     if algebra.has_tokens(dims[dim]):
         raise NoLaw("gathers along the tokens")
     if call.labelled(source):
@@ -73,6 +76,23 @@ def gather(call: Call) -> Fact:
             raise NoLaw("gathers at indices without token axes")
     else:
         aligned(call, source, dims)
+    return call.result(tuple(algebra.unrepeated(d) for d in dims))
+
+
+def reads_table(node: fx.Node) -> bool:
+    """Whether a gather reads an invariant value along the dimension in which its index has the tokens."""
+    source, dim, index = node.args[:3]
+    assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
+    dims = fact_of(index).dims
+    return fact_of(source).kind is Kind.INVARIANT and dims is not None and algebra.has_tokens(dims[dim % len(dims)])
+
+
+def _entries(call: Call, table: fx.Node, dims: Dims, dim: int) -> Fact:
+    """y[n, i] = x[index[n, i], i], of a table that is the same for all rows: sines and cosines by position, say."""
+    for d, factors in enumerate(dims):
+        axes = {factor.axis for factor in factors} - {Axis.PLAIN}
+        if d != dim and axes and (axes != {Axis.ROW} or not is_uniform(table, d)):
+            raise NoLaw("gathers along the tokens, from a table for each row")
     return call.result(tuple(algebra.unrepeated(d) for d in dims))
 
 

@@ -4,5 +4,5 @@ In: a trainer's name. Out: what a run with treefx cost and shared, beside the sa
 
 Order of imports, each only of what stands before an arrow::
 
-    material, verl_actor -> recipes -> environment -> run
+    material, programs -> loops -> recipes -> environment -> run
 """

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treefx.bench.trainers.loops import lightning, verl
 from treefx.bench.trainers.material import Material
 
 __all__ = ["RECIPES", "Recipe"]
@@ -162,11 +163,6 @@ def _axolotl_packed(material: Material, folder: Path, compiled: bool) -> list[st
     return _axolotl(material, folder, compiled, packing=True)
 
 
-def _verl(material: Material, folder: Path, compiled: bool) -> list[str]:
-    paths = [str(path) for path in (material.model, material.chats, folder / "output")]
-    return ["python", "-m", "treefx.bench.trainers.verl_actor", *paths]
-
-
 _CUDA_ONLY = ("torchvision", "torchaudio")
 _LLAMA_FACTORY: dict[str, Any] = {
     "requirements": ("llamafactory==0.9.5",),
@@ -183,7 +179,8 @@ RECIPES = {
         Recipe(name="ms-swift", write=_ms_swift, requirements=("ms-swift==4.6.0",), left_out=_CUDA_ONLY),
         Recipe(name="axolotl", write=_axolotl_padded, **_AXOLOTL),
         Recipe(name="axolotl-packed", write=_axolotl_packed, **_AXOLOTL),
-        Recipe(name="verl", write=_verl, requirements=("verl==0.9.1",), left_out=_CUDA_ONLY, compiles=False),
+        Recipe(name="verl", write=verl, requirements=("verl==0.9.1",), left_out=_CUDA_ONLY, compiles=False),
+        Recipe(name="lightning", write=lightning, requirements=("lightning==2.6.6", "transformers==5.23.0")),
     )
 }
 """By name."""

@@ -65,10 +65,32 @@ VERL_HOOKS: Hooks = {
     "verl.trainer.ppo.v1.trainer_base": _group_ranks,
 }
 
+
+def _read_trees(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.torchtitan.attention").read_trees(module)
+
+
+def _compile_blocks(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.torchtitan.training").compile_blocks(module)
+
+
+def _convert_trainers(module: ModuleType) -> None:
+    seam = importlib.import_module("treefx.integrations.torchtitan.training")
+    seam.convert_trainers(module, by_default=True, options=_WANTED.get("options"))
+
+
+def _compile_whole(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.torchtune").compile_whole(module, _WANTED.get("options"))
+
+
 _HOOKS: Hooks = {
     "accelerate.utils.dataclasses": _compile_with_treefx,
     "transformers.trainer": _log_and_group,
     "llamafactory.model.model_utils.checkpointing": _trace_checkpoints,
+    "torchtitan.models.common.attention": _read_trees,
+    "torchtitan.distributed.compile": _compile_blocks,
+    "torchtitan.trainer": _convert_trainers,
+    "torchtune.training._compile": _compile_whole,
     "trl.trainer.grpo_trainer": _keep_groups,
     "trl.trainer.rloo_trainer": _keep_groups,
     "trl.trainer.distillation_trainer": _keep_groups,

@@ -24,7 +24,7 @@ from treefx.runtime.batch import Batch
 from treefx.runtime.converted.branches import Branches
 from treefx.runtime.converted.frame import blocks_of, check_blocks, check_frame, module_of
 from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
-from treefx.runtime.converted.skeleton import refresh, skeleton
+from treefx.runtime.converted.skeleton import WRAPPERS, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
 from treefx.runtime.dynamo import role_of
 from treefx.runtime.padding import Grid
@@ -110,7 +110,7 @@ class Planner:
         modules = list(self._owner.modules())
         if modules != self._known:
             self._copy = skeleton(self._owner)
-            self._pairs = list(zip(_without_compiled(modules), self._copy.modules(), strict=True))
+            self._pairs = list(zip(_without_wrappers(modules), self._copy.modules(), strict=True))
             self.modules = attention_modules(self._owner)
             attention = attention_modules(self._copy)
             self._blocks = blocks_of(self._copy, attention)
@@ -134,14 +134,14 @@ class Planner:
         return treefx
 
 
-def _without_compiled(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules without those that ``torch.compile`` returned for another one."""
-    return [module for module in modules if "_orig_mod" not in module._modules]
+def _without_wrappers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules without those that stand for another one."""
+    return [module for module in modules if wrapped_in(module) is None]
 
 
 def without_compiled_name(name: str) -> str:
     """The name that a module has in the skeleton."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _own_code(module: nn.Module) -> Any:

@@ -121,10 +121,8 @@ def eager_or_other(module: nn.Module) -> Callable[..., Any]:
     assert names is not None
     interfaces = names[_NAME]
     original = interfaces.original if isinstance(interfaces, _Interfaces) else interfaces
-    config: Any = module.config
-    found: Callable[..., Any] = original.get_interface(
-        config._attn_implementation, names.get("eager_attention_forward")
-    )
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", "")
+    found: Callable[..., Any] = original.get_interface(chosen, names.get("eager_attention_forward"))
     return found
 
 

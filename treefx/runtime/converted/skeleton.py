@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["refresh", "skeleton"]
+__all__ = ["WRAPPERS", "refresh", "skeleton", "wrapped_in"]
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Where what ``torch.compile`` and PyTorch's ``checkpoint_wrapper`` return for a module holds it."""
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -40,6 +43,12 @@ def skeleton(module: nn.Module) -> nn.Module:
     return _Copy().of(module)
 
 
+def wrapped_in(module: nn.Module) -> nn.Module | None:
+    """The module that another one stands for and computes the same as, if it is such a one."""
+    found = (module.__dict__["_modules"].get(name) for name in WRAPPERS)
+    return next((inner for inner in found if inner is not None), None)
+
+
 def refresh(copied: nn.Module, module: nn.Module) -> None:
     """Give a copy the settings that its original has now: training, a dropout's probability, an adapter's switch."""
     state = copied.__dict__
@@ -59,8 +68,8 @@ class _Copy:
     def of(self, module: nn.Module) -> nn.Module:
         if id(module) in self._modules:
             return self._modules[id(module)]
-        inner = module.__dict__["_modules"].get("_orig_mod")
-        if inner is not None:  # what torch.compile returned
+        inner = wrapped_in(module)
+        if inner is not None:
             self._modules[id(module)] = self.of(inner)
             return self._modules[id(module)]
         made = object.__new__(_class_of(module))

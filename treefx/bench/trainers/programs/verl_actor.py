@@ -1,4 +1,4 @@
-"""verl's actor update in one process on the CPU: ``python -m treefx.bench.trainers.verl_actor MODEL CHATS OUTPUT``.
+"""verl's actor update in one process on the CPU: arguments MODEL CHATS OUTPUT.
 
 verl's own engine (FSDP2), micro-batches, log-probabilities, entropies and loss, as its workers call them after a
 rollout: eight random answers to each of some prompts, in random order. verl knows no CPU, so a platform for it is
@@ -22,6 +22,8 @@ from tensordict import TensorDict
 from torch import distributed
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from treefx.bench.trainers.programs.log import write_log
 
 __all__ = ["train"]
 
@@ -105,8 +107,7 @@ def train(model: Path, chats: Path, output: Path) -> None:
         with engine.train_mode():
             found = engine.train_batch(data, partial(ppo_loss, config))
         log.append(_entry(found))
-    output.mkdir()
-    (output / "trainer_state.json").write_text(json.dumps({"log_history": log}), encoding="utf-8")
+    write_log(output, log)
 
 
 def _engine(path: str) -> Any:

@@ -1,0 +1,1 @@
+"""torchtitan: its decoders on distinct tokens, with modules that have its call sites."""

@@ -1,0 +1,106 @@
+"""torchtitan's trainer: decoders converted when it is made, sharing among its metrics."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from treefx.errors import InputError, UnsupportedError
+from treefx.inspection.inspector import inspect
+from treefx.integrations.metrics import metrics_of
+from treefx.integrations.torchtitan.attention import read_trees
+from treefx.integrations.torchtitan.conversion import convert
+
+__all__ = ["HOOKS", "compile_blocks", "convert_by_name", "convert_trainers"]
+
+_NAME = "treefx"
+_log = logging.getLogger("treefx")
+
+
+def compile_blocks(module: Any) -> None:
+    """Let ``--compile.backend treefx`` compile blocks with inductor: what is shared is shared around them.
+
+    Args:
+        module: ``torchtitan.distributed.compile``.
+    """
+    choose = module._maybe_regional_inductor_backend
+
+    @functools.wraps(choose)
+    def chosen(model: Any, backend: str) -> Any:
+        return choose(model, "inductor" if backend == _NAME else backend)
+
+    if not hasattr(choose, "__wrapped__"):
+        module._maybe_regional_inductor_backend = chosen
+
+
+def convert_by_name(module: Any) -> None:
+    """Convert the models of trainers that name the backend.
+
+    Args:
+        module: ``torchtitan.trainer``.
+    """
+    convert_trainers(module, by_default=False)
+
+
+def convert_trainers(module: Any, *, by_default: bool, options: Mapping[str, Any] | None = None) -> None:
+    """Convert the models of trainers, in this process from now on.
+
+    Args:
+        module: ``torchtitan.trainer``.
+        by_default: also where the configuration does not name the backend.
+        options: fields of `treefx.Config`; ``min_sharing`` is the one that matters here.
+    """
+    make = module.Trainer.__init__
+    if hasattr(make, "treefx"):
+        return
+    chosen = {name: value for name, value in (options or {}).items() if name == "min_sharing"}
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        compiling = self.config.compile
+        named = bool(compiling.enable and compiling.backend == _NAME)
+        reason = _why_not(self.parallel_dims)
+        if reason is None and (named or by_default):
+            _convert(self, chosen)
+        elif named:
+            raise UnsupportedError(f"treefx shares prefixes in torchtitan under data parallelism alone, got {reason}")
+        elif by_default:
+            _log.warning("treefx shares nothing: prefixes are shared under data parallelism alone, got %s", reason)
+
+    setattr(init, "treefx", True)
+    module.Trainer.__init__ = init
+
+
+def _why_not(parallel: Any) -> str | None:
+    degrees = {
+        "pipeline": "pp_enabled", "context": "cp_enabled", "tensor": "tp_enabled", "expert": "ep_enabled",
+    }  # fmt: skip
+    return next((f"{name} parallelism" for name, field in degrees.items() if getattr(parallel, field)), None)
+
+
+def _convert(trainer: Any, options: Mapping[str, Any]) -> None:
+    for part in trainer.model_parts:
+        convert(part, **options)
+    processor, model = trainer.metrics_processor, trainer.model_parts[0]
+    log = processor.log
+
+    @functools.wraps(log)
+    def with_sharing(*args: Any, extra_metrics: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+        try:
+            ours = metrics_of(inspect(model).stats)
+        except InputError:  # nothing has run
+            ours = {}
+        return log(*args, extra_metrics={**(extra_metrics or {}), **ours}, **kwargs)
+
+    processor.log = with_sharing
+
+
+HOOKS: dict[str, Callable[[Any], None]] = {
+    "torchtitan.models.common.attention": read_trees,
+    "torchtitan.distributed.compile": compile_blocks,
+    "torchtitan.trainer": convert_by_name,
+}
+"""What is done with a module of torchtitan where the user asks for it by `install`."""
