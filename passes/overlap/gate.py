@@ -19,7 +19,7 @@ from torch import fx
 
 from treefx.errors import ConfigError
 from treefx.passes.overlap.elements import shape_of
-from treefx.passes.overlap.producers import Site, left_place
+from treefx.passes.overlap.producers import KINDS, Site, left_place
 
 __all__ = ["CANDIDATES", "Rates"]
 
@@ -73,11 +73,19 @@ class Rates:
 
     def chunks(self, site: Site) -> int:
         """For a place that was found in a graph."""
-        whole = site.wait if site.kind == "all_gather" else site.collective.args[0]
-        assert isinstance(whole, fx.Node)
-        size = self._count(shape_of(whole)) * whole.meta["val"].dtype.itemsize * _SENT[site.kind]
-        flops = sum(2.0 * self._count(shape_of(item)) * self._depth(item) for item in site.products)
+        size, flops = self.size_of(site.collective), sum(map(self.flops_of, site.products))
         return self.best(flops, size) if size and flops else 1
+
+    def flops_of(self, product: fx.Node) -> float:
+        """Of ``mm`` or ``addmm``; 0 where its rows are a symbol that nothing stands for."""
+        return 2.0 * self._count(shape_of(product)) * self._depth(product)
+
+    def size_of(self, collective: fx.Node) -> float:
+        """Bytes of the whole tensor times how often a ring sends each of them; 0 as above."""
+        kind = KINDS[collective.target]
+        whole = collective if kind == "all_gather" else collective.args[0]
+        assert isinstance(whole, fx.Node)
+        return float(self._count(shape_of(whole)) * whole.meta["val"].dtype.itemsize * _SENT[kind])
 
     def _count(self, shape: Any) -> int:
         """Elements of a shape; 0 where nothing stands for a symbol in it."""

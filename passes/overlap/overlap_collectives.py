@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import fx
 from torch._inductor import config as inductor
@@ -14,19 +14,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from treefx.errors import ConfigError
 from treefx.passes.overlap.gate import Rates
 from treefx.passes.overlap.gather_chunks import gather_chunks
-from treefx.passes.overlap.producers import Gathered, Site, find_sites
+from treefx.passes.overlap.page import draw_page
+from treefx.passes.overlap.producers import KINDS, Gathered, Site, find_sites
 from treefx.passes.overlap.send_chunks import send_chunks
+from treefx.passes.overlap.time_line import TimeLine, spans
 from treefx.passes.trace.fingerprint import source_fingerprint
 
 __all__ = ["OverlapCollectives", "overlap_collectives"]
-
-_COLLECTIVES = frozenset(
-    {
-        torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-    }
-)
 
 
 def overlap_collectives(graph: fx.Graph, chunks: int | Rates, *, ends: Collection[int] = ()) -> int:
@@ -54,13 +48,17 @@ def overlap_collectives(graph: fx.Graph, chunks: int | Rates, *, ends: Collectio
         How many collectives were cut.
     """
     _check(chunks)
-    if not any(node.target in _COLLECTIVES for node in graph.nodes):
+    if not _has_collectives(graph):
         return 0
     graph.eliminate_dead_code()  # AOTAutograd leaves products that nobody reads, and they would be second readers
     count = sum(_rewrite(site, chunks, ends) for site in find_sites(graph))
     graph.eliminate_dead_code()
     graph.lint()
     return count
+
+
+def _has_collectives(graph: fx.Graph) -> bool:
+    return any(node.op == "call_function" and node.target in KINDS for node in graph.nodes)
 
 
 def _check(chunks: int | Rates) -> None:
@@ -101,6 +99,8 @@ class OverlapCollectives(CustomGraphPass):
         self.chunks = chunks
         self.count = 0
         """Collectives cut so far in this process; compilations answered by inductor's cache are not in it."""
+        self.time_lines: list[TimeLine] = []
+        """Of every graph with collectives that was seen, as rates predict it; none where a number was given."""
         if dist.is_available() and dist.is_initialized():
             given: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(given, chunks)
@@ -110,7 +110,31 @@ class OverlapCollectives(CustomGraphPass):
                 )
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.count += overlap_collectives(graph, self.chunks)
+        if isinstance(self.chunks, Rates) and _has_collectives(graph):
+            graph.eliminate_dead_code()
+            before, known = spans(graph, self.chunks), frozenset(node.name for node in graph.nodes)
+            count = overlap_collectives(graph, self.chunks)
+            self.time_lines.append(TimeLine(before, spans(graph, self.chunks, known), count))
+        else:
+            count = overlap_collectives(graph, self.chunks)
+        self.count += count
+
+    def to_html(self, path: str | Path) -> Path:
+        """Draw products and collectives of every graph as time lines, as it was and in chunks; returns the path.
+
+        Raises:
+            ConfigError: No rates were given, or no graph with collectives was compiled so far.
+        """
+        if not self.time_lines:
+            raise ConfigError(
+                f"expected Rates and a compiled graph with collectives, got {self.chunks!r} and none of a predicted "
+                "time; pass OverlapCollectives(measure_rates(...)) and call the model first (graphs that inductor's "
+                "cache answered are not seen: fx_graph_cache=False)"
+            )
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(draw_page(self.time_lines), encoding="utf-8")
+        return target
 
     def uuid(self) -> Any:
         """Sources and the argument: inductor's caches look graphs up before the pass is run."""

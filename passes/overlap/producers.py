@@ -12,15 +12,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from treefx.passes.overlap.elements import followers, is_view, read_through, shape_of
 
-__all__ = ["Gathered", "Sent", "Site", "find_sites", "left_place", "right_of"]
+__all__ = ["KINDS", "Gathered", "Sent", "Site", "find_sites", "is_product", "left_place", "right_of"]
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
-_KINDS = {
+KINDS: dict[Any, str] = {
     _c10d.all_reduce.default: "all_reduce",
     _c10d.reduce_scatter_tensor.default: "reduce_scatter",
     _c10d.all_gather_into_tensor.default: "all_gather",
 }
+"""The collectives that can be cut."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def right_of(product: fx.Node) -> list[Any]:
 def find_sites(graph: fx.Graph) -> Iterator[Site]:
     """The collectives of a graph that can be chunked with their products, in order; each is looked for when asked."""
     for node in list(graph.nodes):
-        kind = _KINDS.get(node.target) if node.op == "call_function" else None
+        kind = KINDS.get(node.target) if node.op == "call_function" else None
         waits = list(node.users)
         if kind is None or len(waits) != 1 or waits[0].target is not _c10d.wait_tensor.default:
             continue
@@ -75,7 +76,7 @@ def find_sites(graph: fx.Graph) -> Iterator[Site]:
             yield site
 
 
-def _is_product(node: fx.Node) -> bool:
+def is_product(node: fx.Node) -> bool:
     """A product of matrices of known widths, row by row; the bias of ``addmm`` is one for all rows."""
     if node.target is aten.addmm.default:
         plain = not node.kwargs and len(shape_of(node.args[0])) == 1
@@ -109,13 +110,13 @@ def _is_writable(node: fx.Node) -> bool:
 
 def _term(node: fx.Node) -> fx.Node | None:
     """The product or sum that is all of ``node``, if nobody else reads any of it."""
-    found = read_through(node, lambda node: _is_product(node) or _is_sum(node))
+    found = read_through(node, lambda node: is_product(node) or _is_sum(node))
     return found if found is not None and len(found.users) == len(node.users) == 1 else None
 
 
 def _products(node: fx.Node) -> tuple[fx.Node, ...]:
     """The products of a sum; none if anything else is added."""
-    if _is_product(node):
+    if is_product(node):
         return (node,)
     found: list[tuple[fx.Node, ...]] = []
     for operand in node.args:
@@ -135,7 +136,7 @@ def _gathered(collective: fx.Node, wait: fx.Node) -> Gathered | None:
         return None
     products, hoisted = [], dict[fx.Node, None]()
     for node in sorted(readers, key=lambda node: place[node]):
-        if not _is_product(node) or not _reads_rows(node, given, same):
+        if not is_product(node) or not _reads_rows(node, given, same):
             continue
         others = [_movable(item, first, place, same) for item in right_of(node) if isinstance(item, fx.Node)]
         if all(item is not None for item in others):
