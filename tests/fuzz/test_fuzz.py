@@ -23,7 +23,7 @@ from treefx.fuzz.program import Program
 from treefx.fuzz.report import failures_of, summary
 from treefx.fuzz.script import parts_of
 from treefx.fuzz.search import Search, Settings
-from treefx.fuzz.truth import FAILURES, Outcome, errors_of, judge, low_casts_explain, player
+from treefx.fuzz.truth import FAILURES, Outcome, autocast_explains, errors_of, judge, low_casts_explain, player
 from treefx.fuzz.worker import Worker
 
 ANEW = int(sources()[:8], 16)
@@ -61,6 +61,28 @@ def test_casts_to_float32_explain_rounding_alone() -> None:
         return model
 
     assert not low_casts_explain(program, eager, eager, mistaken)
+
+
+def test_autocast_explains_rounding_where_gradients_cancel_alone() -> None:
+    """The biases of keys have no gradient but rounding; what is wrong without autocast too stays wrong."""
+    drawn = (generate(0, number, ["modes"], "eager") for number in range(1000))
+    program = next(p for p in drawn if p.modes == ("autocast",) and len(p.calls) == 1)
+    play = player(program)
+    eager, exact = play(lambda model: model, torch.float32), play(lambda model: model)
+    name = next(name for name in eager if name.endswith("k0.bias"))
+    largest = max(float(value.abs().max()) for key, value in exact.items() if "gradient" in key)
+    off = {**eager, name: eager[name] + 1e-4 * largest}
+    assert errors_of(off, exact)[name] > 0.1
+    assert autocast_explains(program, eager, off, lambda model: model)
+    assert not autocast_explains(program, eager, {**eager, name: eager[name] + largest}, lambda model: model)
+
+    @torch.no_grad()
+    def mistaken(model: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-8)
+        return model
+
+    assert not autocast_explains(program, eager, off, mistaken)
 
 
 class Stub:

@@ -42,6 +42,8 @@ _ROUNDED, _SENSITIVE = 1e-4, 30.0
 """Errors below the first may be rounding that a badly conditioned program blows up: it is asked what it makes of it."""
 _LEAST = {"float32": 1e-5, "autocast": 3e-2}
 """What is allowed in low precision where eager happens to be nearer."""
+_COARSE = 1e-2
+"""Gradients below this share of the largest one may be the rounding of bfloat16 where their terms cancel."""
 Seen = dict[str, Tensor]
 Compiler = Callable[[Any], Any]
 
@@ -150,7 +152,8 @@ def _compared(
         allowed = max(allowed, _SENSITIVE * max(errors_of(play(_nudged, dtype), want).values()))
     wrong = {name: error for name, error in errors.items() if not error <= allowed}
     largest = max(errors.values(), default=0.0)
-    if not wrong or (_has_trait(program, "single") and low_casts_explain(program, eager, got, _Watch(program).compile)):
+    explains = low_casts_explain if _has_trait(program, "single") else autocast_explains
+    if not wrong or explains(program, eager, got, _Watch(program).compile):
         return Outcome(watch.kind, watch.note, largest, stats=watch.stats)
     listed = "; ".join(f"{name}: {error:.1e}" for name, error in sorted(wrong.items(), key=lambda item: -item[1])[:4])
     if not is_native(program) and _torch_differs(program, play, dtype, want, allowed, set(wrong)):
@@ -170,6 +173,22 @@ def low_casts_explain(program: Program, eager: Seen, got: Seen, compile: Compile
     if not max(errors_of(lifted(compile), exact).values()) <= _TOLERANCE:
         return False
     return max(errors_of(got, exact).values()) <= _ROUNDING * max(errors_of(eager, exact).values())
+
+
+def autocast_explains(program: Program, eager: Seen, got: Seen, compile: Compiler) -> bool:
+    """Whether the differences of a program under autocast are rounding, also where the terms of a gradient cancel.
+
+    Without autocast it must be exact, and with it, small gradients are judged against a larger share of the largest.
+    """
+    if "autocast" not in program.modes:
+        return False
+    play = player(program, casts=".double()")
+    exact = play(lambda model: model)
+    torch._dynamo.reset()
+    if not max(errors_of(play(compile), exact).values()) <= _TOLERANCE:
+        return False
+    errors, own = errors_of(got, exact, _COARSE), errors_of(eager, exact, _COARSE)
+    return max(errors.values()) <= max(_LEAST["autocast"], _ROUNDING * max(own.values()))
 
 
 def _nudged(model: Any) -> Any:
