@@ -31,6 +31,7 @@ def tree_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     impl: str = "auto",
+    deterministic: bool = False,
 ) -> Tensor:
     """Attend from every token of a packed forest to itself and its ancestors.
 
@@ -53,6 +54,8 @@ def tree_attention(
             differentiable.
         sinks: one extra logit per query head ``[H]`` that takes weight and has no value, differentiable.
         impl: ``"auto"``, ``"reference"`` (dense), ``"cpu"``, ``"flex"`` or ``"triton"``.
+        deterministic: whether gradients must be the same bits every time. On a GPU dq is otherwise added up in no fixed
+            order where that costs less, unless ``torch.use_deterministic_algorithms`` is set.
 
     Returns:
         ``[B, H, N, Dv]`` in the dtype of q; 0 for a query without a visible key.
@@ -79,7 +82,7 @@ def tree_attention(
         alibi=None if alibi_slopes is None else 1,
         depth=0 if needs_depth else None,
     )
-    return attend(q, k, v, subtree_end.to(torch.int32), score, buffers, sinks, impl)
+    return attend(q, k, v, subtree_end.to(torch.int32), score, buffers, sinks, impl, deterministic=deterministic)
 
 
 def _fit_together(q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor) -> bool:

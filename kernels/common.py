@@ -51,6 +51,7 @@ class Inputs:
         sinks: one extra logit per query head ``[H]``, or ``None``.
         boundary: keys from outside, or ``None``. In a score's indices they come first: key j of the boundary is token
             j, own token i is token P + i, and buffers along the tokens hold P + N entries.
+        deterministic: whether results must be the same bits every time, where an implementation leaves that open.
     """
 
     q: Tensor
@@ -60,6 +61,7 @@ class Inputs:
     buffers: Sequence[Tensor] = ()
     sinks: Tensor | None = None
     boundary: Boundary | None = None
+    deterministic: bool = False
 
     @property
     def outside(self) -> int:

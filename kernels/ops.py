@@ -44,13 +44,16 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 """The tile lists of a forest are made on the host: a captured CUDA graph would replay those of another forest."""
 _SHARED = "Tensor q, Tensor k, Tensor v, Tensor subtree_end, Tensor[] buffers, Tensor? sinks"
 _BOUNDARY = "Tensor? boundary_k=None, Tensor? boundary_v=None, Tensor? lo=None, Tensor? hi=None"
+_FIXED = "*, bool deterministic=False"
 
 _torch: Any = torch  # what follows has no types there
 _library = _torch.library.Library("treefx", "FRAGMENT")
-_library.define(f"tree_attention({_SHARED}, str score, str impl, {_BOUNDARY}) -> (Tensor, Tensor)", tags=_TAGS)
+_library.define(
+    f"tree_attention({_SHARED}, str score, str impl, {_BOUNDARY}, {_FIXED}) -> (Tensor, Tensor)", tags=_TAGS
+)
 _library.define(
     f"tree_attention_backward(Tensor grad_out, {_SHARED}, Tensor out, Tensor lse, str score, str impl, "
-    f"bool[] buffer_grads, {_BOUNDARY}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    f"bool[] buffer_grads, {_BOUNDARY}, {_FIXED}) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=_TAGS,
 )
 _operator = torch.ops.treefx.tree_attention.default
@@ -67,6 +70,8 @@ def attend(
     sinks: Tensor | None = None,
     impl: str = "auto",
     boundary: Boundary | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """Attend along the paths of a forest with any score expression.
 
@@ -81,6 +86,8 @@ def attend(
         impl: one of :data:`IMPLEMENTATIONS`.
         boundary: keys and values of tokens above the own ones, and the own tokens that see them; its keys and values
             receive gradients. The score then counts P + N tokens.
+        deterministic: whether gradients must be the same bits every time, as under
+            ``torch.use_deterministic_algorithms``.
 
     Returns:
         ``[B, H, N, Dv]`` in the dtype of q, contiguous as ``[B, N, H, Dv]``. A query without a visible key
@@ -95,7 +102,8 @@ def attend(
         if whole is not None:
             return heads_inside(whole)
     outside = () if boundary is None else (boundary.k, boundary.v, boundary.lo, boundary.hi)
-    out, _ = _operator(q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl, *outside)
+    fixed = {"deterministic": True} if deterministic else {}
+    out, _ = _operator(q, k, v, subtree_end, list(buffers), sinks, score.to_json(), impl, *outside, **fixed)
     result: Tensor = out
     return result
 
@@ -135,12 +143,13 @@ def _inputs(
     buffers: Sequence[Tensor],
     sinks: Tensor | None,
     outside: Sequence[Any],
+    deterministic: bool = False,
 ) -> Inputs:
     """Bundle the operands; the dispatcher leaves out arguments that have their default value."""
     given = [tensor for tensor in outside if tensor is not None]
     if len(given) not in (0, 4):
         raise InputError(f"a boundary must be its keys, values, lo and hi, got {len(given)} of the four")
-    return Inputs(q, k, v, subtree_end, buffers, sinks, Boundary(*given) if given else None)
+    return Inputs(q, k, v, subtree_end, buffers, sinks, Boundary(*given) if given else None, deterministic)
 
 
 def _own_dtypes(device: str) -> AbstractContextManager[object]:
@@ -158,8 +167,9 @@ def _forward(
     score: str,
     impl: str,
     *outside: Tensor | None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside)
+    inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside, deterministic)
     if q.numel() == 0 or v.numel() == 0:
         out, lse = empty_outputs(q, v)
         return out.zero_(), lse.fill_(-torch.inf)
@@ -168,7 +178,7 @@ def _forward(
     return heads_inside(out), owned(lse)
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any, deterministic: bool = False) -> tuple[Tensor, Tensor]:
     return empty_outputs(q, v)
 
 
@@ -186,12 +196,13 @@ def _backward(
     impl: str,
     buffer_grads: list[bool],
     *outside: Tensor | None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the gradients of q, k, v, and a list: k and v of the boundary, sinks if given, the marked buffers.
 
     Implementations return them in any layout.
     """
-    inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside)
+    inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside, deterministic)
     if q.numel() == 0 or v.numel() == 0:
         dq, dk, dv, *rest = [torch.zeros_like(leaf) for leaf in inputs.differentiable(buffer_grads)]
     else:
@@ -222,6 +233,7 @@ def _backward_fake(
     impl: str,
     buffer_grads: list[bool],
     *outside: Tensor | None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     inputs = _inputs(q, k, v, subtree_end, buffers, sinks, outside)
     leaves, heads = inputs.differentiable(buffer_grads), _tensors_of_heads(inputs)
@@ -235,22 +247,25 @@ def _backward_fake(
 # Autograd -------------------------------------------------------------------------------------------------------------
 
 
-def _below_autograd(operator: Any, keys: Any, arguments: Sequence[Any]) -> Any:
+def _below_autograd(operator: Any, keys: Any, arguments: Sequence[Any], fixed: dict[str, bool]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **fixed)
+
+
+_Call = tuple[str, str, dict[str, bool]]
+"""The score, ``impl``, and ``deterministic`` where it is asked for."""
 
 
 class _Attention(torch.autograd.Function):
     """The operator with its formula; autograd sees tensors that are arguments of their own only."""
 
     @staticmethod
-    def forward(
-        ctx: Any, keys: Any, score: str, impl: str, q: Any, k: Any, v: Any, ends: Any, sinks: Any, *others: Any
-    ) -> Any:
+    def forward(ctx: Any, keys: Any, call: _Call, q: Any, k: Any, v: Any, ends: Any, sinks: Any, *others: Any) -> Any:
         outside, buffers = others[:4], others[4:]
-        out, lse = _below_autograd(_operator, keys, (q, k, v, ends, list(buffers), sinks, score, impl, *outside))
+        arguments = (q, k, v, ends, list(buffers), sinks, *call[:2], *outside)
+        out, lse = _below_autograd(_operator, keys, arguments, call[2])
         ctx.save_for_backward(q, k, v, ends, sinks, *others, out, lse)
-        ctx.score, ctx.impl = score, impl
+        ctx.call = call
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -262,24 +277,25 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(needs)
         q, k, v, ends, sinks, *others, out, lse = ctx.saved_tensors
         outside, buffers = others[:4], others[4:]
-        marked = [bool(need) and buffer.is_floating_point() for need, buffer in zip(needs[12:], buffers, strict=True)]
+        marked = [bool(need) and buffer.is_floating_point() for need, buffer in zip(needs[11:], buffers, strict=True)]
+        score, impl, fixed = ctx.call
         dq, dk, dv, rest = _backward_operator(
-            grads[0], q, k, v, ends, buffers, sinks, out, lse, ctx.score, ctx.impl, marked, *outside
+            grads[0], q, k, v, ends, buffers, sinks, out, lse, score, impl, marked, *outside, **fixed
         )
         left = list(rest)
         dbk, dbv = (None, None) if outside[0] is None else (left.pop(0), left.pop(0))
         dsinks = None if sinks is None else left.pop(0)
         dbuffers = [left.pop(0) if wanted else None for wanted in marked]
-        return None, None, None, dq, dk, dv, None, dsinks, dbk, dbv, None, None, *dbuffers
+        return None, None, dq, dk, dv, None, dsinks, dbk, dbv, None, None, *dbuffers
 
 
 class _Backward(torch.autograd.Function):
     """The backward, which has no formula of its own."""
 
     @staticmethod
-    def forward(ctx: Any, keys: Any, arguments: Sequence[Any], *tensors: Any) -> Any:
+    def forward(ctx: Any, keys: Any, arguments: Sequence[Any], fixed: dict[str, bool], *tensors: Any) -> Any:
         del ctx, tensors
-        dq, dk, dv, rest = _below_autograd(_backward_operator, keys, arguments)
+        dq, dk, dv, rest = _below_autograd(_backward_operator, keys, arguments, fixed)
         return dq, dk, dv, *rest
 
     @staticmethod
@@ -296,20 +312,30 @@ def _records(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _forward_autograd(
-    keys: Any, q: Any, k: Any, v: Any, ends: Any, buffers: Any, sinks: Any, score: str, impl: str, *outside: Any
+    keys: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    ends: Any,
+    buffers: Any,
+    sinks: Any,
+    score: str,
+    impl: str,
+    *outside: Any,
+    **fixed: bool,
 ) -> Any:
     if not _records((q, k, v, sinks, *buffers, *outside)):
-        return _below_autograd(_operator, keys, (q, k, v, ends, buffers, sinks, score, impl, *outside))
+        return _below_autograd(_operator, keys, (q, k, v, ends, buffers, sinks, score, impl, *outside), fixed)
     missing = (None,) * (4 - len(outside))
-    return _differentiable(keys, score, impl, q, k, v, ends, sinks, *outside, *missing, *buffers)
+    return _differentiable(keys, (score, impl, fixed), q, k, v, ends, sinks, *outside, *missing, *buffers)
 
 
-def _backward_autograd(keys: Any, *arguments: Any) -> Any:
+def _backward_autograd(keys: Any, *arguments: Any, **fixed: bool) -> Any:
     flat = [item for item in arguments if isinstance(item, Tensor)]
     flat += [item for entry in arguments if isinstance(entry, list) for item in entry if isinstance(item, Tensor)]
     if not _records(flat):
-        return _below_autograd(_backward_operator, keys, arguments)
-    dq, dk, dv, *rest = _refused_twice(keys, arguments, *flat)
+        return _below_autograd(_backward_operator, keys, arguments, fixed)
+    dq, dk, dv, *rest = _refused_twice(keys, arguments, fixed, *flat)
     return dq, dk, dv, rest
 
 

@@ -190,7 +190,7 @@ class Cutter:
                 given = [self._call(torch.ops.aten.transpose.int, cache, 1, 2) for cache in outside]
                 extended = self._extended(list(buffers), Score.from_json(score))
                 arguments = (q, k, v, end, extended, sinks, score, impl, *given, self.lo, self.hi)
-                new = self._call(_ATTENTION, *arguments)
+                new = self._call(_ATTENTION, *arguments, **node.kwargs)
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             self.gm.graph.erase_node(node)
@@ -217,8 +217,8 @@ class Cutter:
             heads.meta["val"] = source.meta["val"][None, None]
         return heads
 
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        return self.gm.graph.call_function(target, args)
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.gm.graph.call_function(target, args, kwargs)
 
     def _bring(self, sources: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         """The boundary's [1, P, heads, width] of keys and values [1, heads, N, width] that one attention reads."""

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from treefx.errors import UnsupportedError
-from treefx.kernels import tree_attention
+from treefx.kernels import reference, tree_attention
 from treefx.kernels.common import Inputs
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score, make_score
@@ -36,7 +36,7 @@ def test_opcheck(dtype: torch.dtype, sinks: bool) -> None:
     sink = torch.randn(4, dtype=dtype, requires_grad=True) if sinks else None
     table = torch.randn(4, 10, dtype=dtype, requires_grad=dtype != torch.bfloat16)
     arguments = (q, k, v, comb(7), [table], sink, SCORE.to_json(), "auto")
-    torch.library.opcheck(torch.ops.treefx.tree_attention, arguments)
+    torch.library.opcheck(torch.ops.treefx.tree_attention, arguments, {"deterministic": True} if sinks else {})
 
 
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
@@ -93,6 +93,29 @@ def test_public_function_compiles_whole() -> None:
     arguments = (*draw(12), comb(12))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*arguments), model(*arguments))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backward_knows_whether_bits_matter(
+    compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    backward = reference.backward
+
+    def watched(grad_out: Tensor, inputs: Inputs, *others: Any) -> Any:
+        asked.append(inputs.deterministic)
+        return backward(grad_out, inputs, *others)
+
+    monkeypatch.setattr(reference, "backward", watched)
+
+    def model(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        return tree_attention(q, k, v, ends, impl="reference", deterministic=deterministic)
+
+    leaves = draw(9)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    torch.autograd.grad(run(*leaves, comb(9)).sum(), leaves)
+    assert asked == [deterministic]
 
 
 def test_checkpoint_gives_the_same_gradients() -> None:

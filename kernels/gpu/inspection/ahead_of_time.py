@@ -116,6 +116,8 @@ def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[t
             continue
         if isinstance(value, Tensor):
             signature[parameter.name] = _TYPES[value.dtype]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
         if isinstance(value, Tensor) or (special and value % 16 == 0):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from treefx.kernels.common import Inputs, empty_heads_inside, empty_outputs
 from treefx.kernels.gpu.triton_tree.arguments import dense_features
 from treefx.kernels.gpu.triton_tree.buffer_gradients import buffer_gradients
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, usable_shared_memory
-from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource
+from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.gpu.triton_tree.paths import checked, on_path, path_of_keys
+from treefx.kernels.gpu.triton_tree.small_launches import launch_finish
 from treefx.kernels.gpu.triton_tree.support import interpreted
 from treefx.kernels.gpu.triton_tree.tuning import best_config, tuned
 from treefx.kernels.score import Score
@@ -43,7 +45,10 @@ def backward(
     *,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers."""
+    """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers.
+
+    On the given path in two passes over the tiles, with the same bits every time; without one as it costs least.
+    """
     attention = _attention(inputs, score)
     grad_out, out = dense_features([grad_out, out])
 
@@ -102,28 +107,46 @@ def backward_from(
         The gradient of q; those of k and v of every source, one row per key also where the source is a pool; and
         ``sum(grad_out * out)``, ``[B, H, N]``.
     """
-    inputs = attention.inputs
-    pairs, previous = [], None
-    last = max((number for number, source in enumerate(sources) if len(source)), default=0)
-    dq = empty_heads_inside(inputs.q, inputs.q.shape[-1])
-    with _device_of(inputs.q):
+    dq = empty_heads_inside(attention.inputs.q, attention.inputs.q.shape[-1])
+    with _device_of(dq):
         prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse)
         prologue.run()
         keys_on = path_of_keys(attention)
-        for number, source in enumerate(sources):
-            dk, dv = (_gradient_of(tensor, len(source)) for tensor in (source.k, source.v))
-            pairs.append((dk, dv))
-            if not len(source):
-                continue
-            target = dq if number == last else torch.empty_like(dq, dtype=torch.float32)
-            keys = partial(Attention.backward_keys, source=source, gradients=of_keys, dk=dk, dv=dv)
-            queries = partial(
-                Attention.backward_queries, source=source, gradients=of_queries, dq=target, previous=previous
-            )
-            tuned(keys_on, "backward_keys", keys).run()
-            tuned(attention, "backward_queries", queries).run()
-            previous = target
-    return dq if previous is not None else dq.zero_(), pairs, prologue.arguments["Delta"]
+        pairs = [_backward_keys(keys_on, source, of_keys) for source in sources]
+        if attention.once:
+            launch_finish(of_keys["SumsQ"], dq, attention.code.factor, attention.inputs.k.shape[1]).run()
+        else:
+            _backward_queries(attention, [source for source in sources if len(source)], of_queries, dq)
+    return dq, pairs, prologue.arguments["Delta"]
+
+
+def _backward_keys(attention: Attention, source: KeySource, gradients: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a source's keys and values."""
+    dk, dv = (_gradient_of(tensor, len(source)) for tensor in (source.k, source.v))
+
+    def make(chosen: Attention) -> Launch:
+        given = gradients
+        if attention.once and chosen is not attention:  # what is only timed adds to sums that nobody reads
+            given = {**gradients, "SumsQ": torch.empty_like(gradients["SumsQ"])}
+        return chosen.backward_keys(source, given, dk, dv)
+
+    if len(source):
+        tuned(attention, attention.of_keys, make).run()
+    return dk, dv
+
+
+def _backward_queries(
+    attention: Attention, sources: Sequence[KeySource], gradients: dict[str, Any], dq: Tensor
+) -> None:
+    """Write the gradient of the queries: one launch per source, each goes on from the one before."""
+    previous = None
+    for source in sources:
+        target = dq if source is sources[-1] else torch.empty_like(dq, dtype=torch.float32)
+        queries = partial(Attention.backward_queries, source=source, gradients=gradients, dq=target, previous=previous)
+        tuned(attention, "backward_queries", queries).run()
+        previous = target
+    if not sources:
+        dq.zero_()
 
 
 def _attention(inputs: Inputs, score: Score) -> Attention:

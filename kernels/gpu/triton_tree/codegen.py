@@ -23,7 +23,7 @@ from treefx.kernels.expression_text import format_condition, format_expression
 from treefx.kernels.gpu.triton_tree.expressions import BufferKind, score_code
 from treefx.kernels.score import Score
 
-__all__ = ["Request", "cache_folder", "kernel_module", "kernel_source"]
+__all__ = ["Request", "cache_folder", "kernel_module", "kernel_source", "row_width"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _lock = Lock()
@@ -63,6 +63,12 @@ def head_chunks(width: int, smallest: int, largest: int) -> tuple[tuple[int, int
     return tuple(chunks)
 
 
+def row_width(width: int, chunk_widths: tuple[int, int]) -> int:
+    """Return the features of a head with the overhang of its last chunk."""
+    start, size, _ = head_chunks(width, *chunk_widths)[-1]
+    return start + size
+
+
 @lru_cache(maxsize=256)
 def kernel_source(request: Request) -> str:
     """Return the source of a request's module.
@@ -87,6 +93,7 @@ def kernel_source(request: Request) -> str:
             key_chunks=head_chunks(request.head_dim, *request.chunk_widths),
             value_chunks=head_chunks(request.value_dim, *request.chunk_widths),
             lengths=lengths,
+            row_width=row_width(request.head_dim, request.chunk_widths),
         )
     )
     return _header(request) + _formatted(text)

@@ -10,11 +10,13 @@ from treefx.kernels.gpu.triton_tree.support import triton_version
 
 __all__ = [
     "SHARED_MEMORY",
+    "ONE_PASS_KEYS",
     "Config",
     "Problem",
     "candidates",
     "chunk_widths",
     "default_config",
+    "one_pass_fits",
     "usable_shared_memory",
 ]
 
@@ -41,7 +43,7 @@ class Problem:
     """What the best configuration depends on.
 
     Attributes:
-        kernel: ``"forward"``, ``"backward_keys"`` or ``"backward_queries"``.
+        kernel: ``"forward"``, ``"backward_keys"``, ``"backward_queries"`` or ``"backward_once"``.
         path: ``"plain"`` or ``"warp"``.
         dtype: of q, k and v.
         head_dim: width of queries and keys.
@@ -92,6 +94,17 @@ def default_config(problem: Problem) -> Config:
     return candidates(problem)[0]
 
 
+def one_pass_fits(problem: Problem) -> bool:
+    """Return whether the kernel that adds up dq beside dk and dv has room for both.
+
+    A score with a slope of its own, or terms of pairs, spills 70 to 250 bytes of registers in it; wider heads more. And
+    a tile of fewer keys than a head has features adds more bytes to dq than a second pass would load.
+    """
+    if problem.heavy or max(problem.head_dim, problem.value_dim) > _ONE_PASS_HEAD:
+        return False
+    return candidates(problem)[0].block_n >= problem.head_dim
+
+
 @lru_cache(maxsize=1024)
 def candidates(problem: Problem) -> tuple[Config, ...]:
     """Return the configurations worth trying that fit the device, the best guess first.
@@ -104,7 +117,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     found = table[problem.kernel]
     bound = next((bound for bound in found if width <= bound), max(found))
     choices = found[bound]
-    if problem.heavy and problem.kernel == "backward_keys":
+    if problem.heavy and problem.kernel in _BY_KEY:
         largest = _HEAVY_TILE if width <= _WIDE_HEAD else _HEAVY_WIDE_TILE
         choices = tuple(config for config in choices if config.block_m * config.block_n <= largest)
     if problem.loads_pairs and problem.kernel == "forward":
@@ -146,7 +159,7 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
         return ()
     both = problem.head_dim + problem.value_dim
     if problem.shared_limit >= usable_shared_memory(100):
-        return (Config(32, 64, 8, 3),) if problem.kernel == "backward_keys" and 320 < both <= 384 else ()
+        return (Config(32, 64, 8, 3),) if problem.kernel in _BY_KEY and 320 < both <= 384 else ()
     if problem.kernel == "backward_keys" and (problem.loads_pairs or 320 <= both <= 384):
         return (Config(32, 64 if problem.loads_pairs and both <= 256 else 32, 8, 3),)
     if problem.kernel == "backward_queries" and problem.loads_pairs:
@@ -159,21 +172,29 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
 def _shared_bytes(problem: Problem, config: Config) -> int:
     """Return about how many bytes of shared memory a program takes: its own tile and the pipeline of the others."""
     both = problem.head_dim + problem.value_dim
-    if problem.kernel == "backward_keys":
+    if problem.kernel in _BY_KEY:
         elements = config.block_n * both + config.stages * config.block_m * both
     elif problem.kernel == "forward":
         elements = config.block_m * problem.head_dim + config.stages * config.block_n * both
     else:
         elements = config.block_m * both + config.stages * config.block_n * both
-    return elements * (4 if problem.dtype == torch.float32 else 2) + _RESERVED
+    sums = 4 * config.block_m * problem.head_dim if problem.kernel == "backward_once" else 0  # laid for wide additions
+    return elements * (4 if problem.dtype == torch.float32 else 2) + sums + _RESERVED
 
 
+ONE_PASS_KEYS = 330
+"""Keys a row of queries must meet before one pass over the tiles costs less than two.
+
+Two passes make seven products of a tile, one makes five; but it zeroes sums of dq in float32 and reads them again, 8
+bytes per feature more. Where products run at 430 TFLOP/s and memory at 2.6 TB/s: 8 / 2.6e12 = keys * 4 / 430e12."""
+_ONE_PASS_HEAD = 128
 _RESERVED = 3_000
 """For reductions, masks and barriers."""
 _LOADING_KEYS = 32
 """Keys of a tile of the forward that does not spill when every pair loads."""
 _LONG_NODE = 256
 """Tokens."""
+_BY_KEY = ("backward_keys", "backward_once")
 _WIDE_HEAD = 192
 _HEAVY_TILE, _HEAVY_WIDE_TILE = 32 * 128, 16 * 64
 """Largest tile of dk and dv that does not spill when the score needs registers of its own."""
@@ -198,6 +219,7 @@ _SIXTEEN_BITS: _Table = {
         192: (Config(32, 128, 8, 3), Config(64, 64, 8, 3), Config(32, 64, 8, 3)),
         256: (Config(32, 64, 8, 3), Config(16, 64, 8, 3)),
     },
+    "backward_once": {128: (Config(64, 128, 8, 3), Config(64, 64, 8, 3))},
     "backward_queries": {
         128: (Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(128, 32, 8, 3)),
         192: (Config(128, 32, 8, 3), Config(64, 32, 8, 3)),
@@ -230,6 +252,7 @@ _FLOAT32: _Table = {
         128: (Config(32, 16, 8, 3), Config(16, 16, 4, 3)),
         256: (Config(16, 16, 8, 3),),
     },
+    "backward_once": {64: (Config(32, 32, 8, 3), Config(32, 64, 8, 3)), 128: (Config(32, 16, 8, 3),)},
     "backward_queries": {
         64: (Config(32, 32, 8, 3), Config(64, 32, 4, 3)),
         96: (Config(16, 32, 4, 3), Config(16, 16, 4, 3)),

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "add_rows",
     "clamped",
     "floor_divide",
     "load_rows",
@@ -47,6 +48,13 @@ def store_rows(pointer, offsets, valid, tile, START: tl.constexpr, WIDTH: tl.con
     address = pointer + offsets[:, None] + feature[None, :]
     mask = valid[:, None] & (feature < STOP)[None, :]
     tl.store(address, tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_rows(pointer, offsets, tile, START: tl.constexpr, WIDTH: tl.constexpr):
+    """Add to features [START, START + WIDTH) of some rows, which others add to at the same time."""
+    feature = START + tl.arange(0, WIDTH)
+    tl.atomic_add(pointer + offsets[:, None] + feature[None, :], tile, sem="relaxed")
 
 
 @triton.jit

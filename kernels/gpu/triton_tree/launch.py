@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree.arguments import padded, padded_length, split_heads, strides
-from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module
+from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, row_width
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config
 from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
 from treefx.kernels.gpu.triton_tree.small_launches import Launch, launch_prologue, launch_sums
@@ -50,6 +50,7 @@ class Attention:
         inputs: the tensors; the boundary is a key source of its own.
         score: the score.
         path: ``"plain"`` or ``"warp"``.
+        once: whether the kernel of dk and dv also adds up dq, in no fixed order; on the plain path only.
         choose: the configuration of each problem.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
         shared_limit: bytes of shared memory that a program may use.
@@ -62,6 +63,7 @@ class Attention:
     inputs: Inputs
     score: Score
     path: str = "plain"
+    once: bool = False
     choose: Callable[[Problem], Config] = default_config
     node_length: int = 256
     shared_limit: int = 232_448
@@ -138,6 +140,11 @@ class Attention:
         }
         return self.launch("forward", len(blocks.by_query.order), arguments, config)
 
+    @property
+    def of_keys(self) -> str:
+        """The kernel of dk and dv."""
+        return "backward_once" if self.once else "backward_keys"
+
     def backward_keys(self, source: KeySource, gradients: dict[str, Any], dk: Tensor, dv: Tensor) -> Launch:
         """Return the launch that writes the gradients of a source's keys and values.
 
@@ -147,7 +154,7 @@ class Attention:
             dk: where the gradient of the keys goes.
             dv: where that of the values goes.
         """
-        config = self.config("backward_keys")
+        config = self.config(self.of_keys)
         blocks = self.blocks(source, config)
         work = blocks.key_programs
         # Never empty: whether there are parts must not make another kernel.
@@ -171,7 +178,7 @@ class Attention:
             **strides("dk", dk),
             **strides("dv", dv),
         }
-        launch = self.launch("backward_keys", len(work.order), arguments, config)
+        launch = self.launch(self.of_keys, len(work.order), arguments, config)
         if not len(work.split):
             return launch
         return replace(launch, after=(launch_sums(work, config, parts, (dk, dv)),))
@@ -196,6 +203,12 @@ class Attention:
     def heads(self) -> int:
         """Key heads, of all elements of the batch: the programs per list of tiles."""
         return self.inputs.q.shape[0] * self.inputs.k.shape[1]
+
+    def keys_met(self, kernel: str) -> float:
+        """Return how many keys a row of queries meets in the tiles of a kernel, on average; known without a wait."""
+        config = self.config(kernel)
+        tiles = sum(len(self.blocks(source, config).by_key.tiles) for source in self.sources() if len(source))
+        return tiles * config.block_m * config.block_n / (self.inputs.q.shape[2] * self.group)
 
     def blocks(self, source: KeySource, config: Config) -> TreeBlocks:
         """Return the tile lists of a source for tiles of this configuration."""
@@ -247,13 +260,15 @@ class Attention:
     def prologue(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
         """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
 
-        All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles.
+        All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles. In one
+        pass there is room for the sums of the gradient of the queries, and it is zeroed.
         """
         q = self.inputs.q
-        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1])
+        width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
+        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1], width)
         made = launch.arguments
         rows, grads = (q, grad_out) if made["PackedQ"] is None else (made["PackedQ"], made["PackedGrad"])
-        packed = {name: made[name] for name in ("PackedLse", "PackedDelta", "packed_rows")}
+        packed = {name: made[name] for name in ("PackedLse", "PackedDelta", "packed_rows", "SumsQ")}
         packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}

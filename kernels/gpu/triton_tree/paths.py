@@ -1,8 +1,8 @@
-"""Which of the two forms of a kernel runs: warp-specialised (Hopper, 16-bit types) or plain.
+"""Which form of a kernel runs: warp-specialised (Hopper, 16-bit types) or plain; and, backward, in one pass or in two.
 
-The warp-specialised form is checked against the plain one, on the first of the tokens at hand, when a process first
-uses it for an attention of its kind, and again for longer lists of tiles. If it cannot be compiled or differs anywhere,
-the plain form takes over with one warning.
+The warp-specialised form, and one pass, which has a plain form only, are checked against the plain kernels in two
+passes, on the first of the tokens at hand, when a process first uses them for an attention of its kind, and again for
+longer lists of tiles. What cannot be compiled, or differs anywhere, gives way to the plain form with one warning.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels.gpu.triton_tree.configs import default_config
+from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted, triton_version
 from treefx.kernels.gpu.triton_tree.tuning import tuning_wanted
@@ -23,6 +23,7 @@ __all__ = [
     "PATHS",
     "checked",
     "forced_path",
+    "in_one_pass",
     "keys_refusal",
     "on_path",
     "path_of_keys",
@@ -57,6 +58,19 @@ def forced_path() -> str | None:
     if path is not None and path not in PATHS:
         raise InputError(f"TREEFX_KERNEL_PATH must be one of {', '.join(PATHS)}, or unset, got {path!r}")
     return path
+
+
+def in_one_pass(attention: Attention) -> bool:
+    """Return whether the backward of an attention visits every tile once, and adds up dq in no fixed order.
+
+    It does where that costs less, unless the caller, or ``torch.use_deterministic_algorithms``, wants the same bits
+    every time. The specialised form, if it is demanded, has kernels of their own for dk and dv and for dq.
+    """
+    if attention.inputs.deterministic or torch.are_deterministic_algorithms_enabled() or forced_path() == "warp":
+        return False
+    if not one_pass_fits(attention.problem("backward_once")):
+        return False
+    return attention.keys_met("backward_once") >= ONE_PASS_KEYS
 
 
 def warp_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | None:
@@ -139,16 +153,28 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
         refusal = refusal or keys_refusal(attention)
     if forced == "warp" and refusal is not None:
         raise UnsupportedError(f"TREEFX_KERNEL_PATH=warp must meet an attention that path can run, but {refusal}")
+    if name == "backward":
+        once = replace(attention, path="plain", once=True)
+        if in_one_pass(once) and (interpreted() or _is_right("one-pass", name, once, tensors, run)):
+            return run(once, tensors)
     if forced is not None:
         return run(replace(attention, path=forced), tensors)
     if refusal is not None or interpreted():
         return run(replace(attention, path="plain"), tensors)
+    fast = replace(attention, path="warp")
+    right = _is_right("warp-specialised", name, fast, tensors, run)
+    return run(fast if right else replace(attention, path="plain"), tensors)
+
+
+def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
+    """Return whether a form gives what the plain kernels in two passes do; asked once for a kind of attention."""
     q, sinks = attention.inputs.q, attention.inputs.sinks
     length = min(q.shape[2], _CHECKED_TOKENS).bit_length()
-    key = (name, attention.request, q.dtype, attention.group, q.device, sinks is None, attention.node_length, length)
+    kind = (attention.request, attention.inputs.boundary is None, attention.group, sinks is None, attention.node_length)
+    key = (form, name, kind, q.dtype, q.device, length)
     if key not in _verdicts:
-        _verdicts[key] = _judge(name, attention, tensors, run)
-    return run(replace(attention, path="warp" if _verdicts[key] else "plain"), tensors)
+        _verdicts[key] = _judge(form, name, attention, tensors, run)
+    return _verdicts[key]
 
 
 def on_path(attention: Attention, path: str) -> Attention:
@@ -156,15 +182,15 @@ def on_path(attention: Attention, path: str) -> Attention:
     return replace(attention, path=path, choose=attention.choose if interpreted() else default_config)
 
 
-def _judge(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
-    """Run both forms on the first tokens and compare them, in every block of rows."""
+def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
+    """Run a form and the plain kernels on the first tokens and compare them, in every block of rows."""
     few = replace(attention, inputs=attention.inputs.first_tokens(_CHECKED_TOKENS))
     parts, problem = [x[:1, :, :_CHECKED_TOKENS] for x in tensors], ""
-    plain = run(on_path(few, "plain"), parts)
+    plain = run(replace(on_path(few, "plain"), once=False), parts)
     try:
         if tuning_wanted():
-            run(replace(attention, path="warp"), tensors)  # what is found to be the fastest is what has to be right
-        fast = run(replace(few, path="warp"), parts)
+            run(attention, tensors)  # what is found to be the fastest is what has to be right
+        fast = run(few, parts)
         errors = [largest_error(*pair) for pair in zip(fast, plain, strict=True)]
         if not all(error <= _TOLERANCE for error in errors):  # NaN fails too
             problem = f"its results differ by {', '.join(f'{error:.1e}' for error in errors)}"
@@ -172,7 +198,7 @@ def _judge(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run)
         problem = f"{type(reason).__name__}: {str(reason)[:200]}"
     if problem:
         warnings.warn(
-            f"treefx: the warp-specialised {name} kernel is switched off for this attention, the plain one runs "
+            f"treefx: the {form} {name} kernel is switched off for this attention, the plain one runs "
             f"instead, slower: {problem}",
             RuntimeWarning,
             stacklevel=2,

@@ -1,11 +1,11 @@
-"""Kernels without products: what the backward needs of every row before, and the sums of cut lists after it."""
+"""Kernels without products: what the backward needs of every row before, and what becomes of sums after it."""
 
 # Annotations would be evaluated by Triton: parameters are tensors, and constants where marked.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 import triton
 import triton.language as tl
 
-__all__ = ["prologue", "sum_parts"]
+__all__ = ["finish_queries", "prologue", "sum_parts"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -22,6 +22,7 @@ def prologue(
     PackedGrad,
     PackedLse,
     PackedDelta,
+    SumsQ,
     q_batch,
     q_head,
     q_token,
@@ -39,12 +40,14 @@ def prologue(
     FEATURES: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUE_FEATURES: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Write delta = sum over the features of grad_out * out: what the softmax takes from every gradient of its row.
 
     And, where there is room for them, queries, gradients, delta and the log-sum-exp (times log2(e), infinite where a
-    row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member r % GROUP.
+    row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member r % GROUP. And
+    zeros where gradients of the queries will be added up.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1) % kv_heads
@@ -66,6 +69,11 @@ def prologue(
     place = tl.program_id(1).to(tl.int64) * packed_rows + row
     tl.store(PackedLse + place, seen, mask=row < packed_rows)
     tl.store(PackedDelta + place, delta, mask=row < packed_rows)
+    if SumsQ is not None:
+        feature = tl.arange(0, FEATURES)
+        room = (row < packed_rows)[:, None] & (feature < WIDTH)[None, :]
+        nothing = tl.zeros([ROWS, FEATURES], tl.float32)
+        tl.store(SumsQ + place[:, None] * ROW_WIDTH + feature[None, :], nothing, mask=room)
     if PackedQ is not None:
         place = tl.program_id(1).to(tl.int64) * queries * GROUP + row
         tl.store(PackedGrad + place[:, None] * VALUE_WIDTH + value[None, :], grad, mask=inside)
@@ -80,6 +88,37 @@ def copy_rows(Source, source_row, Target, place, valid, WIDTH: tl.constexpr, FEA
     inside = valid[:, None] & (feature < WIDTH)[None, :]
     x = tl.load(Source + source_row[:, None] + feature[None, :], mask=inside, other=0.0)
     tl.store(Target + place[:, None] * WIDTH + feature[None, :], x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["queries", "packed_rows", "factor"])
+def finish_queries(
+    SumsQ,
+    GradQ,
+    dq_batch,
+    dq_head,
+    dq_token,
+    factor,
+    queries,
+    packed_rows,
+    kv_heads,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the gradient of the queries from its sums, which lie in the order of the tiles' rows, times a factor."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    kv_head = tl.program_id(1) % kv_heads
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    token = row // GROUP
+    feature = tl.arange(0, FEATURES)
+    inside = (token < queries)[:, None] & (feature < WIDTH)[None, :]
+    place = tl.program_id(1).to(tl.int64) * packed_rows + row
+    sums = tl.load(SumsQ + place[:, None] * ROW_WIDTH + feature[None, :], mask=inside, other=0.0)
+    head = kv_head * GROUP + row % GROUP
+    target = GradQ + batch * dq_batch + token.to(tl.int64) * dq_token + head.to(tl.int64) * dq_head
+    tl.store(target[:, None] + feature[None, :], (sums * factor).to(GradQ.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["keys", "parts"])

@@ -14,7 +14,7 @@ from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, str
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
 
-__all__ = ["Launch", "launch_prologue", "launch_sums"]
+__all__ = ["Launch", "launch_finish", "launch_prologue", "launch_sums"]
 
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
@@ -41,7 +41,9 @@ class Launch:
             launch.run()
 
 
-def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_heads: int) -> Launch:
+def launch_prologue(
+    q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_heads: int, sums_width: int | None = None
+) -> Launch:
     """Return the launch of what the backward needs of every row of queries, with room for its results.
 
     Args:
@@ -50,11 +52,12 @@ def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_he
         out: ``[B, H, N, Dv]``.
         lse: ``[B, H, N]``.
         kv_heads: key heads.
+        sums_width: features of a row of ``SumsQ``, where gradients of the queries will be added up; ``None``: nowhere.
 
     Returns:
         The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedLse`` and ``PackedDelta``
-        ``[B * Hkv, N * group and more]``; and where a group has several heads ``PackedQ`` and ``PackedGrad`` ``[B, Hkv,
-        N * group, features]``.
+        ``[B * Hkv, N * group and more]``; zeros in ``SumsQ`` ``[B * Hkv, N * group and more, sums_width]``; and where a
+        group has several heads ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
     """
     from treefx.kernels.gpu.triton_tree.row_kernels import prologue  # only here: it imports Triton
 
@@ -62,6 +65,7 @@ def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_he
     group, value_width = heads // kv_heads, grad_out.shape[-1]
     rows = queries * group
     vectors = [lse.new_empty(batch * kv_heads, padded_length(rows)) for _ in range(2)]
+    sums = None if sums_width is None else lse.new_empty(*vectors[0].shape, sums_width)
     copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if group > 1 else None for x in (q, grad_out)]
     arguments = {
         "Q": q,
@@ -73,6 +77,7 @@ def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_he
         "PackedGrad": copies[1],
         "PackedLse": vectors[0],
         "PackedDelta": vectors[1],
+        "SumsQ": sums,
         **strides("q", q),
         **strides("grad", grad_out),
         **strides("out", out),
@@ -81,10 +86,41 @@ def launch_prologue(q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_he
         "kv_heads": kv_heads,
         "GROUP": group,
         **_widths(width, value_width),
+        "ROW_WIDTH": sums_width or 0,
         "ROWS": _PROLOGUE_ROWS,
     }
     grid = (padded_length(rows) // _PROLOGUE_ROWS, batch * kv_heads)
     return Launch(prologue, grid, arguments, Config(_PROLOGUE_ROWS, 0, 4, 1))
+
+
+def launch_finish(sums: Tensor, dq: Tensor, factor: float, kv_heads: int) -> Launch:
+    """Return the launch that writes the gradient of the queries from its sums.
+
+    Args:
+        sums: ``SumsQ`` of :func:`launch_prologue`.
+        dq: where the gradient goes ``[B, H, N, D]``.
+        factor: what the sums are multiplied by.
+        kv_heads: key heads.
+    """
+    from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries  # only here: it imports Triton
+
+    width = dq.shape[-1]
+    arguments = {
+        "SumsQ": sums,
+        "GradQ": dq,
+        **strides("dq", dq),
+        "factor": factor,
+        "queries": dq.shape[2],
+        "packed_rows": sums.shape[1],
+        "kv_heads": kv_heads,
+        "GROUP": dq.shape[1] // kv_heads,
+        "WIDTH": width,
+        "FEATURES": 1 << (width - 1).bit_length(),
+        "ROW_WIDTH": sums.shape[-1],
+        "ROWS": _PROLOGUE_ROWS,
+    }
+    grid = (sums.shape[1] // _PROLOGUE_ROWS, sums.shape[0])
+    return Launch(finish_queries, grid, arguments, Config(_PROLOGUE_ROWS, 0, 4, 1))
 
 
 def launch_sums(work: KeyPrograms, config: Config, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> Launch:

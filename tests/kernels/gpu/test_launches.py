@@ -91,10 +91,10 @@ def forest(tokens: int, sent: bool) -> Tensor:
     return ends
 
 
-def layer(ends: Tensor, heads: int = 8) -> tuple[Recorder, Recorder]:
+def layer(ends: Tensor, heads: int = 8, deterministic: bool = False) -> tuple[Recorder, Recorder]:
     """Run forward and backward of one layer."""
     q, k, v = (torch.zeros(1, len(ends), h, 64, dtype=torch.bfloat16).transpose(1, 2) for h in (heads, 2, 2))
-    inputs = Inputs(q, k, v, ends)
+    inputs = Inputs(q, k, v, ends, deterministic=deterministic)
     with Recorder() as forward:
         out, lse = attention.forward(inputs, SCORE)
     grad = torch.zeros_like(out)
@@ -105,23 +105,26 @@ def layer(ends: Tensor, heads: int = 8) -> tuple[Recorder, Recorder]:
     return forward, backward
 
 
-def run(ends: Tensor, layers: int = 3) -> list[tuple[int, int, int]]:
+def run(ends: Tensor, layers: int = 3, deterministic: bool = False) -> list[tuple[int, int, int]]:
     """Launches of the forward, of the backward, and waits of the host, layer by layer."""
     found = []
     for _ in range(layers):
         LAUNCHED.clear()
-        forward, backward = layer(ends)
+        forward, backward = layer(ends, deterministic=deterministic)
         kernels = LAUNCHED.index("prologue")
         launched = forward.launched.total() + kernels, backward.launched.total() + len(LAUNCHED) - kernels
         found.append((*launched, forward.waited.total() + backward.waited.total()))
     return found
 
 
-def test_launches_and_waits_of_a_new_forest(device: None) -> None:
-    run(forest(1024, sent=True))  # which also compares the forms of the kernels
-    first, *others = run(forest(1040, sent=True))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_launches_and_waits_of_a_new_forest(deterministic: bool, device: None) -> None:
+    run(forest(1024, sent=True), deterministic=deterministic)  # which also compares the forms of the kernels
+    first, *others = run(forest(1040, sent=True), deterministic=deterministic)
     assert first == (2, 4, 0), "Q in the order of rows and the forward; prologue, dk and dv with their sums, and dq"
     assert others == [first, first]
+    passes = ["backward_keys", "sum_parts", "backward_queries"], ["backward_once", "sum_parts", "finish_queries"]
+    assert LAUNCHED == ["forward", "prologue", *passes[not deterministic]]
 
 
 def test_a_forest_that_nobody_sent_is_read_and_watched(device: None) -> None:

@@ -17,12 +17,14 @@ from treefx.cli.app import app
 from treefx.errors import InputError
 from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised, compile_launch
 from treefx.kernels.gpu.inspection.instructions import instructions_of_loops
-from treefx.kernels.gpu.triton_tree.small_launches import launch_prologue
+from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, Problem, one_pass_fits
+from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_prologue
 
 triton = pytest.importorskip("triton")
 
 EVERYTHING = ("window", "softcap", "alibi", "sinks")
 BF16 = torch.bfloat16
+BACKWARD = ["backward_keys", "backward_queries", "backward_once"]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ def test_plain_loops_load_ahead() -> None:
         return {record["kernel"]: record["prefetch"] for record in records}
 
     found = ahead()
-    assert found.keys() == {"forward", "backward_keys", "backward_queries"}
+    assert found.keys() == {"forward", "backward_keys", "backward_queries", "backward_once"}
     assert all(len(loops) == 2 and min(loops) > 0 for loops in found.values())
     at_use = template("plain").replace("key = tile * BLOCK_N", "key = tl.load(tiles + entry) * BLOCK_N")
     with planted("plain", at_use.replace("block = tile\n", "block = tl.load(tiles + entry)\n")):
@@ -71,6 +73,42 @@ def test_instructions_of_the_forward(path: str, most: list[float]) -> None:
     record = next(iter(run(90, paths=(path,), cases=[Case(BF16, 128, 128, 4)])))
     assert record["kernel"] == "forward"
     assert all(0 < found <= bound for found, bound in zip(record["instructions_per_logit"], most, strict=True))
+
+
+def test_one_pass_takes_fewer_instructions_than_two() -> None:
+    """In all loops of either form, and for five products instead of seven; it is within the bounds of all kernels."""
+    found = {(r["path"], r["kernel"]): r for r in run(90, cases=[Case(BF16, 128, 128, 4)])}
+    loops = {key: record["instructions_per_logit"] for key, record in found.items()}
+    once = loops["plain", "backward_once"]
+    assert len(once) == 2 and 0 < once[0] < once[1] < 21
+    for path in ("plain", "warp"):
+        assert max(once) < min(loops[path, "backward_keys"]) + min(loops[path, "backward_queries"])
+    assert found["plain", "backward_once"]["spill_bytes"] <= 64
+    assert not any(record["problems"] for record in found.values())
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_what_becomes_of_sums(arch: int) -> None:
+    sums, dq = torch.empty(2, 384, 80), torch.empty(1, 64, 10, 72, dtype=BF16).transpose(1, 2)
+    report = compile_launch(launch_finish(sums, dq, 0.125, 2), arch)
+    assert report.spill_bytes == 0 and report.registers <= 128
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"head_dim": 64, "value_dim": 64, "shared_limit": SHARED_MEMORY[86]}, True),
+        ({"head_dim": 192}, False),
+        ({"value_dim": 256}, False),
+        ({"heavy": True}, False),
+        ({"dtype": torch.float32}, False),
+        ({"shared_limit": SHARED_MEMORY[80]}, False),
+    ],
+)
+def test_where_one_pass_fits(change: dict[str, Any], fits: bool) -> None:
+    """Not with scores and heads that spill, nor where only narrow tiles fit: they add more than they save."""
+    assert one_pass_fits(replace(Problem("backward_once", "plain", BF16, 128, 128, 4), **change)) == fits
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -110,7 +148,7 @@ def test_a_new_length_compiles_nothing(path: str, features: tuple[str, ...], mon
     for tokens in (256, 333, 1008, 1001):
         monkeypatch.setattr(bench_kernel, "_TOKENS", tokens)
         launches = list(bench_kernel._launches(Case(BF16, 64, 64, 4, features), path, 90))
-        assert len(launches) == (0 if path == "warp" and "bias" in features else 3)
+        assert len(launches) == (0 if path == "warp" and "bias" in features else 3 + (path == "plain" and not features))
         keys.append([_specialised(launch) for launch in launches])
     assert all(key == keys[0] for key in keys)
 
@@ -169,7 +207,7 @@ def test_command_prints_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert {record["triton"] for record in records} == {"99.9.9"} and str(other.parent) not in sys.path
     keys = {"kernel", "path", "dtype", "head_dim", "head_dim_v", "features", "registers", "spill_bytes"}
     assert all(keys | {"shared_bytes", "wgmma", "setmaxnreg"} <= record.keys() for record in records)
-    assert [record["kernel"] for record in records] == ["forward", "backward_keys", "backward_queries"]
+    assert [record["kernel"] for record in records] == ["forward", *BACKWARD]
 
 
 def test_command_refuses_a_folder_without_triton(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
 from treefx.kernels.gpu.triton_tree import paths, support, tuning  # noqa: E402
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
 from treefx.kernels.gpu.triton_tree.launch import Launch  # noqa: E402
-from treefx.kernels.gpu.triton_tree.row_kernels import prologue, sum_parts  # noqa: E402
+from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries, prologue, sum_parts  # noqa: E402
 
 
 class Driver:
@@ -88,7 +88,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
 def _forget_kernels() -> None:
     """What was compiled belongs to a test."""
     kernel_module.cache_clear()
-    for kernel in (sum_parts, prologue):
+    for kernel in (sum_parts, prologue, finish_queries):
         kernel.device_caches.clear()
     for name in [name for name in sys.modules if name.startswith("treefx_kernel_")]:
         del sys.modules[name]
@@ -96,6 +96,7 @@ def _forget_kernels() -> None:
 
 LAUNCHED: list[str] = []
 BACKWARD = ["prologue", "backward_keys", "backward_queries"]
+ONCE = ["prologue", "backward_once", "finish_queries"]
 
 
 def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
@@ -115,6 +116,7 @@ def test_both_forms_are_compared_once_and_the_fast_one_stays(compiled: list[str]
 
 @pytest.mark.parametrize("options", [{}, {"window": 50, "softcap": 5.0}], ids=["plain", "window, softcap"])
 def test_a_new_length_compiles_nothing(options: dict[str, Any], compiled: list[str]) -> None:
+    options = {**options, "deterministic": True}
     attend(300, **options)
     found = len(compiled)
     for tokens in (333, 1008, 4100):
@@ -122,6 +124,46 @@ def test_a_new_length_compiles_nothing(options: dict[str, Any], compiled: list[s
         attend(tokens, **options)
         assert [name for name in LAUNCHED if name != "sum_parts"].count("backward_keys") in (1, 3)
     assert len([name for name in compiled if name != "sum_parts"]) == found
+
+
+def test_long_forests_take_one_pass(compiled: list[str]) -> None:
+    """It is compared with the plain kernels once for a length; neither another length nor a new forest compiles it."""
+    attend(400)
+    assert "backward_once" not in LAUNCHED
+    LAUNCHED.clear()
+    attend(1008)
+    both = ["forward", "forward", "forward", *BACKWARD, *ONCE, *ONCE]
+    assert LAUNCHED == both, "the forms of the forward, then those of the backward, and what was called"
+    found = len(compiled)
+    LAUNCHED.clear()
+    attend(999)
+    attend(1400)
+    assert LAUNCHED == ["forward", *ONCE, *both] and len(compiled) == found
+    LAUNCHED.clear()
+    attend(999, deterministic=True)
+    assert "backward_once" not in LAUNCHED
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("damage", ["wrong", "a crash"])
+def test_one_pass_that_is_wrong_is_switched_off(
+    damage: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Launch.run
+
+    def damaged(launch: Launch) -> None:
+        if launch.kernel.__name__ == "backward_once" and damage == "a crash":
+            raise RuntimeError("PassManager::run failed")
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", damaged)
+    wrong = iter([0.0, 0.0, *[float("nan")] * 4] if damage == "wrong" else [])
+    monkeypatch.setattr(paths, "largest_error", lambda got, wanted: next(wrong, 0.0))
+    with pytest.warns(RuntimeWarning, match="one-pass backward kernel is switched off"):
+        attend(1008)
+    LAUNCHED.clear()
+    attend(1008)
+    assert LAUNCHED == ["forward", *BACKWARD]
 
 
 @pytest.mark.filterwarnings("error")

@@ -12,12 +12,13 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["interpreted_triton", "interpreted_once"])
+def test_kernels_in_the_interpreter(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TREEFX_CACHE_DIR": str(tmp_path), "PYTHONSAFEPATH": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
     result = subprocess.run(
-        [*command, "tests/kernels/gpu/interpreted_triton.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*command, f"tests/kernels/gpu/{name}.py"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout and "skipped" not in result.stdout

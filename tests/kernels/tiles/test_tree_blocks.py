@@ -77,7 +77,7 @@ def test_no_group_is_padded(group: int) -> None:
     ends = torch.full((prefix + 4 * leaf,), prefix + 4 * leaf, dtype=torch.int32)
     ends[prefix:] = prefix + (torch.arange(4 * leaf, dtype=torch.int32) // leaf + 1) * leaf
     needed = group * int((ends - torch.arange(len(ends))).sum())
-    for query_block, key_block in ((128, 64), (64, 128)):
+    for query_block, key_block in ((128, 64), (64, 128), (128, 128)):
         blocks = build_blocks(Keys(ends), len(ends), query_block, key_block, group=group)
         assert needed <= len(blocks.by_key.tiles) * query_block * key_block <= 1.02 * needed
 

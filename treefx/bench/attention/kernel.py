@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from torch import Tensor
 from treefx.errors import InputError
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, compile_launch
-from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, usable_shared_memory
+from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, one_pass_fits, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.gpu.triton_tree.paths import PATHS, keys_refusal, refused_widths
-from treefx.kernels.gpu.triton_tree.small_launches import launch_sums
+from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_sums
 from treefx.kernels.score import Expr, Score, make_score
 from treefx.kernels.tiles.tree_blocks import Keys
 from treefx.output import make_table
@@ -38,7 +38,7 @@ __all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "prob
 
 ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
-_WITHOUT_PRODUCTS = ("prologue", "sum_parts")
+_WITHOUT_PRODUCTS = ("prologue", "sum_parts", "finish_queries")
 _MULTIPLYING_WARPS = 8
 """Of a specialised kernel: two groups of four, which share a tile."""
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
@@ -267,6 +267,10 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     if path == "plain" or keys_refusal(attention) is None:
         yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
     yield attention.backward_queries(source, of_queries, inputs.q)
+    if path == "plain" and one_pass_fits(attention.problem("backward_once")):
+        attention = replace(attention, once=True)
+        prologue, of_keys, _ = attention.prologue(out, out, row)
+        yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
     if not case.features and case.group == 1:
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
@@ -274,6 +278,8 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
         work = attention.blocks(source, config).key_programs
         parts = [torch.empty(len(work.order), 2, config.block_n, x.shape[-1]) for x in (inputs.k, inputs.v)]
         yield launch_sums(work, config, parts, (inputs.k, inputs.v))
+        if attention.once:
+            yield launch_finish(of_keys["SumsQ"], inputs.q, attention.code.factor, _KV_HEADS)
 
 
 def _has_warp_path(case: Case, arch: int) -> bool:
