@@ -162,7 +162,8 @@ def _as_rows(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None) -> t
     """Cut the keys into one contiguous int64 array per row; also the width of the padded form."""
     if isinstance(keys, np.ndarray) and keys.ndim != 2:
         raise InputError(f"build_trie expected keys [R, L], got an array of shape {keys.shape}")
-    if any(np.asarray(row).dtype.kind not in "iu" for row in keys):
+    kinds = {keys.dtype.kind} if isinstance(keys, np.ndarray) else {np.asarray(row).dtype.kind for row in keys}
+    if kinds - {"i", "u"}:
         raise InputError("build_trie expected integer keys; combine other columns with combine_keys first")
     rows = [np.ascontiguousarray(row, dtype=np.int64) for row in keys]
     width = max((len(row) for row in rows), default=0)

@@ -104,27 +104,24 @@ def _arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
 
 def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None) -> Batch:
     columns, own = _arrays(keys), False
-    device = keys[0].device
     rows, width = columns[0].shape
-    if keep is None:
-        trie = build_trie(combine_keys(columns))
-        row, column = trie.row, trie.index
-        token_of = trie.token_of
+    kept = None if keep is None else keep.cpu().numpy()
+    counts = None if kept is None else kept.sum(1)
+    if kept is None or (kept[:, :-1] >= kept[:, 1:]).all():  # what is dropped stands at the ends of rows
+        trie = build_trie(combine_keys(columns), counts)
+        row, column, token_of = trie.row, trie.index, trie.token_of
         prefixes = number_prefixes(columns)
     else:
-        kept = keep.cpu().numpy()
         order = np.argsort(~kept, axis=1, kind="stable")  # kept columns of each row, in order, then the dropped ones
-        aligned = bool((order == np.arange(width)).all())
-        own = not aligned and places is not None and _has_no_gaps(kept)
+        own = places is not None and _has_no_gaps(kept)
         columns += _arrays(places or ()) if own else []
-        where = [] if aligned or own else [np.broadcast_to(np.arange(width), (rows, width))]
-        trie = build_trie(np.take_along_axis(combine_keys(columns + where), order, 1), kept.sum(1))
-        row, column = trie.row, order[trie.row, trie.index]
         in_order = [np.take_along_axis(np.broadcast_to(x, (rows, width)), order, 1) for x in columns]
+        trie = build_trie(combine_keys(in_order if own else [*in_order, order]), counts)
+        row, column = trie.row, order[trie.row, trie.index]
         prefixes = number_prefixes(in_order, None if own else order)
         token_of = np.full((rows, width), -1, dtype=np.int64)
         token_of[kept] = trie.flat_token_of
-    batch = _tensors(row, column, trie.subtree_end, token_of, device)
+    batch = _tensors(row, column, trie.subtree_end, token_of, keys[0].device)
     return replace(batch, own_positions=own, prefixes=prefixes[trie.row, trie.index])
 
 
