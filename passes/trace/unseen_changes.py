@@ -59,7 +59,8 @@ def _storage(x: Tensor) -> int:
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
-    return x.untyped_storage()._cdata
+    memory: int = x.untyped_storage()._cdata
+    return memory
 
 
 def _example(node: Any) -> Tensor | None:

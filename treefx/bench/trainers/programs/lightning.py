@@ -93,7 +93,7 @@ def main(model_folder: Path, chats: Path, output: Path, *, backend: str | None) 
     def write(messages: Any, **options: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
-    rows = read_documents(chats, write, tokenizer.encode)
+    rows: Any = read_documents(chats, write, tokenizer.encode)
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder).train()
     if backend is not None:
         model.compile(backend=backend, dynamic=True)
