@@ -6,8 +6,8 @@ says what they mean, ``trajectories`` is what they become; ``tokenization`` and 
 
 Order of imports, each only of what stands before an arrow::
 
-    files -> trajectories, tokenization -> formats, rows, scripted -> loading, template, chat -> grouping, samples ->
-    batching, forest_batches, batch_sampler, prefix_sampler, packed_batches -> statistics -> __init__
+    files -> trajectories, tokenization -> formats, rows, scripted -> loading, template, chat -> grouping, samples,
+    rank_steps -> batching, forest_batches, batch_sampler, prefix_sampler, packed_batches -> statistics -> __init__
 """
 
 from treefx.data.batch_sampler import TreeBatchSampler, distinct_tokens, first_fit_batches

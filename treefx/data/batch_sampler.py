@@ -3,6 +3,9 @@
 A batch computes its distinct tokens, so a prefix that two batches need is computed twice. Batches are filled from the
 leaves of the prefix tree up: at every node, deepest first, what hangs below it is put together first-fit, largest
 first, as far as the budget goes. So rows meet where they have most in common.
+
+For several ranks, batches like that are dealt out by size, or the rows of each step are shared out among the ranks by
+``treefx.scale`` (``rank_steps``): whichever is predicted to take less time, all steps together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +17,12 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from treefx.data.rank_steps import deal_rows
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
+from treefx.forests.subset import select_rows
 from treefx.planning.cost.model import CostModel, Size
+from treefx.scale.assign import rank_forest
 
 __all__ = ["TreeBatchSampler", "distinct_tokens", "first_fit_batches"]
 
@@ -34,6 +40,7 @@ class TreeBatchSampler(Sampler[list[int]]):
 
     Every row is in exactly one batch of an epoch, over all ranks. Which small trees share a batch and the order of the
     batches are random, and differ from epoch to epoch after `set_epoch`; rows that share prefixes stay together.
+    All of it follows from the arguments and the epoch: every rank computes the same and takes its own.
 
     Args:
         sequences: the token ids of every row.
@@ -42,8 +49,9 @@ class TreeBatchSampler(Sampler[list[int]]):
         cost: the model's cost, from `treefx.profile(...).cost`; needed with `memory_limit_bytes`. Also gives the times
             that ranks are balanced by; without it, a batch's time counts as its distinct tokens.
         num_replicas: ranks that train together. Each gets the same number of batches, and batches that run at the same
-            time are of nearly equal predicted time.
+            time are of nearly equal predicted time. Where too few rows are left for all ranks, a batch is empty.
         rank: this one's number.
+        weights: of every row, as for `Forest.from_sequences`; read by `forests` alone.
         shuffle: random order; otherwise largest predicted time first.
         seed: of the order; the same on all ranks.
 
@@ -67,10 +75,11 @@ class TreeBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         shuffle: bool = True,
         seed: int = 0,
+        weights: Sequence[Any] | None = None,
     ) -> None:
         if not 0 <= rank < num_replicas:
             raise InputError(f"rank must be in [0, num_replicas = {num_replicas}), got {rank}")
-        self.forest = Forest.from_sequences(sequences)
+        self.forest = Forest.from_sequences(sequences, weights)
         self.max_tokens = _read_budget(max_tokens, memory_limit_bytes, cost)
         self.cost, self.num_replicas, self.rank = cost, num_replicas, rank
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
@@ -100,6 +109,18 @@ class TreeBatchSampler(Sampler[list[int]]):
         """This rank's batches."""
         return (step[self.rank] for step in self.steps())
 
+    def forests(self) -> Iterator[Forest]:
+        """This rank's batches as forests, whose losses sum over the ranks to the loss of all rows of the step.
+
+        Means divide by the whole step's weights, as with `treefx.scale.assign`, and so does what has to be done with
+        DDP and FSDP2. A rank without rows gets one of weight 0. Values per row are given for the rows of the step, of
+        all ranks, in ascending order of their numbers.
+        """
+        for step in self.steps():
+            rows = sorted(row for own in step for row in own)
+            place = {row: at for at, row in enumerate(rows)}
+            yield rank_forest(select_rows(self.forest, rows), sorted(place[row] for row in step[self.rank]))
+
     def __len__(self) -> int:
         """Batches per rank in this epoch."""
         return len(self.steps())
@@ -113,21 +134,35 @@ class TreeBatchSampler(Sampler[list[int]]):
 
     def _make_steps(self) -> list[list[list[int]]]:
         random = np.random.default_rng([self.seed, self.epoch if self.shuffle else 0])
-        batches = _even_out(_fill_batches(self.forest, self.max_tokens, random), self.num_replicas)
-        seconds = [self._seconds(batch) for batch in batches]
-        order = sorted(range(len(batches)), key=seconds.__getitem__, reverse=True)
-        steps = [
-            [batches[i] for i in order[start : start + self.num_replicas]]
-            for start in range(0, len(order), self.num_replicas)
-        ]
+        found = [self._deal_batches(random)]
+        if self.num_replicas > 1:
+            found.append(deal_rows(self.forest, self.num_replicas, self.max_tokens, self.cost, random))
+        steps = min(found, key=self._price)
+        steps = sorted(steps, key=lambda step: max(map(self._seconds, step)), reverse=True)
         if self.shuffle:
             # Within a step too, or rank 0 would always have the largest.
             steps = [[step[i] for i in random.permutation(self.num_replicas)] for step in steps]
             steps = [steps[i] for i in random.permutation(len(steps))]
         return steps
 
+    def _deal_batches(self, random: np.random.Generator) -> list[list[list[int]]]:
+        """Batches made without regard to ranks, those of nearly equal time in one step."""
+        batches = _even_out(_fill_batches(self.forest, self.max_tokens, random), self.num_replicas)
+        seconds = [self._seconds(batch) for batch in batches]
+        order = sorted(range(len(batches)), key=seconds.__getitem__, reverse=True)
+        return [
+            [batches[i] for i in order[start : start + self.num_replicas]]
+            for start in range(0, len(order), self.num_replicas)
+        ]
+
+    def _price(self, steps: list[list[list[int]]]) -> tuple[int, float]:
+        """Batches without rows, and predicted time of all steps."""
+        return sum(not own for step in steps for own in step), sum(max(map(self._seconds, step)) for step in steps)
+
     def _seconds(self, rows: list[int]) -> float:
         """Predicted time of a batch, or its distinct tokens."""
+        if not rows:
+            return 0.0
         tokens = _tokens_of(self.forest, rows)
         if self.cost is None:
             return float(len(tokens))

@@ -15,7 +15,7 @@ from treefx.scale.outline import Outline
 from treefx.scale.price import Cost
 from treefx.scale.split import Split, split
 
-__all__ = ["Assignment", "assign", "assign_rows"]
+__all__ = ["Assignment", "assign", "assign_rows", "rank_forest"]
 
 
 class Assignment(Sequence[Forest]):
@@ -54,22 +54,31 @@ class Assignment(Sequence[Forest]):
         )
 
     def _make(self, rank: int) -> Forest:
-        rows = self.split.rows[rank].tolist()
-        if rows:
-            own = select_rows(self.forest, rows)
-        else:
-            rows = [int(self.forest.row_lengths.argmin())]
-            sequence = self.forest.tokens[self.forest.token_of[rows[0]]]
-            own = Forest.from_sequences([sequence], weights=[0.0])
-        return dataclasses.replace(own, share=self._share(rows, not len(self.split.rows[rank])))
+        return rank_forest(self.forest, self.split.rows[rank].tolist())
 
-    def _share(self, rows: list[int], is_idle: bool) -> Share:
-        """Of the whole; of what the whole is a share of, if it is one itself."""
-        chosen = torch.tensor(rows, device=self.forest.device)
-        above = self.forest.share
-        if above is not None:
-            return dataclasses.replace(above, rows=above.rows[chosen], is_idle=above.is_idle or is_idle)
-        return Share(chosen, self.forest.row_weight, self.forest.row_has_weight, is_idle)
+
+def rank_forest(forest: Forest, rows: list[int]) -> Forest:
+    """The forest of some rows of a step, with what its losses need to know of the whole: see `assign`.
+
+    Args:
+        forest: all rows of the step.
+        rows: ascending numbers of a rank's own; none: the shortest row with weight 0.
+    """
+    if rows:
+        own = select_rows(forest, rows)
+        return dataclasses.replace(own, share=_share(forest, rows, is_idle=False))
+    rows = [int(forest.row_lengths.argmin())]
+    own = Forest.from_sequences([forest.tokens[forest.token_of[rows[0]]]], weights=[0.0])
+    return dataclasses.replace(own, share=_share(forest, rows, is_idle=True))
+
+
+def _share(forest: Forest, rows: list[int], *, is_idle: bool) -> Share:
+    """Of the whole; of what the whole is a share of, if it is one itself."""
+    chosen = torch.tensor(rows, device=forest.device)
+    above = forest.share
+    if above is not None:
+        return dataclasses.replace(above, rows=above.rows[chosen], is_idle=above.is_idle or is_idle)
+    return Share(chosen, forest.row_weight, forest.row_has_weight, is_idle)
 
 
 def assign(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:

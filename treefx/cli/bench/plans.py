@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from treefx.cli.bench.app import Json, bench, show
-from treefx.output import print_json
+from treefx.output import notes, print_json
 
-__all__ = ["assign", "context", "large", "parts", "plan", "sampler"]
+__all__ = ["assign", "context", "large", "overlap", "parts", "plan", "sampler"]
 
 
 @bench.command()
@@ -87,6 +87,27 @@ def context(json: Json = False) -> None:
     from treefx.bench import context as bench_context
 
     show("Tokens to ranks", bench_context.run(), json)
+
+
+@bench.command()
+def overlap(
+    rows: Annotated[int, typer.Option(min=256, help="Tokens.")] = 1024,
+    width: Annotated[int, typer.Option(min=16, help="Of what enters and leaves the MLP.")] = 1024,
+    hidden: Annotated[int, typer.Option(min=16, help="Of the MLP's middle, over both processes.")] = 4096,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each way; medians count.")] = 11,
+    json: Json = False,
+) -> None:
+    """Hide the collectives of an MLP on two processes behind its products, over a link whose rate is given.
+
+    What is sent goes through gloo and arrives as late as a link would let it: a collective of the forward takes 0.5, 1
+    and 2 times its product. Untouched, in 2, 4 and 8 chunks, and as the gate decides by rates it measures over
+    that link; results are compared to the bit first.
+    """
+    from treefx.bench.overlap import run as bench_overlap
+
+    with notes.status("two processes share an MLP"):
+        records = bench_overlap.run(rows=rows, width=width, hidden=hidden, repeats=repeats)
+    show("Products and collectives in chunks", records, json)
 
 
 @bench.command()

@@ -1,0 +1,80 @@
+"""Start the ranks, collect what they measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from typing import Any
+
+from treefx.bench.overlap.rank import RANKS, OverlapCase
+from treefx.errors import TreefxError
+
+__all__ = ["OverlapError", "run"]
+
+
+class OverlapError(TreefxError):
+    """A rank failed, or results differ."""
+
+
+def run(
+    *, rows: int = 1024, width: int = 1024, hidden: int = 4096, repeats: int = 11, seconds: float = 1200.0
+) -> list[dict[str, Any]]:
+    """Run an MLP on two processes over links of several rates, untouched, in chunks, and as the gate decides.
+
+    Args:
+        rows: Tokens; at least 16 times 2 times 8, so that every number of chunks has aligned cuts.
+        width: Of what enters and leaves the MLP.
+        hidden: Of its middle, over both ranks.
+        repeats: Timed steps of each way, taken in turn; medians count.
+        seconds: After which the ranks are ended.
+
+    Returns:
+        One record per kind of ``collectives`` and ``ratio``, the link's time for a collective of the forward over that
+        of its product alone (``product_ms``): ``link_GB_per_second``; the rates that the gate measured over this link
+        (``gate_...``) and the chunks it chose, place by place; for ``forward`` and ``backward`` the milliseconds
+        untouched (``..._1_ms``), in 2, 4, 8 chunks and with the gate, what the link carries of them
+        (``..._link_ms``), the number of chunks that was fastest (``..._best``), which share of the untouched time it
+        saves (``..._saved``) and of the link's (``..._hidden``); ``gate_step``, a step with the gate over an untouched
+        one.
+
+    Raises:
+        OverlapError: A rank failed or hung, or a way differs in one bit from the untouched graph.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        case = OverlapCase(
+            name="overlap", rank=0, meeting=f"{folder}/meeting", rows=rows, width=width, hidden=hidden, repeats=repeats
+        )
+        records = _collect([replace(case, rank=rank) for rank in range(RANKS)], seconds)
+    wrong = [f"{record['collectives']}, {way}" for record in records for way in record.pop("wrong")]
+    if wrong:
+        raise OverlapError(
+            "expected results equal to the bit to those of the untouched graph, but these differ, so no time is "
+            f"reported: {'; '.join(sorted(set(wrong)))}"
+        )
+    return records
+
+
+def _collect(cases: list[OverlapCase], seconds: float) -> list[dict[str, Any]]:
+    """What the first rank printed last."""
+    ranks = [_start(case) for case in cases]
+    try:
+        printed = [rank.communicate(timeout=seconds) for rank in ranks]
+    except subprocess.TimeoutExpired as error:
+        raise OverlapError(f"expected the ranks to end within {seconds:g} seconds; one still ran") from error
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    failed = [f"rank {at}: {printed[at][1][-2000:]}" for at, rank in enumerate(ranks) if rank.returncode]
+    if failed:
+        raise OverlapError("\n".join(["expected all ranks to end well, but:", *failed]))
+    records: list[dict[str, Any]] = json.loads(printed[0][0].strip().splitlines()[-1])
+    return records
+
+
+def _start(case: OverlapCase) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "treefx.bench.overlap.rank", json.dumps(asdict(case))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
