@@ -45,6 +45,14 @@ def test_programs_of_every_family_are_exact_or_refused(family: str, seed: int) -
 NAN = float("nan")
 
 
+@torch.no_grad()
+def mistaken(model: Any) -> Any:
+    """A compiler that gets every weight a bit wrong."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + 1e-8)
+    return model
+
+
 def test_casts_to_float32_explain_rounding_alone() -> None:
     """Gradients that cancel may round as far as eager's do; what the casts do not explain stays wrong."""
     drawn = (generate(0, number, ["losses"], "eager") for number in range(1000))
@@ -53,12 +61,6 @@ def test_casts_to_float32_explain_rounding_alone() -> None:
     assert low_casts_explain(program, eager, eager, lambda model: model)
     off = {name: value * (1 + 1e-4) if value.is_floating_point() else value for name, value in eager.items()}
     assert not low_casts_explain(program, eager, off, lambda model: model)
-
-    @torch.no_grad()
-    def mistaken(model: Any) -> Any:
-        for parameter in model.parameters():
-            parameter.mul_(1 + 1e-8)
-        return model
 
     assert not low_casts_explain(program, eager, eager, mistaken)
 
@@ -75,12 +77,6 @@ def test_autocast_explains_rounding_where_gradients_cancel_alone() -> None:
     assert errors_of(off, exact)[name] > 0.1
     assert autocast_explains(program, eager, off, lambda model: model)
     assert not autocast_explains(program, eager, {**eager, name: eager[name] + largest}, lambda model: model)
-
-    @torch.no_grad()
-    def mistaken(model: Any) -> Any:
-        for parameter in model.parameters():
-            parameter.mul_(1 + 1e-8)
-        return model
 
     assert not autocast_explains(program, eager, off, mistaken)
 
