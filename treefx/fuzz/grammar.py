@@ -15,7 +15,7 @@ from treefx.fuzz.families.attention import SPELLINGS, WRITTEN, condition_part
 from treefx.fuzz.families.autograd import AUTOGRAD
 from treefx.fuzz.families.calls import CALLS
 from treefx.fuzz.families.embeddings import CONDITIONING, EMBEDDINGS, POSITIONS
-from treefx.fuzz.families.layers import EXPERTS, MIXERS, NORMS, POINTWISE, ROWS
+from treefx.fuzz.families.layers import EXPERTS, MIXERS, NORMS, NUMBERED, POINTWISE, ROWS
 from treefx.fuzz.families.losses import CALLER_LOSSES, HEADS, LABELS, LOSSES
 from treefx.fuzz.families.masks import CONDITIONS, FILLS, OPENINGS
 from treefx.fuzz.families.scores import QUERIES, SCORES
@@ -169,7 +169,7 @@ def _buffers(draft: Draft, rng: Random) -> None:
 
 
 def _calls(draft: Draft, rng: Random) -> None:
-    names = [name for name in CALLS if not name.startswith(("mask buffer", "buffer", "forest", "plan"))]
+    names = [name for name in CALLS if not name.startswith(("mask buffer", "buffer", "forest", "plan", "nothing"))]
     draft.calls = [rng.choice(names) for _ in range(rng.choice((2, 2, 3, 4)))]
     if rng.random() < 0.7:
         draft.calls.append("train")
@@ -191,9 +191,9 @@ def _modes(draft: Draft, rng: Random) -> None:
     )
     draft.modes += [rng.choice(names) for names in rng.sample(alternatives, rng.choice((1, 1, 2)))]
     if rng.random() < 0.4:  # "dynamic" makes inputs of them, also of calls that share too little to run packed
-        draft.layers.append(Piece(rng.choice(("numbers of the model", "attention in a checkpoint of the caller's"))))
+        draft.layers.append(Piece(rng.choice(list(NUMBERED))))
         draft.modes += [mode for mode in ("dynamic", "default sharing") if rng.random() < 0.6]
-    alone = "train where nothing is shared"
+    alone = "nothing shared"
     draft.calls = rng.choice((["train"], ["train", "train"], ["train", "narrower batch"], [alone, "train"], [alone]))
 
 

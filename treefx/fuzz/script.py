@@ -14,14 +14,14 @@ from treefx.fuzz.families.autograd import AUTOGRAD
 from treefx.fuzz.families.calls import CALLS, HELPERS, NATIVE
 from treefx.fuzz.families.embeddings import CONDITIONING, EMBEDDINGS, POSITIONS
 from treefx.fuzz.families.inputs import INPUTS
-from treefx.fuzz.families.layers import EXPERTS, MIXERS, NORMS, POINTWISE, ROWS
+from treefx.fuzz.families.layers import EXPERTS, MIXERS, NORMS, NUMBERED, POINTWISE, ROWS
 from treefx.fuzz.families.losses import HEADS, LABELS, LOSSES, OUTPUTS
 from treefx.fuzz.families.parts import Part
 from treefx.fuzz.program import Attention, Batch, Program
 
 __all__ = ["LAYERS", "inputs_of", "is_native", "is_random", "options_of", "parts_of", "script"]
 
-LAYERS = {**MIXERS, **ROWS, **EXPERTS, **NORMS, **POINTWISE, **AUTOGRAD}
+LAYERS = {**MIXERS, **ROWS, **EXPERTS, **NORMS, **POINTWISE, **NUMBERED, **AUTOGRAD}
 STARTS = {**EMBEDDINGS, **POSITIONS, **CONDITIONING}
 _CHECKPOINTS = {"checkpoint": "False", "reentrant checkpoint": "True"}
 

@@ -53,7 +53,7 @@ CALLS = {
     "train on the argmax too": Part(
         _STEP + "loss = loss * (out[-1].detach().argmax(-1) == 1).double().mean().add(1)\nloss.backward()\n" + _COLLECT
     ),
-    "train where nothing is shared": Part(
+    "nothing shared": Part(
         "kept = batches[{b}]['ids'].clone()\nbatches[{b}]['ids'][:, 0] = torch.arange(len(kept)) % V\n"
         + _TRAIN
         + "b['ids'].copy_(kept)\n"

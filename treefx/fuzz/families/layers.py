@@ -2,7 +2,7 @@
 
 from treefx.fuzz.families.parts import Part
 
-__all__ = ["EXPERTS", "MIXERS", "NORMS", "POINTWISE", "ROWS"]
+__all__ = ["EXPERTS", "MIXERS", "NORMS", "NUMBERED", "POINTWISE", "ROWS"]
 
 _LINEAR = "self.mix{n} = nn.Linear(D, D)"
 _GATES = "self.mix{n} = nn.Linear(D, D); self.gate{n} = nn.Linear(D, D)"
@@ -54,20 +54,6 @@ MIXERS = {
         "kv = (F.elu(self.gate{n}(x)) + 1).unsqueeze(-1) * self.mix{n}(x).unsqueeze(-2)\n"
         "x = x + torch.einsum('btd,btde->bte', x, kv.cumsum(1)) / D",
         _GATES,
-    ),
-    "attention in a checkpoint of the caller's": Part(
-        "x = x + own_checkpoint(functools.partial(self.block{n}), x)",
-        "self.block{n} = Numbered()",
-        "class Numbered(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.qkv, self.scale, self.rate = nn.Linear(D, 3 * D), 0.3, 0.0\n"
-        "    def forward(self, x):\n"
-        "        q, k, v = self.qkv(x)[:, None].chunk(3, -1)\n"
-        "        rate = self.rate if self.training else 0.0\n"
-        "        given = {'is_causal': True, 'scale': self.scale, 'dropout_p': rate}\n"
-        "        return F.scaled_dot_product_attention(q, k, v, **given)[:, 0]\n"
-        "def own_checkpoint(run, x): return checkpoint(run, x, use_reentrant=False)\n",
     ),
     "running maximum": Part("x = x + x.cummax(1).values"),
     "largest of the row": Part("x = x + x.amax(1, keepdim=True)", traits="strange"),
@@ -200,10 +186,6 @@ POINTWISE = {
     "running sum of the width": Part("x = x + x.cumsum(-1) / D"),
     "sorted width": Part("x = x + x.sort(-1).values"),
     "largest of the width": Part("x = x * (x >= x.topk(2, -1).values[..., -1:])"),
-    "numbers of the model": Part(
-        "x = x * self.factor{n} + F.dropout(self.mix{n}(x), self.rate{n}, self.training)",
-        _LINEAR + "; self.factor{n}, self.rate{n} = 0.7, 0.0",
-    ),
     "in-place": Part("x = x.clone(); x[..., :2] = 0; x += 1"),
     "in-place at padding": Part("x = x.clone(); x[am == 0] = 0"),
     "in-place at the first column": Part("x = x.clone(); x[:, 0] = 0"),
@@ -227,3 +209,25 @@ POINTWISE = {
     "changing temperature": Part("x = x * self.heat", "self.register_buffer('heat', torch.ones(D))"),
 }
 """Functions of one token, most of them."""
+
+NUMBERED = {
+    "numbers of the model": Part(
+        "x = x * self.factor{n} + F.dropout(self.mix{n}(x), self.rate{n}, self.training)",
+        _LINEAR + "; self.factor{n}, self.rate{n} = 0.7, 0.0",
+    ),
+    "attention in a checkpoint of the caller's": Part(
+        "x = x + own_checkpoint(functools.partial(self.block{n}), x)",
+        "self.block{n} = Numbered()",
+        "class Numbered(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.qkv, self.scale, self.rate = nn.Linear(D, 3 * D), 0.3, 0.0\n"
+        "    def forward(self, x):\n"
+        "        q, k, v = self.qkv(x)[:, None].chunk(3, -1)\n"
+        "        rate = self.rate if self.training else 0.0\n"
+        "        given = {'is_causal': True, 'scale': self.scale, 'dropout_p': rate}\n"
+        "        return F.scaled_dot_product_attention(q, k, v, **given)[:, 0]\n"
+        "def own_checkpoint(run, x): return checkpoint(run, x, use_reentrant=False)\n",
+    ),
+}
+"""Layers that read floats of the model, which ``dynamic=True`` makes inputs."""
