@@ -59,7 +59,7 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
     widths = {x.shape[1] for _, x in tables}
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
     found = [prove_mask(i, x) for i, x in square]
-    binary = frozenset(i for i, x in tables if x.dtype is not torch.bool and bool(((x == 0) | (x == 1)).all()))
+    binary = frozenset(i for i, x in tables if x.dtype is not torch.bool and _is_binary(x))
     asked = [(i, x) for i, x in tables if flash and (i in binary or x.dtype is torch.bool)]
     return InputValues(
         frozenset(i for i, x in tables if _counts_up(x)),
@@ -82,8 +82,17 @@ def _is_one_run(x: Tensor) -> bool:
     return bool((starts.sum(1) <= 1).all())
 
 
+def _is_binary(x: Tensor) -> bool:
+    if x.dtype not in (torch.int64, torch.int32) or not x.numel():
+        return bool(((x == 0) | (x == 1)).all())
+    low, high = x.aminmax()
+    return bool((low >= 0) & (high <= 1))
+
+
 def _counts_up(x: Tensor) -> bool:
     if x.is_floating_point() or x.dtype is torch.bool or x.shape[1] < 2:
+        return False
+    if x.device.type == "cpu" and len(x) and int(x[0, 1]) != int(x[0, 0]) + 1:  # most do not, which two numbers tell
         return False
     return bool((x == x[:, :1] + torch.arange(x.shape[1], device=x.device)).all())
 

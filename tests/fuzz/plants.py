@@ -215,5 +215,5 @@ def _no_numbers(gm: torch.fx.GraphModule, numbers: dict[int, float]) -> torch.fx
     return copy_graph(gm)
 
 
-def _nothing_read(padding: Any, args: Any) -> Any:
-    return torch.zeros(padding._rows, padding._columns, dtype=torch.bool)
+def _nothing_read(padding: Any, grid: Any) -> Any:
+    return ~grid.everywhere()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import treefx
@@ -15,8 +15,10 @@ from tests.backend.packed import AGENTS, loss_inside, pack, trie_size
 from tests.batches import Batch, shared_batch
 from tests.models import double
 from tests.strategies import Rows, row_batches
+from treefx.forests.paths import Prefixes
 from treefx.inspection.text import describe_step
-from treefx.runtime.batch import build_batch
+from treefx.runtime.batch import Batch as PackedBatch
+from treefx.runtime.batch import build_batch, find_unshared
 from treefx.runtime.steps import Steps, version_of
 
 
@@ -34,18 +36,21 @@ def prefixes(rows: Rows) -> set[tuple[int, ...]]:
     return {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
 
 
+def numbers_of(batch: PackedBatch) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    assert batch.prefixes is not None
+    return batch.prefixes.numbers
+
+
 @given(first=row_batches(), second=row_batches())
 def test_prefixes_are_numbered_alike_in_all_batches(first: Rows, second: Rows) -> None:
-    one, other = (build_batch([ids], kept).prefixes for ids, kept in (padded(first), padded(second)))
-    assert one is not None and other is not None
+    one, other = (numbers_of(build_batch([ids], kept)) for ids, kept in (padded(first), padded(second)))
     assert len(one) == len(set(one.tolist())) == len(prefixes(first))
     assert len(np.intersect1d(one, other)) == len(prefixes(first) & prefixes(second))
 
 
 @given(first=row_batches(), second=row_batches())
 def test_prefixes_of_packed_rows_are_numbered_alike_in_all_batches(first: Rows, second: Rows) -> None:
-    one, other = (packed(rows).prefixes for rows in (first, second))
-    assert one is not None and other is not None
+    one, other = (numbers_of(packed(rows)) for rows in (first, second))
     assert len(one) == len(set(one.tolist())) == len(prefixes(first))
     assert len(np.intersect1d(one, other)) == len(prefixes(first) & prefixes(second))
 
@@ -64,11 +69,11 @@ def test_rows_that_start_in_other_columns_are_other_prefixes(rows: Rows, split: 
     width = max(map(len, others))
     starts = {(width - len(row), *row[: end + 1]) for row in others for end in range(len(row))}
     left, kept = padded(others, left=True)
-    found = build_batch([left], kept).prefixes
-    assert found is not None and len(set(found.tolist())) == len(starts)
+    found = numbers_of(build_batch([left], kept))
+    assert len(set(found.tolist())) == len(starts)
     right, everywhere = padded(some)
     same_column = [row for row in others if len(row) == width]
-    again = build_batch([right], everywhere).prefixes
+    again = numbers_of(build_batch([right], everywhere))
     assert len(np.intersect1d(found, again)) == len(prefixes(same_column) & prefixes(some))
 
 
@@ -80,11 +85,27 @@ def test_places_of_their_own_make_rows_alike_in_any_column() -> None:
         [torch.tensor([[0, 0, 5, 6]])], torch.tensor([[0, 0, 1, 1]]).bool(), [torch.tensor([[0, 0, 0, 1]])]
     )
     assert both.own_positions and both.tokens == 4
-    assert len(np.intersect1d(both.prefixes, alone.prefixes)) == 2
+    assert len(np.intersect1d(numbers_of(both), numbers_of(alone))) == 2
 
 
-def of(*numbers: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    return np.array(numbers, dtype=np.uint64)
+@given(rows=row_batches(), left=st.booleans(), own=st.booleans())
+@example(rows=[[5, 6], [6, 6, 6], [7]], left=True, own=False)
+@example(rows=[[5, 6], [6, 6, 6], [7]], left=True, own=True)
+@example(rows=[[5, 6], [6], [5, 6, 6]], left=True, own=False)  # equal heads, in other columns
+def test_what_needs_no_trie_has_the_prefixes_that_the_trie_would_find(rows: Rows, left: bool, own: bool) -> None:
+    ids, kept = padded(rows, left=left)
+    places = [(kept.cumsum(1) - 1).clamp(min=0)] if own else None
+    found, batch = find_unshared([ids], kept, places), build_batch([ids], kept, places)
+    heads = [row[0] for row in rows if row]
+    assert (found is None) == (len(set(heads)) < len(heads))
+    if found is not None:
+        ids.zero_(), kept.zero_()  # numbers are asked for when the caller has gone on to its next batch
+        assert len(found) == batch.tokens == sum(map(len, rows))
+        assert sorted(found.numbers.tolist()) == sorted(numbers_of(batch).tolist())
+
+
+def of(*numbers: int) -> Prefixes:
+    return Prefixes(len(numbers), lambda: np.array(numbers, dtype=np.uint64))
 
 
 def test_a_step_ends_where_the_parameters_change() -> None:

@@ -1,15 +1,38 @@
 """Numbers for the prefixes of rows: equal for equal prefixes, in whichever batch they come."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from treefx.forests.trie import combine_keys
 
-__all__ = ["number_prefixes"]
+__all__ = ["Prefixes", "number_prefixes"]
 
 Codes = npt.NDArray[np.uint64]
+
+
+class Prefixes:
+    """Numbers of the prefixes of some tokens, computed when somebody asks: of most calls nobody does.
+
+    Args:
+        count: How many there are.
+        compute: Numbers them, see `number_prefixes`.
+    """
+
+    def __init__(self, count: int, compute: Callable[[], Codes]) -> None:
+        self._count, self._compute = count, compute
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def numbers(self) -> Codes:
+        """uint64 [tokens]."""
+        numbers = self._compute()
+        self._compute = lambda: numbers  # what it was computed from may be large
+        return numbers
 
 
 def number_prefixes(columns: Sequence[npt.NDArray[np.generic]], places: npt.NDArray[np.int64] | None = None) -> Codes:

@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from treefx.forests.forest import Forest
-from treefx.forests.paths import number_prefixes
+from treefx.forests.paths import Codes, Prefixes, number_prefixes
 from treefx.forests.trie import build_trie, combine_keys
 from treefx.kernels.lasting import lasting
 from treefx.kernels.tiles.hosted import send
 
-__all__ = ["Batch", "build_batch", "forest_batch"]
+__all__ = ["Batch", "build_batch", "find_unshared", "forest_batch"]
 
 _SMALLEST = 2
 """Compiled graphs are made for at least two tokens; a lone token gets a companion that nobody reads."""
@@ -36,8 +35,8 @@ class Batch:
     metadata: tuple[Tensor, Tensor, Tensor, Tensor]
     own_positions: bool = False
     """Whether rows or segments start in different columns, and tokens are one all the same if their places agree."""
-    prefixes: npt.NDArray[np.uint64] | None = None
-    """[N], equal for tokens of different batches whose prefixes are equal; None for a forest given by the caller."""
+    prefixes: Prefixes | None = None
+    """Of the N tokens, equal where those of different batches are; None for a forest given by the caller."""
 
     @property
     def size(self) -> int:
@@ -89,6 +88,31 @@ def build_batch(
     return batch
 
 
+def find_unshared(
+    keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None = None
+) -> Prefixes | None:
+    """Their prefixes, if rows share none because all begin with different tokens: no trie is needed to see that.
+
+    The arguments are those of `build_batch`. None where two rows begin alike: they may share a prefix.
+    """
+    rows, width = keys[0].shape
+    kept = None if keep is None else keep.cpu().numpy()
+    first = np.zeros(rows, dtype=np.int64) if kept is None else kept.argmax(1)
+    at = np.arange(rows) if kept is None else np.flatnonzero(kept.any(1))
+    heads = combine_keys([np.broadcast_to(x, (rows, width))[at, first[at]] for x in _arrays(keys)])
+    if len(np.unique(heads)) < len(heads):
+        return None
+    tokens = rows * width if kept is None else int(kept.sum())
+    copies = [x.clone() for x in keys], None if keep is None else keep.clone()
+    own = None if places is None else [x.clone() for x in places]
+    return Prefixes(tokens, lambda: _numbers(_build(*copies, own)))
+
+
+def _numbers(batch: Batch) -> Codes:
+    assert batch.prefixes is not None
+    return batch.prefixes.numbers
+
+
 def _same(left: Sequence[Tensor] | None, right: Sequence[Tensor] | None) -> bool:
     if left is None or right is None:
         return left is right
@@ -122,7 +146,11 @@ def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor]
         token_of = np.full((rows, width), -1, dtype=np.int64)
         token_of[kept] = trie.flat_token_of
     batch = _tensors(row, column, trie.subtree_end, token_of, keys[0].device)
-    return replace(batch, own_positions=own, prefixes=prefixes[trie.row, trie.index])
+    return replace(batch, own_positions=own, prefixes=_known(prefixes[trie.row, trie.index]))
+
+
+def _known(numbers: Codes) -> Prefixes:
+    return Prefixes(len(numbers), lambda: numbers)
 
 
 def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor) -> Batch:
@@ -138,16 +166,16 @@ def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor)
     token_of[places] = trie.flat_token_of
     batch = _tensors(place // width, place % width, trie.subtree_end, token_of.reshape(starts.shape), starts.device)
     prefixes = _prefixes_of_segments([np.broadcast_to(x, starts.shape).reshape(-1)[places] for x in columns], first)
-    return replace(batch, own_positions=True, prefixes=prefixes[first[trie.row] + trie.index])
+    return replace(batch, own_positions=True, prefixes=_known(prefixes[first[trie.row] + trie.index]))
 
 
-def _prefixes_of_segments(columns: Sequence[np.ndarray], first: np.ndarray) -> npt.NDArray[np.uint64]:
+def _prefixes_of_segments(columns: Sequence[np.ndarray], first: np.ndarray) -> Codes:
     """Numbers of prefixes [places], as rows of their own would have them."""
     count = len(columns[0])
     segment = np.searchsorted(first, np.arange(count), side="right") - 1
     numbers = number_prefixes([x[None] for x in columns], (np.arange(count) - first[segment])[None])[0]
     before = np.concatenate([np.zeros(1, dtype=np.uint64), numbers])[first]
-    own: npt.NDArray[np.uint64] = numbers - before[segment]
+    own: Codes = numbers - before[segment]
     return own
 
 

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 from torch._guards import CompileContext
 
+from treefx.forests.paths import Prefixes
 from treefx.runtime.report import GraphReport, Reports
 from treefx.runtime.shapes import Executable
 from treefx.runtime.steps import version_of
@@ -42,7 +41,7 @@ class Records:
         self._current.version = version_of(parameters) if torch.is_grad_enabled() else None
         self.report.count_call()
 
-    def count_rows(self, raw_tokens: int, tokens: int, prefixes: npt.NDArray[np.uint64] | None) -> None:
+    def count_rows(self, raw_tokens: int, tokens: int, prefixes: Prefixes | None) -> None:
         """A call of rows, and what it runs; calls without gradients (a reference model, sampling) are of no step."""
         self.report.raw_tokens, self.report.tokens = raw_tokens, tokens
         version, self._current.version = getattr(self._current, "version", None), None  # a call may run twice

@@ -17,17 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from treefx.forests.paths import Prefixes
+
 __all__ = ["MOST_TOKENS", "StepSharing", "Steps", "steps_of", "version_of"]
 
 MOST_TOKENS = 2**22
-"""Distinct tokens that are remembered of one step, eight bytes each."""
+"""Distinct tokens that are remembered of one step: eight bytes each, or what tells them apart where none is shared."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ class _Window:
     calls: int = 0
     raw_tokens: int = 0
     tokens: int = 0
-    prefixes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
+    prefixes: list[Prefixes] = field(default_factory=list)
 
     def sharing(self) -> StepSharing:
-        """Counted when somebody asks: it sorts the prefixes."""
-        distinct = np.unique(np.concatenate(self.prefixes))
-        self.prefixes = [distinct]
+        """Counted when somebody asks: it numbers and sorts the prefixes."""
+        distinct = np.unique(np.concatenate([prefixes.numbers for prefixes in self.prefixes]))
+        self.prefixes = [Prefixes(len(distinct), lambda: distinct)]
         return StepSharing(self.calls, self.raw_tokens, self.tokens, len(distinct))
 
     @property
@@ -85,14 +86,14 @@ class Steps:
         self._before: _Window | None = None
         self._now: _Window | None = None
 
-    def count(self, version: int, raw_tokens: int, tokens: int, prefixes: npt.NDArray[np.uint64]) -> None:
+    def count(self, version: int, raw_tokens: int, tokens: int, prefixes: Prefixes) -> None:
         """Count a call with gradients.
 
         Args:
             version: of the parameters, see `version_of`.
             raw_tokens: tokens of its rows.
             tokens: that ran.
-            prefixes: uint64 [distinct tokens], from `treefx.forests.paths.number_prefixes`.
+            prefixes: of its distinct tokens.
         """
         now = self._now
         if now is None or now.version != version or now.remembered + len(prefixes) > MOST_TOKENS:

@@ -31,7 +31,7 @@ from treefx.runtime.padding import Grid
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Shape
-from treefx.runtime.ways.rows import build_rows
+from treefx.runtime.ways.rows import Rows
 
 __all__ = ["Plan", "Planner", "without_compiled_name"]
 
@@ -186,11 +186,12 @@ class _Graph:
         seen, keep = self._keep(shape, grid, starts)
         if not shape.padding.is_defined(grid, keep, starts):
             return "a position that sees no key is read by the caller"
-        batch, redundant = build_rows(shape, tensors, grid, keep, starts)
+        rows = Rows.of(shape, tensors, grid, keep, starts)
+        batch = rows.batch()
         branch = self._branches.not_taken(batch.size)
         if branch is not None:
             return f"code of the model decides by the size of a batch, otherwise on the distinct tokens: {branch}"
-        return self._found(shape, grid, batch, redundant, seen)
+        return self._found(shape, grid, batch, rows.redundant, seen)
 
     def _found(
         self, shape: Shape, grid: Grid, batch: Batch, redundant: frozenset[Expr], seen: Tensor | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor, fx
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
+from treefx.forests.paths import Prefixes
 from treefx.kernels.score import Expr
 from treefx.passes.analysis import Analysis, Variant
 from treefx.passes.packing.vocab_tail import logits_of_losses
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.batch import Batch, build_batch
+from treefx.runtime.batch import Batch, build_batch, find_unshared
 from treefx.runtime.padding import Grid
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
@@ -24,7 +26,7 @@ from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.outputs import Outputs
 from treefx.runtime.ways.packed import PackedRun
 
-__all__ = ["RowsRun", "build_rows"]
+__all__ = ["Rows", "RowsRun"]
 
 
 class RowsRun:
@@ -76,12 +78,11 @@ class RowsRun:
             return self._ordinary.instead(
                 args, fallback="a position that sees no key is read by the loss or the caller"
             )
-        batch, redundant = build_rows(shape, tensors, grid, keep, starts)
-        raw = batch.metadata[3].numel() if seen is None or keep is None else int((seen & keep).sum())
-        unshared = self._config.min_sharing > 1.0 and raw < self._config.min_sharing * batch.tokens
-        self._records.count_rows(raw, raw if unshared else batch.tokens, batch.prefixes)
-        if unshared:
+        raw = grid.rows * grid.columns if seen is None or keep is None else int((seen & keep).sum())
+        found = self._shared(Rows.of(shape, tensors, grid, keep, starts), raw)
+        if found is None:
             return self._ordinary.instead(args, fallback=None)
+        batch, redundant = found
         detached = self._analyses.use.detached(shape.analysis)
         absent = self._absent(shape.analysis, batch.size, detached)
         variant = Variant(detached, redundant, absent=absent, own_positions=batch.own_positions)
@@ -89,6 +90,18 @@ class RowsRun:
         if results is None:
             return self._run_unhidden(shape, args)
         return self._outputs.hand_back(shape, args, results, batch, variant)
+
+    def _shared(self, rows: Rows, raw: int) -> tuple[Batch, frozenset[Expr]] | None:
+        """The trie of rows of ``raw`` tokens, if they share enough."""
+        limit = self._config.min_sharing
+        prefixes = rows.unshared() if limit > 1.0 else None
+        if prefixes is not None:
+            self._records.count_rows(raw, raw, prefixes)
+            return None
+        batch = rows.batch()
+        shared = limit <= 1.0 or raw >= limit * batch.tokens
+        self._records.count_rows(raw, batch.tokens if shared else raw, batch.prefixes)
+        return (batch, rows.redundant) if shared else None
 
     def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:
         """Scores so large that a mask does not hide what is below it: only the model's own graph weighs that."""
@@ -113,20 +126,42 @@ class RowsRun:
         return seen, torch.ones_like(seen) if self._analyses.use.read else shape.padding.needed(grid, seen)
 
 
-def build_rows(
-    shape: Shape, tensors: Sequence[Tensor], grid: Grid, keep: Tensor | None, starts: Tensor | None
-) -> tuple[Batch, frozenset[Expr]]:
-    """The trie of the rows (or segments) of a call, and the conditions of attentions that all its tokens meet.
+@dataclass(frozen=True)
+class Rows:
+    """What tells the tokens of a call's rows (or segments) apart, see `build_batch`.
 
-    Args:
-        shape: What is known of calls like it.
-        tensors: Its tensors, with the parts of masks.
-        grid: The same, as padding is asked of them.
-        keep: bool [B, T], the positions that run; None keeps all.
-        starts: bool [B, T], where segments start; None where there are none.
+    ``redundant`` are the conditions of attentions that all tokens meet that run.
     """
-    redundant = shape.padding.redundant(grid, keep)
-    identity = shape.analysis.identity_without(redundant)
-    keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(grid)
-    places = None if keep is None and starts is None else shape.padding.own_positions(grid, redundant)
-    return build_batch(keys, keep, places, starts), redundant
+
+    keys: list[Tensor]
+    keep: Tensor | None
+    places: list[Tensor] | None
+    starts: Tensor | None
+    redundant: frozenset[Expr]
+
+    @classmethod
+    def of(
+        cls, shape: Shape, tensors: Sequence[Tensor], grid: Grid, keep: Tensor | None, starts: Tensor | None
+    ) -> Rows:
+        """Those of a call.
+
+        Args:
+            shape: What is known of calls like it.
+            tensors: Its tensors, with the parts of masks.
+            grid: The same, as padding is asked of them.
+            keep: bool [B, T], the positions that run; None keeps all.
+            starts: bool [B, T], where segments start; None where there are none.
+        """
+        redundant = shape.padding.redundant(grid, keep)
+        identity = shape.analysis.identity_without(redundant)
+        keys = [tensors[i] for i in identity] + shape.padding.numbers_of_rows(grid)
+        places = None if keep is None and starts is None else shape.padding.own_positions(grid, redundant)
+        return cls(keys, keep, places, starts, redundant)
+
+    def batch(self) -> Batch:
+        """Their trie."""
+        return build_batch(self.keys, self.keep, self.places, self.starts)
+
+    def unshared(self) -> Prefixes | None:
+        """Their prefixes if they obviously share none."""
+        return find_unshared(self.keys, self.keep, self.places) if self.starts is None else None
