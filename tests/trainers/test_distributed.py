@@ -147,7 +147,9 @@ def train_cases(rank: int, port: int, folder: str, cases: Cases) -> None:
     dist.destroy_process_group()
 
 
-def run_ranks(module: str, folder: Path, *more: str, seconds: float = 500, world: int = WORLD) -> list[Any]:
+def run_ranks(
+    module: str, folder: Path, *more: str, seconds: float = 500, world: int = WORLD, worker: str = "worker"
+) -> list[Any]:
     """Run ``worker(rank, port, folder, *more)`` of a module in one process per rank; what each wrote."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -156,8 +158,8 @@ def run_ranks(module: str, folder: Path, *more: str, seconds: float = 500, world
     ranks = []
     for rank in range(world):
         # The folder of the repository comes last: libraries look for packages called kernels.
-        call = f"worker(*{(rank, port, str(folder), *more)!r})"
-        code = f"import sys; sys.path.append({str(root)!r}); from {module} import worker; {call}"
+        call = f"{worker}(*{(rank, port, str(folder), *more)!r})"
+        code = f"import sys; sys.path.append({str(root)!r}); from {module} import {worker}; {call}"
         ranks.append(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True))
     try:
         for running in ranks:

@@ -37,7 +37,10 @@ _MANY_SHAPES = (
     "(pad_to_multiple_of), or keep more"
 )
 _NESTED = "{} is a nested or sparse tensor, which has no columns; give the model padded rows or one packed row"
-_WRAPPED = "{} is a {}, and what its parts are for is not known here: models in tensor parallelism run on rows"
+_WRAPPED = (
+    "{} is a {}, and what its parts are for is not known here: models in tensor parallelism run on rows when they are "
+    "compiled, and on distinct tokens after treefx.convert(model)"
+)
 _NO_SEGMENTS = (
     "masks keep the sequences of a packed row apart, but not in this call: each should be one run of a number that "
     "comes nowhere else in its row, with positions that count up by one"

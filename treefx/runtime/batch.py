@@ -17,7 +17,7 @@ from treefx.forests.trie import build_trie, combine_keys
 from treefx.kernels.lasting import lasting
 from treefx.kernels.tiles.hosted import send
 
-__all__ = ["Batch", "build_batch", "find_unshared", "forest_batch"]
+__all__ = ["Batch", "build_batch", "find_unshared", "forest_batch", "pad_batch"]
 
 _SMALLEST = 2
 """Compiled graphs are made for at least two tokens; a lone token gets a companion that nobody reads."""
@@ -195,6 +195,17 @@ def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.
     first, second, third, fourth = (torch.from_numpy(np.ascontiguousarray(a)) for a in arrays)
     sent = send(first, device), send(second, device), send(third, device, keep=True), send(fourth, device)
     return Batch(tokens, sent)
+
+
+def pad_batch(batch: Batch, multiple: int) -> Batch:
+    """Companions that nobody reads behind the tokens, so that ranks can share them out evenly."""
+    row, column, end, token_of = batch.metadata
+    missing = -len(row) % multiple
+    if not missing:
+        return batch
+    ends = torch.arange(len(row) + 1, len(row) + missing + 1, dtype=end.dtype, device=end.device)
+    row, column = (torch.nn.functional.pad(x, (0, missing)) for x in (row, column))
+    return replace(batch, metadata=(row, column, torch.cat([end, ends]), token_of))
 
 
 def forest_batch(forest: Forest, device: torch.device) -> Batch:

@@ -8,5 +8,6 @@ labelled, and masks lifted (``planner``, ``frame``).
 
 Order of imports, each only of what stands before an arrow::
 
-    skeleton, seam, branches, packed_rows -> specs, row_laws -> frame, row_views -> planner -> hooks -> convert
+    skeleton, seam, branches, packed_rows, sequence_parallel -> specs, row_laws -> frame, row_views -> planner -> hooks
+    -> convert
 """

@@ -26,10 +26,12 @@ def convert(
 ) -> nn.Module:
     """Run the backbone of a model once per distinct token of a batch, without a compiler.
 
-    For models that do not reach one whole graph: sharded (``fully_shard``), compiled block by block, with adapters, or
-    in a trainer that calls the backbone itself. Before or after any of these, once. Calls stay as they are: rows
-    ``[B, T]`` with a mask, padded on either side, or packed rows whose positions start anew. The backbone gets
-    the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the tree.
+    For models that do not reach one whole graph: sharded (``fully_shard``), in tensor or sequence parallelism
+    (``parallelize_module``; PyTorch 2.13 compiles blocks of these for one size alone), compiled block by block, with
+    adapters, or in a trainer that calls the backbone itself. Before or after any of these, once. Calls stay as they
+    are: rows ``[B, T]`` with a mask, padded on either side, or packed rows whose positions start anew. The backbone
+    gets the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the
+    tree.
 
     What it returns is expanded to rows ``[B, T, H]``; LM head and loss run on these. With ``lazy_outputs`` that happens
     when it is read: an LM head, caps, temperatures, softmaxes, and log-probabilities and entropies that are gathered of

@@ -20,10 +20,11 @@ from treefx.passes.labels.facts import fact_of
 from treefx.passes.pipeline import build_passes
 from treefx.passes.scores.attention_facts import Attention
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.batch import Batch
+from treefx.runtime.batch import Batch, pad_batch
 from treefx.runtime.converted.branches import Branches
 from treefx.runtime.converted.frame import blocks_of, check_blocks, check_frame, module_of
 from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
+from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.converted.skeleton import WRAPPERS, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
 from treefx.runtime.dynamo import role_of
@@ -123,7 +124,7 @@ class Planner:
         def treefx(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
             nodes = gm.graph.find_nodes(op="placeholder")
             roles = [role_of(node, example) for node, example in zip(nodes, examples, strict=True)]
-            graph = _Graph(gm, roles, self._config, attention, self._blocks)
+            graph = _Graph(gm, roles, self._config, attention, self._blocks, self._owner)
 
             def run(*args: Any) -> Any:
                 raise _Planned(graph.plan(args))
@@ -165,8 +166,9 @@ class _Graph:
         config: Config,
         attention: Mapping[str, nn.Module],
         blocks: set[str],
+        owner: nn.Module,
     ) -> None:
-        self._gm, self._config, self._modules, self._blocks = gm, config, attention, blocks
+        self._gm, self._config, self._modules, self._blocks, self._owner = gm, config, attention, blocks, owner
         self._records = Records(gm)
         self._analyses = Analyses(gm, roles, build_passes(config.compiler), config, self._records)
         self._known: dict[tuple[int, frozenset[Expr]], dict[str, Lifted]] = {}
@@ -187,7 +189,7 @@ class _Graph:
         if not shape.padding.is_defined(grid, keep, starts):
             return "a position that sees no key is read by the caller"
         rows = Rows.of(shape, tensors, grid, keep, starts)
-        batch = rows.batch()
+        batch = pad_batch(rows.batch(), split_over(self._owner))
         branch = self._branches.not_taken(batch.size)
         if branch is not None:
             return f"code of the model decides by the size of a batch, otherwise on the distinct tokens: {branch}"

@@ -1,0 +1,25 @@
+"""Tokens that ranks share out: under sequence parallelism all of them must get equally many."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+__all__ = ["split_over"]
+
+
+def split_over(model: nn.Module) -> int:
+    """How many ranks the tokens of a row may be split over; 1 where nothing says so.
+
+    Sequence parallelism (``SequenceParallel``, ``PrepareModuleInput`` to ``Shard(1)``) leaves no mark on a model but
+    its weights: along tensor parallel ranks some are copies, or cut along another dimension than the first. FSDP
+    cuts the first one of all. A dimension of a mesh that is taken for one of these costs a few tokens.
+    """
+    sizes = {
+        int(parameter.device_mesh.size(dim))
+        for parameter in model.parameters()
+        for dim, placement in enumerate(getattr(parameter, "placements", ()))
+        if placement.is_replicate() or (placement.is_shard() and placement.dim > 0)
+    }
+    return math.lcm(*sizes)
