@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -16,9 +18,10 @@ def split_over(model: nn.Module) -> int:
     its weights: along tensor parallel ranks some are copies, or cut along another dimension than the first. FSDP
     cuts the first one of all. A dimension of a mesh that is taken for one of these costs a few tokens.
     """
+    parameters: Iterable[Any] = model.parameters()
     sizes = {
         int(parameter.device_mesh.size(dim))
-        for parameter in model.parameters()
+        for parameter in parameters
         for dim, placement in enumerate(getattr(parameter, "placements", ()))
         if placement.is_replicate() or (placement.is_shard() and placement.dim > 0)
     }
