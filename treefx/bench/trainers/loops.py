@@ -6,7 +6,7 @@ from typing import Any
 
 from treefx.bench.trainers.material import Material
 
-__all__ = ["PROGRAMS", "lightning", "torchtune", "verl"]
+__all__ = ["PROGRAMS", "lightning", "torchtitan", "torchtune", "verl"]
 
 PROGRAMS = "treefx.bench.trainers.programs"
 
@@ -16,6 +16,15 @@ def lightning(material: Material, folder: Path, compiled: bool) -> list[str]:
     switch = ["--compile"] if compiled else []
     read = [str(material.model), str(material.chats)]
     return ["python", "-m", f"{PROGRAMS}.lightning", *read, str(folder / "output"), *switch]
+
+
+def torchtitan(material: Material, folder: Path, compiled: bool) -> list[str]:
+    """The command for torchtitan's ``train.main`` on one rank."""
+    program = f"{PROGRAMS}.torchtitan"
+    launch = ["torchrun", "--standalone", "--nproc-per-node", "1", "-m", program]
+    options = ["--module", program, "--config", "tiny", "--dump_folder", str(folder / "output")]
+    switch = ["--compile.enable"] if compiled else []
+    return [*launch, str(material.model), str(material.chats), *options, *switch]
 
 
 def torchtune(material: Material, folder: Path, compiled: bool) -> list[str]:
