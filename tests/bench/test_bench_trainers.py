@@ -89,6 +89,8 @@ def test_a_recipe_names_rows_and_model_and_asks_for_a_compiler_only_then(
     switch = {
         "ms-swift": f"--torch_compile {json.dumps(compiled)}",
         "lightning": "--compile" if compiled else "output",
+        "torchtitan": "--compile.enable" if compiled else "output",
+        "torchtune": f'"compile": {json.dumps(compiled)}',
     }.get(name, f'"torch_compile": {json.dumps(compiled)}')
     assert (switch in written) == RECIPES[name].compiles
     ours = [PROGRAMS, str(material.model.parent), str(tmp_path)]
@@ -147,6 +149,22 @@ def test_a_trainer_that_compiles_no_model_is_compared_with_itself(
     monkeypatch.setattr(run, "RECIPES", {"some": replace(run.RECIPES["some-trainer"], compiles=False)})
     eager, inductor, treefx = records("--json")
     assert inductor["note"] == "it compiles no model" and treefx["error"] == 0.0 and eager["steps"] == 2
+
+
+@pytest.mark.parametrize("by_switch", [False, True])
+def test_treefx_takes_the_compiler_s_place_where_it_needs_the_switch(
+    by_switch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch)
+    known, asked = run.RECIPES["some-trainer"], list[bool]()
+
+    def write(material: Material, folder: Path, compiled: bool) -> list[str]:
+        asked.append(compiled)
+        return known.write(material, folder, compiled)
+
+    monkeypatch.setattr(run, "RECIPES", {"some": replace(known, write=write, by_switch=by_switch)})
+    records("--json")
+    assert asked == [False, True, by_switch]
 
 
 @pytest.mark.parametrize("way", ["eager", "treefx"])

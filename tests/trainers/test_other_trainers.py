@@ -1,6 +1,5 @@
 """Trainers that cannot be installed beside this transformers, at their call sites as they stand there."""
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,6 @@ from tests.batches import shared_batch
 from tests.oracle import FLOAT32, assert_close, eager_step, loss_of, outcome, stats_of
 from tests.trainers.support import COMMON, NEEDS_TRAINERS, PROMPT, TAILS, llama, tokenizer
 from treefx.integrations.llama_factory import trace_checkpoints
-from treefx.integrations.torchtune import compile_whole
 
 pytest.importorskip("accelerate", reason=NEEDS_TRAINERS)
 pytest.importorskip("trl", reason=NEEDS_TRAINERS)
@@ -117,32 +115,3 @@ def test_llama_factorys_checkpoints_as_they_are_cut_the_graph() -> None:
     """Between a layer and its checkpoint, where not all of Python's calls come back as they were."""
     with pytest.raises((AssertionError, AttributeError)):
         assert_shared_and_exact(checkpointing(), False, True)
-
-
-def torchtune() -> Any:
-    """Its module: each layer is compiled."""
-
-    def compile_model(model: Any, verbose: bool = True) -> None:
-        for layer in model.model.layers:
-            layer.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
-
-    return SimpleNamespace(compile_model=compile_model, DeepFusionModel=torch.nn.Linear)
-
-
-@pytest.mark.parametrize("named", [None, "treefx", "eager"])
-def test_torchtunes_decoders_are_compiled_whole(
-    named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Layer by layer no graph has the ids; a backend that the environment names stays."""
-    module, model = torchtune(), llama()
-    compile_whole(module, {"inner": "eager"})
-    compile_whole(module)  # once
-    if named is not None:
-        monkeypatch.setenv("TORCH_COMPILE_BACKEND", named)
-    module.compile_model(model)
-    batch = shared_batch(rows=3, length=10, shared=6, vocab=13)
-    assert_close(outcome(model, lambda: loss_of(batch)(model)), eager_step(llama(), batch), FLOAT32)
-    if named == "eager":
-        assert "the backend it names, eager" in caplog.text and model._compiled_call_impl is None
-    else:
-        assert stats_of(model)["ran"] == "packed"

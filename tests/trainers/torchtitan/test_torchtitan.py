@@ -2,16 +2,18 @@
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import treefx
@@ -89,6 +91,16 @@ def test_rows_that_leak_share_as_they_are() -> None:
     assert stats["ran"] == "packed" and stats["tokens"] == 7 + 4 + 4
 
 
+@pytest.mark.parametrize("kind", ["FlexAttention", "ScaledDotProductAttention"])
+def test_rows_of_one_document_share(kind: str) -> None:
+    """Their positions count columns."""
+    ids = torch.tensor([[*START, 11, 3, 4, 12], [*START, 13, 3, 4, 12]])
+    given = (ids, torch.arange(11).repeat(2, 1), ids)
+    model, twin = decoder(kind)
+    stats = check(model, twin, lambda run: loss(run, given, masked=kind == "FlexAttention"))
+    assert stats["ran"] == "packed" and stats["tokens"] == 7 + 4 + 4
+
+
 def test_blocks_may_be_compiled_and_checkpointed() -> None:
     model, twin = decoder()
     for run in (model, twin):
@@ -99,6 +111,43 @@ def test_blocks_may_be_compiled_and_checkpointed() -> None:
     for shape in ((2, 32), (3, 24)):
         given = batch(*shape)
         assert check(model, twin, lambda run, given=given: loss(run, given))["ran"] == "packed"  # type: ignore[misc]
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_parallelized_and_sharded_decoders_share() -> None:
+    """As its trainer makes them: what proves them must not run what it has put around each module's forward."""
+    hooked = titan.module()
+    read_trees(hooked)
+    model, twin = decoder()[1], decoder()[1]
+    for block in model.layers.values():
+        block.attention.inner_attention = hooked.FlexAttention()
+    titan.parallelize(model, titan.parallel_dims())
+    for part in ([model.norm, model.lm_head], *model.layers.values(), model):
+        fully_shard(part)
+    convert(model)
+    given = batch()
+    expected = outcome(twin, lambda: loss(twin, given))
+    loss(model, given).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.gradients[name], rtol=FLOAT64, atol=FLOAT64)
+    stats = treefx.inspect(model).stats
+    assert (stats["ran"], stats["fallback"], stats["tokens"]) == ("packed", None, trie(given))
+
+
+def test_a_decoder_that_is_parallelized_in_another_way_is_refused() -> None:
+    hooked = titan.module()
+    read_trees(hooked)
+    model = titan.Decoder(hooked.FlexAttention)
+    titan.parallelize(model, titan.parallel_dims(tp_enabled=True))
+    with pytest.raises(UnsupportedError, match="data parallelism alone, got tensor parallelism"):
+        convert(model)
 
 
 def test_several_micro_batches_before_one_backward() -> None:

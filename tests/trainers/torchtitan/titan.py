@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["BlockMask", "Decoder", "FlexAttention", "ScaledDotProductAttention", "Trainer", "VarlenAttention", "module"]
+__all__ = [
+    "BlockMask",
+    "Decoder",
+    "FlexAttention",
+    "ScaledDotProductAttention",
+    "Trainer",
+    "VarlenAttention",
+    "module",
+    "parallel_dims",
+    "parallelize",
+]
 
 VOCABULARY, WIDTH, HEADS, LONGEST = 31, 16, 2, 64
 
@@ -156,12 +166,32 @@ class Decoder(nn.Module):
         return BlockMask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (document[b, q_idx] == document[b, kv_idx]))
 
 
+def parallel_dims(**more: bool) -> Any:
+    """``ParallelDims``: nothing but data parallelism, and `more`."""
+    degrees = dict.fromkeys(("pp_enabled", "cp_enabled", "tp_enabled", "ep_enabled"), False)
+    return SimpleNamespace(**(degrees | more))
+
+
+def parallelize(model: nn.Module, parallel_dims: Any) -> None:
+    """``Module.parallelize``: a function around the forward of each module, and around that of each inside of it."""
+
+    def around(module: nn.Module, fn: Callable[..., Any]) -> None:
+        def forward_with_redistribution(*args: Any, **kwargs: Any) -> Any:
+            assert not parallel_dims.tp_enabled
+            return fn(*args, **kwargs)
+
+        module.forward = forward_with_redistribution
+
+    for module in model.modules():
+        if type(module) not in (nn.ModuleDict, nn.ModuleList):
+            around(module, module.forward)
+
+
 class Trainer:
     """What of a trainer is hooked: it is made of a configuration, holds models, and logs."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.logged = config, list[dict[str, Any]]()
-        degrees = dict.fromkeys(("pp_enabled", "cp_enabled", "tp_enabled", "ep_enabled"), False)
-        self.parallel_dims = SimpleNamespace(**(degrees | config.dims))
+        self.parallel_dims = parallel_dims(**config.dims)
         self.model_parts = [config.model]
         self.metrics_processor = SimpleNamespace(log=lambda step, extra_metrics=None: self.logged.append(extra_metrics))

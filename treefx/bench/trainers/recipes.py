@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treefx.bench.trainers.loops import lightning, verl
+from treefx.bench.trainers.loops import lightning, torchtitan, torchtune, verl
 from treefx.bench.trainers.material import Material
 
 __all__ = ["RECIPES", "Recipe"]
@@ -28,6 +28,8 @@ class Recipe:
     write: Write
     compiles: bool = True
     """Whether the trainer has a switch for torch.compile."""
+    by_switch: bool = False
+    """Whether treefx, too, needs that switch: it takes the place of the compiler that the trainer asks for."""
     left_out: tuple[str, ...] = ()
     """Packages that the trainer brings and that need a CUDA build of torch: taken out where there is none."""
     empty: tuple[str, ...] = ()
@@ -180,6 +182,8 @@ RECIPES = {
         Recipe(name="axolotl", write=_axolotl_padded, **_AXOLOTL),
         Recipe(name="axolotl-packed", write=_axolotl_packed, **_AXOLOTL),
         Recipe(name="verl", write=verl, requirements=("verl==0.9.1",), left_out=_CUDA_ONLY, compiles=False),
+        Recipe(name="torchtitan", write=torchtitan, requirements=("torchtitan==0.3.0",), by_switch=True),
+        Recipe(name="torchtune", write=torchtune, requirements=("torchtune==0.6.1", "torchao==0.14.1"), by_switch=True),
         Recipe(name="lightning", write=lightning, requirements=("lightning==2.6.6", "transformers==5.23.0")),
     )
 }

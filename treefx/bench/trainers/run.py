@@ -130,7 +130,8 @@ def train(recipe: Recipe, way: str, programs: Path, material: Material) -> dict[
         TrainersError: It failed, or left no losses.
     """
     with tempfile.TemporaryDirectory() as scratch, empty_caches() as environment:
-        command = recipe.write(material, Path(scratch), way == "inductor")
+        compiled = way == "inductor" or (way == "treefx" and recipe.by_switch)
+        command = recipe.write(material, Path(scratch), compiled)
         prefix = [str(programs / "treefx"), "run", "--"] if way == "treefx" else []
         path = os.pathsep.join([str(programs), environment.get("PATH", "")])
         given = {name: value for name, value in environment.items() if name != "PYTHONPATH"}

@@ -115,9 +115,10 @@ def trainers(
 ) -> None:
     """Train with other trainers from their own command lines: as they are, with inductor, and with treefx run.
 
-    llama-factory, llama-factory-dpo, ms-swift, axolotl, axolotl-packed, verl and lightning, each in an environment
-    that is made for it from the package registry (some minutes and 3 GB, once) with the torch that is installed here.
-    The rows are turns of an agent in their order; of verl, whose rollouts need a GPU, it is the update of the actor.
+    llama-factory, llama-factory-dpo, ms-swift, axolotl, axolotl-packed, verl, torchtitan, torchtune and lightning, each
+    in an environment that is made for it from the package registry (some minutes and 3 GB, once) with the torch that is
+    installed here. The rows are turns of an agent in their order; of verl, whose rollouts need a GPU, it is the update
+    of the actor.
     Losses and norms of gradients of every step are compared with the run without a compiler; whole_seconds are those
     of the whole command, whole the same over inductor's.
     """

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from inspect import getclosurevars
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from treefx.config import Config
-from treefx.errors import ConfigError
+from treefx.errors import ConfigError, UnsupportedError
 from treefx.integrations.torchtitan.masks import Masks, takes_masks
 from treefx.runtime.converted.hooks import Hooks
 from treefx.runtime.converted.seam import attention_modules
+from treefx.runtime.converted.skeleton import UNWRAPPED
 
-__all__ = ["Rows", "convert"]
+__all__ = ["ONLY_DATA", "Rows", "convert", "other_parallelism"]
+
+ONLY_DATA = "treefx shares prefixes in torchtitan under data parallelism alone, got {}"
 
 _HOOKS = "treefx_hooks"
+_PARALLELIZED = "forward_with_redistribution"
 
 
 class Rows(nn.Module):
@@ -39,6 +45,8 @@ class Rows(nn.Module):
     ) -> dict[str, Tensor]:
         """Ids and positions [B, L] -> what the decoder returns, [B, L, features]; the mask may be a tree."""
         seen = self._seen(input_ids, position_ids) if attention_mask is None else attention_mask
+        if position_ids is None:  # left out where they count columns; blocks are given them
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         return {"output": self.decoder(input_ids, positions=position_ids, attention_masks=seen)}
 
     def _seen(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -69,8 +77,8 @@ def convert(decoder: nn.Module, *, min_sharing: float = 1.15) -> nn.Module:
 
     Raises:
         ConfigError: No attention of torchtitan is in it, or it is converted already.
-        UnsupportedError: At a call: the model is not proved to be one that can run on a tree (experts that count
-            their tokens, say).
+        UnsupportedError: It is parallelized in another way. At a call: the model is not proved to be one that can run
+            on a tree (experts that count their tokens, say).
     """
     if _HOOKS in decoder.__dict__:
         raise ConfigError(f"expected a decoder that is not converted yet, got {type(decoder).__name__}")
@@ -79,8 +87,33 @@ def convert(decoder: nn.Module, *, min_sharing: float = 1.15) -> nn.Module:
             f"expected a decoder of torchtitan with its inner attentions, got {type(decoder).__name__}; "
             "call treefx.integrations.torchtitan.install() before it is made"
         )
+    _keep_forwards(decoder)
     decoder.__dict__[_HOOKS] = _Conversion(decoder, min_sharing)
     return decoder
+
+
+def other_parallelism(parallel: Any) -> str | None:
+    """What of a trainer's ``ParallelDims`` is more than data parallelism; None if nothing is."""
+    degrees = {
+        "pipeline": "pp_enabled", "context": "cp_enabled", "tensor": "tp_enabled", "expert": "ep_enabled",
+    }  # fmt: skip
+    return next((f"{name} parallelism" for name, field in degrees.items() if getattr(parallel, field)), None)
+
+
+def _keep_forwards(decoder: nn.Module) -> None:
+    """Let copies of modules that torchtitan has parallelized run their own code and not that of the originals.
+
+    ``Module.parallelize`` puts a function around the forward of each that redistributes what goes in and comes out:
+    under data parallelism nothing does.
+    """
+    for module in decoder.modules():
+        wrapped: Any = module.__dict__.get("forward")
+        if getattr(wrapped, "__name__", "") != _PARALLELIZED:
+            continue
+        reason = other_parallelism(getclosurevars(wrapped).nonlocals["parallel_dims"])
+        if reason is not None:
+            raise UnsupportedError(ONLY_DATA.format(reason))
+        module.__dict__[UNWRAPPED] = MethodType(type(module).forward, module)
 
 
 _ONE_ROW = "a batch of one row, whose positions torchtitan looks up without a dimension of rows; two or more share"

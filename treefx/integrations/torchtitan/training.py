@@ -11,7 +11,7 @@ from treefx.errors import InputError, UnsupportedError
 from treefx.inspection.inspector import inspect
 from treefx.integrations.metrics import metrics_of
 from treefx.integrations.torchtitan.attention import read_trees
-from treefx.integrations.torchtitan.conversion import convert
+from treefx.integrations.torchtitan.conversion import ONLY_DATA, convert, other_parallelism
 
 __all__ = ["HOOKS", "compile_blocks", "convert_by_name", "convert_trainers"]
 
@@ -62,23 +62,16 @@ def convert_trainers(module: Any, *, by_default: bool, options: Mapping[str, Any
         make(self, *args, **kwargs)
         compiling = self.config.compile
         named = bool(compiling.enable and compiling.backend == _NAME)
-        reason = _why_not(self.parallel_dims)
+        reason = other_parallelism(self.parallel_dims)
         if reason is None and (named or by_default):
             _convert(self, chosen)
         elif named:
-            raise UnsupportedError(f"treefx shares prefixes in torchtitan under data parallelism alone, got {reason}")
+            raise UnsupportedError(ONLY_DATA.format(reason))
         elif by_default:
             _log.warning("treefx shares nothing: prefixes are shared under data parallelism alone, got %s", reason)
 
     setattr(init, "treefx", True)
     module.Trainer.__init__ = init
-
-
-def _why_not(parallel: Any) -> str | None:
-    degrees = {
-        "pipeline": "pp_enabled", "context": "cp_enabled", "tensor": "tp_enabled", "expert": "ep_enabled",
-    }  # fmt: skip
-    return next((f"{name} parallelism" for name, field in degrees.items() if getattr(parallel, field)), None)
 
 
 def _convert(trainer: Any, options: Mapping[str, Any]) -> None:

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WRAPPERS", "refresh", "skeleton", "wrapped_in"]
+__all__ = ["UNWRAPPED", "WRAPPERS", "refresh", "skeleton", "wrapped_in"]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where what ``torch.compile`` and PyTorch's ``checkpoint_wrapper`` return for a module holds it."""
+
+UNWRAPPED = "_old_forward"
+"""Where accelerate keeps the forward of a module under the one that it puts in its place: copies run that one."""
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -114,8 +117,11 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 def _bind_methods(module: nn.Module, made: nn.Module) -> None:
     """Methods that were put on the original are those of the copy; what accelerate has wrapped is unwrapped."""
-    if "_old_forward" in made.__dict__:
-        made.__dict__["forward"] = made.__dict__["_old_forward"]
+    if UNWRAPPED in made.__dict__:
+        made.__dict__["forward"] = made.__dict__[UNWRAPPED]
     for name, value in made.__dict__.items():
         if isinstance(value, types.MethodType) and value.__self__ is module:
             made.__dict__[name] = types.MethodType(value.__func__, made)
+    forward = made.__dict__.get("forward")
+    if isinstance(forward, types.MethodType) and forward.__func__ is type(made).forward:
+        del made.__dict__["forward"]  # a trace would name modules by the way through it

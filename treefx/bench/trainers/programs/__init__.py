@@ -1,9 +1,9 @@
-"""Programs of trainers that have no command line of their own: each ``python -m``, in the trainer's environment.
+"""Programs of trainers that have no command line of their own, each ``python -m``, and what torchtune's recipe names.
 
 In: the folder of model and rows, and where the log goes. Out: that log, in the form of transformers' trainer. Each
-imports its trainer, and none another one.
+runs in its trainer's environment and imports it, and none another one.
 
 Order of imports, each only of what stands before an arrow::
 
-    log, chats -> lightning, verl_actor
+    log, chats -> lightning, torchtitan, torchtune, verl_actor
 """

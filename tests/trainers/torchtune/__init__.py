@@ -1,0 +1,1 @@
+"""torchtune: its decoders compiled whole, with modules that have its call sites."""
