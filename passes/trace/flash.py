@@ -150,17 +150,36 @@ def has_flash(gm: fx.GraphModule) -> bool:
     return any(is_flash(node.target) for body in bodies for node in body.graph.nodes)
 
 
+_HOLDERS = {torch.ops.higher_order.tag_activation_checkpoint}
+"""Of bodies that may call it."""
+_OF_LENGTHS = {torch.cumsum, torch._C._nn.pad, torch.cat, "cumsum", "to", "int", "long"}
+"""What ends are made of lengths with."""
+
+
 def ends_of_segments(gm: fx.GraphModule) -> set[fx.Node]:
-    """The inputs of a graph of Dynamo that say where segments end, and nothing else."""
-    holders = {torch.ops.higher_order.tag_activation_checkpoint}  # of bodies that may call it
+    """The inputs of a graph of Dynamo that say where segments end, and nothing else.
+
+    Either ends themselves, or one input of lengths, of which the graph makes the ends.
+    """
+
+    def readers(node: fx.Node) -> list[fx.Node]:
+        passing = [user for user in node.users if is_flash(user.target) or user.target in _HOLDERS]
+        return [user for user in node.users if user not in passing and user.target is not getattr]  # is_xpu, of pad
 
     def says_ends(node: fx.Node) -> bool:
         at_flash = [node in user.args[5:7] for user in node.users if is_flash(user.target)]
-        others = [user for user in node.users if not is_flash(user.target) and user.target not in holders]
-        return node.meta["example_value"].dim() == 1 and not others and all(at_flash)
+        return not readers(node) and all(at_flash)
 
-    given = gm.graph.find_nodes(op="placeholder") if has_flash(gm) else []
-    return {node for node in given if isinstance(node.meta.get("example_value"), Tensor) and says_ends(node)}
+    def says_lengths(node: fx.Node) -> bool:
+        made = readers(node)
+        return all(user.target in _OF_LENGTHS and (says_ends(user) or says_lengths(user)) for user in made)
+
+    placeholders = gm.graph.find_nodes(op="placeholder") if has_flash(gm) else []
+    given = [(node, node.meta.get("example_value")) for node in placeholders]
+    lists = [node for node, x in given if isinstance(x, Tensor) and x.dim() == 1]
+    ends = {node for node in lists if says_ends(node)}
+    lengths = {node for node in lists if node not in ends and node.users and says_lengths(node)}
+    return ends or (lengths if len(lengths) == 1 else set())
 
 
 def call_flash(call: FlashCall, known: dict[int, tuple[Tensor, Tensor]]) -> Tensor:

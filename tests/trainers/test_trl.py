@@ -3,6 +3,7 @@
 One file, so that one worker imports TRL.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 import treefx
+from tests.backend.flash import flash_stubs, with_flash
+from tests.trainers.liger import patch_llama
 from tests.trainers.support import (
     COMMON,
     NEEDS_TRAINERS,
@@ -63,6 +66,11 @@ def sft(model: nn.Module, path: Path, more: Any = dict, **changes: Any) -> trl.S
     return trl.SFTTrainer(model, args, train_dataset=SUPERVISED, processing_class=tokenizer(), **more())
 
 
+def sft_with_flash(model: nn.Module, path: Path) -> trl.SFTTrainer:
+    """Rows one behind another, which the kernel keeps apart by their ends."""
+    return sft(with_flash(model), path, padding_free=True, max_length=None)
+
+
 def dpo(model: nn.Module, path: Path, more: Any = dict, **changes: Any) -> trl.DPOTrainer:
     args = trl.DPOConfig(str(path), **COMMON | {"gradient_checkpointing": False} | changes)
     return trl.DPOTrainer(model, None, args, train_dataset=PAIRS, processing_class=tokenizer(), **more())
@@ -83,20 +91,23 @@ def grpo(model: nn.Module, path: Path, more: Any = dict, **changes: Any) -> trl.
     return trl.GRPOTrainer(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer(), **more())
 
 
-def rloo(model: nn.Module, path: Path) -> trl.RLOOTrainer:
-    args = trl.RLOOConfig(str(path), **COMMON, **SAMPLING, gradient_checkpointing=False)
-    return trl.RLOOTrainer(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer())
+def rloo(model: nn.Module, path: Path, more: Any = dict, **changes: Any) -> trl.RLOOTrainer:
+    args = trl.RLOOConfig(str(path), **COMMON | SAMPLING | {"gradient_checkpointing": False} | changes)
+    return trl.RLOOTrainer(model, reward, args, train_dataset=PROMPTS, processing_class=tokenizer(), **more())
 
 
 CHECKPOINTED = {"gradient_checkpointing": True}
 ACCUMULATED = {"gradient_accumulation_steps": 4}
 RUNS: dict[str, Build] = {
     "sft": partial(sft, gradient_checkpointing=False), "sft, checkpoints": sft, "sft, lora": partial(sft, more=lora),
-    "sft, packing": partial(sft, packing=True, max_length=40), "dpo": dpo,
-    "dpo, checkpoints": partial(dpo, **CHECKPOINTED), "dpo, lora": partial(dpo, more=lora, **ACCUMULATED), "kto": kto,
-    "kto, checkpoints": partial(kto, **CHECKPOINTED), "kto, lora": partial(kto, more=lora), "grpo": grpo,
-    "grpo, steps": partial(grpo, **ACCUMULATED), "rloo": rloo,
-    "grpo, steps, checkpoints": partial(grpo, **ACCUMULATED, **CHECKPOINTED),
+    "sft, packing": partial(sft, packing=True, max_length=40),
+    "sft, padding free": partial(sft, padding_free=True, max_length=None),
+    "sft, padding free, flash": sft_with_flash, "dpo": dpo, "dpo, checkpoints": partial(dpo, **CHECKPOINTED),
+    "dpo, lora": partial(dpo, more=lora, **ACCUMULATED), "kto": kto, "kto, checkpoints": partial(kto, **CHECKPOINTED),
+    "kto, lora": partial(kto, more=lora), "grpo": grpo, "grpo, steps": partial(grpo, **ACCUMULATED),
+    "grpo, steps, checkpoints": partial(grpo, **ACCUMULATED, **CHECKPOINTED), "grpo, lora": partial(grpo, more=lora),
+    "rloo": rloo, "rloo, steps": partial(rloo, **ACCUMULATED), "rloo, lora": partial(rloo, more=lora),
+    "rloo, steps, checkpoints": partial(rloo, **ACCUMULATED, **CHECKPOINTED),
 }  # fmt: skip
 
 
@@ -114,8 +125,17 @@ def run_of(build: Build, path: Path) -> Callable[[Callable[[Any], None]], Traini
 
 @pytest.mark.parametrize("name", RUNS)
 def test_trl_trainer_matches_the_uncompiled_run(tmp_path: Path, name: str) -> None:
-    inner = "aot_eager" if name == "sft, checkpoints" else "eager"
-    assert_shared(assert_same_training(run_of(RUNS[name], tmp_path), inner=inner).model)
+    with flash_stubs():
+        inner = "aot_eager" if name == "sft, checkpoints" else "eager"
+        got = assert_same_training(run_of(RUNS[name], tmp_path), inner=inner)
+    assert_shared(got.model)
+
+
+@pytest.mark.parametrize("build", [sft, grpo], ids=lambda build: build.__name__)
+def test_with_functions_of_ligers_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
+    """As ``use_liger_kernel`` leaves a model; its own kernels need a GPU."""
+    patch_llama(monkeypatch, module=sys.modules[type(llama()).__module__])
+    assert_shared(assert_same_training(run_of(build, tmp_path), inner="eager").model)
 
 
 class ByName:
@@ -135,12 +155,8 @@ def test_trl_trainer_compiles_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setitem(COMMON, name, value)
 
     def train(compile_model: Callable[[Any], None]) -> Training:
-        model = llama(tmp_path / "model")
         compile_model(ByName())
-        torch.manual_seed(0)
-        trainer = build(model, tmp_path / "out")
-        trainer.train()
-        return Training(trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        return run_of(build, tmp_path)(lambda model: None)
 
     got = assert_same_training(train, inner="eager")
     assert_shared(got.model)

@@ -59,7 +59,10 @@ def compiled(path: Path) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.sample(8))])
 def test_groups_meet_and_the_step_stays_what_it_was(tmp_path: Path, kind: str) -> None:
-    """The run of TRL alone, uncompiled, is the truth; a step of the compiled run shares what all of it could."""
+    """The run of TRL alone, uncompiled, is the truth.
+
+    Distinct tokens of a step, per raw one, are within 5 percent of those of all its rows together.
+    """
     expected = outcome(build(kind, tmp_path, llama(tmp_path / "model")))
     kept = build(kind, tmp_path, compiled(tmp_path))
     keep_groups(kept)
@@ -67,7 +70,8 @@ def test_groups_meet_and_the_step_stays_what_it_was(tmp_path: Path, kind: str) -
     stats = treefx.inspect(kept.model).stats
     assert stats["fallback"] is None
     assert stats["step_calls"] == STEPS
-    assert stats["step_sharing_ratio"] > 0.95 * stats["sharing_possible"] > 3.0
+    distinct, fewest = 1 / stats["step_sharing_ratio"], 1 / stats["sharing_possible"]
+    assert distinct <= 1.05 * fewest < 1 / 3
 
 
 @pytest.mark.sample(8)

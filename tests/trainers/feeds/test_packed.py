@@ -152,7 +152,7 @@ def test_cut_by_positions_they_would_be_wrong(how: str, monkeypatch: pytest.Monk
         compare(make().double(), step(given))
 
 
-@pytest.mark.parametrize("how", ["an operator by ends", "a mask by documents"])
+@pytest.mark.parametrize("how", LENGTHS)
 def test_lengths_that_change_compile_twice(how: str) -> None:
     make, step = LENGTHS[how]
     model = make().double()

@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from treefx.errors import TreefxError
 
-__all__ = ["ONE_COMPILER", "check_same", "empty_caches", "in_process"]
+__all__ = ["ONE_COMPILER", "check_same", "empty_caches", "in_process", "logged_sharing"]
 
 
 ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -62,3 +62,25 @@ def check_same(record: Mapping[str, Any], other: Mapping[str, Any], error: type[
             f"{max(errors):.1e} (allowed {_TOLERANCE}), so no time is reported"
         )
     return max(errors, default=0.0)
+
+
+def logged_sharing(log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What treefx logged with a trainer's metrics, step by step.
+
+    Returns:
+        ``sharing`` and ``sharing_possible``, raw over distinct tokens, the least and the most of a step; ``compiles``;
+        ``fallbacks``, steps that shared nothing for a reason. Empty where treefx logged nothing.
+    """
+    ours = [entry for entry in log if "treefx/sharing" in entry]
+    if not ours:
+        return {}
+    shared = {
+        name: f"{min(values):.2f} to {max(values):.2f}"
+        for name in ("sharing", "sharing_possible")
+        if (values := [entry[f"treefx/{name}"] for entry in ours])
+    }
+    return {
+        **shared,
+        "compiles": int(ours[-1]["treefx/compiles"]),
+        "fallbacks": int(sum(entry["treefx/fallback"] for entry in ours)),
+    }

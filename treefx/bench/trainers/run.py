@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treefx.bench.job.ways import check_same, empty_caches
+from treefx.bench.job.ways import check_same, empty_caches, logged_sharing
 from treefx.bench.trainers.environment import make_environment
 from treefx.bench.trainers.material import Material, make_material
 from treefx.bench.trainers.recipes import RECIPES, Recipe
@@ -167,20 +167,4 @@ def _shown(recipe: Recipe, way: str, found: Mapping[str, Any], baseline: Mapping
     record |= {"steps": len(found["log"]), "whole_seconds": seconds, "error": found.get("error", 0.0)}
     if "whole_seconds" in baseline:
         record["whole"] = seconds / baseline["whole_seconds"]
-    return {**record, **_shared(found["log"])}
-
-
-def _shared(log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    ours = [entry for entry in log if "treefx/sharing" in entry]
-    if not ours:
-        return {}
-    shared = {
-        name: f"{min(values):.2f} to {max(values):.2f}"
-        for name in ("sharing", "sharing_possible")
-        if (values := [entry[f"treefx/{name}"] for entry in ours])
-    }
-    return {
-        **shared,
-        "compiles": int(ours[-1]["treefx/compiles"]),
-        "fallbacks": int(sum(entry["treefx/fallback"] for entry in ours)),
-    }
+    return {**record, **logged_sharing(found["log"])}

@@ -9,7 +9,7 @@ from treefx.bench import step as bench_step
 from treefx.cli.bench.app import Json, bench, format_cell, show
 from treefx.output import console, make_table, notes, print_json
 
-__all__ = ["first_step", "memory", "shapes", "step", "trainer", "trainers", "unshared"]
+__all__ = ["first_step", "memory", "shapes", "step", "trainer", "trainers", "trl", "unshared"]
 
 
 @bench.command()
@@ -129,6 +129,31 @@ def trainers(
             only or (), folder=folder, rows=rows, layers=layers, hidden_size=width, on_start=status.update
         )
     show("Trainers from their command lines", records, json)
+
+
+@bench.command()
+def trl(
+    only: Annotated[list[str] | None, typer.Option(help="This one only; may be repeated. Default: all.")] = None,
+    rows: Annotated[int, typer.Option(min=2, help="Turns to train on, or prompts to sample from.")] = 32,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model, a Qwen3.")] = 2,
+    width: Annotated[int, typer.Option(min=64, help="Its hidden size, a multiple of 64.")] = 128,
+    inductor: Annotated[bool, typer.Option(help="Also with inductor.")] = True,
+    json: Json = False,
+) -> None:
+    """Train with TRL's trainers as they ship, and transformers' with flattened rows, in many settings.
+
+    SFT (padded, packed, padding-free), DPO, KTO, GRPO and RLOO, with and without gradient checkpointing and LoRA: each
+    as it is, with inductor and with treefx, in processes with empty caches. Losses and norms of gradients of every step
+    are compared with the run without a compiler. Seconds are those of whole runs, whole is treefx's over inductor's.
+    """
+    from treefx.bench.trl import run as bench_trl
+
+    ways = [way for way in bench_trl.WAYS if inductor or way != "inductor"]
+    with notes.status("making rows and a model") as status:
+        records = bench_trl.run(
+            only or (), ways=ways, rows=rows, layers=layers, hidden_size=width, on_start=status.update
+        )
+    show("Trainers of TRL", records, json)
 
 
 @bench.command()
