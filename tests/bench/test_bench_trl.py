@@ -41,7 +41,7 @@ def test_every_run_is_a_trainer_with_its_settings(name: str, material: Material,
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["sft, padding free", "trainer, flattening"])
 def test_a_run_in_processes_of_its_own(name: str) -> None:
-    (record,) = run.run([name], ways=("eager", "treefx"), rows=9, layers=1, hidden_size=64)
+    (record,) = run.run([name], ways=("eager", "treefx"), rows=16, layers=1, hidden_size=64)
     assert (record["run"], record["steps"], record["fallbacks"]) == (name, 2, 0)
     assert record["error"] < 1e-4 and record["compiles"] <= 2
     assert float(record["sharing"].split()[0]) > 1.5
@@ -53,7 +53,7 @@ def started(case: TrlCase, off: float = 0.0) -> dict[str, Any]:
     shared = {f"treefx/{name}": value for name, value in (("sharing", 2.5), ("sharing_possible", 3.0))}
     counted = {"treefx/compiles": 1.0, "treefx/fallback": 0.0}
     return {
-        "way": f"{case.name} with {case.way}", "version": "trl 1", "numbers": [2.0, 3.0 + off * (case.way == "treefx")],
+        "way": f"{case.name} with {case.way}", "version": "trl 1", "numbers": [2.0, 3.0 + (off if case.way == "treefx" else 0.0)],
         "whole_seconds": {"eager": 5.0, "inductor": 8.0, "treefx": 4.0}[case.way],
         "log": [{**shared, **counted}] * 2 if case.way == "treefx" else [],
     }  # fmt: skip

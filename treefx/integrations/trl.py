@@ -43,7 +43,9 @@ def keep_groups(trainer: Any) -> None:
     (``steps_per_generation > gradient_accumulation_steps``) TRL has scattered a group over them, and only what met in a
     step stays together.
 
-    All others (SFT, DPO, KTO, reward): `treefx.integrations.transformers.keep_groups`.
+    All others (SFT, DPO, reward): `treefx.integrations.transformers.keep_groups`. KTO pairs a row with its neighbours
+    before it trains and keeps their order (``train_sampling_strategy="sequential"``), but with
+    ``loss_type="apo_zero_unpaired"``: order its dataset instead.
 
     Args:
         trainer: a trainer of TRL, or a class of those that sample, for all trainers made of it.

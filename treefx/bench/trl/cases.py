@@ -21,7 +21,7 @@ class TrlCase:
     adapter: bool = False
     """Whether LoRA adapters are trained."""
     grouped: bool = True
-    """Whether rows that share prefixes are put into one batch; packed ones keep their order."""
+    """Whether rows that share prefixes are put into one batch; packed ones keep their order, as KTO's must."""
     way: str = "treefx"
     """"eager", or the backend."""
     folder: str = ""
@@ -62,8 +62,8 @@ CASES = {
         _case("dpo"),
         _case("dpo, checkpoints", _CHECKPOINTS),
         _case("dpo, lora", adapter=True),
-        _case("kto"),
-        _case("kto, checkpoints", _CHECKPOINTS),
+        _case("kto", grouped=False),
+        _case("kto, checkpoints", _CHECKPOINTS, grouped=False),
         _case("grpo"),
         _case("grpo, checkpoints", _CHECKPOINTS),
         _case("grpo, lora", adapter=True),
