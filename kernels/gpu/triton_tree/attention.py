@@ -64,7 +64,7 @@ def backward(
         weight = torch.exp(inputs.sinks.to(lse.dtype)[None, :, None] - lse)
         rest.append((-(weight * delta).sum(dim=(0, 2))).to(inputs.sinks.dtype))
     if any(buffer_grads):
-        rest += buffer_gradients(grad_out, inputs, lse, delta, score, buffer_grads)
+        rest += buffer_gradients(grad_out, inputs, score, buffer_grads)
     return dq, dk, dv, rest
 
 
