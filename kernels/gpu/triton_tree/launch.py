@@ -158,7 +158,7 @@ class Attention:
         blocks = self.blocks(source, config)
         work = blocks.key_programs
         # Never empty: whether there are parts must not make another kernel.
-        slots = max(1, len(work.split) * work.parts)
+        slots = max(1, work.slots)
         parts = [
             torch.empty(slots, self.heads, config.block_n, tensor.shape[-1], dtype=torch.float32, device=dk.device)
             for tensor in ((dk, dv) if len(work.split) else (dk[..., :1], dv[..., :1]))
