@@ -171,7 +171,8 @@ def test_another_forest_in_the_same_memory_is_another(device: None) -> None:
     assert first.data_ptr() == second.data_ptr() and first._version == second._version
     assert hosted.host_copies([first]) is not None and hosted.host_copies([second]) is None
     del first
-    hosted.remember(torch.zeros(4), torch.zeros(4))
+    other = torch.zeros(4)
+    hosted.remember(torch.zeros(4), other)
     assert not any(one.moved.is_gone() for one in hosted._sent), "what is gone is let go"
 
 
