@@ -199,6 +199,12 @@ class Attention:
         }
         return self.launch("backward_queries", len(blocks.by_query.order), arguments, config)
 
+    def is_seen(self, source: KeySource) -> bool:
+        """Return whether any query sees a key of a source; two keys of every boundary may be there for their number."""
+        if source.keys.low is None or not len(source):
+            return len(source) > 0
+        return len(self.blocks(source, self.config("forward")).by_query.tiles) > 0
+
     @property
     def heads(self) -> int:
         """Key heads, of all elements of the batch: the programs per list of tiles."""
@@ -207,7 +213,7 @@ class Attention:
     def keys_met(self, kernel: str) -> float:
         """Return how many keys a row of queries meets in the tiles of a kernel, on average; known without a wait."""
         config = self.config(kernel)
-        tiles = sum(len(self.blocks(source, config).by_key.tiles) for source in self.sources() if len(source))
+        tiles = sum(len(self.blocks(one, config).by_key.tiles) for one in self.sources() if self.is_seen(one))
         return tiles * config.block_m * config.block_n / (self.inputs.q.shape[2] * self.group)
 
     def blocks(self, source: KeySource, config: Config) -> TreeBlocks:

@@ -23,6 +23,7 @@ __all__ = [
     "PATHS",
     "checked",
     "forced_path",
+    "form_refusal",
     "in_one_pass",
     "keys_refusal",
     "on_path",
@@ -81,21 +82,31 @@ def warp_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | 
         tensors: what is read beside q, k and v: the gradient, in the backward.
     """
     inputs = attention.inputs
-    if not interpreted():
-        if torch.cuda.get_device_capability(inputs.q.device) != (9, 0):
-            return "it needs compute capability 9.0"
-        if inputs.q.dtype == torch.float32:
-            return "it needs a 16-bit type"
-    if inputs.boundary is not None:
-        return "keys from outside take the plain path"
-    if attention.code.loads_pairs:
-        return "the score loads by query and key"
-    refusal = refused_widths(attention.request.head_dim, attention.request.value_dim)
+    refusal = form_refusal(attention, None if interpreted() else torch.cuda.get_device_capability(inputs.q.device))
     if refusal is not None:
         return refusal
     if not all(_aligned(tensor) for tensor in (inputs.q, inputs.k, inputs.v, *tensors)):
         return f"a tensor does not step by multiples of {_ALIGNMENT} bytes"
     return None
+
+
+def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> str | None:
+    """Return why an attention of this kind has no warp-specialised form, or ``None`` if it has.
+
+    Args:
+        attention: the attention; how its tensors lie does not matter.
+        capability: of the device, or ``None`` for Triton's interpreter.
+    """
+    if capability is not None:
+        if capability != (9, 0):
+            return "it needs compute capability 9.0"
+        if attention.inputs.q.dtype == torch.float32:
+            return "it needs a 16-bit type"
+    if attention.inputs.boundary is not None:
+        return "keys from outside take the plain path"
+    if attention.code.loads_pairs:
+        return "the score loads by query and key"
+    return refused_widths(attention.request.head_dim, attention.request.value_dim)
 
 
 def refused_widths(head_dim: int, value_dim: int) -> str | None:

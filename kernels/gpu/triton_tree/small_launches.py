@@ -14,10 +14,12 @@ from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, str
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
 
-__all__ = ["Launch", "launch_finish", "launch_prologue", "launch_sums"]
+__all__ = ["Launch", "launch_finish", "launch_prologue", "launch_sums", "scratch_bytes"]
 
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
+_DESCRIPTOR = 128
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Launch:
         self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
         for launch in self.after:
             launch.run()
+
+
+def scratch_bytes(kernel: Any) -> int:
+    """Return the bytes of device memory in which each program of a kernel makes its descriptors."""
+    return _DESCRIPTOR * int(kernel.src.count("make_tensor_descriptor("))
 
 
 def launch_prologue(

@@ -12,6 +12,7 @@ from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import CASES, MORE_CASES, Case, run
 from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 
 SMALL = Case(torch.bfloat16, 64, 64, 4)
 SPECIALISED = [case for case in (*CASES, *MORE_CASES) if bench_kernel._has_warp_path(case, 90)]
@@ -76,6 +77,14 @@ def test_every_specialised_kernel(case: Case) -> None:
     assert not any(record["problems"] for record in found.values())
     specialised = {name for name, record in found.items() if record["race_free"]}
     assert specialised == found.keys() - {"prologue"} == {"forward", "backward_keys", "backward_queries"}
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward_keys"])
+def test_descriptors_take_the_memory_that_is_counted(kernel: str) -> None:
+    """By what the compiler demands for every program."""
+    (launch,) = (one for one in bench_kernel._launches(SMALL, "warp", 90) if one.kernel.__name__ == kernel)
+    _, compiled = compile_kernel(launch, 90)
+    assert compiled.metadata.global_scratch_size == scratch_bytes(launch.kernel) > 0
 
 
 def test_the_form_that_dk_and_dv_had_is_found() -> None:

@@ -16,15 +16,16 @@ import torch
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
+from triton.runtime import _allocation, driver  # noqa: E402
 
 from treefx.errors import UnsupportedError  # noqa: E402
 from treefx.kernels import tree_attention  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
-from treefx.kernels.gpu.triton_tree import paths, support, tuning  # noqa: E402
+from treefx.kernels.gpu.triton_tree import paths, small_launches, support, tuning  # noqa: E402
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
 from treefx.kernels.gpu.triton_tree.launch import Launch  # noqa: E402
 from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries, prologue, sum_parts  # noqa: E402
+from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes  # noqa: E402
 
 
 class Driver:
@@ -41,12 +42,12 @@ class Driver:
 
 
 class Kernel:
-    """A compiled kernel that counts its launches."""
+    """A compiled kernel that counts its launches, and takes memory for its descriptors as Triton's launcher does."""
 
     function = packed_metadata = launch_metadata_value = None
 
-    def __init__(self, name: str, launched: list[str]) -> None:
-        self.name, self.launched = name, launched
+    def __init__(self, source: Any, launched: list[str]) -> None:
+        self.source, self.launched = source, launched
 
     def launch_metadata(self, *_: Any) -> None:
         return None
@@ -54,8 +55,10 @@ class Kernel:
     def result(self) -> "Kernel":
         return self
 
-    def run(self, *_: Any) -> None:
-        self.launched.append(self.name)
+    def run(self, x: int, y: int, z: int, stream: int, *_: Any) -> None:
+        self.launched.append(self.source.__name__)
+        if "packed_keys" in self.source.arg_names:
+            _allocation._allocator.get()(x * y * z * scratch_bytes(self.source), 128, stream)
 
 
 @pytest.fixture
@@ -66,21 +69,24 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
 
     def compile(src: Any, *_: Any, **__: Any) -> Kernel:
         names.append(src.fn.__name__)
-        return Kernel(src.fn.__name__, LAUNCHED)
+        return Kernel(src.fn, LAUNCHED)
 
     monkeypatch.setattr(triton.compiler, "compile", compile)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(support, "refusal", lambda q: None)
+    monkeypatch.setattr(small_launches, "scratch", lambda size, *_: torch.empty(size, dtype=torch.int8))
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(paths, "largest_error", lambda got, wanted: 0.0)  # nothing was written
     monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: (run(), 1.0)[1])
     monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
     tuning._findings.cache_clear()
     monkeypatch.setattr(driver, "_active", Driver())
+    allocator = _allocation._allocator.set(_allocation.NullAllocator())
     _forget_kernels()
     yield names
+    _allocation._allocator.reset(allocator)
     _forget_kernels()
     tuning._findings.cache_clear()
 
