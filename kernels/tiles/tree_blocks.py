@@ -23,6 +23,7 @@ from treefx.kernels.lasting import lasting
 from treefx.kernels.score import Expr
 from treefx.kernels.tiles.hosted import Known, host_copies, is_on_device, send_together
 from treefx.kernels.tiles.key_programs import KeyPrograms, cut_lists
+from treefx.kernels.tiles.streams import Made
 from treefx.kernels.tiles.tile_bounds import Extrema, decide_tiles
 
 __all__ = [
@@ -215,7 +216,14 @@ class _Entry:
     copies: tuple[Tensor, ...]
     """None of those that the host has sent."""
     on_device: bool
+    made: Made | None
+    """When, on a device with streams."""
     value: Any
+
+    def wait(self) -> None:
+        """Let the current stream wait for what another one has made."""
+        if self.made is not None:
+            self.made.use((self.value, self.copies))
 
 
 _recent: list[_Entry] = []
@@ -313,8 +321,9 @@ def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: C
         with lasting():
             known = is_on_device(given[0]) and host_copies(given) is not None
             value, copies = build(), () if known else tuple(tensor.clone() for tensor in given)
+        known_as = tuple(map(Known.of, given))
         _recent[:] = [
-            _Entry(settings, tuple(map(Known.of, given)), copies, is_on_device(given[0]), value),
+            _Entry(settings, known_as, copies, is_on_device(given[0]), Made.now(given[0].device), value),
             *(entry for entry in _recent if not _is_over(entry)),
         ][:_CACHED]
     return value
@@ -334,9 +343,11 @@ def _is_over(entry: _Entry) -> bool:
 
 def _same(entry: _Entry, given: tuple[Tensor, ...]) -> bool:
     if entry.copies and (not is_on_device(given[0]) or any(tensor.is_inference() for tensor in given)):
+        entry.wait()
         return all(_alike(copy, new) and torch.equal(copy, new) for copy, new in zip(entry.copies, given, strict=True))
     if not all(known.is_still(new) for known, new in zip(entry.given, given, strict=True)):
         return False
+    entry.wait()
     for copy, new in zip(entry.copies, given, strict=bool(entry.copies)):
         torch._assert_async((copy == new).all(), _OVERWRITTEN)
     return True
