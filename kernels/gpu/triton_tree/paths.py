@@ -139,7 +139,8 @@ def path_of_keys(attention: Attention) -> Attention:
 
 def _aligned(tensor: Tensor) -> bool:
     size = tensor.element_size()
-    steps = [stride * size for stride, length in zip(tensor.stride()[:3], tensor.shape, strict=False) if length > 1]
+    steps = [stride * size for stride, length in zip(tensor.stride()[:2], tensor.shape, strict=False) if length > 1]
+    steps.append(tensor.stride(2) * size)  # a descriptor has the step of tokens even where there is one alone
     return tensor.data_ptr() % _ALIGNMENT == 0 and all(step > 0 and step % _ALIGNMENT == 0 for step in steps)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treefx.errors import UnsupportedError
 from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, strides
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
@@ -18,6 +19,7 @@ __all__ = ["Launch", "launch_finish", "launch_prologue", "launch_sums", "scratch
 
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
+_MOST_HEADS = 65_535
 _DESCRIPTOR = 128
 """Bytes."""
 
@@ -33,14 +35,29 @@ class Launch:
     after: "tuple[Launch, ...]" = ()
 
     def run(self) -> None:
-        """Run it on the current device, and then the others."""
-        if "packed_keys" in self.arguments:  # its descriptors are made by the kernel
-            import triton
+        """Run it on the current device, and then the others.
 
-            triton.set_allocator(scratch)
+        Raises:
+            UnsupportedError: there are more key heads, of all elements of the batch, than a device counts.
+        """
+        if self.grid[1] > _MOST_HEADS:
+            raise UnsupportedError(
+                f"batch times key heads must be at most {_MOST_HEADS}, got {self.grid[1]}: split the batch"
+            )
+        if "packed_keys" in self.arguments:  # its descriptors are made by the kernel
+            _set_allocator()
         self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
         for launch in self.after:
             launch.run()
+
+
+def _set_allocator() -> None:
+    """Let kernels have memory for their descriptors; the program may have said itself where that comes from."""
+    import triton
+    from triton.runtime import _allocation
+
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        triton.set_allocator(scratch)
 
 
 def scratch_bytes(kernel: Any) -> int:

@@ -20,12 +20,14 @@ from triton.runtime import _allocation, driver  # noqa: E402
 
 from treefx.errors import UnsupportedError  # noqa: E402
 from treefx.kernels import tree_attention  # noqa: E402
+from treefx.kernels.common import Inputs  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
 from treefx.kernels.gpu.triton_tree import paths, small_launches, support, tuning  # noqa: E402
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
-from treefx.kernels.gpu.triton_tree.launch import Launch  # noqa: E402
+from treefx.kernels.gpu.triton_tree.launch import Attention, Launch  # noqa: E402
 from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries, prologue, sum_parts  # noqa: E402
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes  # noqa: E402
+from treefx.kernels.score import make_score  # noqa: E402
 
 
 class Driver:
@@ -199,6 +201,40 @@ def test_dk_and_dv_are_plain_where_triton_cannot_specialise_them(
     else:
         with pytest.raises(UnsupportedError, match="3.6.0 cannot specialise dk and dv"):
             attend(200, window=50, alibi_slopes=torch.ones(4))
+
+
+def test_one_token_that_steps_oddly_is_read_in_the_plain_form(compiled: list[str]) -> None:
+    """No descriptor has a step that is no multiple of 16 bytes, of one row either."""
+    score, ends = make_score(scale=1.0), torch.ones(1, dtype=torch.int32)
+    even = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    odd = torch.zeros(1000, dtype=torch.bfloat16).as_strided((1, 4, 1, 64), (256, 64, 3, 1))
+    assert paths.warp_refusal(Attention(Inputs(even, even, even, ends), score)) is None
+    assert "does not step by multiples" in str(paths.warp_refusal(Attention(Inputs(odd, even, even, ends), score)))
+
+
+def test_more_heads_than_a_device_counts_are_refused(compiled: list[str]) -> None:
+    q = torch.zeros(65_536, 1, 1, 16, dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="at most 65535, got 65536"), torch.no_grad():
+        tree_attention(q, q, q, torch.ones(1, dtype=torch.int32), impl="triton")
+    assert not LAUNCHED
+
+
+def test_the_program_keeps_its_own_allocator(compiled: list[str]) -> None:
+    """Descriptors take their memory from the allocator that is set; only where there is none from ours."""
+    taken: list[int] = []
+
+    def own(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        taken.append(size)
+        return torch.empty(size, dtype=torch.int8)
+
+    token = _allocation._allocator.set(own)
+    q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
+        assert len(taken) == 2 and min(taken) > 0, "the specialised form, tried and taken"
+        _allocation._allocator.reset(token)
+        tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
+    assert len(taken) == 2 and LAUNCHED[-1] == "forward"
 
 
 def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:
