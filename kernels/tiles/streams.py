@@ -27,7 +27,7 @@ class Made:
         """Return this moment of the current stream; ``None`` where the device has no streams."""
         if device.type != "cuda":
             return None
-        stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
+        stream, event = torch.cuda.current_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return cls(stream, event)
 
