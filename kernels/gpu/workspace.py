@@ -55,6 +55,7 @@ class Lists:
         programs: of the kernel of dk and dv.
         split: lists that are cut.
         slots: parts of these.
+        has_low: whether keys are those of a boundary.
     """
 
     keys: Number
@@ -64,6 +65,7 @@ class Lists:
     programs: Number
     split: Number
     slots: Number
+    has_low: bool = False
 
     @classmethod
     def of(cls, blocks: TreeBlocks) -> "Lists":
@@ -77,6 +79,7 @@ class Lists:
             programs=len(work.order),
             split=len(work.split),
             slots=work.slots,
+            has_low=blocks.low is not None,
         )
 
 
@@ -100,7 +103,7 @@ def most_lists(rows: Number, keys: Number, block_m: int, block_n: int, *, group:
         step = block_n * group / block_m
         tiles = step / 2 * (keys / block_n + 2 / step + 0.5) ** 2
     split = MOST_SLOTS // 2
-    return Lists(keys, query_blocks, key_blocks, tiles, key_blocks + MOST_SLOTS, split, MOST_SLOTS)
+    return Lists(keys, query_blocks, key_blocks, tiles, key_blocks + MOST_SLOTS, split, MOST_SLOTS, is_boundary)
 
 
 def list_bytes(lists: Lists) -> Number:
@@ -125,7 +128,8 @@ def forward_bytes(attention: Attention, tokens: Number, sources: Sequence[Lists]
     packed = rows * count * attention.request.head_dim * q.element_size() if _packs(attention) else 0
     carried = rows * count * (value_width + 1) * _WORD if carries else 0
     programs = [(_blocks(rows, attention.config("forward").block_m), lists) for lists in sources]
-    return carried + most_of(_values(attention, tokens, lists, number, "forward", packed) for number, lists in programs)
+    sizes = tokens, sum(lists.keys for lists in sources)
+    return carried + most_of(_values(attention, sizes, lists, number, "forward", packed) for number, lists in programs)
 
 
 def backward_bytes(
@@ -146,27 +150,32 @@ def backward_bytes(
     sums = _padded(rows) * row_width(request.head_dim, request.chunk_widths) * _WORD if attention.once else 0
     carried = count * rows * request.head_dim * _WORD if carries else 0
     keys_on, kernel = path_of_keys(attention), attention.of_keys
-    found = []
+    sizes, found = (tokens, sum(lists.keys for lists, _ in sources)), []
     for of_keys, of_queries in sources:
         widths = request.head_dim + request.value_dim if of_keys.slots != 0 else 2
         slots = of_keys.slots if of_keys.slots != 0 else 1
         parts = slots * count * keys_on.config(kernel).block_n * widths * _WORD
-        found.append(_values(keys_on, tokens, of_keys, of_keys.programs, kernel, parts))
+        found.append(_values(keys_on, sizes, of_keys, of_keys.programs, kernel, parts))
         if not attention.once:
             programs = _blocks(rows, attention.config("backward_queries").block_m)
-            found.append(carried + _values(attention, tokens, of_queries, programs, "backward_queries", 0))
+            found.append(carried + _values(attention, sizes, of_queries, programs, "backward_queries", 0))
     return count * (packed + vectors + sums) + most_of(found)
 
 
-def _values(attention: Attention, tokens: Number, lists: Lists, programs: Number, kernel: str, more: Number) -> Number:
-    """Return the bytes of one launch: its descriptors, what the score reads of one row or key, and ``more``."""
+def _values(
+    attention: Attention, sizes: tuple[Number, Number], lists: Lists, programs: Number, kernel: str, more: Number
+) -> Number:
+    """Return the bytes of one launch: its descriptors, what the score reads of one row or key, and ``more``.
+
+    The sizes are those of all queries and of the keys of all sources.
+    """
     if attention.path == "plain":
         return more
     batch, heads = attention.inputs.q.shape[0], attention.inputs.q.shape[1]
     values = [len(attention.code.row_values), len(attention.code.column_values)]
-    rows, keys = tokens * attention.group, lists.keys
-    kept = values[0] * _heads(attention) * _padded(rows) + values[1] * batch * _padded(keys)
-    launched = programs * _heads(attention) * scratch_bytes(getattr(attention.module, kernel))
+    (tokens, keys), rows = sizes, sizes[0] * attention.group
+    kept = values[0] * _heads(attention) * _padded(rows) + values[1] * batch * _padded(lists.keys)
+    launched = programs * _heads(attention) * scratch_bytes(getattr(attention.module, kernel), has_low=lists.has_low)
     if not any(values):
         return more + launched
     # They are made while the sums of parts are there already.

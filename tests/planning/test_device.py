@@ -1,6 +1,5 @@
 """What the planner counts for attention on a CUDA device that need not be there: never less than launches allocate."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,8 +70,6 @@ def at(expression: sympy.Expr, sizes: Sizes, inputs: Inputs) -> float:
 @pytest.mark.parametrize("seed", range(20))
 def test_never_less_than_launches_allocate(seed: int, form: str, device: None) -> None:  # noqa: F811
     inputs = part(seed)
-    if form == "specialised":
-        inputs = replace(inputs, boundary=None)
     forward, backward, lists = counted(runner(inputs, SCORE, form))
     (first, node, sizes), (second, again, sizes_again) = (graph_of(way, inputs) for way in ("forward", "backward"))
     assert at(device_workspace(node), sizes, inputs) >= forward

@@ -248,7 +248,7 @@ class Attention:
             "start": lists.start,
             "middle": lists.middle,
             "tiles": lists.tiles,
-            **(self.buffers() if self.path == "plain" else self.vectors(len(source))),
+            **(self.buffers() if self.path == "plain" else self.vectors(source)),
             **strides("q", q),
             **strides("k", source.k),
             **strides("v", source.v),
@@ -280,14 +280,17 @@ class Attention:
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
         return launch, packed, packed if self.path == "warp" else in_place
 
-    def vectors(self, keys: int) -> dict[str, Any]:
+    def vectors(self, source: KeySource) -> dict[str, Any]:
         """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""
         batch, heads, queries, _ = self.inputs.q.shape
+        keys = len(source)
         sides = ("Row", self.code.row_values), ("Column", self.code.column_values)
         found: dict[str, Any] = {}
         for side, values in sides:
             for hoisted in values:
                 value = self.value(hoisted.expr)
+                if side == "Column" and value.ndim and value.shape[-1] > 1:  # of all keys, the boundary's first
+                    value = value.narrow(-1, source.keys.base, keys)
                 shape = (batch, heads, queries, 1) if side == "Row" else (batch, 1, 1, keys)
                 value = value.expand(shape).reshape(batch, -1, queries if side == "Row" else keys)
                 found[f"{side}_{hoisted.name}"] = self.packed(value) if side == "Row" else padded(value[:, 0])

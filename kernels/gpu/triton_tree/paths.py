@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
+from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted, triton_version
@@ -85,9 +86,16 @@ def warp_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | 
     refusal = form_refusal(attention, None if interpreted() else torch.cuda.get_device_capability(inputs.q.device))
     if refusal is not None:
         return refusal
-    if not all(_aligned(tensor) for tensor in (inputs.q, inputs.k, inputs.v, *tensors)):
+    if not all(_aligned(tensor) for tensor in (*_read_by_boxes(inputs), *tensors)):
         return f"a tensor does not step by multiples of {_ALIGNMENT} bytes"
+    if inputs.boundary is not None and inputs.boundary.lo.data_ptr() % _ALIGNMENT:
+        return f"lo of the keys from outside does not start at a multiple of {_ALIGNMENT} bytes"
     return None
+
+
+def _read_by_boxes(inputs: Inputs) -> list[Tensor]:
+    outside = inputs.boundary
+    return [inputs.q, inputs.k, inputs.v, *([] if outside is None else [outside.k, outside.v])]
 
 
 def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> str | None:
@@ -102,8 +110,8 @@ def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> st
             return "it needs compute capability 9.0"
         if attention.inputs.q.dtype == torch.float32:
             return "it needs a 16-bit type"
-    if attention.inputs.boundary is not None:
-        return "keys from outside take the plain path"
+        if attention.inputs.boundary is not None and attention.code.shares_pairs:
+            return "Triton cannot specialise keys from outside of a score that shares values of pairs"
     if attention.code.loads_pairs:
         return "the score loads by query and key"
     return refused_widths(attention.request.head_dim, attention.request.value_dim)

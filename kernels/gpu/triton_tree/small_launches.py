@@ -60,9 +60,16 @@ def _set_allocator() -> None:
         triton.set_allocator(scratch)
 
 
-def scratch_bytes(kernel: Any) -> int:
-    """Return the bytes of device memory in which each program of a kernel makes its descriptors."""
-    return _DESCRIPTOR * int(kernel.src.count("make_tensor_descriptor("))
+def scratch_bytes(kernel: Any, *, has_low: bool) -> int:
+    """Return the bytes of device memory in which each program of a kernel makes its descriptors.
+
+    Args:
+        kernel: a kernel of the specialised form.
+        has_low: whether its keys are those of a boundary, whose first queries it reads too.
+    """
+    made = kernel.src.count("make_tensor_descriptor(")
+    of_low = kernel.src.count("low_box = tl.make_tensor_descriptor(")
+    return _DESCRIPTOR * int(made - (0 if has_low else of_low))
 
 
 def launch_prologue(

@@ -1,4 +1,4 @@
-"""Keys from outside in Triton's interpreter, against the dense reference in float64.
+"""Keys from outside in Triton's interpreter, in both forms of the kernels, against the dense reference in float64.
 
 Not collected by itself: test_triton_interpreter.py runs it in a process with TRITON_INTERPRET=1.
 """
@@ -21,7 +21,7 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.ops import attend
 from treefx.kernels.tiles.tree_blocks import Keys
 
-PATHS = ["plain"]
+PATHS = ["plain", "warp"]
 _OF_HEADS = 7
 """Results: the output, the log-sum-exp, dq, dk, dv, and the gradients of the boundary's keys and values."""
 

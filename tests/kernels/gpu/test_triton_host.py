@@ -7,6 +7,7 @@ stand-ins. So a wrong argument, or a kernel compiled for one length, shows here.
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from triton.runtime import _allocation, driver  # noqa: E402
 
 from treefx.errors import UnsupportedError  # noqa: E402
 from treefx.kernels import tree_attention  # noqa: E402
-from treefx.kernels.common import Inputs  # noqa: E402
+from treefx.kernels.common import Boundary, Inputs  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
 from treefx.kernels.gpu.triton_tree import paths, small_launches, support, tuning  # noqa: E402
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
@@ -28,6 +29,9 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, Launch  # noqa: E40
 from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries, prologue, sum_parts  # noqa: E402
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes  # noqa: E402
 from treefx.kernels.score import make_score  # noqa: E402
+
+_BEFORE_ARGUMENTS = 5
+"""What Triton's launcher gets between the stream and a kernel's arguments."""
 
 
 class Driver:
@@ -57,10 +61,13 @@ class Kernel:
     def result(self) -> "Kernel":
         return self
 
-    def run(self, x: int, y: int, z: int, stream: int, *_: Any) -> None:
+    def run(self, x: int, y: int, z: int, stream: int, *given: Any) -> None:
         self.launched.append(self.source.__name__)
-        if "packed_keys" in self.source.arg_names:
-            _allocation._allocator.get()(x * y * z * scratch_bytes(self.source), 128, stream)
+        if "packed_keys" not in self.source.arg_names:
+            return
+        arguments = dict(zip(self.source.arg_names, given[_BEFORE_ARGUMENTS:], strict=True))
+        size = x * y * z * scratch_bytes(self.source, has_low=arguments["Low"] is not None)
+        _allocation._allocator.get()(size, 128, stream)
 
 
 @pytest.fixture
@@ -210,6 +217,35 @@ def test_one_token_that_steps_oddly_is_read_in_the_plain_form(compiled: list[str
     odd = torch.zeros(1000, dtype=torch.bfloat16).as_strided((1, 4, 1, 64), (256, 64, 3, 1))
     assert paths.warp_refusal(Attention(Inputs(even, even, even, ends), score)) is None
     assert "does not step by multiples" in str(paths.warp_refusal(Attention(Inputs(odd, even, even, ends), score)))
+
+
+def test_keys_from_outside_that_start_oddly_are_read_in_the_plain_form(compiled: list[str]) -> None:
+    score, ends = make_score(scale=1.0), torch.ones(1, dtype=torch.int32)
+    even = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16)
+    places = torch.zeros(12, dtype=torch.int32)
+    refusals = []
+    for first in (0, 1):
+        outside = Boundary(even, even, places[first : first + 8], places[:8])
+        refusals.append(paths.warp_refusal(Attention(Inputs(even, even, even, ends, boundary=outside), score)))
+    outside = replace(outside, lo=places[:8], k=even.transpose(2, 3).contiguous().transpose(2, 3)[:, :, ::2])
+    refusals.append(paths.warp_refusal(Attention(Inputs(even, even, even, ends, boundary=outside), score)))
+    assert refusals[0] is None and "does not start at a multiple of 16" in str(refusals[1])
+    assert "does not step by multiples" in str(refusals[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"window": 5}, None), ({"window": 5, "alibi": 1}, "shares values of pairs")]
+)
+def test_keys_from_outside_that_triton_cannot_specialise(
+    options: dict[str, int], said: str | None, compiled: list[str]
+) -> None:
+    even, places = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
+    inputs = Inputs(even, even, even, places, [torch.zeros(16, dtype=torch.int64), torch.ones(4)])
+    score = make_score(scale=1.0, depth=0, **options)
+    assert paths.warp_refusal(Attention(inputs, score)) is None
+    inputs = replace(inputs, boundary=Boundary(even, even, places, places))
+    refusal = paths.warp_refusal(Attention(inputs, score))
+    assert refusal is None if said is None else said in str(refusal)
 
 
 def test_more_heads_than_a_device_counts_are_refused(compiled: list[str]) -> None:

@@ -145,5 +145,5 @@ def _sum(lists: list[Lists]) -> Lists:
         more = {
             name: getattr(first, name) + getattr(other, name) for name in ("keys", "key_blocks", "tiles", "programs")
         }
-        first = replace(first, **more)
+        first = replace(first, **more, has_low=True)
     return first
