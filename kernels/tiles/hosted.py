@@ -1,8 +1,8 @@
 """Vectors of a forest that the host has too: what follows from them is made there, and nothing waits for the device.
 
-A trie is built on the host. Where it is sent to a device by :func:`send`, the host keeps a copy, from which the lists
-of tiles are made and sent after it. For a forest that nobody sent they are made on the device, and the host waits for
-their lengths.
+A trie is built on the host. Where it is sent to a device by :func:`send`, the host keeps a copy as long as it is there,
+from which the lists of tiles are made and sent after it. For a forest that nobody sent they are made on the device, and
+the host waits for their lengths.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,55 @@ from threading import Lock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["host_copies", "is_on_device", "remember", "send", "send_together", "unchanged"]
+__all__ = ["ALIGNED", "Known", "host_copies", "is_on_device", "remember", "send", "send_together"]
 
-_ALIGNED = 32
+ALIGNED = 32
 """Elements."""
-_MOST = 16
-"""Vectors whose copies are kept: those of the last forests, four bytes per token."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor as it once was, without keeping it: memory that is used anew belongs to another storage.
+
+    Attributes:
+        storage: what it lies in.
+        place: where, and its shape and type.
+        version: how often it was written to; ``None`` for a tensor of inference mode, which does not tell.
+    """
+
+    storage: StorageWeakRef
+    place: tuple[object, ...]
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Known":
+        """Remember a tensor."""
+        version = None if tensor.is_inference() else tensor._version
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(storage, _place(tensor), version)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether it is this one, and nobody has written to it through autograd's eyes."""
+        if self.version is None or tensor.is_inference() or self.version != tensor._version:
+            return False
+        return self.storage.cdata == tensor.untyped_storage()._cdata and self.place == _place(tensor)
+
+    def is_gone(self) -> bool:
+        """Whether nobody has it any more."""
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @dataclass(frozen=True)
 class _Sent:
-    moved: Tensor
-    """Held, so that no other tensor can take its place in memory."""
+    moved: Known
     host: Tensor
-    versions: tuple[int, int]
+    version: int
 
 
 _sent: list[_Sent] = []
@@ -62,7 +96,7 @@ def send_together(vectors: Sequence[Tensor], device: torch.device | str) -> list
 
     Each of them starts aligned there, so that kernels which read several are the same for all lengths.
     """
-    padding = [-len(vector) % _ALIGNED for vector in vectors]
+    padding = [-len(vector) % ALIGNED for vector in vectors]
     pieces = [torch.nn.functional.pad(vector, (0, more)) for vector, more in zip(vectors, padding, strict=True)]
     lengths = [len(piece) for piece in pieces]
     moved = _moved(torch.cat(pieces), device)
@@ -70,12 +104,12 @@ def send_together(vectors: Sequence[Tensor], device: torch.device | str) -> list
 
 
 def remember(host: Tensor, moved: Tensor) -> None:
-    """Let the host's copy stand for a tensor of the same contents, as long as nobody writes to that."""
+    """Let the host's copy stand for a tensor of the same contents, as long as that is there and nobody writes to it."""
     if moved.is_inference() or host.is_inference():  # they have no version that would tell
         return
+    one = _Sent(Known.of(moved), host, host._version)
     with _lock:
-        _sent.insert(0, _Sent(moved, host, (moved._version, host._version)))
-        del _sent[_MOST:]
+        _sent[:] = [one, *(old for old in _sent if not old.moved.is_gone())]
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -87,11 +121,4 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _stands_for(one: _Sent, tensor: Tensor) -> bool:
-    moved, host = one.versions
-    return not tensor.is_inference() and unchanged(one.moved, moved, tensor) and one.host._version == host
-
-
-def unchanged(old: Tensor, version: int, new: Tensor) -> bool:
-    """Whether a tensor lies where the old one does, and nobody has written to it through autograd's eyes."""
-    alike = old.data_ptr() == new.data_ptr() and old.shape == new.shape and old.stride() == new.stride()
-    return alike and old.dtype == new.dtype and old.device == new.device and new._version == version
+    return one.moved.is_still(tensor) and one.host._version == one.version

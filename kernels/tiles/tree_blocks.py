@@ -21,13 +21,27 @@ from torch import Tensor
 
 from treefx.kernels.lasting import lasting
 from treefx.kernels.score import Expr
-from treefx.kernels.tiles.hosted import host_copies, is_on_device, send_together, unchanged
+from treefx.kernels.tiles.hosted import Known, host_copies, is_on_device, send_together
 from treefx.kernels.tiles.key_programs import KeyPrograms, cut_lists
+from treefx.kernels.tiles.streams import Made
 from treefx.kernels.tiles.tile_bounds import Extrema, decide_tiles
 
-__all__ = ["Keys", "TileLists", "TreeBlocks", "build_blocks", "find_blocks", "find_node_length", "remembered"]
+__all__ = [
+    "Keys",
+    "TileLists",
+    "TreeBlocks",
+    "build_blocks",
+    "find_blocks",
+    "find_node_length",
+    "forget_blocks",
+    "remembered",
+]
 
 _CACHED = 32
+_OVERWRITTEN = (
+    "a tensor that describes the forest was overwritten without a new version (through .data, or by a kernel of its "
+    "own): no CUDA call of this process works after this; give the new forest in a new tensor"
+)
 _PAIRS_AT_ONCE = 1 << 22
 """Tiles that are decided in one go: bounds the memory of the conditions."""
 
@@ -197,12 +211,19 @@ def _lists(block: Tensor, tile: Tensor, full: Tensor, blocks: int) -> tuple[Tile
 @dataclass(frozen=True)
 class _Entry:
     settings: tuple[object, ...]
-    given: tuple[Tensor, ...]
-    """The caller's tensors, held so that no other tensor can take their place in memory."""
-    versions: tuple[int | None, ...]
+    given: tuple[Known, ...]
+    """The caller's tensors, which may belong to the memory of a captured graph: nothing of that is kept."""
     copies: tuple[Tensor, ...]
     """None of those that the host has sent."""
+    on_device: bool
+    made: Made | None
+    """When, on a device with streams."""
     value: Any
+
+    def wait(self) -> None:
+        """Let the current stream wait for what another one has made."""
+        if self.made is not None:
+            self.made.use((self.value, self.copies))
 
 
 _recent: list[_Entry] = []
@@ -264,6 +285,12 @@ def _sent(blocks: TreeBlocks, keys: Keys) -> TreeBlocks:
     )
 
 
+def forget_blocks() -> None:
+    """Drop the lists that are kept, so that they take no memory while other forests run."""
+    with _lock:
+        _recent.clear()
+
+
 def find_node_length(subtree_end: Tensor) -> int:
     """Return the mean number of tokens of a forest's nodes, rounded down to a power of two; remembered like the lists.
 
@@ -294,9 +321,11 @@ def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: C
         with lasting():
             known = is_on_device(given[0]) and host_copies(given) is not None
             value, copies = build(), () if known else tuple(tensor.clone() for tensor in given)
-        versions = tuple(_version(tensor) for tensor in given)
-        _recent.insert(0, _Entry(settings, given, versions, copies, value))
-        del _recent[_CACHED:]
+        known_as = tuple(map(Known.of, given))
+        _recent[:] = [
+            _Entry(settings, known_as, copies, is_on_device(given[0]), Made.now(given[0].device), value),
+            *(entry for entry in _recent if not _is_over(entry)),
+        ][:_CACHED]
     return value
 
 
@@ -307,21 +336,22 @@ def _loads(expr: Expr | None) -> set[int]:
     return set().union(*inner, {expr[1]} if expr[0] == "load" else ())
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def _is_over(entry: _Entry) -> bool:
+    """Whether nothing can be found to be what an entry was made from; by content alone tensors on the CPU can."""
+    return (entry.on_device or not entry.copies) and any(known.is_gone() for known in entry.given)
 
 
 def _same(entry: _Entry, given: tuple[Tensor, ...]) -> bool:
-    if any(
-        old.shape != new.shape or old.dtype != new.dtype or old.device != new.device
-        for old, new in zip(entry.given, given, strict=True)
-    ):
+    if entry.copies and (not is_on_device(given[0]) or any(tensor.is_inference() for tensor in given)):
+        entry.wait()
+        return all(_alike(copy, new) and torch.equal(copy, new) for copy, new in zip(entry.copies, given, strict=True))
+    if not all(known.is_still(new) for known, new in zip(entry.given, given, strict=True)):
         return False
-    if entry.copies and (not is_on_device(given[0]) or any(_version(tensor) is None for tensor in given)):
-        return all(torch.equal(old, new) for old, new in zip(entry.copies, given, strict=True))
-    for old, version, new in zip(entry.given, entry.versions, given, strict=True):
-        if version is None or new.is_inference() or not unchanged(old, version, new):
-            return False
+    entry.wait()
     for copy, new in zip(entry.copies, given, strict=bool(entry.copies)):
-        torch._assert_async((copy == new).all(), "a forest tensor was overwritten without a new version")
+        torch._assert_async((copy == new).all(), _OVERWRITTEN)
     return True
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype and first.device == second.device

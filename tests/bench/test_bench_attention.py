@@ -173,7 +173,7 @@ def test_a_lost_device_costs_one_measurement(heads: int) -> None:
 
 @pytest.mark.usefixtures("untuned")
 def test_one_setting_as_a_process_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_attention_cuda, "_device_ms", lambda call: 2.0)
+    monkeypatch.setattr(bench_attention_cuda, "device_ms", lambda call: 2.0)
     steps: list[str] = []
     record, good = bench_attention_apart._work(Task(replace(SETTING, variants=()), "cpu", None), steps.append)
     assert good and record["wrong"] == [] and record["compiled"] == record["compiled_for_another_length"] == 0

@@ -53,7 +53,8 @@ def started(case: TrlCase, off: float = 0.0) -> dict[str, Any]:
     shared = {f"treefx/{name}": value for name, value in (("sharing", 2.5), ("sharing_possible", 3.0))}
     counted = {"treefx/compiles": 1.0, "treefx/fallback": 0.0}
     return {
-        "way": f"{case.name} with {case.way}", "version": "trl 1", "numbers": [2.0, 3.0 + (off if case.way == "treefx" else 0.0)],
+        "way": f"{case.name} with {case.way}", "version": "trl 1",
+        "numbers": [2.0, 3.0 + (off if case.way == "treefx" else 0.0)],
         "whole_seconds": {"eager": 5.0, "inductor": 8.0, "treefx": 4.0}[case.way],
         "log": [{**shared, **counted}] * 2 if case.way == "treefx" else [],
     }  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import treefx.kernels.recurrence.tree_scan  # noqa: F401 - defines its operators
 from treefx.kernels import ops, tree_attention
 from treefx.kernels.score import Score
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset, select_edges
+from treefx.kernels.tiles.hosted import send
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run, StandIn
 
 __all__ = ["ContextRow", "Cut", "CutRow", "EdgeSubset", "Exchange", "PartRow", "PartTokens", "forest_as"]
@@ -165,8 +166,9 @@ class PartTokens:
         hi = _padded(torch.searchsorted(own, host.subtree_end[outside].to(torch.int64)), nothing).to(torch.int32)
         columns = _padded(host.depth[outside].to(torch.int64), nothing)
         leaves = _padded(torch.searchsorted(own, self.leaving), nothing)
-        lo, hi, columns, leaves = (x.to(self.forest.device) for x in (lo, hi, columns, leaves))
-        return lo, hi, columns, leaves
+        # Lists of tiles are made from the first two.
+        lo, hi = (send(x, self.forest.device, keep=True) for x in (lo, hi))
+        return lo, hi, send(columns, self.forest.device), send(leaves, self.forest.device)
 
     def parents(self) -> list[Tensor]:
         """`Cut.parents`, of N' and P tokens."""
@@ -178,7 +180,7 @@ class PartTokens:
         found = [places[host.parent[tokens]] for tokens in (own, outside)]
         missing = [size - len(up) for up, size in zip(found, self.sizes, strict=True)]
         filled = [torch.cat([up, nothing.expand(more)]) for up, more in zip(found, missing, strict=True)]
-        return [x.to(self.forest.device) for x in (*filled, nothing)]
+        return [send(x, self.forest.device) for x in (*filled, nothing)]
 
     def row(self, chosen: Tensor, cut: Cut | Exchange) -> CutRow:
         """The packed row; ``chosen`` are the edges whose source is own, int64 on the CPU."""
@@ -189,10 +191,11 @@ class PartTokens:
         ends = torch.cat([end, torch.arange(len(own) + 1, len(own) + more + 1)])
         source = torch.searchsorted(own, host.edges.source[chosen])
         kind = PartRow if isinstance(cut, Cut) else ContextRow
-        tokens, ends = forest.tokens[_padded(own, own[:1]).to(device)], ends.to(device, torch.int32)
-        own_fields = {"tokens": tokens, "depth": depth.to(device), "subtree_end": ends, "cut": cut}
-        row: CutRow = forest_as(kind, forest, uncut=forest, edge_index=chosen.to(device), **own_fields)
-        row.__dict__["edges"] = select_edges(forest.edges, row.edge_index, source=source.to(device))
+        tokens = forest.tokens[send(_padded(own, own[:1]), device)]
+        ends = send(ends.to(torch.int32), device, keep=True)  # the forest of the row's lists of tiles
+        own_fields = {"tokens": tokens, "depth": send(depth, device), "subtree_end": ends, "cut": cut}
+        row: CutRow = forest_as(kind, forest, uncut=forest, edge_index=send(chosen, device), **own_fields)
+        row.__dict__["edges"] = select_edges(forest.edges, row.edge_index, source=send(source, device))
         return row
 
 

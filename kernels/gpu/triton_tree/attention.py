@@ -21,12 +21,12 @@ from treefx.kernels.gpu.triton_tree.tuning import best_config, tuned
 from treefx.kernels.score import Score
 from treefx.kernels.tiles.tree_blocks import find_node_length
 
-__all__ = ["backward", "backward_from", "forward", "forward_from"]
+__all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from"]
 
 
 def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``, on the best path or the given one."""
-    attention = _attention(inputs, score)
+    attention = attention_of(inputs, score)
 
     def run(chosen: Attention, _: Sequence[Tensor]) -> list[Tensor]:
         return list(forward_from(chosen, chosen.sources()))
@@ -49,7 +49,7 @@ def backward(
 
     On the given path in two passes over the tiles, with the same bits every time; without one as it costs least.
     """
-    attention = _attention(inputs, score)
+    attention = attention_of(inputs, score)
     grad_out, out = dense_features([grad_out, out])
 
     given = [grad_out, out, lse]
@@ -64,7 +64,7 @@ def backward(
         weight = torch.exp(inputs.sinks.to(lse.dtype)[None, :, None] - lse)
         rest.append((-(weight * delta).sum(dim=(0, 2))).to(inputs.sinks.dtype))
     if any(buffer_grads):
-        rest += buffer_gradients(grad_out, inputs, lse, delta, score, buffer_grads)
+        rest += buffer_gradients(grad_out, inputs, score, buffer_grads)
     return dq, dk, dv, rest
 
 
@@ -81,7 +81,7 @@ def forward_from(attention: Attention, sources: Sequence[KeySource]) -> tuple[Te
     inputs = attention.inputs
     out, lse = empty_outputs(inputs.q, inputs.v)
     previous: tuple[Tensor, Tensor] | None = None
-    used = [source for source in sources if len(source)] or list(sources[-1:])
+    used = [source for source in sources if attention.is_seen(source)] or list(sources[-1:])
     with _device_of(inputs.q):
         for source in used[:-1]:
             result = out.new_empty(out.shape, dtype=torch.float32), torch.empty_like(lse)
@@ -116,7 +116,7 @@ def backward_from(
         if attention.once:
             launch_finish(of_keys["SumsQ"], dq, attention.code.factor, attention.inputs.k.shape[1]).run()
         else:
-            _backward_queries(attention, [source for source in sources if len(source)], of_queries, dq)
+            _backward_queries(attention, [one for one in sources if attention.is_seen(one)], of_queries, dq)
     return dq, pairs, prologue.arguments["Delta"]
 
 
@@ -130,8 +130,11 @@ def _backward_keys(attention: Attention, source: KeySource, gradients: dict[str,
             given = {**gradients, "SumsQ": torch.empty_like(gradients["SumsQ"])}
         return chosen.backward_keys(source, given, dk, dv)
 
-    if len(source):
+    if attention.is_seen(source):
         tuned(attention, attention.of_keys, make).run()
+    else:
+        dk.zero_()
+        dv.zero_()
     return dk, dv
 
 
@@ -149,7 +152,8 @@ def _backward_queries(
         dq.zero_()
 
 
-def _attention(inputs: Inputs, score: Score) -> Attention:
+def attention_of(inputs: Inputs, score: Score) -> Attention:
+    """Return the attention on the plain path, with the configurations of the device."""
     if interpreted():
         return Attention(_dense(inputs), score, choose=_interpreted_config)
     major, minor = torch.cuda.get_device_capability(inputs.q.device)

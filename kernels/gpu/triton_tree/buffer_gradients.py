@@ -1,8 +1,11 @@
 """Gradients of the tensors that a score loads from (an additive bias, learned slopes), densely in torch.
 
-The weights follow from the saved log-sum-exp and ds from ``delta``, so only the score expression itself runs under
-autograd. It holds the scores of one block of queries at a time; quadratic in the tokens, deterministic, and used only
-if a buffer requires grad.
+Only the score expression itself runs under autograd. It holds the scores of one block of queries at a time; quadratic
+in the tokens, deterministic, and used only if a buffer requires grad.
+
+The weights and what the softmax takes from their gradients are made anew in each block, from the same numbers, so that
+the gradients of a row's logits sum to zero but for rounding. Those that the kernels have kept do not: their error is
+common to all keys of a row, and a slope multiplies it with the distances of all of them.
 """
 
 from collections.abc import Sequence
@@ -19,16 +22,12 @@ __all__ = ["buffer_gradients"]
 _BLOCK_ELEMENTS = 1 << 25
 
 
-def buffer_gradients(
-    grad_out: Tensor, inputs: Inputs, lse: Tensor, delta: Tensor, score: Score, buffer_grads: Sequence[bool]
-) -> list[Tensor]:
+def buffer_gradients(grad_out: Tensor, inputs: Inputs, score: Score, buffer_grads: Sequence[bool]) -> list[Tensor]:
     """Return the gradients of the marked buffers, in their own types.
 
     Args:
         grad_out: ``[B, H, N, Dv]``.
         inputs: the tensors of the attention.
-        lse: ``[B, H, N]``.
-        delta: ``sum(grad_out * out)``, ``[B, H, N]``.
         score: the score.
         buffer_grads: which buffers want a gradient.
     """
@@ -40,7 +39,7 @@ def buffer_gradients(
     keys = inputs.intervals()[0].shape[0]
     rows = max(1, _BLOCK_ELEMENTS // max(1, batch * heads * keys))
     for start in range(0, queries, rows):
-        for total, part in zip(sums, _of_block(grad_out, leaves, marked, lse, delta, score, start, rows), strict=True):
+        for total, part in zip(sums, _of_block(grad_out, leaves, marked, score, start, rows), strict=True):
             if part is not None:
                 total += part
     originals = [buffer for buffer, wanted in zip(inputs.buffers, buffer_grads, strict=True) if wanted]
@@ -48,14 +47,7 @@ def buffer_gradients(
 
 
 def _of_block(
-    grad_out: Tensor,
-    leaves: Inputs,
-    marked: Sequence[Tensor],
-    lse: Tensor,
-    delta: Tensor,
-    score: Score,
-    start: int,
-    rows: int,
+    grad_out: Tensor, leaves: Inputs, marked: Sequence[Tensor], score: Score, start: int, rows: int
 ) -> Sequence[Tensor | None]:
     stop = min(start + rows, leaves.q.shape[2])
     group = leaves.q.shape[1] // leaves.k.shape[1]
@@ -69,11 +61,20 @@ def _of_block(
     visible = (first <= q) & (q < end)
     if score.visible is not None:
         visible = visible & evaluate(score.visible, dot=dot, **places).to(torch.bool)
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)  # rows that see nothing: -inf - (-inf) would be NaN
-    weights = torch.exp((logit.detach() - finite[:, :, start:stop, None]).clamp(max=0.0)).masked_fill(~visible, 0.0)
-    dp = grad_out[:, :, start:stop].to(torch.float32) @ value.transpose(-1, -2)
-    ds = weights * (dp - delta[:, :, start:stop, None])
     if not logit.requires_grad:
         return [None] * len(marked)
+    weights = _weights(logit.detach().masked_fill(~visible, -torch.inf), leaves.sinks)
+    dp = grad_out[:, :, start:stop].to(torch.float32) @ value.transpose(-1, -2)
+    ds = weights * (dp - (weights * dp).sum(-1, keepdim=True))
     with autograd_enabled():
         return torch.autograd.grad(logit, marked, ds, allow_unused=True)
+
+
+def _weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax over the keys and a sink; 0 in a row that sees nothing."""
+    if sinks is not None:
+        sink = sinks.detach().to(logits.dtype)[None, :, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sink], -1)
+    nothing = (logits == -torch.inf).all(-1, keepdim=True)
+    weights = torch.softmax(logits, -1).masked_fill(nothing, 0.0)
+    return weights if sinks is None else weights[..., :-1]

@@ -79,7 +79,7 @@ def kernel_source(request: Request) -> str:
     """
     score = score_code(request.score, request.buffers)
     plain = request.path == "plain"
-    lengths = ["queries", "keys", *(["query_base", "key_base"] if plain else ["packed_rows", "packed_keys"])]
+    lengths = ["queries", "keys", "query_base", "key_base", *([] if plain else ["packed_rows", "packed_keys"])]
     for number in score.used if plain else ():
         for dim in range(request.buffers[number].ndim):
             last = dim == request.buffers[number].ndim - 1

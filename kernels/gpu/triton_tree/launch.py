@@ -158,7 +158,7 @@ class Attention:
         blocks = self.blocks(source, config)
         work = blocks.key_programs
         # Never empty: whether there are parts must not make another kernel.
-        slots = max(1, len(work.split) * work.parts)
+        slots = max(1, work.slots)
         parts = [
             torch.empty(slots, self.heads, config.block_n, tensor.shape[-1], dtype=torch.float32, device=dk.device)
             for tensor in ((dk, dv) if len(work.split) else (dk[..., :1], dv[..., :1]))
@@ -199,6 +199,12 @@ class Attention:
         }
         return self.launch("backward_queries", len(blocks.by_query.order), arguments, config)
 
+    def is_seen(self, source: KeySource) -> bool:
+        """Return whether any query sees a key of a source; two keys of every boundary may be there for their number."""
+        if source.keys.low is None or not len(source):
+            return len(source) > 0
+        return len(self.blocks(source, self.config("forward")).by_query.tiles) > 0
+
     @property
     def heads(self) -> int:
         """Key heads, of all elements of the batch: the programs per list of tiles."""
@@ -207,7 +213,7 @@ class Attention:
     def keys_met(self, kernel: str) -> float:
         """Return how many keys a row of queries meets in the tiles of a kernel, on average; known without a wait."""
         config = self.config(kernel)
-        tiles = sum(len(self.blocks(source, config).by_key.tiles) for source in self.sources() if len(source))
+        tiles = sum(len(self.blocks(one, config).by_key.tiles) for one in self.sources() if self.is_seen(one))
         return tiles * config.block_m * config.block_n / (self.inputs.q.shape[2] * self.group)
 
     def blocks(self, source: KeySource, config: Config) -> TreeBlocks:
@@ -242,7 +248,7 @@ class Attention:
             "start": lists.start,
             "middle": lists.middle,
             "tiles": lists.tiles,
-            **(self.buffers() if self.path == "plain" else self.vectors(len(source))),
+            **(self.buffers() if self.path == "plain" else self.vectors(source)),
             **strides("q", q),
             **strides("k", source.k),
             **strides("v", source.v),
@@ -274,14 +280,17 @@ class Attention:
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
         return launch, packed, packed if self.path == "warp" else in_place
 
-    def vectors(self, keys: int) -> dict[str, Any]:
+    def vectors(self, source: KeySource) -> dict[str, Any]:
         """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""
         batch, heads, queries, _ = self.inputs.q.shape
+        keys = len(source)
         sides = ("Row", self.code.row_values), ("Column", self.code.column_values)
         found: dict[str, Any] = {}
         for side, values in sides:
             for hoisted in values:
                 value = self.value(hoisted.expr)
+                if side == "Column" and value.ndim and value.shape[-1] > 1:  # of all keys, the boundary's first
+                    value = value.narrow(-1, source.keys.base, keys)
                 shape = (batch, heads, queries, 1) if side == "Row" else (batch, 1, 1, keys)
                 value = value.expand(shape).reshape(batch, -1, queries if side == "Row" else keys)
                 found[f"{side}_{hoisted.name}"] = self.packed(value) if side == "Row" else padded(value[:, 0])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
+from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted, triton_version
@@ -23,6 +24,7 @@ __all__ = [
     "PATHS",
     "checked",
     "forced_path",
+    "form_refusal",
     "in_one_pass",
     "keys_refusal",
     "on_path",
@@ -81,21 +83,38 @@ def warp_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | 
         tensors: what is read beside q, k and v: the gradient, in the backward.
     """
     inputs = attention.inputs
-    if not interpreted():
-        if torch.cuda.get_device_capability(inputs.q.device) != (9, 0):
-            return "it needs compute capability 9.0"
-        if inputs.q.dtype == torch.float32:
-            return "it needs a 16-bit type"
-    if inputs.boundary is not None:
-        return "keys from outside take the plain path"
-    if attention.code.loads_pairs:
-        return "the score loads by query and key"
-    refusal = refused_widths(attention.request.head_dim, attention.request.value_dim)
+    refusal = form_refusal(attention, None if interpreted() else torch.cuda.get_device_capability(inputs.q.device))
     if refusal is not None:
         return refusal
-    if not all(_aligned(tensor) for tensor in (inputs.q, inputs.k, inputs.v, *tensors)):
+    if not all(_aligned(tensor) for tensor in (*_read_by_boxes(inputs), *tensors)):
         return f"a tensor does not step by multiples of {_ALIGNMENT} bytes"
+    if inputs.boundary is not None and inputs.boundary.lo.data_ptr() % _ALIGNMENT:
+        return f"lo of the keys from outside does not start at a multiple of {_ALIGNMENT} bytes"
     return None
+
+
+def _read_by_boxes(inputs: Inputs) -> list[Tensor]:
+    outside = inputs.boundary
+    return [inputs.q, inputs.k, inputs.v, *([] if outside is None else [outside.k, outside.v])]
+
+
+def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> str | None:
+    """Return why an attention of this kind has no warp-specialised form, or ``None`` if it has.
+
+    Args:
+        attention: the attention; how its tensors lie does not matter.
+        capability: of the device, or ``None`` for Triton's interpreter.
+    """
+    if capability is not None:
+        if capability != (9, 0):
+            return "it needs compute capability 9.0"
+        if attention.inputs.q.dtype == torch.float32:
+            return "it needs a 16-bit type"
+        if attention.inputs.boundary is not None and attention.code.shares_pairs:
+            return "Triton cannot specialise keys from outside of a score that shares values of pairs"
+    if attention.code.loads_pairs:
+        return "the score loads by query and key"
+    return refused_widths(attention.request.head_dim, attention.request.value_dim)
 
 
 def refused_widths(head_dim: int, value_dim: int) -> str | None:
@@ -128,7 +147,8 @@ def path_of_keys(attention: Attention) -> Attention:
 
 def _aligned(tensor: Tensor) -> bool:
     size = tensor.element_size()
-    steps = [stride * size for stride, length in zip(tensor.stride()[:3], tensor.shape, strict=False) if length > 1]
+    steps = [stride * size for stride, length in zip(tensor.stride()[:2], tensor.shape, strict=False) if length > 1]
+    steps.append(tensor.stride(2) * size)  # a descriptor has the step of tokens even where there is one alone
     return tensor.data_ptr() % _ALIGNMENT == 0 and all(step > 0 and step % _ALIGNMENT == 0 for step in steps)
 
 

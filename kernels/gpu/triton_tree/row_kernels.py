@@ -121,13 +121,14 @@ def finish_queries(
     tl.store(target[:, None] + feature[None, :], (sums * factor).to(GradQ.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["keys", "parts"])
+@triton.jit(do_not_specialize=["keys"])
 def sum_parts(
     PartsK,
     PartsV,
     GradK,
     GradV,
     split,
+    bounds,
     dk_batch,
     dk_head,
     dk_token,
@@ -136,7 +137,6 @@ def sum_parts(
     dv_token,
     keys,
     kv_heads,
-    parts,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -144,13 +144,13 @@ def sum_parts(
     VALUE_FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write ``[slots, batches and heads, BLOCK_N, WIDTH]`` summed over the parts of each block that was cut."""
+    """Write ``[slots, batches and heads, BLOCK_N, WIDTH]`` summed over the slots of each block that was cut."""
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     GradK += batch * dk_batch + kv_head * dk_head
     GradV += batch * dv_batch + kv_head * dv_head
-    sum_tensor(PartsK, GradK, split, dk_token, keys, parts, BLOCK_N, WIDTH, FEATURES, ROWS)
-    sum_tensor(PartsV, GradV, split, dv_token, keys, parts, BLOCK_N, VALUE_WIDTH, VALUE_FEATURES, ROWS)
+    sum_tensor(PartsK, GradK, split, bounds, dk_token, keys, BLOCK_N, WIDTH, FEATURES, ROWS)
+    sum_tensor(PartsV, GradV, split, bounds, dv_token, keys, BLOCK_N, VALUE_WIDTH, VALUE_FEATURES, ROWS)
 
 
 @triton.jit
@@ -158,9 +158,9 @@ def sum_tensor(
     Parts,
     Grad,
     split,
+    bounds,
     grad_token,
     keys,
-    parts,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -172,9 +172,10 @@ def sum_tensor(
     feature = tl.arange(0, FEATURES)
     key = tl.load(split + number) * BLOCK_N + row
     total = tl.zeros([ROWS, FEATURES], tl.float32)
-    for part in range(parts):
-        slot = (number * parts + part).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        address = Parts + (slot * BLOCK_N + row[:, None]) * WIDTH + feature[None, :]
+    first = tl.load(bounds + number)
+    for part in range(tl.load(bounds + number + 1) - first):
+        place = (first + part).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        address = Parts + (place * BLOCK_N + row[:, None]) * WIDTH + feature[None, :]
         total += tl.load(address, mask=(feature < WIDTH)[None, :], other=0.0)
     address = Grad + key[:, None].to(tl.int64) * grad_token + feature[None, :]
     mask = (key < keys)[:, None] & (feature < WIDTH)[None, :]

@@ -10,14 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treefx.errors import UnsupportedError
 from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, strides
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
 
-__all__ = ["Launch", "launch_finish", "launch_prologue", "launch_sums"]
+__all__ = ["Launch", "launch_finish", "launch_prologue", "launch_sums", "scratch_bytes"]
 
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
+_MOST_HEADS = 65_535
+_DESCRIPTOR = 128
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,41 @@ class Launch:
     after: "tuple[Launch, ...]" = ()
 
     def run(self) -> None:
-        """Run it on the current device, and then the others."""
-        if "packed_keys" in self.arguments:  # its descriptors are made by the kernel
-            import triton
+        """Run it on the current device, and then the others.
 
-            triton.set_allocator(scratch)
+        Raises:
+            UnsupportedError: there are more key heads, of all elements of the batch, than a device counts.
+        """
+        if self.grid[1] > _MOST_HEADS:
+            raise UnsupportedError(
+                f"batch times key heads must be at most {_MOST_HEADS}, got {self.grid[1]}: split the batch"
+            )
+        if "packed_keys" in self.arguments:  # its descriptors are made by the kernel
+            _set_allocator()
         self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
         for launch in self.after:
             launch.run()
+
+
+def _set_allocator() -> None:
+    """Let kernels have memory for their descriptors; the program may have said itself where that comes from."""
+    import triton
+    from triton.runtime import _allocation
+
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        triton.set_allocator(scratch)
+
+
+def scratch_bytes(kernel: Any, *, has_low: bool) -> int:
+    """Return the bytes of device memory in which each program of a kernel makes its descriptors.
+
+    Args:
+        kernel: a kernel of the specialised form.
+        has_low: whether its keys are those of a boundary, whose first queries it reads too.
+    """
+    made = kernel.src.count("make_tensor_descriptor(")
+    of_low = kernel.src.count("low_box = tl.make_tensor_descriptor(")
+    return _DESCRIPTOR * int(made - (0 if has_low else of_low))
 
 
 def launch_prologue(
@@ -142,11 +173,11 @@ def launch_sums(work: KeyPrograms, config: Config, parts: Sequence[Tensor], grad
         "GradK": dk,
         "GradV": dv,
         "split": work.split,
+        "bounds": work.bounds,
         **strides("dk", dk),
         **strides("dv", dv),
         "keys": dk.shape[2],
         "kv_heads": dk.shape[1],
-        "parts": work.parts,
         "BLOCK_N": config.block_n,
         **_widths(dk.shape[-1], dv.shape[-1]),
         "ROWS": rows,

@@ -5,7 +5,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-__all__ = ["interpreted", "refusal", "triton_version"]
+__all__ = ["interpreted", "kind_refusal", "refusal", "triton_version"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = (8, 0)
@@ -13,10 +13,9 @@ _OLDEST = (8, 0)
 
 def refusal(q: Tensor) -> str | None:
     """Return why the kernels cannot run tensors like ``q``, or ``None`` if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "must find the package triton, which is not installed: use impl='auto', or install triton"
-    if q.dtype not in _DTYPES:
-        return f"must get bfloat16, float16 or float32, got {q.dtype}: use impl='reference'"
+    reason = kind_refusal(q)
+    if reason is not None:
+        return reason
     if q.device.type == "cpu":
         return _refusal_on_cpu(q)
     if q.device.type != "cuda" or torch.version.hip is not None:
@@ -24,6 +23,15 @@ def refusal(q: Tensor) -> str | None:
     capability = torch.cuda.get_device_capability(q.device)
     if capability < _OLDEST:
         return f"must run on compute capability 8.0 or later, got {capability[0]}.{capability[1]}: use impl='flex'"
+    return None
+
+
+def kind_refusal(q: Tensor) -> str | None:
+    """Return why the kernels run nothing of this type in this environment, or ``None`` if they do."""
+    if importlib.util.find_spec("triton") is None:
+        return "must find the package triton, which is not installed: use impl='auto', or install triton"
+    if q.dtype not in _DTYPES:
+        return f"must get bfloat16, float16 or float32, got {q.dtype}: use impl='reference'"
     return None
 
 

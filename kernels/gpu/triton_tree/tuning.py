@@ -16,6 +16,7 @@ specialise warps raise others.
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,8 @@ __all__ = ["best_config", "tuned", "tuning_wanted"]
 
 _log = logging.getLogger(__name__)
 _FILE = "tuning.json"
+_without_room: set[str] = set()
+"""Problems that could not be measured, and are not tried again in this process."""
 
 
 def tuning_wanted() -> bool:
@@ -55,12 +58,16 @@ def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]
         make: builds the launch of an attention like the given one; running it twice does no harm.
     """
     problem = attention.problem(kernel)
-    if attention.choose is best_config and tuning_wanted() and _key(problem) not in _findings():
+    known = _findings().keys() | _without_room if tuning_wanted() else set()
+    if attention.choose is best_config and tuning_wanted() and _key(problem) not in known:
         choices = candidates(problem)
         times = {config: _milliseconds(make(replace(attention, choose=_always(config)))) for config in choices}
         best = min(choices, key=times.__getitem__)
         _log.info("%s: %s", _key(problem), {str(config): times[config] for config in choices})
-        _remember(_key(problem), best)
+        if any(math.isnan(time) for time in times.values()):
+            _without_room.add(_key(problem))
+        else:
+            _remember(_key(problem), best)
     return make(attention)
 
 
@@ -69,11 +76,17 @@ def _always(config: Config) -> Callable[[Problem], Config]:
 
 
 def _milliseconds(launch: Launch) -> float:
-    """Time a launch; a configuration that the compiler or the device refuses takes for ever."""
+    """Time a launch; a configuration that the compiler or the device refuses takes for ever.
+
+    Without room for measuring, which takes 256 MB, nothing is known (NaN): it says nothing of a step with room.
+    """
     import triton.testing
 
     try:
         return float(triton.testing.do_bench(launch.run, warmup=10, rep=40, return_mode="median"))
+    except torch.OutOfMemoryError:
+        _log.info("%s is not timed: there is no room to measure it in", launch.config)
+        return math.nan
     except Exception as reason:  # of many types: no room in shared memory, a pass of the compiler that fails
         _log.info("%s cannot run: %s", launch.config, reason)
         return float("inf")

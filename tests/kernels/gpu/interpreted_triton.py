@@ -37,11 +37,10 @@ from treefx.kernels.common import Inputs, relative_error
 from treefx.kernels.gpu import dispatch as cuda
 from treefx.kernels.gpu.triton_tree import attention, paths
 from treefx.kernels.gpu.triton_tree.configs import Config
-from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
+from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score
 from treefx.kernels.tiles import key_programs, tree_blocks
-from treefx.kernels.tiles.tree_blocks import Keys
 
 
 @settings(max_examples=40)
@@ -188,56 +187,6 @@ def test_lowest_number_masks_softly() -> None:
     case.grad[:, :, 2:6] = 0.0
     (out, _, *grads), (wanted_out, _, *wanted) = computed(case, SCORES["bias"]), expected(case, SCORES["bias"])
     assert_equal([out, *grads], [wanted_out, *wanted])
-
-
-@pytest.mark.parametrize("name", ["plain", "window", "bias"])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_boundary(name: str, sinks: bool) -> None:
-    check(draw(*SMALL, outside=70, sinks=sinks), SCORES[name])
-
-
-def test_boundary_through_the_operator() -> None:
-    case = draw(*SMALL, outside=5)
-    inputs, outside = case.narrow, case.narrow.boundary
-    assert outside is not None
-    leaves = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v, outside.k, outside.v)]
-    results = []
-    for impl in ("triton", "reference"):
-        out = attend(*leaves[:3], inputs.subtree_end, SCORES["plain"], impl=impl, boundary=outside)
-        results.append([out, *torch.autograd.grad(out, leaves, case.grad.to(out.dtype))])
-    assert_equal(results[0], [tensor.double() for tensor in results[1]])
-
-
-def test_keys_in_a_pool() -> None:
-    """The keys of ancestors are used where they lie: the result is that of a gathered copy."""
-    case = draw(*SMALL, outside=20)
-    outside = case.narrow.boundary
-    assert outside is not None
-    rows = torch.randperm(50, dtype=torch.int32)[:20]
-    pools = [torch.full((1, 2, 50, 16), torch.nan) for _ in range(2)]
-    for pool, keys in zip(pools, (outside.k, outside.v), strict=True):
-        pool[:, :, rows.long()] = keys
-    runner = Attention(case.narrow, SCORES["window"], choose=attention._interpreted_config)
-    gathered, own = runner.sources()
-    pooled = KeySource(*pools, gathered.keys, rows)
-    results = []
-    for source in (gathered, pooled):
-        out, lse = attention.forward_from(runner, [source, own])
-        grad = case.grad.float()
-        dq, pairs, _ = attention.backward_from(runner, [source, own], grad, out, lse)
-        results.append([out, lse, dq, *pairs[0], *pairs[1]])
-    for first, second in zip(*results, strict=True):
-        assert torch.equal(first, second)
-
-
-def test_sources_may_be_empty() -> None:
-    case = draw(*SMALL)
-    runner = Attention(case.narrow, SCORES["plain"], choose=attention._interpreted_config)
-    nobody = torch.empty(0, dtype=torch.int32)
-    empty = KeySource(case.narrow.k[:, :, :0], case.narrow.v[:, :, :0], Keys(nobody, nobody))
-    out, lse = attention.forward_from(runner, [empty, runner.own_keys()])
-    plain = attention.forward(case.narrow, SCORES["plain"])
-    assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
 
 
 def test_bitwise_the_same_every_time() -> None:

@@ -1,6 +1,7 @@
 """No warp-specialised kernel overwrites what is still being read; one that would is found, real or planted."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import CASES, MORE_CASES, Case, run
 from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 
 SMALL = Case(torch.bfloat16, 64, 64, 4)
 SPECIALISED = [case for case in (*CASES, *MORE_CASES) if bench_kernel._has_warp_path(case, 90)]
@@ -72,10 +74,25 @@ def reshaped() -> str:
 @pytest.mark.sample(13)
 @pytest.mark.parametrize("case", SPECIALISED, ids=str)
 def test_every_specialised_kernel(case: Case) -> None:
-    found = {record["kernel"]: record for record in run(90, paths=("warp",), cases=[case])}
-    assert not any(record["problems"] for record in found.values())
-    specialised = {name for name, record in found.items() if record["race_free"]}
-    assert specialised == found.keys() - {"prologue"} == {"forward", "backward_keys", "backward_queries"}
+    """Of keys from outside too: once for them, and once for the own keys, which go on from their results."""
+    found = list(run(90, paths=("warp",), cases=[case]))
+    assert not any(record["problems"] for record in found)
+    specialised = [record["kernel"] for record in found if record["kernel"] != "prologue"]
+    assert specialised == ["forward", "backward_keys", "backward_queries"] * (1 + ("boundary" in case.features))
+    assert all(record["race_free"] for record in found if record["kernel"] != "prologue")
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward_keys"])
+def test_descriptors_take_the_memory_that_is_counted(kernel: str) -> None:
+    """By what the compiler demands for every program, of a boundary's keys and of others."""
+    launches = bench_kernel._launches(replace(SMALL, features=("boundary",)), "warp", 90)
+    sizes = []
+    for launch in (one for one in launches if one.kernel.__name__ == kernel):
+        _, compiled = compile_kernel(launch, 90)
+        has_low = launch.arguments["Low"] is not None
+        sizes.append(compiled.metadata.global_scratch_size)
+        assert sizes[-1] == scratch_bytes(launch.kernel, has_low=has_low)
+    assert len(set(sizes)) == 2
 
 
 def test_the_form_that_dk_and_dv_had_is_found() -> None:

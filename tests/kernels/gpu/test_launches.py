@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
@@ -31,17 +33,37 @@ SCORE = make_score(scale=0.125)
 
 
 class Recorder(TorchDispatchMode):
-    """Counts what a device would launch, and what the host would wait for; lists that are made on the host are free."""
+    """Counts what a device would launch, what the host would wait for, and the memory that is there after every step.
+
+    Lists that are made on the host are free.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.launched: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.history: list[set[int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         (self.waited if name in WAITS else self.launched)[name] += name not in WITHOUT_KERNEL
-        return func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in storages(result):
+            if storage._cdata not in given:
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.history.append({key for key, (storage, _) in self.made.items() if not storage.expired()})
+        return result
+
+    def peak(self, results: Any) -> int:
+        """Return the most bytes that were held at once, beside what came before and the results."""
+        returned = {storage._cdata for storage in storages(results)}
+        return max(sum(self.made[key][1] for key in held - returned) for held in self.history)
+
+
+def storages(values: Any) -> list[Any]:
+    return [x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 @pytest.fixture
@@ -142,8 +164,37 @@ def test_what_was_written_over_is_no_longer_known(device: None) -> None:
 
 
 def test_another_forest_in_the_same_memory_is_another(device: None) -> None:
-    """The host's copy holds the memory, so that no other vector comes to lie there."""
-    ends = forest(512, sent=True)
-    place = ends.data_ptr()
-    del ends
-    assert all(forest(512, sent=False).data_ptr() != place for _ in range(8))
+    """The host's copy goes with the vector it stands for, and stands for no other that comes to lie there."""
+    memory = torch.empty(1024, dtype=torch.int32)
+    first, second = (torch.frombuffer(memory.numpy(), dtype=torch.int32) for _ in range(2))
+    hosted.remember(torch.full((1024,), 1024, dtype=torch.int32), first)
+    assert first.data_ptr() == second.data_ptr() and first._version == second._version
+    assert hosted.host_copies([first]) is not None and hosted.host_copies([second]) is None
+    del first
+    other = torch.zeros(4)
+    hosted.remember(torch.zeros(4), other)
+    assert not any(one.moved.is_gone() for one in hosted._sent), "what is gone is let go"
+
+
+def test_nothing_is_kept_of_what_a_condition_reads(device: None) -> None:
+    """Depths may lie in the memory of a captured graph, which is given away again for the next step."""
+    window = make_score(scale=0.125, window=50, depth=0)
+    q, k, v = (torch.zeros(1, 512, h, 64, dtype=torch.bfloat16).transpose(1, 2) for h in (8, 2, 2))
+    ends, depth = forest(512, sent=True), torch.arange(512)
+    attention.forward(Inputs(q, k, v, ends, [depth]), window)
+    kept = StorageWeakRef(depth.untyped_storage())
+    made = sum(isinstance(entry.value, tree_blocks.TreeBlocks) for entry in tree_blocks._recent)
+    del depth
+    assert made and kept.expired()
+    attention.forward(Inputs(q, k, v, ends, [torch.arange(512) // 2]), window)
+    assert sum(len(entry.given) > 1 for entry in tree_blocks._recent) == 1, "what is gone finds nothing any more"
+
+
+def test_many_forests_are_known_at_once(device: None) -> None:
+    """Those of all parts above the one that runs: their backwards come later."""
+    several = [forest(256, sent=True) for _ in range(50)]
+    assert all(hosted.host_copies([ends]) is not None for ends in several)
+    count = len(hosted._sent)
+    del several
+    forest(256, sent=True)
+    assert count >= 50 and len(hosted._sent) <= 2

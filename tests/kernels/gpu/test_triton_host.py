@@ -7,6 +7,7 @@ stand-ins. So a wrong argument, or a kernel compiled for one length, shows here.
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,21 @@ import torch
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
+from triton.runtime import _allocation, driver  # noqa: E402
 
 from treefx.errors import UnsupportedError  # noqa: E402
 from treefx.kernels import tree_attention  # noqa: E402
+from treefx.kernels.common import Boundary, Inputs  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
-from treefx.kernels.gpu.triton_tree import paths, support, tuning  # noqa: E402
+from treefx.kernels.gpu.triton_tree import paths, small_launches, support, tuning  # noqa: E402
 from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
-from treefx.kernels.gpu.triton_tree.launch import Launch  # noqa: E402
+from treefx.kernels.gpu.triton_tree.launch import Attention, Launch  # noqa: E402
 from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries, prologue, sum_parts  # noqa: E402
+from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes  # noqa: E402
+from treefx.kernels.score import make_score  # noqa: E402
+
+_BEFORE_ARGUMENTS = 5
+"""What Triton's launcher gets between the stream and a kernel's arguments."""
 
 
 class Driver:
@@ -41,12 +48,12 @@ class Driver:
 
 
 class Kernel:
-    """A compiled kernel that counts its launches."""
+    """A compiled kernel that counts its launches, and takes memory for its descriptors as Triton's launcher does."""
 
     function = packed_metadata = launch_metadata_value = None
 
-    def __init__(self, name: str, launched: list[str]) -> None:
-        self.name, self.launched = name, launched
+    def __init__(self, source: Any, launched: list[str]) -> None:
+        self.source, self.launched = source, launched
 
     def launch_metadata(self, *_: Any) -> None:
         return None
@@ -54,8 +61,13 @@ class Kernel:
     def result(self) -> "Kernel":
         return self
 
-    def run(self, *_: Any) -> None:
-        self.launched.append(self.name)
+    def run(self, x: int, y: int, z: int, stream: int, *given: Any) -> None:
+        self.launched.append(self.source.__name__)
+        if "packed_keys" not in self.source.arg_names:
+            return
+        arguments = dict(zip(self.source.arg_names, given[_BEFORE_ARGUMENTS:], strict=True))
+        size = x * y * z * scratch_bytes(self.source, has_low=arguments["Low"] is not None)
+        _allocation._allocator.get()(size, 128, stream)
 
 
 @pytest.fixture
@@ -66,21 +78,24 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
 
     def compile(src: Any, *_: Any, **__: Any) -> Kernel:
         names.append(src.fn.__name__)
-        return Kernel(src.fn.__name__, LAUNCHED)
+        return Kernel(src.fn, LAUNCHED)
 
     monkeypatch.setattr(triton.compiler, "compile", compile)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(support, "refusal", lambda q: None)
+    monkeypatch.setattr(small_launches, "scratch", lambda size, *_: torch.empty(size, dtype=torch.int8))
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(paths, "largest_error", lambda got, wanted: 0.0)  # nothing was written
     monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: (run(), 1.0)[1])
     monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
     tuning._findings.cache_clear()
     monkeypatch.setattr(driver, "_active", Driver())
+    allocator = _allocation._allocator.set(_allocation.NullAllocator())
     _forget_kernels()
     yield names
+    _allocation._allocator.reset(allocator)
     _forget_kernels()
     tuning._findings.cache_clear()
 
@@ -193,6 +208,69 @@ def test_dk_and_dv_are_plain_where_triton_cannot_specialise_them(
     else:
         with pytest.raises(UnsupportedError, match="3.6.0 cannot specialise dk and dv"):
             attend(200, window=50, alibi_slopes=torch.ones(4))
+
+
+def test_one_token_that_steps_oddly_is_read_in_the_plain_form(compiled: list[str]) -> None:
+    """No descriptor has a step that is no multiple of 16 bytes, of one row either."""
+    score, ends = make_score(scale=1.0), torch.ones(1, dtype=torch.int32)
+    even = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    odd = torch.zeros(1000, dtype=torch.bfloat16).as_strided((1, 4, 1, 64), (256, 64, 3, 1))
+    assert paths.warp_refusal(Attention(Inputs(even, even, even, ends), score)) is None
+    assert "does not step by multiples" in str(paths.warp_refusal(Attention(Inputs(odd, even, even, ends), score)))
+
+
+def test_keys_from_outside_that_start_oddly_are_read_in_the_plain_form(compiled: list[str]) -> None:
+    score, ends = make_score(scale=1.0), torch.ones(1, dtype=torch.int32)
+    even = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16)
+    places = torch.zeros(12, dtype=torch.int32)
+    refusals = []
+    for first in (0, 1):
+        outside = Boundary(even, even, places[first : first + 8], places[:8])
+        refusals.append(paths.warp_refusal(Attention(Inputs(even, even, even, ends, boundary=outside), score)))
+    outside = replace(outside, lo=places[:8], k=even.transpose(2, 3).contiguous().transpose(2, 3)[:, :, ::2])
+    refusals.append(paths.warp_refusal(Attention(Inputs(even, even, even, ends, boundary=outside), score)))
+    assert refusals[0] is None and "does not start at a multiple of 16" in str(refusals[1])
+    assert "does not step by multiples" in str(refusals[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"window": 5}, None), ({"window": 5, "alibi": 1}, "shares values of pairs")]
+)
+def test_keys_from_outside_that_triton_cannot_specialise(
+    options: dict[str, int], said: str | None, compiled: list[str]
+) -> None:
+    even, places = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
+    inputs = Inputs(even, even, even, places, [torch.zeros(16, dtype=torch.int64), torch.ones(4)])
+    score = make_score(scale=1.0, depth=0, **options)
+    assert paths.warp_refusal(Attention(inputs, score)) is None
+    inputs = replace(inputs, boundary=Boundary(even, even, places, places))
+    refusal = paths.warp_refusal(Attention(inputs, score))
+    assert refusal is None if said is None else said in str(refusal)
+
+
+def test_more_heads_than_a_device_counts_are_refused(compiled: list[str]) -> None:
+    q = torch.zeros(65_536, 1, 1, 16, dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="at most 65535, got 65536"), torch.no_grad():
+        tree_attention(q, q, q, torch.ones(1, dtype=torch.int32), impl="triton")
+    assert not LAUNCHED
+
+
+def test_the_program_keeps_its_own_allocator(compiled: list[str]) -> None:
+    """Descriptors take their memory from the allocator that is set; only where there is none from ours."""
+    taken: list[int] = []
+
+    def own(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        taken.append(size)
+        return torch.empty(size, dtype=torch.int8)
+
+    token = _allocation._allocator.set(own)
+    q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
+        assert len(taken) == 2 and min(taken) > 0, "the specialised form, tried and taken"
+        _allocation._allocator.reset(token)
+        tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
+    assert len(taken) == 2 and LAUNCHED[-1] == "forward"
 
 
 def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:

@@ -103,6 +103,21 @@ def test_nothing_is_measured_unasked(measured: list[Config], own_folder: Path, m
     assert not measured and not own_folder.exists()
 
 
+def test_without_room_to_measure_nothing_is_kept(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is short of memory says nothing of others: no file, the first guess, and not tried at every layer."""
+    tried: list[int] = []
+
+    def bench(run: Any, **_: Any) -> float:
+        tried.append(1)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("triton.testing.do_bench", bench)
+    monkeypatch.setattr(tuning, "_without_room", set())
+    choices = candidates(attention().problem("forward"))
+    assert launch(attention()).config == launch(attention()).config == choices[0]
+    assert len(tried) == len(choices) and not own_folder.exists()
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "{broken"])
 def test_a_damaged_file_counts_as_empty(content: str, own_folder: Path, measured: list[Config]) -> None:
     own_folder.write_text(content)

@@ -9,7 +9,7 @@ from torch import Tensor
 import treefx
 from tests.strategies import Rows, row_batches
 from treefx.kernels.score import Expr, evaluate
-from treefx.kernels.tiles.key_programs import KeyPrograms, cut_lists
+from treefx.kernels.tiles.key_programs import MOST_SLOTS, KeyPrograms, cut_lists
 from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, build_blocks, find_blocks
 
 DEPTH_Q, DEPTH_K = ("load", 0, ("q",)), ("load", 0, ("k",))
@@ -136,11 +136,21 @@ def test_programs_visit_every_tile_once(lists: list[tuple[int, int]]) -> None:
         assert sum(middle - first for _, first, middle, _ in entries) == full[block]
         assert all(first <= middle <= last for _, first, middle, last in entries)
         slots += [slot for slot, *_ in entries if slot >= 0]
-    assert sorted(slots) == list(range(len(programs.split) * programs.parts))
-    for number, block in enumerate(programs.split.tolist()):
-        assert [slot for slot, *_ in found[block]] == list(
-            range(number * programs.parts, (number + 1) * programs.parts)
-        )
+    assert sorted(slots) == list(range(programs.slots)) and programs.slots <= MOST_SLOTS
+    bounds = programs.bounds.tolist()
+    assert bounds[0] == 0 and bounds[-1] == programs.slots
+    for block, first, last in zip(programs.split.tolist(), bounds[:-1], bounds[1:], strict=True):
+        assert [slot for slot, *_ in found[block]] == list(range(first, last))
+
+
+def test_every_list_is_cut_by_its_own_length() -> None:
+    """One list of 16 limits and 48 just above one: as many parts of each would be 784."""
+    limit = 1000
+    lengths = torch.tensor([16 * limit - 48, *[limit + 1] * 48])
+    start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    programs = cut_lists(start, start[:-1])
+    assert programs.slots == 16 + 2 * 48 <= MOST_SLOTS and len(programs.split) == 49
+    assert int((programs.stop - programs.start).max()) <= limit
 
 
 def test_lists_are_cut_where_a_few_would_take_longest() -> None:
@@ -149,7 +159,7 @@ def test_lists_are_cut_where_a_few_would_take_longest() -> None:
     ends = torch.full((prefix + leaves * 1024,), prefix + leaves * 1024, dtype=torch.int32)
     ends[prefix:] = prefix + (torch.arange(leaves * 1024, dtype=torch.int32) // 1024 + 1) * 1024
     found = build_blocks(Keys(ends), len(ends), 64, 128)
-    assert sorted(found.key_programs.split.tolist()) == [0, 1, 2, 3] and found.key_programs.parts > 2
+    assert sorted(found.key_programs.split.tolist()) == [0, 1, 2, 3] and found.key_programs.slots > 8
     longest = int((found.key_programs.stop - found.key_programs.start).max())
     assert longest <= 70 and int((found.by_key.start[1:] - found.by_key.start[:-1]).max()) == (512 + 16 * 1024) // 64
     for tokens in (1000, 100_000):

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch._functorch.config
 from rich.table import Table
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
@@ -31,7 +32,7 @@ from treefx.kernels.gpu import flex
 from treefx.kernels.tiles.hosted import send
 from treefx.output import make_table
 
-__all__ = ["SETTINGS", "Setting", "make_summary", "run"]
+__all__ = ["SETTINGS", "Setting", "device_ms", "make_summary", "run"]
 
 Timer = Callable[[Callable[[], object]], float]
 _OURS, _OTHERS = 1.5, 4.0
@@ -154,7 +155,7 @@ def run(
     if device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("this benchmark must run on a CUDA device, and there is none: use --device cpu")
     os.environ.setdefault("TREEFX_TUNE", "1")
-    start, timer = time.perf_counter(), timer or _device_ms
+    start, timer = time.perf_counter(), timer or device_ms
     ceiling = _ceiling_tflops(timer) if device == "cuda" else None
     for setting in settings:
         if time.perf_counter() - start > 60 * minutes:
@@ -372,7 +373,7 @@ def _ceiling_tflops(timer: Timer) -> float:
     return round(2 * _CEILING**3 / timer(lambda: a @ b) / 1e9, 1)
 
 
-def _device_ms(call: Callable[[], object]) -> float:
+def device_ms(call: Callable[[], object]) -> float:
     """Return the median time of a call on the device, from events behind a pause that hides Python's part."""
     call()
     rough = _timed(call, 1)[0]

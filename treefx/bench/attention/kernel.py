@@ -66,6 +66,8 @@ _FEATURES: tuple[tuple[str, ...], ...] = (
     ("chunked",),
     ("bias",),
     ("boundary",),
+    ("window", "boundary"),
+    ("alibi", "boundary"),
     ("window", "softcap", "alibi", "sinks"),
 )
 CASES = (
@@ -259,23 +261,27 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
 def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     if path == "warp" and not _has_warp_path(case, arch):
         return
-    attention, source = _attention(case, path, arch)
+    attention, sources = _attention(case, path, arch)
     inputs = attention.inputs
-    out, row = _heads(inputs.q.shape[1], case.value_dim, case.dtype), torch.empty(1, inputs.q.shape[1], _TOKENS)
-    yield attention.forward(source, out, row)
+    heads, row = inputs.q.shape[1], torch.empty(1, inputs.q.shape[1], _TOKENS)
+    out, wide = (_heads(heads, case.value_dim, dtype) for dtype in (case.dtype, torch.float32))
+    dq, wide_dq = inputs.q, _heads(heads, case.head_dim, torch.float32)
     prologue, of_keys, of_queries = attention.prologue(out, out, row)
-    if path == "plain" or keys_refusal(attention) is None:
-        yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
-    yield attention.backward_queries(source, of_queries, inputs.q)
+    for number, source in enumerate(sources):  # the last one goes on from what the others have left
+        last, before = number == len(sources) - 1, number > 0
+        yield attention.forward(source, out if last else wide, row, (wide, row) if before else None)
+        if path == "plain" or keys_refusal(attention) is None:
+            yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
+        yield attention.backward_queries(source, of_queries, dq if last else wide_dq, wide_dq if before else None)
     if path == "plain" and one_pass_fits(attention.problem("backward_once")):
         attention = replace(attention, once=True)
         prologue, of_keys, _ = attention.prologue(out, out, row)
-        yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
+        yield attention.backward_keys(sources[0], of_keys, inputs.k, inputs.v)
     if not case.features and case.group == 1:
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
         config = attention.config("backward_keys")
-        work = attention.blocks(source, config).key_programs
+        work = attention.blocks(sources[0], config).key_programs
         parts = [torch.empty(len(work.order), 2, config.block_n, x.shape[-1]) for x in (inputs.k, inputs.v)]
         yield launch_sums(work, config, parts, (inputs.k, inputs.v))
         if attention.once:
@@ -286,10 +292,12 @@ def _has_warp_path(case: Case, arch: int) -> bool:
     """Return whether the warp-specialised form exists: what ``paths.warp_refusal`` says, without a device."""
     sixteen_bits = case.dtype != torch.float32
     narrow = refused_widths(case.head_dim, case.value_dim) is None
-    return arch == 90 and sixteen_bits and narrow and not {"bias", "boundary"} & set(case.features)
+    shared = {"window", "alibi", "boundary"} <= set(case.features)
+    return arch == 90 and sixteen_bits and narrow and "bias" not in case.features and not shared
 
 
-def _attention(case: Case, path: str, arch: int) -> tuple[Attention, KeySource]:
+def _attention(case: Case, path: str, arch: int) -> tuple[Attention, list[KeySource]]:
+    """Return the attention of a case and its keys: with a boundary, in the plain form a pool of them, else both."""
     query_heads = case.group * _KV_HEADS
     q = _heads(query_heads, case.head_dim, case.dtype)
     k, v = _heads(_KV_HEADS, case.head_dim, case.dtype), _heads(_KV_HEADS, case.value_dim, case.dtype)
@@ -298,11 +306,12 @@ def _attention(case: Case, path: str, arch: int) -> tuple[Attention, KeySource]:
     ends = torch.full((_TOKENS,), _TOKENS, dtype=torch.int32)
     inputs = Inputs(q, k, v, ends, buffers, sinks)
     attention = Attention(inputs, score, path, shared_limit=usable_shared_memory(arch))
-    source = attention.own_keys()
-    if "boundary" in case.features:
-        rows = torch.arange(_TOKENS, dtype=torch.int32)
-        source = KeySource(k, v, Keys(ends, torch.zeros_like(ends)), rows)
-    return attention, source
+    if "boundary" not in case.features:
+        return attention, [attention.own_keys()]
+    outside = Keys(ends, torch.zeros_like(ends))
+    if path == "plain":
+        return attention, [KeySource(k, v, outside, torch.arange(_TOKENS, dtype=torch.int32))]
+    return attention, [KeySource(k, v, outside), attention.own_keys()]
 
 
 def _heads(heads: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -9,9 +9,9 @@ import typer
 from rich.progress import track
 
 from treefx.cli.bench.app import Json, bench, show
-from treefx.output import console, notes, print_json
+from treefx.output import console, make_table, notes, print_json
 
-__all__ = ["attention", "forest", "kernel", "mixers"]
+__all__ = ["attention", "forest", "gpu", "kernel", "mixers"]
 
 
 @bench.command()
@@ -67,7 +67,7 @@ def attention(
         raise typer.Exit(1)
 
 
-def _save(records: list[dict[str, Any]], out: Path | None) -> None:
+def _save(records: list[dict[str, Any]] | dict[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(dumps(records, indent=1), encoding="utf-8")
@@ -100,6 +100,39 @@ def kernel(
     else:
         console.print(bench_kernel.make_summary(arch, records))
     if any(record["problems"] for record in records):
+        raise typer.Exit(1)
+
+
+@bench.command()
+def gpu(
+    stage: Annotated[str, typer.Option(help="sanitize, correct, prologue, rates, attention, step or large.")],
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="On the CPU, tiny: figures mean nothing.")] = False,
+    minutes: Annotated[float, typer.Option(help="No new case starts after this time.")] = 7.5,
+    cases: Annotated[int | None, typer.Option(min=1, help="How many cases at most.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A file that gets the records as they come.")] = None,
+    json: Json = False,
+) -> None:
+    """Answer one question to a GPU: the stages in this order are what to find out on one that is new.
+
+    sanitize: no kernel overwrites what is still read (Triton's concurrency sanitizer). correct: all forms against
+    float64. prologue and rates: what programs and tiles cost. attention: against FlexAttention and rows. step: whole
+    training steps against inductor. large: a tree larger than memory. Each stage takes less than eight minutes, and the
+    command fails if anything is wrong.
+    """
+    from treefx.bench.gpu import stages
+
+    records: list[dict[str, Any]] = []
+    total = None if stage not in stages.STAGES else len(stages.STAGES[stage].cases[:cases])
+    found = stages.run(stage, rehearsal=rehearse, minutes=minutes, cases=cases)
+    for record in track(found, total=total, disable=json, console=notes, transient=True):
+        records.append(record)
+        _save(stages.describe(stage, rehearse, records), out)
+    if json:
+        print_json(stages.describe(stage, rehearse, records))
+    else:
+        title = f"{stage}{' (rehearsal on the CPU: figures mean nothing)' if rehearse else ''}"
+        console.print(make_table(title, ("case", "seconds", "found", "verdict"), stages.rows(records)))
+    if any(record["wrong"] for record in records):
         raise typer.Exit(1)
 
 

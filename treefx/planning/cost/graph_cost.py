@@ -10,11 +10,22 @@ from torch import fx
 
 from treefx.errors import UnsupportedError
 from treefx.passes.analysis import Rewritten
+from treefx.planning.cost.device import device_lists
 from treefx.planning.cost.liveness import live_bytes, size_expression, storages
-from treefx.planning.cost.model import MONOMIALS
+from treefx.planning.cost.model import MONOMIALS, sum_rows
 from treefx.planning.cost.workspace import FLASH_BLOCK, workspace
 
-__all__ = ["Flops", "Sizes", "TrainGraphs", "backward_rows", "count_flops", "forward_rows", "held_row", "kv_rows"]
+__all__ = [
+    "Flops",
+    "Sizes",
+    "TrainGraphs",
+    "backward_rows",
+    "count_flops",
+    "forward_rows",
+    "held_row",
+    "kv_rows",
+    "lists_row",
+]
 
 _ATTENTIONS = {
     torch.ops.treefx.tree_attention.default: 1.0,
@@ -111,7 +122,18 @@ def held_row(graphs: TrainGraphs, sizes: Sizes, *, keeps_results: bool) -> list[
 
 def forward_rows(graphs: TrainGraphs, sizes: Sizes) -> list[list[float]]:
     """Live bytes during the forward."""
-    return sizes.rows(live_bytes(graphs.forward, workspace, _is_static))
+    return _with_lists(live_bytes(graphs.forward, workspace, _is_static), sizes, graphs.forward)
+
+
+def lists_row(graphs: TrainGraphs, sizes: Sizes, *, backward: bool) -> list[float]:
+    """Lists of tiles that are on the device when the forward, or the backward too, has run."""
+    return sizes.row(device_lists(graphs.forward, *([graphs.backward] if backward else [])))
+
+
+def _with_lists(live: Iterable[sympy.Expr], sizes: Sizes, *graphs: fx.GraphModule) -> list[list[float]]:
+    """Rows of live bytes and of the lists of tiles that these graphs have made."""
+    lists = sizes.row(device_lists(*graphs))
+    return [sum_rows(row, lists) for row in sizes.rows(live)]
 
 
 def backward_rows(graphs: TrainGraphs, sizes: Sizes) -> tuple[list[list[float]], list[list[float]]]:
@@ -131,12 +153,13 @@ def backward_rows(graphs: TrainGraphs, sizes: Sizes) -> tuple[list[list[float]],
     bytes_by_call = live_bytes(graphs.backward, workspace, _is_static, is_held)
     calls = [node.target for node in graphs.backward.graph.nodes if node.op == "call_function"]
     around = [size for target, size in zip(calls, bytes_by_call[1:], strict=True) if target in _ATTENTIONS]
-    return sizes.rows(bytes_by_call), sizes.rows(around)
+    both = graphs.forward, graphs.backward
+    return _with_lists(bytes_by_call, sizes, *both), _with_lists(around, sizes, *both)
 
 
 def kv_rows(rewritten: Rewritten, sizes: Sizes) -> list[list[float]]:
     """Live bytes while only K/V are made."""
-    return sizes.rows(live_bytes(rewritten.gm, workspace, _is_static))
+    return _with_lists(live_bytes(rewritten.gm, workspace, _is_static), sizes, rewritten.gm)
 
 
 def _is_static(node: fx.Node) -> bool:

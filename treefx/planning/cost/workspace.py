@@ -1,8 +1,8 @@
-"""What attention holds on the CPU while it runs, beside its inputs and results: blocks of scores, one per thread.
+"""What attention holds while it runs, beside its inputs and results: on the CPU blocks of scores, one per thread.
 
 ATen's flash attention takes them from the same allocator as tensors, and their size jumps with the number of queries
 (:func:`treefx.planning.cost.model.flash_block`), so that short parts do not tell what long ones need. It is measured
-once per dtype and width of heads, on one block.
+once per dtype and width of heads, on one block. For CUDA devices see :mod:`treefx.planning.cost.device`.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from treefx.kernels.common import accumulation_dtype
 from treefx.kernels.cpu.boundary import plain_factor
 from treefx.kernels.cpu.tile_calls import flash, flash_backward
 from treefx.kernels.score import Score, linear_in_dot
+from treefx.planning.cost.device import device_workspace
 from treefx.planning.cost.liveness import size_expression
 from treefx.planning.cost.memory import track_peak
 from treefx.planning.cost.model import flash_block
@@ -34,13 +35,15 @@ _TILE_ROWS = 256
 
 
 def workspace(node: fx.Node) -> sympy.Expr:
-    """Bytes of an operator's own memory, `FLASH_BLOCK` among its symbols; 0 for all but attention on the CPU."""
+    """Bytes of an operator's own memory, `FLASH_BLOCK` among its symbols; 0 for all but attention."""
     if node.target not in (_FORWARD, _BACKWARD):
         return sympy.Integer(0)
     backward = node.target is _BACKWARD
     q, k, v = (source.meta["val"] for source in node.args[backward : backward + 3])  # type: ignore[union-attr]
     score = Score.from_json(next(item for item in node.args if isinstance(item, str)))
     boundary = [source.meta["val"] for source in node.args[_BEFORE_BOUNDARY[backward] :][:2]]  # type: ignore[union-attr]
+    if q.device.type == "cuda":
+        return device_workspace(node)
     if q.device.type != "cpu" or q.dtype == torch.float64 or linear_in_dot(score.value) is None:
         return sympy.Integer(0)
     per_pair = bytes_per_pair(q.dtype, int(q.shape[-1]))[backward]

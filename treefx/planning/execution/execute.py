@@ -19,6 +19,7 @@ from treefx.forests.context import use
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset
 from treefx.kernels.tiles.structure import forget_structures
+from treefx.kernels.tiles.tree_blocks import forget_blocks
 from treefx.logprobs import edge_logprobs
 from treefx.planning.execution.boundary import Crossing, Store, edges_of, make_row
 from treefx.planning.search.part import Part, Schedule, Step
@@ -147,13 +148,13 @@ class Executor:
         return result
 
     def _kv(self, part: Part) -> None:
-        forget_structures()
+        _forget_others()
         row, _ = make_row(self.store, part, "kv")
         self.model.run(row)
         self.store.put(part, row.cut.handed)
 
     def _forward(self, part: Part) -> None:
-        forget_structures()
+        _forget_others()
         row, crossings = make_row(self.store, part, "train")
         output = self.model.run(row)
         loss = self._loss(output, row) if len(row.edge_index) else None
@@ -170,7 +171,7 @@ class Executor:
 
     def _backward(self, part: Part) -> None:
         if part is not self._latest:
-            forget_structures()
+            _forget_others()
         self._latest = None
         live = self._live.pop(part.index)
         crossed = [*live.cut.taken, *live.cut.handed]
@@ -198,3 +199,9 @@ class Executor:
                 gradients.append(total.to(handed.dtype))
         live.cut.handed = []
         return roots, gradients
+
+
+def _forget_others() -> None:
+    """What kernels keep of a forest, masks and lists of tiles, is there for the part that runs alone."""
+    forget_structures()
+    forget_blocks()

@@ -36,6 +36,7 @@ from treefx.planning.cost.graph_cost import (
     forward_rows,
     held_row,
     kv_rows,
+    lists_row,
 )
 from treefx.planning.cost.liveness import storage_bytes
 from treefx.planning.cost.model import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds, coefficients, sum_rows
@@ -210,11 +211,12 @@ def _build(compiled: Any, model: nn.Module, samples: list[Sample], resident: int
     logits = sizes.row(_logits_bytes(graphs)) if keeps_logits else [0.0] * len(MONOMIALS)
     chunks = [_chunk_bytes(graphs, backward=x) if keeps_logits else 0.0 for x in (False, True)]
     chunk, chunk_again = (coefficients(logits_rows=figure) for figure in chunks)
-    forward = [*forward_rows(graphs, sizes), sum_rows(held, chunk)]
+    lists, lists_again = (lists_row(graphs, sizes, backward=x) for x in (False, True))
+    forward = [*forward_rows(graphs, sizes), sum_rows(held, chunk, lists)]
     # While gradients of the boundary are added up, one K or V at a time is copied and converted.
     adding = coefficients(boundary=(kv + kv_grad) / max(len(caches), 1))
     backward, attention = backward_rows(graphs, sizes)
-    backward.append(sum_rows(held, logits, chunk_again))
+    backward.append(sum_rows(held, logits, chunk_again, lists_again))
     backward[-2] = sum_rows(backward[-2], adding)
     bare = CostModel(
         resident_bytes=resident,

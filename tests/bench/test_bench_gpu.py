@@ -1,0 +1,115 @@
+"""``treefx bench gpu``: every stage runs in rehearsal, says what is wrong, and measures nothing without a device."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+
+from treefx.bench.gpu import stages
+from treefx.bench.gpu.kernels import Attention, correct
+from treefx.bench.gpu.launches import Form
+from treefx.bench.gpu.scale import Scale
+from treefx.bench.gpu.steps import STEP, _batch, rehearsed
+from treefx.cli.app import app
+from treefx.errors import InputError, UnsupportedError
+from treefx.forests.forest import Forest
+
+COUNTS = {"sanitize": 3, "correct": 3, "prologue": 5, "rates": 2, "attention": 2, "step": 1, "large": 1}
+FIGURES = {
+    "sanitize": {"same_bits"},
+    "correct": {"rows_errors", "tree_errors"},
+    "prologue": {"us_per_turn", "programs", "tile"},
+    "rates": {"rates"},
+    "attention": {"tree_forward_ms", "tree_backward_tflops"},
+    "step": {"speed_up", "token_bound", "of_bound", "treefx_peak_mib", "inductor_raw_tokens_per_s"},
+    "large": {"parts", "row_by_row", "uncut"},
+}
+
+
+def test_every_stage_is_tried() -> None:
+    assert list(stages.STAGES) == list(COUNTS) == list(FIGURES)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("stage", COUNTS)
+def test_rehearsal(stage: str, tmp_path: Path) -> None:
+    """The command writes its file and shows its table; every case is right, and has what the stage is there for."""
+    out, before = tmp_path / "records.json", dict(os.environ)
+    command = ["bench", "gpu", "--stage", stage, "--rehearse", "--cases", str(COUNTS[stage]), "--out", str(out)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, (result.output, out.read_text() if out.exists() else None)
+    found = json.loads(out.read_text())
+    assert (found["stage"], found["rehearsal"], found["device"]) == (stage, True, "cpu")
+    assert len(found["records"]) == COUNTS[stage] and "mean nothing" in result.output
+    for record in found["records"]:
+        assert record["wrong"] == [] and FIGURES[stage] <= record.keys()
+    assert dict(os.environ) == before
+
+
+def test_without_a_device_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="--rehearse"):
+        next(stages.run("correct"))
+    with pytest.raises(InputError, match="sanitize, correct, .* got 'speed'"):
+        next(stages.run("speed"))
+
+
+def _dies(scale: Scale, case: Any) -> dict[str, Any]:
+    os._exit(3)
+
+
+def _raises(scale: Scale, case: Any) -> dict[str, Any]:
+    raise RuntimeError("an illegal address")
+
+
+@pytest.mark.parametrize(("measure", "said"), [(_dies, "exit code 3"), (_raises, "an illegal address")])
+def test_a_case_that_fails_costs_itself_alone(
+    measure: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(stages.STAGES, "correct", replace(stages.STAGES["correct"], measure=measure))
+    records = list(stages.run("correct", rehearsal=True, cases=2, method="fork"))
+    assert [said in record["wrong"][0] for record in records] == [True, True]
+    assert [line[0] for line in stages.rows(records)] == [record["case"] for record in records]
+    late = list(stages.run("correct", rehearsal=True, cases=2, minutes=-1.0, method="fork"))
+    assert len(late) == 2 and all("minutes are up" in record["wrong"][0] for record in late)
+
+
+def test_a_wrong_attention_is_said_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from treefx.kernels import tree_attention
+
+    def wrong(q: Any, k: Any, v: Any, ends: Any, impl: str, deterministic: bool) -> Any:
+        return tree_attention(q, k, v, torch.full_like(ends, len(ends)), impl="reference")
+
+    monkeypatch.setattr("treefx.bench.gpu.kernels.tree_attention", wrong)
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "plain")
+    (case,) = [one for one in stages.STAGES["correct"].cases[3:4] if isinstance(one, Attention)]
+    record = correct(Scale(True), stages.STAGES["correct"].rehearsed(case))
+    assert any("out of tree must be off by at most 1.5" in text for text in record["wrong"])
+
+
+def test_batches_share_what_their_names_say() -> None:
+    shared = {}
+    for case in (rehearsed(case) for case in STEP if not case.checkpointing):
+        batch = _batch(Scale(True), case)
+        forest = Forest.from_padded(batch.input_ids, batch.attention_mask)
+        shared[case.sharing] = forest.overlap_ratio
+        distinct = {(row[: place + 1]) for row in case.rows for place in range(len(row))}
+        assert forest.num_tokens == sum(pieces[-1][1] for pieces in distinct)
+    assert shared["overlap 0 %"] < shared["overlap 20 %"] < shared["overlap 60 %"] < shared["overlap 92 %"]
+
+
+def test_forms_are_named_for_people() -> None:
+    cases = [case for stage in stages.STAGES.values() for case in stage.cases]
+    assert any(isinstance(case, Form) for case in cases)
+    for stage in stages.STAGES.values():
+        names = [case.name for case in stage.cases]
+        assert len(set(names)) == len(names)

@@ -1,0 +1,197 @@
+"""What launches allocate is what is counted before, by the stand-in that the launches themselves are counted by."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.kernels.gpu.test_launches import SCORE, Recorder, device, poisoned_memory, storages  # noqa: F401
+from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 - a fixture
+from treefx.bench.attention.trees import Tree
+from treefx.kernels.common import Boundary, Inputs
+from treefx.kernels.gpu import workspace
+from treefx.kernels.gpu.triton_tree import attention, paths
+from treefx.kernels.gpu.triton_tree.launch import Attention
+from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, list_bytes, most_lists
+from treefx.kernels.score import Score, make_score
+from treefx.kernels.tiles import hosted, tree_blocks
+
+FORMS = {"two passes": "plain", "one pass": "plain", "specialised": "warp"}
+"""And the path of each."""
+WINDOW = make_score(scale=0.125, window=50, depth=0)
+
+
+def part(seed: int, score: Score = SCORE) -> Inputs:
+    """A forest, or with an odd seed a part of one, at random: its tree, its boundary, its heads."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*choices: int) -> int:
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    ends = known(random_tree(seed, long=seed % 5 == 0).subtree_end())
+    tokens, group, kv_heads, width = len(ends), pick(1, 2, 3, 4, 7), pick(2, 3), pick(64, 80, 128)
+    widths = width, width if seed % 3 else 64
+    boundary = outside(seed, tokens, kv_heads, widths, generator) if seed % 2 else None
+    total = tokens + (0 if boundary is None else boundary.k.shape[2])
+    buffers = [torch.zeros(total, dtype=torch.int64)] if score is WINDOW else []
+    shapes = (group * kv_heads, width), (kv_heads, width), (kv_heads, widths[1])
+    return Inputs(*(heads(tokens, *shape) for shape in shapes), ends, buffers, None, boundary)
+
+
+def outside(seed: int, tokens: int, kv_heads: int, widths: tuple[int, int], generator: Any) -> Boundary:
+    """Keys that some queries see; of every third part two that nobody sees, as those without ancestors have."""
+    nobody = seed % 3 == 0
+    count = 2 if nobody else int(torch.randint(3, 3000, (), generator=generator))
+    lo = torch.randint(0, tokens, (count,), generator=generator, dtype=torch.int32) * (not nobody)
+    hi = torch.full_like(lo, 0 if nobody else tokens)
+    return Boundary(*(heads(count, kv_heads, width) for width in widths), known(lo), known(hi))
+
+
+def known(host: Tensor) -> Tensor:
+    """What the host has sent."""
+    moved = host.clone()
+    hosted.remember(host, moved)
+    return moved
+
+
+def heads(tokens: int, count: int, width: int) -> Tensor:
+    return torch.zeros(1, tokens, count, width, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def random_tree(seed: int, long: bool) -> Tree:
+    """A path that turns back now and then; long ones have a short trunk of many branches, whose lists are cut."""
+    generator = torch.Generator().manual_seed(seed)
+    nodes, path = [(-1, 300)], [0]
+    for node in range(1, 60 if long else 12):
+        back = int(torch.randint(1, len(path) + 1, (), generator=generator))
+        path = path[: 1 if long else back]
+        nodes.append((path[-1], int(torch.randint(200, 400, (), generator=generator)) if long else 5 + 9 * back))
+        path.append(node)
+    return Tree("random", tuple(nodes))
+
+
+def taken(inputs: Inputs, score: Score) -> tuple[int, int, int]:
+    """Bytes of the forward, of the backward, and of the lists that they leave, as the stand-in counts them."""
+    for number in range(3):
+        if number == 1:  # kernels were compiled, and forms compared; lists are made in the run that comes
+            tree_blocks.forget_blocks()
+        with Recorder() as forward:
+            out, lse = attention.forward(inputs, score)
+        grad = torch.zeros_like(out)
+        with Recorder() as backward:
+            results = attention.backward(grad, inputs, out, lse, score, [False] * len(inputs.buffers))
+    kept: dict[int, int] = {}
+    for blocks in (entry.value for entry in tree_blocks._recent):
+        if isinstance(blocks, tree_blocks.TreeBlocks):
+            sides = [vars(side) for side in (blocks.by_query, blocks.by_key, blocks.key_programs)]
+            made = storages([blocks.size, *sides])
+            kept |= {storage._cdata: storage.nbytes() for storage in made}
+    return forward.peak((out, lse)), backward.peak(results), sum(kept.values())
+
+
+def runner(inputs: Inputs, score: Score, form: str) -> Attention:
+    return replace(attention.attention_of(inputs, score), path=FORMS[form], once=form == "one pass")
+
+
+def in_form(form: str, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> Inputs:
+    """The inputs as they are given where all that runs takes one form."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", FORMS[form])
+    monkeypatch.setattr(paths, "ONE_PASS_KEYS", 0)
+    return replace(inputs, deterministic=form == "two passes")
+
+
+def kernels(given: Attention) -> list[str]:
+    return ["forward", given.of_keys, *([] if given.once else ["backward_queries"])]
+
+
+def counted(given: Attention) -> tuple[int, int, int]:
+    """The same before anything runs, from the lengths of the lists."""
+    sources = given.sources()
+    seen = [source for source in sources if given.is_seen(source)]
+    lists = {name: [Lists.of(given.blocks(source, given.config(name))) for source in seen] for name in kernels(given)}
+    tokens, carries = given.inputs.q.shape[2], len(seen) > 1
+    pairs = list(zip(lists[given.of_keys], lists[kernels(given)[-1]], strict=True))
+    tiles = {(given.config(name).block_m, given.config(name).block_n): name for name in reversed(kernels(given))}
+    left = {(tile, id(source)): (name, source) for tile, name in tiles.items() for source in seen}
+    # Whether a boundary is seen, the lists of the forward say.
+    left |= {((0, 0), id(source)): ("forward", source) for source in sources if not given.is_seen(source)}
+    made = [Lists.of(given.blocks(source, given.config(name))) for name, source in left.values()]
+    forward = forward_bytes(given, tokens, lists["forward"], carries=carries)
+    return forward, backward_bytes(given, tokens, pairs, carries=carries), sum(map(list_bytes, made))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(20))
+def test_launches_allocate_what_is_counted(
+    seed: int,
+    form: str,
+    device: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = in_form(form, part(seed), monkeypatch)
+    got = taken(inputs, SCORE)
+    assert counted(runner(inputs, SCORE, form)) == got
+    assert ("backward_once" in LAUNCHED) == (form == "one pass") != ("backward_queries" in LAUNCHED[-3:])
+
+
+def test_the_parts_are_of_all_kinds(device: None) -> None:  # noqa: F811
+    """Or the test above compares little: cut lists, boundaries that are seen or not, groups of one and more."""
+    found = [runner(part(seed), SCORE, "two passes") for seed in range(20)]
+    cut = [one.blocks(one.own_keys(), one.config("backward_keys")).key_programs.slots for one in found]
+    seen = [one.is_seen(one.boundary_keys()) for one in found if one.inputs.boundary is not None]
+    assert sum(slots > 0 for slots in cut) >= 2 and {True, False} == set(seen)
+    assert min(one.group for one in found) == 1 and len({one.group for one in found}) > 2
+
+
+WRONG: dict[tuple[str, str], Callable[..., Any]] = {
+    ("specialised", "_packs"): lambda attention: False,
+    ("specialised", "_padded"): lambda length: length,
+    ("specialised", "scratch_bytes"): lambda kernel, has_low: 0,
+    ("one pass", "row_width"): lambda width, chunks: width // 2,
+    ("one pass", "_padded"): lambda length: length,
+}
+
+
+@pytest.mark.parametrize(("form", "name"), WRONG)
+def test_a_count_that_leaves_something_out_is_found(
+    form: str,
+    name: str,
+    device: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = next(inputs for inputs in map(part, range(0, 20, 2)) if inputs.q.shape[1] > inputs.k.shape[1])
+    inputs = in_form(form, inputs, monkeypatch)
+    got, given = taken(inputs, SCORE), runner(inputs, SCORE, form)
+    assert counted(given) == got
+    monkeypatch.setattr(workspace, name, WRONG[form, name])
+    assert counted(given)[:2] != got[:2]
+
+
+@pytest.mark.parametrize("seed", range(0, 8, 2))
+def test_values_of_a_score_are_never_counted_too_low(
+    seed: int,
+    device: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = in_form("specialised", part(seed, WINDOW), monkeypatch)
+    forward, backward, _ = taken(inputs, WINDOW)
+    least = counted(runner(inputs, WINDOW, "specialised"))
+    assert forward <= least[0] <= 3 * forward and backward <= least[1] <= 3 * backward
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lists_of_no_forest_are_longer(seed: int, device: None) -> None:  # noqa: F811
+    given = runner(part(seed), SCORE, "two passes")
+    rows = given.inputs.q.shape[2] * given.group
+    for source, name in [(source, name) for source in given.sources() for name in kernels(given)]:
+        config, is_boundary = given.config(name), source.keys.low is not None
+        found = Lists.of(given.blocks(source, config))
+        tile = config.block_m, config.block_n
+        most = most_lists(float(rows), float(len(source)), *tile, group=given.group, is_boundary=is_boundary)
+        assert all(getattr(found, field) <= getattr(most, field) for field in vars(found))
+        assert list_bytes(found) <= list_bytes(most)

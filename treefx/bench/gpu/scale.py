@@ -1,0 +1,82 @@
+"""How large a stage's cases are, and where they run: on a GPU in bfloat16, or in rehearsal on the CPU, tiny."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.bench.attention.cuda import device_ms
+from treefx.bench.attention.trees import Tree
+from treefx.kernels.tiles.hosted import send
+
+__all__ = ["Heads", "Scale", "draw"]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where a stage runs.
+
+    Attributes:
+        rehearsal: on the CPU, generated kernels in Triton's interpreter: every line runs, no figure means anything.
+    """
+
+    rehearsal: bool
+
+    @property
+    def device(self) -> str:
+        """Of all tensors."""
+        return "cpu" if self.rehearsal else "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of q, k and v; Triton's interpreter multiplies bfloat16 wrongly."""
+        return torch.float32 if self.rehearsal else torch.bfloat16
+
+    @property
+    def processors(self) -> int:
+        """Programs that run at once, at least."""
+        return 1 if self.rehearsal else torch.cuda.get_device_properties(0).multi_processor_count
+
+    def milliseconds(self, call: Callable[[], object]) -> float:
+        """Time of a call on the device."""
+        if not self.rehearsal:
+            return device_ms(call)
+        began = time.perf_counter()
+        call()
+        return 1000 * (time.perf_counter() - began)
+
+    def synchronize(self) -> None:
+        """Wait for the device, whose errors arrive here."""
+        if not self.rehearsal:
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of an attention: how many of queries and of keys, and their widths."""
+
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+
+    def __str__(self) -> str:
+        widths = {self.width, self.value_width}
+        return f"{self.queries}:{self.keys} heads of {' and '.join(map(str, sorted(widths)))}"
+
+
+def draw(scale: Scale, tree: Tree, heads: Heads) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return random tensors: the tree's ``subtree_end``; q, k and v, which require grad; the gradient of the output."""
+    ends = send(tree.subtree_end(), scale.device, keep=True)
+    generator = torch.Generator(scale.device).manual_seed(0)
+
+    def normal(count: int, width: int) -> Any:
+        values = torch.randn(1, len(ends), count, width, generator=generator, device=scale.device)
+        return values.to(scale.dtype).transpose(1, 2)
+
+    shapes = (heads.queries, heads.width), (heads.keys, heads.width), (heads.keys, heads.value_width)
+    leaves = [normal(*shape).requires_grad_() for shape in shapes]
+    return ends, leaves, normal(heads.queries, heads.value_width)

@@ -1,0 +1,227 @@
+"""The stages in the order in which they are worth their time, and how one of them is run."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treefx.bench import large as bench_large
+from treefx.bench.attention import cuda as bench_cuda
+from treefx.bench.attention.trees import Tree
+from treefx.bench.gpu import kernels, launches, steps
+from treefx.bench.gpu.scale import Scale
+from treefx.bench.job.processes import Failure, Note, each_apart
+from treefx.errors import InputError, UnsupportedError
+
+__all__ = ["STAGES", "Stage", "describe", "rows", "run"]
+
+_MINUTES = 7.5
+_MIB = 2**20
+_TINY_MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One question to a GPU.
+
+    Attributes:
+        about: what it answers.
+        cases: what is measured, the most telling first.
+        measure: measures a case at a scale; its record has ``wrong``, what is wrong in words.
+        rehearsed: makes a case so small that it runs on the CPU.
+        environment: variables that are set before anything is imported.
+        seconds: after which a case counts as hanging.
+    """
+
+    about: str
+    cases: Sequence[Any]
+    measure: Callable[[Scale, Any], dict[str, Any]]
+    rehearsed: Callable[[Any], Any]
+    environment: dict[str, str] = field(default_factory=dict)
+    seconds: float = 150.0
+
+
+@dataclass(frozen=True)
+class _Large:
+    """A tree of spans of so many tokens under a limit: by default what the device has free."""
+
+    tokens: int
+    limit: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"85 spans of {self.tokens} tokens"
+
+
+def _attention(scale: Scale, case: bench_cuda.Setting) -> dict[str, Any]:
+    timer = scale.milliseconds if scale.rehearsal else None
+    options: dict[str, Any] = {"device": scale.device, "dtype": scale.dtype, "with_flex": not scale.rehearsal}
+    return next(bench_cuda.run([case], minutes=float("inf"), timer=timer, **options))
+
+
+def _small_setting(case: bench_cuda.Setting) -> bench_cuda.Setting:
+    nodes = tuple((parent, min(length, 30)) for parent, length in case.tree.nodes[:4])
+    group = case.heads // case.kv_heads
+    return bench_cuda.Setting(Tree(case.tree.name, nodes), head_dim=16, heads=2 * group, kv_heads=2)
+
+
+def _large(scale: Scale, case: _Large) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(_TINY_MODEL))
+        records = bench_large.run(
+            model=str(path) if scale.rehearsal else None,
+            device=scale.device,
+            tokens=case.tokens,
+            memory_limit_bytes=case.limit,
+            inner="aot_eager" if scale.rehearsal else "inductor",
+        )
+    parts, rows, uncut = records
+    wrong = []
+    if parts["limit_mib"] is not None and parts["peak_mib"] > parts["limit_mib"]:
+        wrong.append(f"the peak must keep the limit of {parts['limit_mib']:.0f} MiB, got {parts['peak_mib']:.0f}")
+    return {"parts": parts, "row_by_row": rows, "uncut": uncut, "wrong": wrong}
+
+
+def _small_tree(case: _Large) -> _Large:
+    return replace(case, tokens=24, limit=5 * _MIB)
+
+
+_INTERPRETED = ("sanitize", "correct", "prologue", "rates")
+"""Stages that run generated kernels: in rehearsal in Triton's interpreter."""
+STAGES: dict[str, Stage] = {
+    "sanitize": Stage(
+        "nothing is overwritten while it is read, by Triton's concurrency sanitizer",
+        kernels.SANITIZE,
+        kernels.sanitize,
+        kernels.rehearsed,
+        {"TRITON_INSTRUMENTATION_MODE": "consan"},
+    ),
+    "correct": Stage(
+        "all forms are as right as SDPA on separate rows", kernels.CORRECT, kernels.correct, kernels.rehearsed
+    ),
+    "prologue": Stage("what a program costs without a tile", launches.PROLOGUE, launches.prologue, launches.rehearsed),
+    "rates": Stage(
+        "what a program and a tile cost in every configuration", launches.RATES, launches.rates, launches.rehearsed
+    ),
+    "attention": Stage(
+        "tree attention against FlexAttention and rows", bench_cuda.SETTINGS, _attention, _small_setting
+    ),
+    "step": Stage("whole steps against inductor on padded rows", steps.STEP, steps.step, steps.rehearsed),
+    "large": Stage("a tree larger than memory", (_Large(768), _Large(1536)), _large, _small_tree, seconds=400.0),
+}
+
+
+def run(
+    name: str, *, rehearsal: bool = False, minutes: float = _MINUTES, cases: int | None = None, method: str = "spawn"
+) -> Iterator[dict[str, Any]]:
+    """Measure the cases of a stage in turn, each in a process that may die without taking the others with it.
+
+    Args:
+        name: one of `STAGES`.
+        rehearsal: on the CPU and tiny: shows that every line runs, and no figure.
+        minutes: no new case starts after this time.
+        cases: how many at most; all by default.
+        method: how processes start.
+
+    Yields:
+        One record per case: ``case``, ``wrong`` (in words; empty if nothing is), ``seconds``, and what was measured.
+
+    Raises:
+        InputError: there is no such stage.
+        UnsupportedError: there is no CUDA device, and nobody wants a rehearsal.
+    """
+    if name not in STAGES:
+        raise InputError(f"--stage must be one of {', '.join(STAGES)}, got {name!r}")
+    if not rehearsal and not torch.cuda.is_available():
+        raise UnsupportedError("this stage must run on a CUDA device, and there is none: try --rehearse on the CPU")
+    start, before = time.perf_counter(), dict(os.environ)
+    os.environ.update(_environment(name, rehearsal))
+    left = list(range(len(STAGES[name].cases)))[:cases]
+
+    def pieces() -> Iterator[tuple[str, int, bool]]:
+        while left and time.perf_counter() - start <= 60 * minutes:
+            yield name, left.pop(0), rehearsal
+
+    try:
+        for (_, number, _), found in each_apart(_work, pieces(), seconds=STAGES[name].seconds, method=method):
+            record = {"wrong": [str(found)]} if isinstance(found, Failure) else found
+            yield {"case": STAGES[name].cases[number].name, **record}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    for number in left:
+        yield {"case": STAGES[name].cases[number].name, "wrong": [f"not measured: the {minutes:g} minutes are up"]}
+
+
+def describe(name: str, rehearsal: bool, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a file of results says of a stage: its records, when, on what, with which versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions: dict[str, str | None] = {}
+    for package in ("torch", "triton", "transformers", "treefx"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    device = torch.cuda.get_device_name() if not rehearsal and torch.cuda.is_available() else "cpu"
+    return {
+        "stage": name,
+        "rehearsal": rehearsal,
+        "device": device,
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        "versions": versions,
+        "records": list(records),
+    }
+
+
+def rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Return the lines of a table: what was measured in words, and whether anything is wrong."""
+    lines = []
+    for record in records:
+        known = {name: value for name, value in record.items() if name not in ("case", "seconds", "wrong")}
+        found = "; ".join(f"{name.replace('_', ' ')} {_brief(value)}" for name, value in known.items())
+        verdict = "; ".join(record["wrong"]) or "right"
+        lines.append((record["case"], str(record.get("seconds", "-")), found, verdict))
+    return lines
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_brief(item)}" for name, item in value.items()) + "}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _environment(name: str, rehearsal: bool) -> dict[str, str]:
+    if not rehearsal:
+        return STAGES[name].environment
+    return {"TRITON_INTERPRET": "1"} if name in _INTERPRETED else {}
+
+
+def _work(piece: tuple[str, int, bool], note: Note) -> tuple[dict[str, Any], bool]:
+    name, number, rehearsal = piece
+    stage, scale = STAGES[name], Scale(rehearsal)
+    note(f"case {number + 1}")
+    began = time.perf_counter()
+    case = stage.rehearsed(stage.cases[number]) if rehearsal else stage.cases[number]
+    try:
+        record, good = stage.measure(scale, case), True
+    except Exception as reason:  # of many types, of the device too: the other cases are worth having
+        record, good = {"wrong": [f"{type(reason).__name__}: {str(reason)[:300]}"]}, rehearsal
+    return {**record, "seconds": round(time.perf_counter() - began, 2)}, good

@@ -1,0 +1,149 @@
+"""What attention holds on a CUDA device beside its inputs and results: memory of its launches, and lists of tiles.
+
+Nothing is known of a part but the symbols of its graph: of what depends on its tree (lists of tiles, those that are cut
+into parts) the most there can be is counted, in the configuration that takes most, in either form of the kernels.
+Attention in float64, which runs on the reference, is not counted here, nor is the gradient of a learned bias; the
+measured parts of a profile show them.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from treefx.kernels.common import Boundary, Inputs
+from treefx.kernels.gpu.triton_tree import support
+from treefx.kernels.gpu.triton_tree.configs import Config, candidates, one_pass_fits, usable_shared_memory
+from treefx.kernels.gpu.triton_tree.launch import Attention
+from treefx.kernels.gpu.triton_tree.paths import form_refusal
+from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, list_bytes, most_lists, most_of
+from treefx.kernels.score import Score
+from treefx.planning.cost.liveness import size_expression
+
+__all__ = ["device_lists", "device_workspace"]
+
+_FORWARD = torch.ops.treefx.tree_attention.default
+_BACKWARD = torch.ops.treefx.tree_attention_backward.default
+_BOUNDARY = {_FORWARD: 8, _BACKWARD: 12}
+"""Arguments before the boundary."""
+_NODE_LENGTHS = (32, 256)
+"""Mean lengths of nodes for which configurations differ."""
+
+
+def device_workspace(node: fx.Node) -> sympy.Expr:
+    """Bytes of an attention's own memory on a CUDA device, in the symbols of its graph."""
+    found = [_bytes(form, _kernels(node, form)) for form in _forms(node)]
+    return most_of(found) if found else sympy.Integer(0)
+
+
+def device_lists(*graphs: fx.GraphModule) -> sympy.Expr:
+    """Bytes of all lists of tiles that the attentions of graphs leave on a CUDA device for the next layers."""
+    found: dict[Any, sympy.Expr] = {}
+    for node in (node for gm in graphs for node in gm.graph.nodes):
+        for form in _forms(node):
+            for name in _kernels(node, form):
+                key = name, form.score.visible, form.group, form.request, form.inputs.q.dtype
+                lists = _most(form, {name: _largest(form, name)})[name]
+                found[key] = sympy.Add(*map(list_bytes, lists))
+    return sympy.expand(sympy.Add(*found.values()))
+
+
+def _forms(node: fx.Node) -> list[Attention]:
+    """The attention of a node on a CUDA device: in the form that takes most memory, and its backward in one pass too.
+
+    None where no kernel runs it.
+    """
+    attention = _attention(node)
+    if attention is None:
+        return []
+    once = replace(attention, path="plain", once=True)
+    refused = node.target is _FORWARD or node.kwargs.get("deterministic", False)
+    return [attention] if refused or not one_pass_fits(once.problem("backward_once")) else [attention, once]
+
+
+def _kernels(node: fx.Node, form: Attention) -> tuple[str, ...]:
+    if node.target is _FORWARD:
+        return ("forward",)
+    return (form.of_keys,) if form.once else (form.of_keys, "backward_queries")
+
+
+def _bytes(form: Attention, kernels: tuple[str, ...]) -> sympy.Expr:
+    """Bytes of one form of an attention, forward or backward."""
+    tokens, outside = _sizes(form)
+    configs = {name: _largest(form, name) for name in kernels}
+    taken = replace(form, choose=lambda problem: configs[problem.kernel])
+    # Lists of both sources in one, as long as both: what is carried from one to the other is counted once.
+    both = [_sum(lists) for lists in _most(form, configs).values()]
+    if kernels == ("forward",):
+        return forward_bytes(taken, tokens, both, carries=outside is not None)
+    return backward_bytes(taken, tokens, [(both[0], both[-1])], carries=outside is not None)
+
+
+def _attention(node: fx.Node) -> Attention | None:
+    """The attention of a node on a CUDA device, specialised where it can be; None where no kernel runs it."""
+    if node.target not in _BOUNDARY:
+        return None
+    place = int(node.target is _BACKWARD)
+    q, k, v, ends, buffers, sinks = (_value(item) for item in node.args[place : place + 6])
+    if q.device.type != "cuda" or support.kind_refusal(q) is not None:
+        return None
+    score = Score.from_json(next(item for item in node.args if isinstance(item, str)))
+    outside = [_value(item) for item in node.args[_BOUNDARY[node.target] :]]
+    inputs = Inputs(q, k, v, ends, buffers, sinks, Boundary(*outside) if outside else None)
+    capability = torch.cuda.get_device_capability(q.device)
+    limit = usable_shared_memory(10 * capability[0] + capability[1])
+    attention = Attention(inputs, score, "plain", shared_limit=limit)
+    return attention if form_refusal(attention, capability) else replace(attention, path="warp")
+
+
+def _value(item: Any) -> Any:
+    if isinstance(item, fx.Node):
+        return item.meta["val"]
+    return [_value(one) for one in item] if isinstance(item, (list, tuple)) else item
+
+
+def _sizes(attention: Attention) -> tuple[sympy.Expr, sympy.Expr | None]:
+    boundary = attention.inputs.boundary
+    outside = None if boundary is None else size_expression(boundary.k.shape[2])
+    return size_expression(attention.inputs.q.shape[2]), outside
+
+
+def _largest(attention: Attention, kernel: str) -> Config:
+    """The fewest rows, and the most keys of a tile of dk and dv, whose sums are held; of others the fewest keys."""
+    found = _configs(attention, kernel)
+    widest = max if kernel == attention.of_keys else min
+    return Config(min(one.block_m for one in found), widest(one.block_n for one in found), 4, 1)
+
+
+def _configs(attention: Attention, kernel: str) -> list[Config]:
+    paths = ("plain", attention.path)
+    kinds = [replace(attention, path=path, node_length=length) for path in paths for length in _NODE_LENGTHS]
+    return [config for kind in kinds for config in candidates(kind.problem(kernel))]
+
+
+def _most(attention: Attention, configs: dict[str, Config]) -> dict[str, list[Lists]]:
+    """The longest lists of each source of keys, by kernel."""
+    tokens, outside = _sizes(attention)
+    sources = [(tokens, False), *([] if outside is None else [(outside, True)])]
+    result = {}
+    for name, config in configs.items():
+        keys_of_tile = min(one.block_n for one in _configs(attention, name))
+        rows, group = tokens * attention.group, attention.group
+        result[name] = [
+            most_lists(rows, keys, config.block_m, keys_of_tile, group=group, is_boundary=is_boundary)
+            for keys, is_boundary in sources
+        ]
+    return result
+
+
+def _sum(lists: list[Lists]) -> Lists:
+    """One source that takes as much as all of them, of which one is launched at a time."""
+    first, *others = lists
+    for other in others:
+        more = {
+            name: getattr(first, name) + getattr(other, name) for name in ("keys", "key_blocks", "tiles", "programs")
+        }
+        first = replace(first, **more, has_low=True)
+    return first
