@@ -106,7 +106,8 @@ def _transformers(
 
     ids = [tokenizer.apply_chat_template(chat, tokenize=True)["input_ids"] for chat in chats]
     rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    collator: Any = DataCollatorWithFlattening
+    collate = collator(return_flash_attn_kwargs=True, return_seq_idx=True)
     return Trainer(model, TrainingArguments(**arguments), train_dataset=rows, data_collator=collate)
 
 
