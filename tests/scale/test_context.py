@@ -85,6 +85,7 @@ def one_step(model: nn.Module, rows: list[list[int]]) -> dict[str, Any]:
     plan = split_tokens(forest, dist.get_world_size(), COST)
     return {
         "loss": total, "gradients": gradients(model), "tokens": own.num_tokens, "received": received[:forward],
+        "held": len(plan.tokens[dist.get_rank()]),
         "planned": int(plan.received[dist.get_rank()]), "way": plan.way,
     }  # fmt: skip
 
@@ -289,7 +290,8 @@ def check(results: list[list[dict[str, Any]]], name: str) -> None:
         for step in steps:
             assert_close(Outcome(step["loss"], step["gradients"]), expected(model, rows), limit)
             assert set(step["received"]) == {step["planned"]}
-        assert sum(step["tokens"] for step in steps) == treefx.Forest.from_sequences(rows).num_tokens
+        assert sum(step["held"] for step in steps) == treefx.Forest.from_sequences(rows).num_tokens
+        assert all(step["tokens"] == max(2, step["held"]) for step in steps)  # a lone token has a companion
         assert sum(step["planned"] for step in steps) > 0
     assert len({step["way"] for step in results[0]}) > 1
     for *ran, compiles in (result[-1]["stats"] for result in results):
