@@ -15,6 +15,7 @@ import torch
 
 from treefx.passes import pipeline as _pipeline  # noqa: F401  (registers all laws)
 from treefx.passes.trace.heads import copy_graph
+from treefx.runtime import batch
 
 __all__ = ["PLANTS", "Plant", "planted"]
 
@@ -48,6 +49,7 @@ def planted(plant: Plant) -> Iterator[None]:
     finally:
         for owner, name, original in reversed(kept):
             setattr(owner, name, original)
+        batch._recent.clear()  # tries that the mistake has made would be found again by what comes after it
 
 
 def _find(place: str) -> tuple[Any, str]:
