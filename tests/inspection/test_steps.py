@@ -104,6 +104,11 @@ def test_what_needs_no_trie_has_the_prefixes_that_the_trie_would_find(rows: Rows
         assert sorted(found.numbers.tolist()) == sorted(numbers_of(batch).tolist())
 
 
+def test_rows_without_columns_have_no_first_token() -> None:
+    empty = torch.zeros((3, 0), dtype=torch.int64)
+    assert find_unshared([empty], None) is None and find_unshared([empty], empty.bool()) is None
+
+
 def of(*numbers: int) -> Prefixes:
     return Prefixes(len(numbers), lambda: np.array(numbers, dtype=np.uint64))
 

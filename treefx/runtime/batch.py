@@ -96,6 +96,8 @@ def find_unshared(
     The arguments are those of `build_batch`. None where two rows begin alike: they may share a prefix.
     """
     rows, width = keys[0].shape
+    if not width:
+        return None
     kept = None if keep is None else keep.cpu().numpy()
     first = np.zeros(rows, dtype=np.int64) if kept is None else kept.argmax(1)
     at = np.arange(rows) if kept is None else np.flatnonzero(kept.any(1))
