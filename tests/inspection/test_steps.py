@@ -174,10 +174,14 @@ def test_an_optimizer_can_still_be_compiled() -> None:
     assert version_of([weight]) != before
 
 
-def tiny() -> Any:
-    model = double(
+def tiny_llama() -> Any:
+    return double(
         "llama", num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1
     )
+
+
+def tiny() -> Any:
+    model = tiny_llama()
     model.compile(backend="treefx", options={"inner": "eager"})
     return model
 
@@ -240,14 +244,17 @@ def test_packed_rows_in_several_calls_tell_what_one_call_would_share() -> None:
     assert stats["sharing_possible"] == pytest.approx(raw / together) and together < ran
 
 
-def test_calls_that_run_ordinarily_count_as_they_ran() -> None:
+@pytest.mark.parametrize("way", ["compiled", "converted"])
+def test_calls_that_run_ordinarily_count_as_they_ran(way: str) -> None:
     """Single rows share nothing, each for itself; as one call they would."""
-    model, batch = tiny(), shared_batch(rows=4, length=12, shared=8, padding=None)
+    batch = shared_batch(rows=4, length=12, shared=8, padding=None)
+    model = tiny() if way == "compiled" else treefx.convert(tiny_llama())
     for row in range(4):
-        call(model, batch, [row]).backward()
+        model(input_ids=batch.input_ids[[row]], labels=batch.input_ids[[row]]).loss.backward()
     stats = treefx.inspect(model).stats
-    assert stats["ran"] == "ordinary"
-    assert stats["step_sharing_ratio"] == 1.0 < stats["sharing_possible"]
+    assert stats["ran"] == "ordinary" and stats["step_calls"] == 4
+    distinct = treefx.Forest.from_padded(batch.input_ids, None).num_tokens
+    assert (stats["step_sharing_ratio"], stats["sharing_possible"]) == (1.0, pytest.approx(48 / distinct))
 
 
 def test_forests_of_the_caller_are_of_no_step() -> None:

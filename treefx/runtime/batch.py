@@ -99,15 +99,20 @@ def find_unshared(
     if not width:
         return None
     kept = None if keep is None else keep.cpu().numpy()
-    first = np.zeros(rows, dtype=np.int64) if kept is None else kept.argmax(1)
-    at = np.arange(rows) if kept is None else np.flatnonzero(kept.any(1))
-    heads = combine_keys([np.broadcast_to(x, (rows, width))[at, first[at]] for x in _arrays(keys)])
-    if len(np.unique(heads)) < len(heads):
+    if rows > 1 and _begin_alike(keys, kept):  # one row is not looked at: that would wait for a device
         return None
     tokens = rows * width if kept is None else int(kept.sum())
     copies = [x.clone() for x in keys], None if keep is None else keep.clone()
     own = None if places is None else [x.clone() for x in places]
     return Prefixes(tokens, lambda: _numbers(_build(*copies, own)))
+
+
+def _begin_alike(keys: Sequence[Tensor], kept: np.ndarray | None) -> bool:
+    rows, width = keys[0].shape
+    first = np.zeros(rows, dtype=np.int64) if kept is None else kept.argmax(1)
+    at = np.arange(rows) if kept is None else np.flatnonzero(kept.any(1))
+    heads = combine_keys([np.broadcast_to(x, (rows, width))[at, first[at]] for x in _arrays(keys)])
+    return len(np.unique(heads)) < len(heads)
 
 
 def _numbers(batch: Batch) -> Codes:

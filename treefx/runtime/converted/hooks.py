@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import treefx.runtime.converted.row_views  # noqa: F401 - registers what is computed of packed rows
 from treefx.config import Config
 from treefx.errors import UnsupportedError
+from treefx.forests.paths import Prefixes
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
+from treefx.runtime.batch import find_unshared
 from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
 from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
@@ -109,6 +111,7 @@ class Hooks:
         if positions is not None and mask is None and _counts_columns(positions, ids.shape[1]):
             positions = None
         if len(ids) == 1 and positions is None and mask is None:
+            self._count_step(find_unshared([ids], None), ids.numel(), ids.numel())
             return None
         rows = {name: x for name, x in given.items() if x is not None and name not in _SAYS_NOTHING}
         rows["position_ids"] = None if positions is None else positions.expand_as(ids)
@@ -129,9 +132,12 @@ class Hooks:
         report.raw_tokens, report.tokens = found.raw_tokens, tokens
         report.attention_rewritten, report.seconds = len(found.specs), dict(found.seconds)
         report.graphs["captured"] = found.captured
-        version = version_of(report.parameters) if torch.is_grad_enabled() else None
-        if version is not None and found.batch.prefixes is not None:
-            report.steps.count(version, report.raw_tokens, report.tokens, found.batch.prefixes)
+        self._count_step(found.batch.prefixes, found.raw_tokens, tokens)
+
+    def _count_step(self, prefixes: Prefixes | None, raw_tokens: int, tokens: int) -> None:
+        """Count a call with gradients among those of its optimizer step."""
+        if prefixes is not None and torch.is_grad_enabled():
+            self._report.steps.count(version_of(self._report.parameters), raw_tokens, tokens, prefixes)
 
     def _packed(self, given: dict[str, Any], found: Plan) -> dict[str, Any]:
         ids, positions = given["input_ids"], given.get("position_ids")
