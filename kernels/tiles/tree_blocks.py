@@ -32,6 +32,7 @@ __all__ = [
     "TreeBlocks",
     "build_blocks",
     "find_blocks",
+    "find_intervals",
     "find_node_length",
     "forget_blocks",
     "remembered",
@@ -130,7 +131,7 @@ def build_blocks(
     low = own if keys.low is None else keys.low
     rows = queries * group
     first, end = low.to(torch.int64) * group, keys.high.to(torch.int64) * group
-    begin, stop, full_begin, full_stop = _intervals(first, end, rows, query_block, key_block)
+    begin, stop, full_begin, full_stop = find_intervals(first, end, rows, query_block, key_block)
     key_tile, query_tile = _pairs(begin, stop)
     full = (query_tile >= full_begin[key_tile]) & (query_tile < full_stop[key_tile])
     if visible is not None:
@@ -153,10 +154,18 @@ def build_blocks(
     )
 
 
-def _intervals(
+def find_intervals(
     low: Tensor, high: Tensor, rows: int, query_block: int, key_block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return per key block the query blocks [begin, stop) it meets and those [begin, stop) it fills."""
+    """Return per key block the query blocks [begin, stop) it meets and those [begin, stop) it fills, int64 each.
+
+    Args:
+        low: first row that sees each key, int64 ``[K]``.
+        high: exclusive last row, int64 ``[K]``.
+        rows: of all queries.
+        query_block: rows per block.
+        key_block: keys per block.
+    """
     blocks = -(-len(low) // key_block)
     padding = blocks * key_block - len(low)
 

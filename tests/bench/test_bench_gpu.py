@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
-from treefx.bench.gpu import stages
+from treefx.bench.gpu import launches, stages
 from treefx.bench.gpu.kernels import Attention, correct
 from treefx.bench.gpu.launches import Form
 from treefx.bench.gpu.scale import Scale
@@ -61,6 +61,20 @@ def test_without_a_device_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -
         next(stages.run("correct"))
     with pytest.raises(InputError, match="sanitize, correct, .* got 'speed'"):
         next(stages.run("speed"))
+
+
+def test_rates_are_kept_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
+    fitted = {"program_us": 1.0, "full_us": 2.0, "partial_us": 3.0, "worst_error": 0.1}
+    records = [
+        {"of": "forward plain", "rates": {"128x64 w8 s3": fitted, "64x64 w4 s3": {"problem": "no room"}}, "wrong": []},
+        {"not_run": "no such form", "wrong": []},
+    ]
+    found = json.loads(launches.keep(records).read_text())
+    assert list(found.values()) == [{"forward plain": {"128x64 w8 s3": [1.0, 2.0, 3.0]}}]
+    for wrong in (["--stage", "rates", "--rehearse"], ["--stage", "correct"]):
+        result = CliRunner().invoke(app, ["bench", "gpu", *wrong, "--keep"])
+        assert result.exit_code == 2 and "only --stage rates on a GPU" in result.output
 
 
 def _dies(scale: Scale, case: Any) -> dict[str, Any]:

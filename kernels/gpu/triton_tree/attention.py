@@ -17,7 +17,7 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.gpu.triton_tree.paths import checked, on_path, path_of_keys
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish
 from treefx.kernels.gpu.triton_tree.support import interpreted
-from treefx.kernels.gpu.triton_tree.tuning import best_config, tuned
+from treefx.kernels.gpu.triton_tree.tuning import BestConfig, tuned
 from treefx.kernels.score import Score
 from treefx.kernels.tiles.tree_blocks import find_node_length
 
@@ -160,7 +160,7 @@ def attention_of(inputs: Inputs, score: Score) -> Attention:
     return Attention(
         _dense(inputs),
         score,
-        choose=best_config,
+        choose=BestConfig(inputs.subtree_end, inputs.q.shape[0] * inputs.k.shape[1]),
         node_length=find_node_length(inputs.subtree_end),
         shared_limit=usable_shared_memory(10 * major + minor),
     )

@@ -18,7 +18,7 @@ from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted, triton_version
-from treefx.kernels.gpu.triton_tree.tuning import tuning_wanted
+from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
 
 __all__ = [
     "PATHS",
@@ -191,7 +191,9 @@ def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tens
     q, sinks = attention.inputs.q, attention.inputs.sinks
     length = min(q.shape[2], _CHECKED_TOKENS).bit_length()
     kind = (attention.request, attention.inputs.boundary is None, attention.group, sinks is None, attention.node_length)
-    key = (form, name, kind, q.dtype, q.device, length)
+    backward = ["backward_once"] if attention.once else ["backward_keys", "backward_queries"]
+    kernels = ["forward"] if name == "forward" else backward
+    key = (form, name, kind, configs_of_forest(attention, kernels), q.dtype, q.device, length)
     if key not in _verdicts:
         _verdicts[key] = _judge(form, name, attention, tensors, run)
     return _verdicts[key]

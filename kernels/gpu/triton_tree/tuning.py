@@ -1,10 +1,16 @@
-"""Which configuration of a kernel is fastest: measured once for a kind of attention, kept on disk.
+"""Which configuration of a kernel is fastest: measured once for a kind of attention, or foretold from counted tiles.
 
 With ``TREEFX_TUNE=1`` a kernel that meets a new kind of attention (head dims, group, type, operations of the score,
 mean length of the nodes) is timed in each of its few configurations on the tensors at hand, by Triton's own benchmark.
 Without it nothing is measured, and what was measured before is used: so the bits of a result depend on the file of
 findings alone, ``tuning.json`` in the cache folder (``TREEFX_CACHE_DIR``). ``treefx bench attention --device cuda``
 tunes all the kernels that it times.
+
+Where nothing was measured of a kind of attention, the tiles of the forest at hand are counted in every configuration,
+and what a device takes for a program and a tile (`Rates`) says which of them is done first. The rates of a device are
+fitted by ``treefx bench gpu --stage rates --keep``, into ``rates.json`` of the same folder; the file of that name
+beside this module holds those of devices that were measured before, and no guess. They were fitted with a scaled
+product as the score: another one, and a device without rates, has the first guess.
 
 Why not ``triton.autotune``: the lists of tiles are arguments whose contents depend on the size of the tiles, so every
 configuration needs a hook that exchanges them, and Triton's autotuner does not keep its findings on disk where a
@@ -18,21 +24,29 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treefx.kernels.gpu.triton_tree.codegen import cache_folder
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
+from treefx.kernels.tiles.hosted import host_copies
+from treefx.kernels.tiles.tile_counts import Rates, count_tiles, predict_time
+from treefx.kernels.tiles.tree_blocks import remembered
 
-__all__ = ["best_config", "tuned", "tuning_wanted"]
+__all__ = ["BestConfig", "configs_of_forest", "keep_rates", "rates_key", "tile_name", "tuned", "tuning_wanted"]
 
 _log = logging.getLogger(__name__)
 _FILE = "tuning.json"
+_RATES_FILE = "rates.json"
+_BARE = "mul"
+"""The operations of a score that is a scaled product."""
 _without_room: set[str] = set()
 """Problems that could not be measured, and are not tried again in this process."""
 
@@ -42,11 +56,49 @@ def tuning_wanted() -> bool:
     return os.environ.get("TREEFX_TUNE", "0") not in ("", "0")
 
 
-def best_config(problem: Problem) -> Config:
-    """Return the fastest configuration that was found for a problem on this device, else the first guess."""
-    choices, findings = candidates(problem), _findings()
-    found = findings.get(_key(problem)) if findings else None
-    return next((config for config in choices if _numbers(config) == found), choices[0])
+@dataclass(frozen=True)
+class BestConfig:
+    """The fastest configurations for a forest on the device at hand.
+
+    Attributes:
+        ends: ``subtree_end`` of the forest, int32 ``[N]``.
+        heads: key heads, of all elements of a batch.
+    """
+
+    ends: Tensor
+    heads: int
+
+    def __call__(self, problem: Problem) -> Config:
+        """Return the fastest that was found, else the one that is foretold to be, else the first guess."""
+        choices, findings = candidates(problem), _findings()
+        found = findings.get(_key(problem)) if findings else None
+        known = next((config for config in choices if _numbers(config) == found), None)
+        return known or self._foretold(problem, choices) or choices[0]
+
+    def _foretold(self, problem: Problem, choices: Sequence[Config]) -> Config | None:
+        if not _rates() or problem.operations != _BARE:
+            return None
+        rates = _rates().get(_device(), {}).get(rates_key(problem), {})
+        if tile_name(choices[0]) not in rates:
+            return None
+
+        def choose() -> Config:
+            (ends,) = host_copies([self.ends]) or [self.ends]
+            processors, by_key = _processors(), problem.kernel in ("backward_keys", "backward_once")
+
+            def time(config: Config) -> float:
+                counts = count_tiles(ends, config.block_m, config.block_n, problem.group, by_key=by_key)
+                return predict_time(counts, Rates(*rates[tile_name(config)]), self.heads, processors, cut=by_key)
+
+            return min((config for config in choices if tile_name(config) in rates), key=time)
+
+        chosen: Config = remembered(("configuration", problem, self.heads), (self.ends,), choose)
+        return chosen
+
+
+def configs_of_forest(attention: Attention, kernels: Sequence[str]) -> tuple[Config, ...]:
+    """Return the configurations of kernels, if other forests of this kind of attention may have others."""
+    return tuple(map(attention.config, kernels)) if _rates() else ()
 
 
 def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]) -> Launch:
@@ -59,7 +111,7 @@ def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]
     """
     problem = attention.problem(kernel)
     known = _findings().keys() | _without_room if tuning_wanted() else set()
-    if attention.choose is best_config and tuning_wanted() and _key(problem) not in known:
+    if isinstance(attention.choose, BestConfig) and tuning_wanted() and _key(problem) not in known:
         choices = candidates(problem)
         times = {config: _milliseconds(make(replace(attention, choose=_always(config)))) for config in choices}
         best = min(choices, key=times.__getitem__)
@@ -95,8 +147,47 @@ def _milliseconds(launch: Launch) -> float:
 def _key(problem: Problem) -> str:
     import triton
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return " ".join(map(str, (device, triton.__version__, *vars(problem).values())))
+    return " ".join(map(str, (_device(), triton.__version__, *vars(problem).values())))
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+@lru_cache(maxsize=1)
+def _processors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+
+
+def rates_key(problem: Problem) -> str:
+    """Return what the rates of a kernel's tiles depend on, beside the device."""
+    kind = problem.kernel, problem.path, problem.dtype, problem.head_dim, problem.value_dim
+    return " ".join(map(str, kind)).replace("torch.", "")
+
+
+def tile_name(config: Config) -> str:
+    """Return a configuration as tables show it."""
+    return f"{config.block_m}x{config.block_n} w{config.warps} s{config.stages}"
+
+
+def keep_rates(rates: dict[str, dict[str, list[float]]]) -> Path:
+    """Keep rates of this device from now on, in this process too, and return the file.
+
+    Args:
+        rates: by `rates_key` and `tile_name`, the three numbers of `Rates`.
+    """
+    path, device = cache_folder() / _RATES_FILE, _device()
+    kept = _read(path)
+    _write(path, {**kept, device: {**kept.get(device, {}), **rates}})
+    _rates.cache_clear()
+    return path
+
+
+@lru_cache(maxsize=1)
+def _rates() -> dict[str, Any]:
+    """Return rates by device: those that come with treefx, and before them those that were fitted here."""
+    shipped, own = _read(Path(__file__).parent / _RATES_FILE), _read(cache_folder() / _RATES_FILE)
+    return {device: {**shipped.get(device, {}), **own.get(device, {})} for device in {**shipped, **own}}
 
 
 def _numbers(config: Config) -> list[int]:
@@ -105,9 +196,13 @@ def _numbers(config: Config) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _findings() -> dict[str, Any]:
+    return _read(cache_folder() / _FILE)
+
+
+def _read(path: Path) -> dict[str, Any]:
     """Return what is on disk; a file that cannot be read counts as empty."""
     try:
-        found = json.loads((cache_folder() / _FILE).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -121,9 +216,13 @@ def _remember(key: str, config: Config) -> None:
     mine.update(found)
     path = cache_folder() / _FILE
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
-        partial.replace(path)
+        _write(path, found)
     except OSError as reason:
         _log.warning("the findings of tuning cannot be kept in %s: %s", path, reason)
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
+    partial.replace(path)

@@ -1,6 +1,7 @@
 """Tuning without a device: what is measured, what is kept, what is used."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,16 @@ pytest.importorskip("triton")
 
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree import tuning
-from treefx.kernels.gpu.triton_tree.configs import Config, candidates
+from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
-from treefx.kernels.gpu.triton_tree.tuning import best_config, tuned
+from treefx.kernels.gpu.triton_tree.tuning import (
+    BestConfig,
+    configs_of_forest,
+    keep_rates,
+    rates_key,
+    tile_name,
+    tuned,
+)
 from treefx.kernels.score import make_score
 from treefx.kernels.tiles.tree_blocks import find_node_length
 
@@ -23,6 +31,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TREEFX_TUNE", "1")
     tuning._findings.cache_clear()
+    tuning._rates.cache_clear()
     return tmp_path / "tuning.json"
 
 
@@ -49,7 +58,8 @@ def attention(
     q, k = (torch.empty(1, count, 64, widths[0], dtype=dtype) for count in (2, kv_heads))
     v = torch.empty(1, kv_heads, 64, widths[1], dtype=dtype)
     inputs = Inputs(q, k, v, torch.full((64,), 64, dtype=torch.int32), [torch.arange(64)])
-    return Attention(inputs, make_score(scale=0.1, depth=0, **options), choose=best_config, node_length=node_length)
+    choose = BestConfig(inputs.subtree_end, kv_heads)
+    return Attention(inputs, make_score(scale=0.1, depth=0, **options), choose=choose, node_length=node_length)
 
 
 def launch(given: Attention) -> Launch:
@@ -64,7 +74,7 @@ def test_the_fastest_is_kept_and_found_again(measured: list[Config], own_folder:
     assert measured == list(choices)
     assert launch(attention()).config == choices[1] and len(measured) == len(choices), "measured once"
     tuning._findings.cache_clear()  # another process
-    assert best_config(attention().problem("forward")) == choices[1]
+    assert attention().config("forward") == choices[1]
     assert len(json.loads(own_folder.read_text())) == 1
 
 
@@ -137,3 +147,52 @@ def test_mean_length_of_nodes() -> None:
     ends = torch.tensor([64] * 40 + [50] * 10 + [64] * 14 + [65], dtype=torch.int32)
     assert find_node_length(ends) == 16  # 65 / 4, rounded down
     assert find_node_length(torch.arange(1, 9, dtype=torch.int32)) == 1
+
+
+GUESSED_WRONG = {"128x64 w8 s3": [1.0, 5.0, 5.0], "64x64 w4 s3": [1.0, 1.0, 9.0], "128x32 w8 s3": [1.0, 9.0, 0.5]}
+"""Microseconds of a program, a full tile and a partial one: the first is never the fastest."""
+
+
+def in_a_row(count: int) -> torch.Tensor:
+    return torch.full((count,), count, dtype=torch.int32)
+
+
+def alone(count: int) -> torch.Tensor:
+    return torch.arange(1, count + 1, dtype=torch.int32)
+
+
+def short_nodes() -> Problem:
+    return attention(node_length=64).problem("forward")
+
+
+def test_the_tiles_of_a_forest_choose_where_a_device_has_rates(own_folder: Path) -> None:
+    """Long rows are full tiles, which the second makes fast; lone tokens are partial ones, which the third does."""
+    row, lone = BestConfig(in_a_row(4096), 2), BestConfig(alone(4096), 2)
+    first = candidates(short_nodes())[0]
+    assert row(short_nodes()) == first, "without rates it is the first guess"
+    keep_rates({rates_key(short_nodes()): GUESSED_WRONG})
+    assert tile_name(first) == next(iter(GUESSED_WRONG))
+    assert [tile_name(choose(short_nodes())) for choose in (row, lone)] == ["64x64 w4 s3", "128x32 w8 s3"]
+    for other in (attention(window=9).problem("forward"), attention().problem("backward_queries")):
+        assert row(other) == candidates(other)[0], "the rates are of another score, or another kernel"
+
+
+def test_what_was_measured_comes_before_what_is_foretold(measured: list[Config]) -> None:
+    keep_rates({rates_key(short_nodes()): GUESSED_WRONG})
+    best = launch(attention(node_length=64)).config
+    assert best == candidates(short_nodes())[1] and BestConfig(alone(4096), 2)(short_nodes()) == best
+
+
+def test_a_form_is_judged_in_every_configuration_that_forests_choose(own_folder: Path) -> None:
+    ends = {"row": in_a_row(4096), "alone": alone(4096)}
+    given = {name: replace(attention(node_length=64), choose=BestConfig(tensor, 2)) for name, tensor in ends.items()}
+    assert {configs_of_forest(one, ["forward"]) for one in given.values()} == {()}
+    keep_rates({rates_key(short_nodes()): GUESSED_WRONG})
+    assert len({configs_of_forest(one, ["forward"]) for one in given.values()}) == 2
+
+
+def test_rates_that_come_with_treefx_are_of_devices_by_name() -> None:
+    shipped = json.loads((Path(tuning.__file__).parent / "rates.json").read_text())
+    for kinds in shipped.values():
+        for found in kinds.values():
+            assert all(len(numbers) == 3 and min(numbers) >= 0 for numbers in found.values())

@@ -10,6 +10,7 @@ import treefx
 from tests.strategies import Rows, row_batches
 from treefx.kernels.score import Expr, evaluate
 from treefx.kernels.tiles.key_programs import MOST_SLOTS, KeyPrograms, cut_lists
+from treefx.kernels.tiles.tile_counts import Rates, TileCounts, count_tiles, predict_time
 from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, build_blocks, find_blocks
 
 DEPTH_Q, DEPTH_K = ("load", 0, ("q",)), ("load", 0, ("k",))
@@ -68,6 +69,24 @@ def test_lists_are_those_of_the_mask(rows: Rows, name: str, query_block: int, ke
     blocks = build_blocks(Keys(ends), len(ends), query_block, key_block, CONDITIONS[name], [depth], group)
     mask = dense_mask(torch.arange(len(ends)), ends, len(ends), CONDITIONS[name], depth)
     check(blocks, mask.repeat_interleave(group, 0), exact=name == "tree")
+
+
+@given(row_batches(), st.sampled_from([1, 2, 8, 64]), st.sampled_from([1, 4, 32]), st.integers(1, 5), st.booleans())
+def test_tiles_are_counted_as_they_are_listed(rows: Rows, queries: int, keys: int, group: int, by_key: bool) -> None:
+    ends = treefx.Forest.from_sequences(rows).subtree_end.to(torch.int32)
+    blocks = build_blocks(Keys(ends), len(ends), queries, keys, group=group)
+    lists = blocks.by_key if by_key else blocks.by_query
+    counts = count_tiles(ends, queries, keys, group, by_key=by_key)
+    assert counts.full.tolist() == (lists.middle - lists.start[:-1]).tolist()
+    assert counts.partial.tolist() == (lists.start[1:] - lists.middle).tolist()
+
+
+def test_a_launch_takes_as_long_as_its_longest_program_at_least() -> None:
+    counts = TileCounts(torch.tensor([9, 0, 0]), torch.tensor([1, 1, 1]))
+    rates = Rates(program=1.0, full=2.0, partial=3.0)
+    assert predict_time(counts, rates, heads=4, processors=2, cut=False) == 4 * (22 + 4 + 4) / 2
+    assert predict_time(counts, rates, heads=1, processors=100, cut=False) == 22.0
+    assert predict_time(counts, rates, heads=1, processors=100, cut=True) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("group", range(1, 17))

@@ -6,6 +6,7 @@ full + partial tiles * partial``, fitted to forests with many tiles of either ki
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from treefx.kernels.gpu.triton_tree.attention import attention_of
 from treefx.kernels.gpu.triton_tree.configs import Config, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.paths import warp_refusal
+from treefx.kernels.gpu.triton_tree.tuning import keep_rates, rates_key, tile_name
 from treefx.kernels.score import make_score
 from treefx.planning.execution.nonnegative import fit_nonnegative
 
-__all__ = ["KERNELS", "PROLOGUE", "RATES", "Form", "prologue", "rates", "rehearsed"]
+__all__ = ["KERNELS", "PROLOGUE", "RATES", "Form", "keep", "prologue", "rates", "rehearsed"]
 
 KERNELS = {
     "plain": ("forward", "backward_keys", "backward_queries", "backward_once"),
@@ -83,7 +85,7 @@ def prologue(scale: Scale, form: Form) -> dict[str, Any]:
     programs, taken = launch.grid[0] * launch.grid[1], scale.milliseconds(empty.run)
     turns = -(-programs // scale.processors)
     return {
-        "tile": _tile(launch.config),
+        "tile": tile_name(launch.config),
         "programs": programs,
         "ms": round(taken, 4),
         "us_per_turn": round(1000 * taken / turns, 2),
@@ -101,8 +103,21 @@ def rates(scale: Scale, form: Form) -> dict[str, Any]:
     first = given[0][0].problem(form.kernel)
     found = {}
     for config in dict.fromkeys(candidates(first)):
-        found[_tile(config)] = _fit(scale, [_with(attention, config) for attention, _ in given], form.kernel)
-    return {"rates": found, "dtype": str(first.dtype).removeprefix("torch."), "wrong": []}
+        found[tile_name(config)] = _fit(scale, [_with(attention, config) for attention, _ in given], form.kernel)
+    return {"rates": found, "of": rates_key(first), "wrong": []}
+
+
+def keep(records: Sequence[dict[str, Any]]) -> Path:
+    """Let kernels be chosen by the rates of these records from now on; return the file that holds them."""
+    return keep_rates({
+        record["of"]: {
+            tile: [found[name] for name in ("program_us", "full_us", "partial_us")]
+            for tile, found in record["rates"].items()
+            if "problem" not in found
+        }
+        for record in records
+        if "of" in record
+    })  # fmt: skip
 
 
 def _fit(scale: Scale, attentions: Sequence[Attention], kernel: str) -> dict[str, Any]:
@@ -153,7 +168,3 @@ def _launch(attention: Attention, kernel: str) -> Launch:
     if kernel in _BY_KEY:
         return attention.backward_keys(source, of_keys, torch.empty_like(inputs.k), torch.empty_like(inputs.v))
     return attention.backward_queries(source, of_queries, torch.empty_like(inputs.q))
-
-
-def _tile(config: Config) -> str:
-    return f"{config.block_m}x{config.block_n} w{config.warps} s{config.stages}"

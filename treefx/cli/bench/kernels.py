@@ -110,6 +110,7 @@ def gpu(
     minutes: Annotated[float, typer.Option(help="No new case starts after this time.")] = 7.5,
     cases: Annotated[int | None, typer.Option(min=1, help="How many cases at most.")] = None,
     out: Annotated[Path | None, typer.Option(help="A file that gets the records as they come.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Of rates: tiles are chosen by them from now on.")] = False,
     json: Json = False,
 ) -> None:
     """Answer one question to a GPU: the stages in this order are what to find out on one that is new.
@@ -119,8 +120,10 @@ def gpu(
     training steps against inductor. large: a tree larger than memory. Each stage takes less than eight minutes, and the
     command fails if anything is wrong.
     """
-    from treefx.bench.gpu import stages
+    from treefx.bench.gpu import launches, stages
 
+    if keep and (rehearse or stage != "rates"):
+        raise typer.BadParameter("only --stage rates on a GPU finds what can be kept", param_hint="--keep")
     records: list[dict[str, Any]] = []
     total = None if stage not in stages.STAGES else len(stages.STAGES[stage].cases[:cases])
     found = stages.run(stage, rehearsal=rehearse, minutes=minutes, cases=cases)
@@ -132,6 +135,8 @@ def gpu(
     else:
         title = f"{stage}{' (rehearsal on the CPU: figures mean nothing)' if rehearse else ''}"
         console.print(make_table(title, ("case", "seconds", "found", "verdict"), stages.rows(records)))
+    if keep:
+        notes.print(f"kept in {launches.keep(records)}")
     if any(record["wrong"] for record in records):
         raise typer.Exit(1)
 
