@@ -21,6 +21,7 @@ from tests.trainers.leftovers import forget_accelerate
 
 __all__ = [
     "COMMON",
+    "NEEDS_RAY",
     "NEEDS_TRAINERS",
     "PROMPT",
     "TAILS",
@@ -33,6 +34,8 @@ __all__ = [
 
 NEEDS_TRAINERS = "the libraries of the trainers are not installed: pip install -e '.[trainers]'"
 """Why tests of trainers are skipped."""
+NEEDS_RAY = "Ray Train is not installed: pip install 'ray[train]'"
+"""Why tests of it are skipped."""
 
 PROMPT = "the cat sat on the red mat and"
 TAILS = [" ran home", " saw birds", " ate fish", " ran away", " saw fish", " ate birds", " sat home", " fell down"]
