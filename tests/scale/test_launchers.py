@@ -1,5 +1,6 @@
 """``examples/many_ranks.py`` under launchers: two gloo processes that accelerate or Ray Train starts, against one."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,22 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.support import NEEDS_RAY, NEEDS_TRAINERS
+from tests.trainers.support import NEEDS_RAY, NEEDS_TRAINERS, RAY_SETTINGS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "many_ranks.py"
 SECONDS = 300
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-SAID_BY = re.compile(r"^\x1b\[\d+m\(RayTrainWorker pid=\d+\)\x1b\[0m ")
-"""What Ray puts in front of a worker's line."""
 
 
 def printed(*command: str) -> tuple[set[str], list[float]]:
-    """The ranks that said what they have, and the losses."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=SECONDS)
+    """The ranks that said what they have, and the losses; lines of two processes may run into each other."""
+    done = subprocess.run(
+        [sys.executable, *command], env=os.environ | RAY_SETTINGS, capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [SAID_BY.sub("", line) for line in done.stdout.splitlines()]
-    losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step")]
-    return {line.partition(":")[0] for line in lines if line.startswith("rank")}, losses
+    losses = re.findall(r"step \d+: loss (\d+\.\d{6})", done.stdout)
+    return set(re.findall(r"(rank \d+): \d+ of \d+ rows", done.stdout)), [float(loss) for loss in losses]
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ __all__ = [
     "NEEDS_RAY",
     "NEEDS_TRAINERS",
     "PROMPT",
+    "RAY_SETTINGS",
     "TAILS",
     "Training",
     "assert_same_training",
@@ -36,6 +37,8 @@ NEEDS_TRAINERS = "the libraries of the trainers are not installed: pip install -
 """Why tests of trainers are skipped."""
 NEEDS_RAY = "Ray Train is not installed: pip install 'ray[train]'"
 """Why tests of it are skipped."""
+RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Nothing is reported to anyone, and workers are not put behind all else that runs."""
 
 PROMPT = "the cat sat on the red mat and"
 TAILS = [" ran home", " saw birds", " ate fish", " ran away", " saw fish", " ate birds", " sat home", " fell down"]

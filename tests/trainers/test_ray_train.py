@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.data import test_rank_steps as rank_steps
-from tests.trainers.support import NEEDS_RAY
+from tests.trainers.support import NEEDS_RAY, RAY_SETTINGS
 from tests.trainers.test_distributed import WORLD, Cases, check_ranks, compiled_then_sharded, llama, outcomes
 
 ray = pytest.importorskip("ray", reason=NEEDS_RAY)
@@ -21,8 +21,6 @@ ray_torch = pytest.importorskip("ray.train.torch", reason=NEEDS_RAY)
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 500
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""Nothing is reported to anyone, and workers are not put behind all else that runs."""
 
 
 def prepared(model: Any) -> nn.Module:
@@ -90,7 +88,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ray")
     code = f"import sys; sys.path.append({str(ROOT)!r}); from {__name__} import start; start({str(folder)!r})"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | SETTINGS, capture_output=True, text=True, timeout=SECONDS
+        [sys.executable, "-c", code], env=os.environ | RAY_SETTINGS, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
