@@ -23,7 +23,7 @@ from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch, pad_batch
 from treefx.runtime.converted.branches import Branches
 from treefx.runtime.converted.frame import blocks_of, check_blocks, check_frame, module_of
-from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
+from treefx.runtime.converted.seam import Spec, attention_modules, listen, tree_of
 from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.converted.skeleton import WRAPPERS, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
@@ -113,6 +113,8 @@ class Planner:
             self._copy = skeleton(self._owner)
             self._pairs = list(zip(_without_wrappers(modules), self._copy.modules(), strict=True))
             self.modules = attention_modules(self._owner)
+            for module in self.modules.values():
+                listen(module)  # before anything is traced: a trace holds only while the file asks the same object
             attention = attention_modules(self._copy)
             self._blocks = blocks_of(self._copy, attention)
             self._compiled = torch.compile(

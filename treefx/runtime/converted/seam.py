@@ -22,7 +22,17 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Expr, Score
 
-__all__ = ["Spec", "attend_on_tree", "attention_modules", "eager_or_other", "install", "is_tree", "score_of", "tree_of"]
+__all__ = [
+    "Spec",
+    "attend_on_tree",
+    "attention_modules",
+    "eager_or_other",
+    "install",
+    "is_tree",
+    "listen",
+    "score_of",
+    "tree_of",
+]
 
 _NAME = "ALL_ATTENTION_FUNCTIONS"
 _SPEC = "treefx_spec"
@@ -126,12 +136,17 @@ def eager_or_other(module: nn.Module) -> Callable[..., Any]:
     return found
 
 
-def install(module: nn.Module, spec: Spec) -> None:
-    """Let an attention module compute tree attention by a spec where it is given a tree."""
+def listen(module: nn.Module) -> None:
+    """Let the file of an attention module ask here for its functions."""
     names = _globals_of(module)
     assert names is not None
     if not isinstance(names[_NAME], _Interfaces):
         names[_NAME] = _Interfaces(names[_NAME])
+
+
+def install(module: nn.Module, spec: Spec) -> None:
+    """Let an attention module compute tree attention by a spec where it is given a tree."""
+    listen(module)
     if getattr(module, _SPEC, None) != spec:  # compiled blocks are compiled anew for another object
         setattr(module, _SPEC, spec)
 
