@@ -130,6 +130,7 @@ def test_forms_are_named_for_people() -> None:
         assert len(set(names)) == len(names)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("wrong", ["position_ids", "labels", "lengths"])
 def test_packed_rows_are_compared(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in one without positions, that predict each other's first token, or that are cut elsewhere are seen."""
@@ -150,6 +151,7 @@ def test_packed_rows_are_compared(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     assert any("apart at most" in text for text in step(Scale(True), case)["wrong"])
 
 
+@pytest.mark.sample(2)
 def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from treefx.bench.gpu import steps
 

@@ -104,6 +104,7 @@ def steps_of(batches: list[Any], size: int) -> list[list[Any]]:
     return [sorted(sum(batches[at : at + size], [])) for at in range(0, len(batches), size)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("accumulation", "changes"),
     [

@@ -52,7 +52,7 @@ def test_architecture_in_batches_of_all_shapes(name: str) -> None:
     assert counts[2] <= 3 and counts[2] == counts[4]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", sorted({*PACKED_ZOO, "lfm2"} - SHAPES_OF_THEIR_OWN))
 def test_architecture_in_batches_of_all_shapes_on_inductor(name: str) -> None:
     """As `treefx doctor --zoo --batches 3` does for all of them."""
