@@ -22,7 +22,7 @@ __all__ = ["mend_dynamo", "parameter_groups"]
 
 def mend_dynamo() -> None:
     """Let an older Dynamo trace what 2.13 traces, where treefx compiles it."""
-    if TorchVersion(torch.__version__) < (2, 13):
+    if TorchVersion(torch.__version__) < "2.13":
         _take_objects_for_constants()
         _apply_functions_kept_by_modules()
 
