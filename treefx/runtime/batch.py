@@ -215,8 +215,12 @@ def pad_batch(batch: Batch, multiple: int) -> Batch:
     return replace(batch, metadata=(row, column, torch.cat([end, ends]), token_of))
 
 
-def forest_batch(forest: Forest, device: torch.device) -> Batch:
-    """The metadata of the native level: the packed row of a forest is the only row."""
-    count = forest.num_tokens
+def forest_batch(forest: Forest, device: torch.device, rows: int, columns: int) -> Batch:
+    """The metadata of the native level: the packed row of a forest is the only row.
+
+    Nothing is expanded there, so ``token_of`` is read by nobody. It has the ``rows`` and ``columns`` that the graph was
+    compiled for: inductor checks the sizes of all inputs, in PyTorch 2.11 also of those without a use.
+    """
     depth, end = forest.depth.cpu().numpy(), forest.subtree_end.cpu().numpy()
-    return _tensors(np.zeros(count, dtype=np.int64), depth, end, np.arange(count)[None], device)
+    unread = np.full((rows, columns), -1, dtype=np.int64)
+    return _tensors(np.zeros(forest.num_tokens, dtype=np.int64), depth, end, unread, device)

@@ -22,6 +22,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
+from treefx.runtime.versions import mend_dynamo
 from treefx.runtime.whole.direct_flash import keep_direct_calls_whole
 from treefx.runtime.whole.flash import keep_flash_whole
 from treefx.runtime.whole.heads import keep_heads_whole
@@ -38,6 +39,7 @@ def keep_graphs_whole() -> None:
     _install_hooks_first()
     _take_batches_as_symbols()
     _leave_buckets_whole()
+    mend_dynamo()
     keep_flash_whole()
     keep_direct_calls_whole()
     keep_heads_whole()

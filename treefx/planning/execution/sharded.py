@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from treefx.planning.execution.ranks import Ranks, agree
 from treefx.runtime.report import find
+from treefx.runtime.versions import parameter_groups
 
 __all__ = ["Sharded"]
 
@@ -38,7 +39,7 @@ class Sharded(Ranks):
     def __init__(self, roots: list[Any]) -> None:
         self.roots = roots
         self.modules: list[Any] = [x for root in roots for x in root.modules() if isinstance(x, FSDPModule)]
-        found = (group for module in self.modules for group in module._get_fsdp_state()._fsdp_param_groups)
+        found = (group for module in self.modules for group in parameter_groups(module._get_fsdp_state()))
         self._parameter_groups: list[Any] = list(dict.fromkeys(found))
         first = self._parameter_groups[0]
         self.groups, self.device = first.mesh_info.mesh.get_all_groups(), first.device

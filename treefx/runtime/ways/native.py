@@ -70,7 +70,7 @@ class NativeRun:
         if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
             raise wrong_row(forest, [ids.shape])
         _check_sight(shape, by_column, position, forest)
-        batch = forest_batch(forest, ids.device)
+        batch = forest_batch(forest, ids.device, tokens.rows, tokens.columns)
         redundant = shape.padding.redundant(shape.grid(by_column), None, native=True)
         self._records.report.raw_tokens, self._records.report.tokens = forest.raw_tokens, forest.num_tokens
         by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
