@@ -35,6 +35,7 @@ from treefx.errors import UnsupportedError
 from treefx.kernels import ops as _tree_operator  # noqa: F401  (registers it)
 from treefx.kernels.score import Score, walk
 from treefx.passes.cuts.boundary_windows import Window, extend_windows, find_windows
+from treefx.passes.ranks import collectives as _collectives  # noqa: F401  (registers sums over ranks)
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 
@@ -52,7 +53,10 @@ class Ranks(NamedTuple):
 
 
 _ATTENTION = torch.ops.treefx.tree_attention.default
-_TOKEN_WISE = {_ATTENTION, torch.ops.treefx.custom_function.default, operator.getitem}
+_TOKEN_WISE = {
+    _ATTENTION, torch.ops.treefx.custom_function.default, operator.getitem, torch.ops.treefx.sum_over_ranks.default,
+    torch.ops.treefx.same_on_ranks.default, torch.ops.treefx.gather_pieces.default, torch.ops.treefx.own_piece.default,
+}  # fmt: skip
 _VECTORS = (torch.int32, torch.int32, torch.int64)
 """Dtypes of lo, hi and the boundary's columns."""
 

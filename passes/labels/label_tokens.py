@@ -35,6 +35,7 @@ from treefx.passes.labels.laws import features as feature_laws  # noqa: F401  (r
 from treefx.passes.labels.laws import lookups as lookup_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import matmul as matmul_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import movement as movement_laws  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import over_ranks as _over_ranks  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import pointwise as pointwise_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import reductions as reduction_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import shape as shape_laws  # noqa: F401  (registers laws)

@@ -1,6 +1,8 @@
 """``treefx bench overlap``: every way equal to the bit, no time for one that is not, a link that takes its time."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -176,5 +178,43 @@ def test_the_command_prints_the_records(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_rank_that_fails_is_named() -> None:
-    with pytest.raises(OverlapError, match="(?s)rank 0: .*rank 1: "):
+    with pytest.raises(OverlapError, match="(?s)expected all ranks to end well, but:\nrank [01]: .*Error"):
         bench.run(rows=256, width=-1, hidden=32, repeats=1, seconds=100)
+
+
+def test_a_rank_that_fails_ends_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is the one that the error names, not the rank that waited."""
+    codes = ["import time; time.sleep(600)", "import sys; sys.exit('no memory')"]
+
+    def start(case: Any) -> Any:
+        command = [sys.executable, "-c", codes[case.rank]]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(bench, "_start", start)
+    with pytest.raises(OverlapError, match="rank 1: no memory"):
+        bench.run(seconds=300)
+    codes[1] = codes[0]
+    with pytest.raises(OverlapError, match="within 0.5 seconds"):
+        bench.run(seconds=0.5)
+
+
+def test_ranks_end_with_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends it: a rank that cannot start, an interrupt while it waits."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(case: Any) -> Any:
+        if case.rank == refused:
+            raise OSError("no process")
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    def interrupt(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "_start", start)
+    monkeypatch.setattr(bench, "_wait", interrupt)
+    for refused, expected in ((1, OSError), (None, KeyboardInterrupt)):
+        with pytest.raises(expected):
+            bench.run(seconds=300)
+    assert [rank.wait(timeout=60) for rank in started] == [-9, -9, -9]

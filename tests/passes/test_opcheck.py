@@ -192,14 +192,26 @@ def test_exchange(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: st
         assert torch.equal(back[0, :, [1, 3]].transpose(0, 1), grad[0, :2]) and not back[0, :, [0, 2, 4]].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_over_ranks(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: str) -> None:
+    x = lay(torch.randn(4, 6).to(dtype))
+    for op in (_ops.sum_over_ranks.default, _ops.same_on_ranks.default):
+        opcheck(op, (leaf(x), alone))
+        assert torch.equal(op(x, alone), x)
+    for op in (_ops.gather_pieces.default, _ops.own_piece.default):
+        for dim in (0, 1):
+            opcheck(op, (leaf(x), dim, 1, alone))
+            assert torch.equal(op(x, dim, 1, alone), x)
+
+
 def test_every_operator_has_its_check() -> None:
     """``on_tree`` is a mark: the rewrite takes it out, and it refuses to run."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
         "as_read", "attention", "custom_function", "custom_function_backward", "exchange", "exchange_backward",
-        "expand", "flash", "flash_backward", "head", "head_backward", "on_tree", "pick", "restore", "restore_pick",
-        "restore_surprise", "segments", "surprise", "tree_attention", "tree_attention_backward", "tree_scan",
-        "tree_scan_backward",
+        "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward", "on_tree", "own_piece", "pick",
+        "restore", "restore_pick", "restore_surprise", "same_on_ranks", "segments", "sum_over_ranks", "surprise",
+        "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip
     with pytest.raises(treefx.TreefxError, match="must run as a graph of treefx"):
         on_tree.on_tree(torch.randn(1, 2, 3), torch.tensor([2, 2], dtype=torch.int32), None)

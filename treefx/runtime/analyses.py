@@ -38,8 +38,8 @@ _MANY_SHAPES = (
 )
 _NESTED = "{} is a nested or sparse tensor, which has no columns; give the model padded rows or one packed row"
 _WRAPPED = (
-    "{} is a {}, and what its parts are for is not known here: models in tensor parallelism run on rows when they are "
-    "compiled, and on distinct tokens after treefx.convert(model)"
+    "{} is a {}, and {}: such a model runs on rows when it is compiled; as a model in tensor parallelism it runs on "
+    "distinct tokens after treefx.convert(model)"
 )
 _NO_SEGMENTS = (
     "masks keep the sequences of a packed row apart, but not in this call: each should be one run of a number that "
@@ -56,17 +56,24 @@ class Analyses:
         passes: The passes.
         config: The options.
         records: Where to report.
+        unfollowed: Why it is not known what one rank computes, of a graph that ranks share.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, roles: list[str], passes: Sequence[Pass], config: Config, records: Records
+        self,
+        gm: fx.GraphModule,
+        roles: list[str],
+        passes: Sequence[Pass],
+        config: Config,
+        records: Records,
+        unfollowed: str | None = None,
     ) -> None:
         self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
         self._numbers = {i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number_input(node)}
         self._has_flash = has_flash(gm)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
-        self._has_no_tokens, self._strange = False, _find_strange(gm)
+        self._has_no_tokens, self._strange = False, _find_strange(gm, unfollowed)
         self._why_numbers, self._has_warned = _DYNAMO, False
         self.use = OutputUse(lazy=config.lazy_outputs)
         """Which outputs callers use."""
@@ -266,12 +273,14 @@ def _listed(items: Sequence[Expansion]) -> str:
     return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
 
 
-def _find_strange(gm: fx.GraphModule) -> str | None:
+def _find_strange(gm: fx.GraphModule, unfollowed: str | None) -> str | None:
     """Why no call of a graph can be analysed: an input is no plain tensor."""
     for node in gm.graph.find_nodes(op="placeholder"):
         x = node.meta.get("example_value")
         if isinstance(x, Tensor) and x.layout is not torch.strided:
             return _NESTED.format(node.name)
         if is_traceable_wrapper_subclass(x):
-            return _WRAPPED.format(node.name, type(x).__name__)
+            return _WRAPPED.format(
+                node.name, type(x).__name__, unfollowed or "what its parts are for is not known here"
+            )
     return None

@@ -14,6 +14,7 @@ from treefx.forests.context import current_forest, current_tree
 from treefx.forests.forest import Forest
 from treefx.passes.analysis import Rewritten
 from treefx.passes.pipeline import build_passes
+from treefx.passes.ranks.own_graph import OwnGraph, own_graph
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.dynamo import why_cut
 from treefx.runtime.records import Records
@@ -49,10 +50,14 @@ class CompiledGraph:
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
         gm, self._numbers = numbers_as_tensors(gm, roles)
+        self._records, self._given_roles = Records(gm), roles
+        own = own_graph(gm, roles)
+        self._own = own if isinstance(own, OwnGraph) else None
+        if self._own is not None:
+            gm, roles = self._own.gm, [roles[i] for i in self._own.kept]
         self.gm, self.roles, self.config = gm, roles, config
         passes = build_passes(config.compiler, config.disable_passes, regions=config.regions)
-        self._records = Records(gm)
-        self._analyses = Analyses(gm, roles, passes, config, self._records)
+        self._analyses = Analyses(gm, roles, passes, config, self._records, own if isinstance(own, str) else None)
         packed = PackedRun(passes, self._records)
         self._ordinary = Ordinary(gm, config.compiler, self._records)
         self._rows = RowsRun(gm, roles, self._analyses, packed, self._ordinary, config, self._records)
@@ -72,7 +77,9 @@ class CompiledGraph:
 
     def __call__(self, *given: Any) -> Any:
         args = as_tensors(given, self._numbers)
-        self._records.begin(tuple(x for x, role in zip(args, self.roles, strict=True) if role == "parameter"))
+        given_parameters = (x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter")
+        self._records.begin(tuple(given_parameters))
+        args = args if self._own is None else self._own.inputs(args)
         if current_tree() is not None:
             raise UnsupportedError(_OFF_TREE)
         forest = current_forest()

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -58,21 +60,37 @@ def run(
 
 
 def _collect(cases: list[OverlapCase], seconds: float) -> list[dict[str, Any]]:
-    """What the first rank printed last."""
-    ranks = [_start(case) for case in cases]
-    try:
-        printed = [rank.communicate(timeout=seconds) for rank in ranks]
-    except subprocess.TimeoutExpired as error:
-        raise OverlapError(f"expected the ranks to end within {seconds:g} seconds; one still ran") from error
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    failed = [f"rank {at}: {printed[at][1][-2000:]}" for at, rank in enumerate(ranks) if rank.returncode]
+    """What the first rank printed last. Once a rank fails, nobody waits for those that wait for it."""
+    ranks: list[subprocess.Popen[str]] = []
+    with ThreadPoolExecutor(len(cases)) as pool:
+        try:
+            for case in cases:
+                ranks.append(_start(case))
+            endings = [pool.submit(rank.communicate) for rank in ranks]
+            late = _wait(ranks, endings, seconds)
+            failed = [at for at, rank in enumerate(ranks) if rank.poll()]
+        finally:  # whatever happened: the pool ends once they have
+            for rank in ranks:
+                rank.kill()
+    printed = [ending.result() for ending in endings]
     if failed:
-        raise OverlapError("\n".join(["expected all ranks to end well, but:", *failed]))
+        told = [f"rank {at}: {printed[at][1][-2000:]}" for at in failed]
+        raise OverlapError("\n".join(["expected all ranks to end well, but:", *told]))
+    if late:
+        raise OverlapError(f"expected the ranks to end within {seconds:g} seconds; one still ran")
     records: list[dict[str, Any]] = json.loads(printed[0][0].strip().splitlines()[-1])
     return records
+
+
+def _wait(ranks: list[subprocess.Popen[str]], endings: list[Future[tuple[str, str]]], seconds: float) -> bool:
+    """Wait until all have ended or one has failed; whether the time was up before."""
+    end = time.monotonic() + seconds
+    waiting = set(endings)
+    while waiting and not any(rank.poll() for rank in ranks):
+        ended, waiting = wait(waiting, timeout=max(0.0, end - time.monotonic()), return_when=FIRST_COMPLETED)
+        if not ended:
+            return True
+    return False
 
 
 def _start(case: OverlapCase) -> subprocess.Popen[str]:

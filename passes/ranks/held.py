@@ -1,0 +1,103 @@
+"""What a rank holds of a value of Dynamo's graph that is shared out over ranks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+__all__ = [
+    "Form", "Held", "Ranks", "Unfollowed", "example_of", "held_example", "is_shared_out", "is_tensor", "placement_of",
+    "ranks_of",
+]  # fmt: skip
+
+
+class Unfollowed(Exception):
+    """What ranks do cannot be followed; the message says which operator does it."""
+
+
+class Form(enum.Enum):
+    """How the plain tensor that a rank holds stands for a DTensor."""
+
+    WHOLE = "whole"
+    """All of it, the same on every rank. So is every value that is shared out along its tokens or rows: those are
+    packed, and each rank has all that are distinct."""
+    PIECE = "piece"
+    """A range of its last dimension, the features."""
+    PARTIAL = "partial"
+    """A summand: the value is the sum over ranks."""
+    WEIGHT = "weight"
+    """A range of a dimension of a parameter."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a model out: their process group by name, and how many they are."""
+
+    group: str
+    count: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What stands for a DTensor: a node of the new graph, and how. ``dim`` is that of a weight's range."""
+
+    node: fx.Node
+    form: Form
+    dim: int = 0
+
+
+def example_of(node: Any) -> Any:
+    """Dynamo's example of a node's value."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def is_shared_out(node: Any) -> bool:
+    """Whether a node of Dynamo's graph is a DTensor."""
+    return isinstance(example_of(node), DTensor)
+
+
+def placement_of(placements: Sequence[Any], dims: int) -> Any:
+    """The placement along the one dimension of a mesh, a shard's dimension counted from the front.
+
+    Raises:
+        Unfollowed: It is of a kind that is not followed.
+    """
+    if len(placements) != 1:
+        raise Unfollowed(f"a mesh of {len(placements)} dimensions shares a value out; one dimension is followed")
+    (placement,) = placements
+    if type(placement) is Shard:
+        return Shard(placement.dim % max(dims, 1))
+    if type(placement) is Replicate or (isinstance(placement, Partial) and placement.reduce_op == "sum"):
+        return placement
+    raise Unfollowed(f"the placement {placement} is not followed; Replicate, Shard and Partial sums are")
+
+
+def ranks_of(value: DTensor) -> Ranks:
+    """The ranks of the mesh of a DTensor of one dimension."""
+    placement_of(value.placements, value.dim())
+    mesh = value.device_mesh
+    return Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+
+def held_example(x: Any, form: Form) -> Any:
+    """An example of what a rank holds of a DTensor, in place of Dynamo's; whatever else it is stays."""
+    if not isinstance(x, DTensor):
+        return x
+    own = x._local_tensor
+    if form is not Form.WHOLE or not isinstance(own, FakeTensor):
+        return own
+    with own.fake_mode, torch.no_grad():
+        return torch.empty(x.shape, dtype=x.dtype, device=own.device, requires_grad=x.requires_grad)
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node of Dynamo's graph is a tensor."""
+    return isinstance(example_of(node), Tensor)

@@ -1,0 +1,179 @@
+"""Compiled models in tensor and sequence parallelism: rows, packed rows and plans, on two processes.
+
+Every step starts from weights that the step before has changed, and the batches differ in rows and columns: a graph
+that took the weights of the first call for constants, or served one size, is found out.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import treefx
+from tests.backend.native import rollouts
+from tests.batches import Batch, shared_batch
+from tests.models import double
+from tests.oracle import FLOAT64, Outcome, assert_close, relative_errors, separate_rows, stats_of
+from tests.planning.cuts import every_node, uncut
+from tests.planning.parts import sft
+from tests.scale.shared_out import (
+    SECONDS,
+    parallel,
+    run_rank,
+    sequence_parallel,
+    steps,
+    vocabulary,
+    whole_gradients,
+)
+from tests.trainers.test_distributed import batches, run_ranks
+from treefx.passes.ranks import products
+
+MODELS: dict[str, Callable[[Any], nn.Module]] = {
+    "tensor": parallel,
+    "tensor, head": partial(parallel, head=True),
+    "vocabulary": vocabulary,
+    "sequence": sequence_parallel,
+}
+CASES = [
+    ("tensor", "eager", False),
+    ("tensor, head", "eager", False),
+    ("vocabulary", "eager", True),
+    ("sequence", "aot_eager", True),
+    ("tensor", "inductor", True),
+    ("sequence", "inductor", False),
+]
+"""Which model, which inner compiler, and whether its blocks are checkpointed."""
+OF_ALL_SIZES = CASES[:1]
+"""Those that get batches of other sizes too, for which Dynamo takes half a minute: DTensors of symbolic sizes."""
+ROWS = [[row % 29 + 3 for row in tokens] for tokens in rollouts(7)]
+
+
+def given(case: Any) -> list[Batch]:
+    """Three batches of one shape, and two of others (an even number of columns: ranks share them out)."""
+    sizes = ((3, 10), (5, 14)) if case in OF_ALL_SIZES else ()
+    return [*batches(0), *[shared_batch(rows=rows, length=length, shared=5, seed=rows) for rows, length in sizes]]
+
+
+def llama(checkpointing: bool = False) -> Any:
+    model = double("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32, head_dim=8, vocab_size=32)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def compiled(name: str, inner: str, checkpointing: bool = False) -> tuple[Any, Any]:
+    torch.compiler.reset()
+    model = MODELS[name](llama(checkpointing))
+    return model, torch.compile(model, backend="treefx", options={"inner": inner, "min_sharing": 1.0})
+
+
+def plain(found: list[Outcome]) -> list[Any]:
+    """As files keep them."""
+    return [(x.loss, x.gradients) for x in found]
+
+
+def worker(rank: int, port: int, folder: str, task: str, *case: Any) -> None:
+    run_rank(rank, port, folder, partial(TASKS[task], *case))
+
+
+def of_rows(*case: Any) -> Any:
+    model, run = compiled(*case)
+    return plain(steps(model, run, given(case))), kept_stats(run)
+
+
+def kept_stats(run: Any) -> dict[str, Any]:
+    stats = stats_of(run)
+    return {key: stats[key] for key in ("fallback", "ran", "tokens", "raw_tokens", "expansions", "compiles")}
+
+
+def rows_of(case: Any) -> list[list[int]]:
+    odd = treefx.Forest.from_sequences(ROWS).num_tokens % 2
+    return ROWS if case[0] != "sequence" or not odd else [*ROWS, [*ROWS[0], 3]]
+
+
+def of_forest(*case: Any) -> list[Any]:
+    """A packed row, then plans with and without cuts. Ranks that share tokens out take an even number of them, which
+    the parts of a plan seldom have: PyTorch's own graph of such a model ends there."""
+    model, run = compiled(*case)
+    forest = treefx.Forest.from_sequences(rows_of(case))
+    model.zero_grad()
+    with treefx.use(forest):
+        out = run(**forest.model_inputs(), use_cache=False)
+    loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, forest), forest)
+    loss.backward()
+    found = [Outcome(loss.detach().clone(), whole_gradients(model))]
+    for plan in () if case[0] == "sequence" else (uncut(forest), every_node(forest)):
+        model.zero_grad()
+        value = treefx.backward(run, plan, sft)
+        found.append(Outcome(value.detach().clone(), whole_gradients(model)))
+    return plain(found)
+
+
+def without_sums() -> list[Any]:
+    """Each rank keeps its own summand of the gradient of what all of them read."""
+    products.read_by_each = lambda graph, known, value, ranks: value
+    return plain(steps(*compiled("tensor", "eager"), batches(0)[:1]))
+
+
+def with_plain_norms() -> Any:
+    """Norms whose weights nobody shares out, on this rank's tokens: a gradient is this rank's, and so it must stay."""
+    torch.compiler.reset()
+    batch, found = batches(0)[:1], []
+    for run_with in (lambda model: model, lambda model: torch.compile(model, backend="treefx", options=EAGER)):
+        model = sequence_parallel(llama(), norms=())
+        run: Any = run_with(model)
+        found += plain(steps(model, run, batch))
+    return found, treefx.inspect(run).stats["fallback"]
+
+
+EAGER = {"inner": "eager", "min_sharing": 1.0}
+TASKS: dict[str, Callable[..., Any]] = {
+    "rows": of_rows,
+    "forest": of_forest,
+    "wrong": without_sums,
+    "plain": with_plain_norms,
+}
+
+
+def expected(case: Any) -> list[Outcome]:
+    model = llama()
+    return steps(model, model, given(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sample(2)
+def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
+    wanted = expected(case)
+    for found, stats in run_ranks(__name__, tmp_path, "rows", *case, seconds=SECONDS):
+        for (loss, gradients), want in zip(found, wanted, strict=True):
+            assert_close(Outcome(loss, gradients), want, FLOAT64)
+        assert (stats["fallback"], stats["ran"], stats["expansions"]) == (None, "packed", [])
+        assert stats["tokens"] < stats["raw_tokens"]
+        assert stats["compiles"] == (2 if case in OF_ALL_SIZES else 1)
+
+
+@pytest.mark.parametrize("case", [CASES[0], ("sequence", "eager", False), ("tensor", "inductor", False)], ids=str)
+@pytest.mark.sample(1)
+def test_forests_and_plans(case: Any, tmp_path: Path) -> None:
+    rows = rows_of(case)
+    want = separate_rows(llama(), rows, [[1.0] * len(row) for row in rows])
+    for found in run_ranks(__name__, tmp_path, "forest", *case, seconds=SECONDS):
+        for loss, gradients in found:
+            assert_close(Outcome(loss, gradients), want, FLOAT64)
+
+
+def test_a_summand_of_a_gradient_is_no_gradient(tmp_path: Path) -> None:
+    ((loss, gradients),) = run_ranks(__name__, tmp_path, "wrong", seconds=SECONDS)[0]
+    right = expected(CASES[1])[0]
+    assert float(loss) == pytest.approx(float(right.loss), rel=FLOAT64)  # nothing else shows it
+    assert max(relative_errors(Outcome(loss, gradients), right).values()) > 0.1
+
+
+def test_what_a_rank_does_with_its_own_tokens_runs_on_rows(tmp_path: Path) -> None:
+    for ((loss, gradients), compiled), why in run_ranks(__name__, tmp_path, "plain", seconds=SECONDS):
+        assert_close(Outcome(*compiled), Outcome(loss, gradients), FLOAT64)
+        assert "DTensor" in why and "reads the tokens of one rank alone" in why and "treefx.convert" in why
