@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import inspect
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 __all__ = [
-    "Form", "Held", "Ranks", "Unfollowed", "example_of", "held_example", "is_shared_out", "is_tensor", "placement_of",
-    "ranks_of",
+    "Form", "Held", "Ranks", "Unfollowed", "changes_in_place", "example_of", "held_example", "is_shared_out",
+    "is_tensor", "placement_of", "ranks_of",
 ]  # fmt: skip
+
+
+_WRITING = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.ilshift, operator.irshift,
+}  # fmt: skip
 
 
 class Unfollowed(Exception):
@@ -96,6 +104,33 @@ def held_example(x: Any, form: Form) -> Any:
         return own
     with own.fake_mode, torch.no_grad():
         return torch.empty(x.shape, dtype=x.dtype, device=own.device, requires_grad=x.requires_grad)
+
+
+def changes_in_place(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph writes to one of its operands."""
+    name = str(getattr(node.target, "__name__", node.target))
+    by_name = name.endswith("_") and not name.endswith("__")
+    if node.op == "call_method":
+        return by_name
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads: Any = target.overloads
+        return any(getattr(target, each)._schema.is_mutable for each in overloads())
+    by_name = by_name and getattr(target, "__module__", "") != operator.add.__module__  # and_, or_, not_
+    return node.target in _WRITING or by_name or "out" in node.kwargs or _is_asked_to(node)
+
+
+def _is_asked_to(node: fx.Node) -> bool:
+    """As by ``functional.relu(x, True)``."""
+    target: Any = node.target
+    try:
+        return bool(inspect.signature(target).bind(*node.args, **node.kwargs).arguments.get("inplace"))
+    except (TypeError, ValueError):  # one written in C, which has another name for it
+        return False
 
 
 def is_tensor(node: Any) -> bool:

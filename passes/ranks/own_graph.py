@@ -37,6 +37,7 @@ from treefx.passes.ranks.held import (
     Held,
     Ranks,
     Unfollowed,
+    changes_in_place,
     example_of,
     held_example,
     is_shared_out,
@@ -50,7 +51,7 @@ __all__ = ["OwnGraph", "own_graph"]
 
 _LINEAR = {F.linear, torch._C._nn.linear}
 _ALONE = {
-    operator.add, operator.iadd, operator.sub, operator.mul, operator.truediv, operator.neg, torch.add, torch.sub,
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, torch.add, torch.sub,
     torch.mul, torch.div, torch.neg, "to", "float", "double", "bfloat16", "half", "type_as", "contiguous", "add", "mul",
     "sub", "div", "neg", "clone", "detach",
 }  # fmt: skip
@@ -192,6 +193,11 @@ class _Rewriting:
 
     def _visit(self, node: fx.Node) -> None:
         operands = node.all_input_nodes
+        if changes_in_place(node):
+            # One value stands here for several of Dynamo's that are copies of each other.
+            raise Unfollowed(f"{_name(node)} changes a value in place")
+        if not is_tensor(node) and node.target is not operator.getitem:
+            self.read.clear()  # It may turn gradients off or on: what was read without has none.
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
             self._checkpoint(node)
         elif node.target is operator.getitem and node.args[0] in self.results:
@@ -281,6 +287,8 @@ class _Rewriting:
         placement = placement_of(example.placements, example.dim())
         grads = node.kwargs.get("grad_placements") or (node.args[1] if len(node.args) > 1 else None)
         found = held.node
+        if isinstance(placement, Partial) and held.form is not Form.PARTIAL:
+            raise Unfollowed(f"{_name(node)} of this rank's summand of {node.args[0]}")
         if grads is not None:
             wanted = placement_of(grads, example.dim())  # type: ignore[arg-type]
             if isinstance(wanted, Partial) and held.form is Form.WHOLE and isinstance(placement, Replicate):
@@ -302,7 +310,7 @@ class _Rewriting:
             return self._made(node, linear(self.graph, self.read, taken, self._group()))
         if node.target is F.embedding and self._held(node.args[1]).form is Form.WEIGHT:
             ids, weight = self._held(node.args[0]), self._held(node.args[1])
-            return self._made(node, embedding(self.graph, ids.node, weight, node, self._group()))
+            return self._made(node, embedding(self.graph, ids, weight, node, self._group()))
         if any(item in self.own_tokens for item in mixed) or any(name in _name(node) for name in _DRAWS):
             raise Unfollowed(f"{_name(node)} reads tokens of this rank, or draws random numbers")
         forms = {item.form for item in held}

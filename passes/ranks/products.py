@@ -58,25 +58,28 @@ def linear(graph: fx.Graph, known: dict[fx.Node, fx.Node], given: list[Any], ran
     return Held(graph.call_function(F.linear, (x.node, weight.node, added)), Form.PARTIAL)
 
 
-def embedding(graph: fx.Graph, ids: fx.Node, weight: Held, node: fx.Node, ranks: Ranks) -> Held:
+def embedding(graph: fx.Graph, ids: Held, weight: Held, node: fx.Node, ranks: Ranks) -> Held:
     """``embedding(ids, w, padding_idx, max_norm, ...)`` of a table that is shared out."""
     given: tuple[Any, ...] = (*node.args[2:], *_DEFAULTS[len(node.args) - 2 :])
     padding, max_norm, _, by_frequency, sparse = given
     if max_norm is not None or by_frequency or sparse or node.kwargs:
         raise Unfollowed("an embedding with max_norm, scale_grad_by_freq, sparse or keywords")
+    if ids.form is not Form.WHOLE:
+        raise Unfollowed("an embedding of ids of which a rank has a range")
     if weight.dim == 1:
-        return Held(graph.call_function(F.embedding, (ids, weight.node, padding)), Form.PIECE)
+        return Held(graph.call_function(F.embedding, (ids.node, weight.node, padding)), Form.PIECE)
     size = example_of(node.args[1]).shape[0]
     if size % ranks.count:
         raise Unfollowed(f"an embedding of {size} rows, no multiple of {ranks.count} ranks")
     size //= ranks.count
     first = size * ranks.rank
-    local = graph.call_function(torch.sub, (ids, first))
+    local = graph.call_function(torch.sub, (ids.node, first))
     others = graph.call_function(
         torch.logical_or,
         (graph.call_function(torch.lt, (local, 0)), graph.call_function(torch.ge, (local, size))),
     )
     safe = graph.call_method("masked_fill", (local, others, 0))
+    padding = padding + size * ranks.count if isinstance(padding, int) and padding < 0 else padding
     own = padding - first if isinstance(padding, int) and first <= padding < first + size else None
     rows = graph.call_function(F.embedding, (safe, weight.node, own))
     return Held(

@@ -145,7 +145,7 @@ def expected(case: Any) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
     wanted = expected(case)
     for found, stats in run_ranks(__name__, tmp_path, "rows", *case, seconds=SECONDS):
@@ -157,7 +157,7 @@ def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[0], ("sequence", "eager", False), ("tensor", "inductor", False)], ids=str)
-@pytest.mark.sample(1)
+@pytest.mark.sample(3)
 def test_forests_and_plans(case: Any, tmp_path: Path) -> None:
     rows = rows_of(case)
     want = separate_rows(llama(), rows, [[1.0] * len(row) for row in rows])
