@@ -12,11 +12,12 @@ def viewed(shape: list[int], constant: int, view: list[int]) -> fx.Node:
     """The view of a tensor that is constant along one dimension."""
 
     def run(x: Tensor) -> Tensor:
-        return torch.ops.aten.view.default(x.expand(shape).clone(memory_format=torch.contiguous_format), view)
+        return x.expand(shape).clone(memory_format=torch.contiguous_format).view(view)
 
     drawn = [1 if dim == constant else size for dim, size in enumerate(shape)]
     gm = make_fx(run, tracing_mode="fake")(torch.randn(drawn))
-    return next(node for node in gm.graph.nodes if node.target is torch.ops.aten.view.default)
+    found: fx.Node = next(node for node in gm.graph.nodes if node.target is torch.ops.aten.view.default)
+    return found
 
 
 @pytest.mark.parametrize(
