@@ -69,6 +69,13 @@ def _permute(node: fx.Node, dim: int) -> bool:
     return is_uniform(_source(node), moved.shape[dim] - 2)
 
 
+def _view(node: fx.Node, dim: int) -> bool:
+    """Leading dimensions that a view leaves alone are those of its source; products of matrices are wrapped in some."""
+    source = _source(node)
+    seen, given = ([str(size) for size in item.meta["val"].shape[: dim + 1]] for item in (node, source))
+    return seen == given and is_uniform(source, dim)
+
+
 def _slice(node: fx.Node, dim: int) -> bool:
     return is_uniform(_source(node), dim)
 
@@ -110,6 +117,8 @@ _RULES: dict[object, Callable[[fx.Node, int], bool]] = {
     aten.unsqueeze.default: _unsqueeze,
     aten.permute.default: _permute,
     aten.transpose.int: _permute,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
     aten.embedding.default: _embedding,

@@ -69,6 +69,32 @@ def test_rows_that_start_anywhere(seed: int) -> None:
     assert_packed(compare(llama(), batch), distinct_tokens(batch, "own"))
 
 
+class RopeByProduct(nn.Module):
+    """Angles as products of matrices, as transformers 5.17 writes them: the frequencies of each row, or one of all."""
+
+    def __init__(self, inv_freq: Tensor, each_row: bool) -> None:
+        super().__init__()
+        self.each_row, self.inv_freq = each_row, nn.Buffer(inv_freq)
+        self.of_rows = nn.Buffer(inv_freq * torch.linspace(1, 2, 5, dtype=inv_freq.dtype)[:, None])
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        shared = self.inv_freq[None, :, None].expand(position_ids.shape[0], -1, 1)
+        left = self.of_rows[:, :, None] if self.each_row else shared
+        angles = (left @ position_ids[:, None].to(x.dtype)).transpose(1, 2).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("each_row", [False, True])
+def test_angles_as_products(each_row: bool) -> None:
+    """One frequency of all rows is proved through the views around the product; frequencies of rows stay apart."""
+    batch, model = scattered(0), llama()
+    rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
+    model.model.rotary_emb = RopeByProduct(rotary.inv_freq.double(), each_row)  # type: ignore[union-attr]
+    stats = compare(model, batch).stats
+    assert (stats["tokens"] == distinct_tokens(batch, "own")) == (not each_row)
+    assert bool(stats["expansions"]) == each_row
+
+
 def test_masks_with_holes() -> None:
     """Distances of columns are not those of places there: tokens are known by their columns."""
     batch = scattered(1, gap=True)

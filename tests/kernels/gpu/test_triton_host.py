@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 
 triton = pytest.importorskip("triton")
 
@@ -84,6 +85,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)  # PyTorch 2.11 would start the driver
     monkeypatch.setattr(support, "refusal", lambda q: None)
     monkeypatch.setattr(small_launches, "scratch", lambda size, *_: torch.empty(size, dtype=torch.int8))
     monkeypatch.setattr(paths, "_verdicts", {})
