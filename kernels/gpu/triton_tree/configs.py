@@ -44,7 +44,7 @@ class Problem:
 
     Attributes:
         kernel: ``"forward"``, ``"backward_keys"``, ``"backward_queries"`` or ``"backward_once"``.
-        path: ``"plain"`` or ``"warp"``.
+        path: ``"plain"``, ``"warp"`` or ``"gluon"``.
         dtype: of q, k and v.
         head_dim: width of queries and keys.
         value_dim: width of values.
@@ -113,7 +113,8 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
         UnsupportedError: the heads are too wide for any tile.
     """
     width = max(problem.head_dim, problem.value_dim)
-    table = _WARP if problem.path == "warp" else _FLOAT32 if problem.dtype == torch.float32 else _SIXTEEN_BITS
+    plain = _FLOAT32 if problem.dtype == torch.float32 else _SIXTEEN_BITS
+    table = _SPECIALISED.get(problem.path, plain)
     found = table[problem.kernel]
     bound = next((bound for bound in found if width <= bound), max(found))
     choices = found[bound]
@@ -123,7 +124,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     if problem.loads_pairs and problem.kernel == "forward":
         choices = tuple(config for config in choices if config.block_n <= _LOADING_KEYS)
     choices = (*_wide_tile(problem), *_first_elsewhere(problem), *choices)
-    others = () if problem.path == "warp" else _SMALL
+    others = () if problem.path in _SPECIALISED else _SMALL
     fitting = [config for config in (*choices, *others) if _fits(problem, config)]
     if not fitting:
         raise UnsupportedError(
@@ -143,7 +144,7 @@ def _wide_tile(problem: Problem) -> tuple[Config, ...]:
     hopper = problem.shared_limit == SHARED_MEMORY[90] and problem.dtype != torch.float32
     if problem.kernel != "forward" or not (hopper and bare and width <= 128) or problem.loads_pairs:
         return ()
-    if problem.node_length < _LONG_NODE:
+    if problem.node_length < _LONG_NODE or problem.path == "gluon":
         return ()
     if problem.path == "warp":
         return (Config(128, 128, 4, 3 if width <= 64 else 2),)
@@ -155,7 +156,7 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
 
     Before it, products are made warp by warp, with all sums in registers; after it, sums have a memory of their own.
     """
-    if problem.path == "warp" or problem.dtype == torch.float32:
+    if problem.path in _SPECIALISED or problem.dtype == torch.float32:
         return ()
     both = problem.head_dim + problem.value_dim
     if problem.shared_limit >= usable_shared_memory(100):
@@ -241,6 +242,15 @@ _WARP: _Table = {
     },
 }
 """Four warps: Triton adds a second group of them and one that loads."""
+_GLUON: _Table = {
+    "forward": {
+        64: (Config(128, 128, 4, 3), Config(128, 64, 4, 3)),
+        128: (Config(128, 128, 4, 2), Config(128, 64, 4, 3)),
+        192: (Config(128, 64, 4, 2),),
+    }
+}
+"""Four warps: the kernel adds a second group of them and one that loads."""
+_SPECIALISED = {"warp": _WARP, "gluon": _GLUON}
 _FLOAT32: _Table = {
     "forward": {
         64: (Config(64, 32, 4, 3), Config(32, 32, 4, 3)),

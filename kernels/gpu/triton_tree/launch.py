@@ -49,7 +49,7 @@ class Attention:
     Attributes:
         inputs: the tensors; the boundary is a key source of its own.
         score: the score.
-        path: ``"plain"`` or ``"warp"``.
+        path: ``"plain"`` or ``"warp"``; ``"gluon"``, of the forward alone.
         once: whether the kernel of dk and dv also adds up dq, in no fixed order; on the plain path only.
         choose: the configuration of each problem.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
@@ -260,6 +260,7 @@ class Attention:
             "GROUP": self.group,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
+            "STAGES": config.stages,
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }
 
@@ -306,11 +307,11 @@ class Attention:
     def rows(self) -> dict[str, Any]:
         """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.
 
-        The warp-specialised form takes a copy in the order of its rows where a group has several heads; everything else
-        is read in place.
+        The forms that are specialised by warps take a copy in the order of their rows where a group has several heads;
+        everything else is read in place.
         """
         q = self.inputs.q
-        if self.path == "warp" and self.group > 1:
+        if self.path != "plain" and self.group > 1:
             q = split_heads(q, self.group).transpose(2, 3).flatten(2, 3)
         return {"Q": q, **strides("q", q)}
 

@@ -3,6 +3,8 @@
 The warp-specialised form, and one pass, which has a plain form only, are checked against the plain kernels in two
 passes, on the first of the tokens at hand, when a process first uses them for an attention of its kind, and again for
 longer lists of tiles. What cannot be compiled, or differs anywhere, gives way to the plain form with one warning.
+
+A third form of the forward, in Gluon, runs where ``TREEFX_KERNEL_PATH=gluon`` asks for it, checked like the others.
 """
 
 import os
@@ -33,7 +35,7 @@ __all__ = [
     "warp_refusal",
 ]
 
-PATHS = ("plain", "warp")
+PATHS = ("plain", "warp", "gluon")
 _WIDEST, _WIDEST_TOGETHER = 192, 320
 """Features of a head, and of a key and a value together, above which the gradients of both spill registers."""
 _TOLERANCE = 0.02
@@ -110,7 +112,7 @@ def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> st
             return "it needs compute capability 9.0"
         if attention.inputs.q.dtype == torch.float32:
             return "it needs a 16-bit type"
-        if attention.inputs.boundary is not None and attention.code.shares_pairs:
+        if attention.path != "gluon" and attention.inputs.boundary is not None and attention.code.shares_pairs:
             return "Triton cannot specialise keys from outside of a score that shares values of pairs"
     if attention.code.loads_pairs:
         return "the score loads by query and key"
@@ -166,9 +168,13 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
         run: runs it.
 
     Raises:
-        UnsupportedError: ``TREEFX_KERNEL_PATH=warp`` demands what cannot be run.
+        UnsupportedError: ``TREEFX_KERNEL_PATH`` demands what cannot be run.
     """
-    forced, refusal = forced_path(), warp_refusal(attention, tensors[:1])
+    forced = forced_path()
+    if forced == "gluon" and name == "forward":
+        return _in_gluon(attention, run)
+    forced = None if forced == "gluon" else forced  # the backward has no such form
+    refusal = warp_refusal(attention, tensors[:1])
     if forced == "warp" and name == "backward" and not interpreted():
         refusal = refusal or keys_refusal(attention)
     if forced == "warp" and refusal is not None:
@@ -184,6 +190,16 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
     fast = replace(attention, path="warp")
     right = _is_right("warp-specialised", name, fast, tensors, run)
     return run(fast if right else replace(attention, path="plain"), tensors)
+
+
+def _in_gluon(attention: Attention, run: Run) -> list[Tensor]:
+    """Run a forward in Gluon, or in the plain form if it is found to be wrong."""
+    attention = replace(attention, path="gluon")
+    refusal = "Triton's interpreter runs no Gluon" if interpreted() else warp_refusal(attention)
+    if refusal is not None:
+        raise UnsupportedError(f"TREEFX_KERNEL_PATH=gluon must meet an attention that path can run, but {refusal}")
+    right = _is_right("Gluon", "forward", attention, [], run)
+    return run(attention if right else replace(attention, path="plain"), [])
 
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:

@@ -133,13 +133,16 @@ def test_one_line_makes_a_race(right: tuple[str, str]) -> None:
 
 
 def test_a_copy_into_a_buffer_that_may_be_full_is_found(right: tuple[str, str]) -> None:
-    """The warps that load wait for the second group, whose keys are others, and no more for the first."""
+    """The warps that load wait for the second group, whose keys are others, and no more for the first.
+
+    Without any wait, of what is copied in the loop: what is filled once need not be empty.
+    """
     ttgir, _ = right
     loop = find(ttgir, "scf.for", after=find(ttgir, "default {"))
     (text,) = races(changed(ttgir, find(ttgir, "wait_barrier", after=loop)))
     assert "%q_box" in text and "is waited for again before it is released" in text
     alone = "\n".join(line for line in ttgir.splitlines() if "wait_barrier" not in line or "array<i32: 0>" not in line)
-    assert sum("is copied without a wait for an empty buffer" in text for text in races(alone)) == 7
+    assert sum("is copied without a wait for an empty buffer" in text for text in races(alone)) == 4
 
 
 def test_products_under_way_are_readers(right: tuple[str, str]) -> None:

@@ -41,6 +41,10 @@ _TOKENS, _KV_HEADS = 256, 2
 _WITHOUT_PRODUCTS = ("prologue", "sum_parts", "finish_queries")
 _MULTIPLYING_WARPS = 8
 """Of a specialised kernel: two groups of four, which share a tile."""
+_GLUON_LOOPS = 4
+"""Two in each group of warps."""
+_OF_ROWS = 8
+"""Exponentials of a thread's rows may stand beside any product; its logits have more."""
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 """Bytes per thread."""
 
@@ -100,7 +104,7 @@ def run_with_progress(
 
     Args:
         arch: ``"sm_80"``, ``"sm_90"`` or ``"sm_100"``.
-        path: ``"plain"``, ``"warp"`` or ``"both"``.
+        path: ``"plain"``, ``"warp"``, ``"gluon"`` or ``"all"``.
         quick: every tenth case only.
         full: :data:`MORE_CASES` as well.
         json: a program reads the result, so no progress bar is shown.
@@ -113,8 +117,8 @@ def run_with_progress(
     Raises:
         InputError: another architecture or path, or no Triton in the folder.
     """
-    if path not in (*PATHS, "both"):
-        raise InputError(f"path must be plain, warp or both, got {path!r}")
+    if path not in (*PATHS, "all"):
+        raise InputError(f"path must be {', '.join(PATHS)} or all, got {path!r}")
     number = arch.removeprefix("sm_")
     if not number.isdecimal():
         raise InputError(f"arch must look like sm_90, got {arch!r}")
@@ -122,7 +126,7 @@ def run_with_progress(
         known = ", ".join(f"sm_{one}" for one in ARCHITECTURES)
         raise InputError(f"arch must be one of {known}, got {arch}")
     cases = (*CASES, *MORE_CASES) if full else CASES[::10] if quick else CASES
-    compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "both" else (path,))
+    compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "all" else (path,))
     with _pool(min(jobs, len(cases)), triton) as run_all:
         done = run_all(compile_case, cases)
         shown = track(done, "compiling kernels", len(cases), disable=json, console=Console(stderr=True), transient=True)
@@ -182,15 +186,16 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
 
     Args:
         arch: compute capability times 10; one of :data:`ARCHITECTURES`.
-        paths: which forms of the kernels; ``"warp"`` exists for 16-bit types on 90 only.
+        paths: which forms of the kernels; ``"warp"`` and ``"gluon"`` exist for 16-bit types on 90 only.
         cases: what to compile.
 
     Yields:
         One record per kernel: ``triton`` (its version), ``kernel, path, dtype, head_dim, head_dim_v, group, features,
         registers, spill_bytes, shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch,
-        instructions_per_logit, tile, seconds, problems``; ``race_free`` is ``None`` where all warps do the same,
+        instructions_per_logit, overlap, tile, seconds, problems``; ``race_free`` is ``None`` where all warps do alike,
         ``prefetch`` where some of them only load. ``prefetch`` has an item per loop with products,
-        ``instructions_per_logit`` one per loop and group of warps: what a thread executes for each of its logits.
+        ``instructions_per_logit`` one per loop and group of warps: what a thread executes for each of its logits;
+        ``overlap`` one per end of products of weights and values: the exponentials that began before it.
     """
     import triton
 
@@ -208,7 +213,7 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
     start = time.perf_counter()
     report = compile_launch(launch, arch)
     name, config = launch.kernel.__name__, launch.config
-    threads = 32 * (_MULTIPLYING_WARPS if path == "warp" else config.warps)
+    threads = 32 * (config.warps if path == "plain" else _MULTIPLYING_WARPS)
     logits = config.block_m * config.block_n / threads
     return {
         "triton": triton.__version__,
@@ -229,6 +234,7 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
         "race_free": None if report.races is None else not report.races,
         "prefetch": None if report.prefetch is None else list(report.prefetch),
         "instructions_per_logit": [round(number / logits, 1) for number in report.loop_instructions],
+        "overlap": list(report.overlap),
         "tile": f"{config.block_m}x{config.block_n} w{config.warps} s{config.stages}",
         "seconds": round(time.perf_counter() - start, 2),
         "problems": problems(report, case.dtype, name, path, arch),
@@ -242,9 +248,11 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
         found.append(f"spills {report.spill_bytes} bytes, at most {_SPILL_LIMIT[dtype]} are allowed")
     if report.shared_bytes > SHARED_MEMORY[arch]:
         found.append(f"needs {report.shared_bytes} bytes of shared memory, the device has {SHARED_MEMORY[arch]}")
-    if report.setmaxnreg != (specialised := path == "warp" and kernel not in _WITHOUT_PRODUCTS):
+    if report.setmaxnreg != (specialised := path != "plain" and kernel not in _WITHOUT_PRODUCTS):
         found.append("is not warp-specialised" if specialised else "is warp-specialised")
     found += report.races or ()
+    if path == "gluon" and sum(number > _OF_ROWS for number in report.overlap) < _GLUON_LOOPS:
+        found.append("a loop computes no exponentials while it multiplies")
     if 0 in (report.prefetch or ()):
         found.append("a loop loads nothing ahead: it waits for every tile")
     if kernel in _WITHOUT_PRODUCTS or dtype == torch.float32:  # float32 is right first, and fast where it may be
@@ -259,7 +267,7 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
 
 
 def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
-    if path == "warp" and not _has_warp_path(case, arch):
+    if path != "plain" and not _has_warp_path(case, arch):
         return
     attention, sources = _attention(case, path, arch)
     inputs = attention.inputs
@@ -270,6 +278,8 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     for number, source in enumerate(sources):  # the last one goes on from what the others have left
         last, before = number == len(sources) - 1, number > 0
         yield attention.forward(source, out if last else wide, row, (wide, row) if before else None)
+        if path == "gluon":
+            continue
         if path == "plain" or keys_refusal(attention) is None:
             yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
         yield attention.backward_queries(source, of_queries, dq if last else wide_dq, wide_dq if before else None)
@@ -277,7 +287,7 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
         attention = replace(attention, once=True)
         prologue, of_keys, _ = attention.prologue(out, out, row)
         yield attention.backward_keys(sources[0], of_keys, inputs.k, inputs.v)
-    if not case.features and case.group == 1:
+    if path != "gluon" and not case.features and case.group == 1:
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
         config = attention.config("backward_keys")
