@@ -2,8 +2,9 @@
 PYTHON ?= python3
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 VENV := .venv
+VERSIONS := .ci/constraints.txt
 BIN := $(CURDIR)/$(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VERSIONS)
 
 # Without it the folders kernels/ and passes/ of the checkout would be importable by their bare names, and
 # transformers looks for a package called kernels.
@@ -11,7 +12,7 @@ export PYTHONSAFEPATH := 1
 # The tokenizers library warns when a process forks after it was used in parallel.
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-gpu-versions lint bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_rollouts.py $(ARGS)
@@ -21,6 +22,10 @@ test: export OMP_NUM_THREADS := 1
 test: export TORCHINDUCTOR_COMPILE_THREADS := 1
 test: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+# The oldest versions that the library supports, which GPU machines have; downloads some gigabytes. Not part of .ci/run.
+test-gpu-versions:
+	$(MAKE) test VENV=.venv-gpu VERSIONS=.ci/gpu-constraints.txt
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -33,12 +38,12 @@ bench: $(VENV)/.examples
 	$(BIN)/python -m treefx bench step
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info
+	rm -rf .venv .venv-gpu build dist out *.egg-info
 
 # torch first and alone: its wheel depends on the machine, and nothing after it may choose another one.
-$(VENV)/.torch: .ci/constraints.txt
+$(VENV)/.torch: $(VERSIONS)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0 triton==3.7.1
+	$(PIP) torch triton
 	touch $@
 
 $(VENV)/.examples: $(VENV)/.torch pyproject.toml

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 examples/many_ranks.py
     torchrun --nproc-per-node 4 examples/many_ranks.py --tokens 4     # one forest on all four
     accelerate launch --multi_gpu --num_processes 4 examples/many_ranks.py
+    python examples/many_ranks.py --ray 4                             # workers of Ray Train
     python examples/many_ranks.py --tokens 1                          # one process
 
 Rows go to one dimension of the mesh (``treefx.scale.assign``), the tokens of each share to the other
@@ -83,11 +84,25 @@ def train(options: dict[str, Any]) -> None:
             print(f"step {step}: loss {value.item():.6f}")
 
 
+def train_with_ray(workers: int, options: dict[str, Any]) -> None:
+    """The same function as the training loop of so many workers of Ray Train."""
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    scaling = ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available())
+    TorchTrainer(train, train_loop_config=options, scaling_config=scaling).fit()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2, help="ranks that share the tokens of one forest")
     parser.add_argument("--steps", type=int, default=3)
-    train(vars(parser.parse_args()))
+    parser.add_argument("--ray", type=int, metavar="WORKERS", help="let Ray Train start so many ranks")
+    options = vars(parser.parse_args())
+    if workers := options.pop("ray"):
+        train_with_ray(workers, options)
+        return
+    train(options)
     dist.destroy_process_group()
 
 

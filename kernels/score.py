@@ -161,6 +161,8 @@ class _Evaluator:
     memo: dict[int, Tensor]
 
     def visit(self, expr: Expr) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():  # that of PyTorch 2.11 cannot trace id() of a tuple
+            return self.compute(expr)
         found = self.memo.get(id(expr))
         if found is None:
             found = self.memo[id(expr)] = self.compute(expr)

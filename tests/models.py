@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def double(name: str, **changes: Any) -> PreTrainedModel:
     return _spread(model.double().train())
 
 
-WIDER = {"torch.float32": "torch.float64", "torch.float)": "torch.float64)", ".float()": ".double()"}
+WIDER = {r"torch\.float(32)?\b": "torch.float64", r"\.float\(\)": ".double()"}
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def _lifted(module_name: str) -> ModuleType:
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     for single, wide in WIDER.items():
-        source = source.replace(single, wide)
+        source = re.sub(single, wide, source)
     # The folders keep their names: transformers derives a model's name from the path of its file.
     path = Path(tempfile.mkdtemp()) / Path(*module_name.split(".")).with_suffix(".py")
     path.parent.mkdir(parents=True)

@@ -1,8 +1,14 @@
-"""Where the rows of a product are cut."""
+"""Where the rows of a product are cut: evenly, whatever trees the rows are of.
+
+Products are row-wise, so every cut is exact. Ends of subtrees would be no better places for one: tokens stand in
+depth-first order and read their ancestors, which come first, so what is behind a chunk (attention too) needs the chunks
+before it and no later one, wherever the cuts are; backwards the same in reverse. They would be worse: pieces of uneven
+length hide less, few subtrees end where tiles of products do, and they end elsewhere in every batch, so that a graph
+would hold for one forest. Of a gather or a reduce-scatter a chunk is a piece of every rank's share, which has no
+subtrees.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 __all__ = ["ALIGNED", "cut_lengths"]
 
@@ -11,22 +17,13 @@ ALIGNED = 16
 adds in another order: cut anywhere, float64 on the CPU differs in the last bit from the product in one piece."""
 
 
-def cut_lengths(rows: int, chunks: int, ends: Collection[int] = ()) -> list[int]:
+def cut_lengths(rows: int, chunks: int) -> list[int]:
     """Lengths of at most ``chunks`` pieces, in order; one where the rows are too few.
 
     Args:
         rows: How many there are.
         chunks: How many pieces are wanted.
-        ends: Where subtrees of the packed row end: the aligned ones among them are preferred, each within half a piece
-            of where an even cut would be.
     """
     chunks = max(1, min(chunks, rows // ALIGNED))
-    even = [rows * i // (chunks * ALIGNED) * ALIGNED for i in range(1, chunks)]
-    aligned = [end for end in set(ends) if end % ALIGNED == 0 and ALIGNED <= end <= rows - ALIGNED]
-    cuts = sorted({0, rows, *(_nearest(cut, aligned, rows / chunks / 2) for cut in even)})
+    cuts = [*(rows * i // (chunks * ALIGNED) * ALIGNED for i in range(chunks)), rows]
     return [end - start for start, end in zip(cuts, cuts[1:], strict=False)]
-
-
-def _nearest(cut: int, ends: Collection[int], within: float) -> int:
-    best = min(ends, key=lambda end: (abs(end - cut), end), default=cut)
-    return best if abs(best - cut) < within else cut

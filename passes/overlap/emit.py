@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -42,10 +41,10 @@ class Emit:
             node.meta["val"] = target(*values)
         return node
 
-    def cut(self, node: fx.Node, dim: int, chunks: int, ends: Collection[int] = ()) -> list[fx.Node]:
+    def cut(self, node: fx.Node, dim: int, chunks: int) -> list[fx.Node]:
         """The pieces of a tensor along a dimension; itself alone where it is too short for two."""
         rows = shape_of(node)[dim]
-        lengths = cut_lengths(rows, chunks, ends) if isinstance(rows, int) else self._lengths(node, dim, chunks)
+        lengths = cut_lengths(rows, chunks) if isinstance(rows, int) else self._lengths(node, dim, chunks)
         if len(lengths) == 1:
             return [node]
         parts = self(aten.split_with_sizes.default, node, lengths, dim)

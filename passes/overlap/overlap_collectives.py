@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from treefx.passes.trace.fingerprint import source_fingerprint
 __all__ = ["OverlapCollectives", "overlap_collectives"]
 
 
-def overlap_collectives(graph: fx.Graph, chunks: int | Rates, *, ends: Collection[int] = ()) -> int:
+def overlap_collectives(graph: fx.Graph, chunks: int | Rates) -> int:
     """Cut products and the collectives they feed or read into chunks of rows, so that one hides the other.
 
     Before and after, with two chunks::
@@ -41,8 +40,6 @@ def overlap_collectives(graph: fx.Graph, chunks: int | Rates, *, ends: Collectio
         graph: Of ATen with fake values in ``meta["val"]``, as AOTAutograd and inductor hand it to their compilers and
             passes. Changed in place; its module has to be recompiled.
         chunks: A number for all, or rates to choose it by. All ranks have to give the same.
-        ends: Where subtrees of the packed row end, if that is known and the same on all ranks: rows of an all-reduce
-            are cut there where they can.
 
     Returns:
         How many collectives were cut.
@@ -51,7 +48,7 @@ def overlap_collectives(graph: fx.Graph, chunks: int | Rates, *, ends: Collectio
     if not _has_collectives(graph):
         return 0
     graph.eliminate_dead_code()  # AOTAutograd leaves products that nobody reads, and they would be second readers
-    count = sum(_rewrite(site, chunks, ends) for site in find_sites(graph))
+    count = sum(_rewrite(site, chunks) for site in find_sites(graph))
     graph.eliminate_dead_code()
     graph.lint()
     return count
@@ -66,11 +63,11 @@ def _check(chunks: int | Rates) -> None:
         raise ConfigError(f"expected a number of chunks of at least 1, or Rates to choose it by; got {chunks!r}")
 
 
-def _rewrite(site: Site, chunks: int | Rates, ends: Collection[int]) -> bool:
+def _rewrite(site: Site, chunks: int | Rates) -> bool:
     count = chunks.chunks(site) if isinstance(chunks, Rates) else chunks
     if count == 1 or _pipelined_by_inductor(site):
         return False
-    return gather_chunks(site, count) if isinstance(site, Gathered) else send_chunks(site, count, ends)
+    return gather_chunks(site, count) if isinstance(site, Gathered) else send_chunks(site, count)
 
 
 def _pipelined_by_inductor(site: Site) -> bool:

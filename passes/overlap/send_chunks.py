@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 
-def send_chunks(site: Sent, chunks: int, ends: Collection[int] = ()) -> bool:
+def send_chunks(site: Sent, chunks: int) -> bool:
     """Write ``mm, all_reduce, wait`` as ``chunks`` times ``mm, all_reduce``, and all waits before the first reader.
 
     Of a reduce-scatter, chunk j is the j-th piece of every rank's share, so each chunk is a reduce-scatter of its own
@@ -28,7 +27,7 @@ def send_chunks(site: Sent, chunks: int, ends: Collection[int] = ()) -> bool:
         Whether there were rows enough for more than one chunk; otherwise nothing was changed.
     """
     emit = Emit(site.collective)
-    pieces = _pieces(site, emit, chunks, ends)
+    pieces = _pieces(site, emit, chunks)
     if pieces is None:
         return False
     options = site.collective.args[1:]
@@ -42,17 +41,17 @@ def send_chunks(site: Sent, chunks: int, ends: Collection[int] = ()) -> bool:
     return True
 
 
-def _pieces(site: Sent, emit: Emit, chunks: int, ends: Collection[int]) -> list[dict[fx.Node, fx.Node]] | None:
+def _pieces(site: Sent, emit: Emit, chunks: int) -> list[dict[fx.Node, fx.Node]] | None:
     """For every chunk, what each product has as rows."""
-    cut = {product: _cut(site, product, emit, chunks, ends) for product in site.products}
+    cut = {product: _cut(site, product, emit, chunks) for product in site.products}
     count = len(cut[site.products[0]])
     return [{product: rows[i] for product, rows in cut.items()} for i in range(count)] if count > 1 else None
 
 
-def _cut(site: Sent, product: fx.Node, emit: Emit, chunks: int, ends: Collection[int]) -> list[fx.Node]:
+def _cut(site: Sent, product: fx.Node, emit: Emit, chunks: int) -> list[fx.Node]:
     rows: Any = product.args[left_place(product)]
     if site.kind == "all_reduce":
-        return emit.cut(rows, 0, chunks, ends)
+        return emit.cut(rows, 0, chunks)
     width = shape_of(rows)[1]
     shares = emit(aten.reshape.default, rows, [site.collective.args[2], -1, width])
     parts = emit.cut(shares, 1, chunks)

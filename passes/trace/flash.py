@@ -111,8 +111,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, sinks = flash_backward(grad, *ctx.saved_tensors, None, *ctx.settings)
-    of_sinks = None if ctx.saved_tensors[7] is None else sinks
+    saved = ctx.saved_tensors  # read once: a checkpoint hands them out no second time
+    query, key, value, sinks = flash_backward(grad, *saved, None, *ctx.settings)
+    of_sinks = None if saved[7] is None else sinks
     return (query, key, value, None, None, None, None, of_sinks, *[None] * 7)
 
 
@@ -150,8 +151,6 @@ def has_flash(gm: fx.GraphModule) -> bool:
     return any(is_flash(node.target) for body in bodies for node in body.graph.nodes)
 
 
-_HOLDERS = {torch.ops.higher_order.tag_activation_checkpoint}
-"""Of bodies that may call it."""
 _OF_LENGTHS = {torch.cumsum, torch._C._nn.pad, torch.cat, "cumsum", "to", "int", "long"}
 """What ends are made of lengths with."""
 
@@ -161,25 +160,37 @@ def ends_of_segments(gm: fx.GraphModule) -> set[fx.Node]:
 
     Either ends themselves, or one input of lengths, of which the graph makes the ends.
     """
-
-    def readers(node: fx.Node) -> list[fx.Node]:
-        passing = [user for user in node.users if is_flash(user.target) or user.target in _HOLDERS]
-        return [user for user in node.users if user not in passing and user.target is not getattr]  # is_xpu, of pad
-
-    def says_ends(node: fx.Node) -> bool:
-        at_flash = [node in user.args[5:7] for user in node.users if is_flash(user.target)]
-        return not readers(node) and all(at_flash)
-
-    def says_lengths(node: fx.Node) -> bool:
-        made = readers(node)
-        return all(user.target in _OF_LENGTHS and (says_ends(user) or says_lengths(user)) for user in made)
-
     placeholders = gm.graph.find_nodes(op="placeholder") if has_flash(gm) else []
     given = [(node, node.meta.get("example_value")) for node in placeholders]
     lists = [node for node, x in given if isinstance(x, Tensor) and x.dim() == 1]
-    ends = {node for node in lists if says_ends(node)}
-    lengths = {node for node in lists if node not in ends and node.users and says_lengths(node)}
+    ends = {node for node in lists if _says_ends(node)}
+    lengths = {node for node in lists if node not in ends and _says_lengths(node)}
     return ends or (lengths if len(lengths) == 1 else set())
+
+
+def _says_ends(node: fx.Node) -> bool:
+    found = list(_readers(node))
+    return bool(found) and all(is_flash(reader.target) and value in reader.args[5:7] for value, reader in found)
+
+
+def _says_lengths(node: fx.Node) -> bool:
+    found = [reader for _, reader in _readers(node)]
+    return bool(found) and all(
+        reader.target in _OF_LENGTHS and (_says_ends(reader) or _says_lengths(reader)) for reader in found
+    )
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads a value, and as what: in the body of a checkpoint it has another name."""
+    for user in node.users:
+        if user.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body: Any = user.args[0]
+            inside = getattr(user.graph.owning_module, body.target).graph.find_nodes(op="placeholder")
+            for own, value in zip(inside, user.args[1:], strict=True):
+                if value is node:
+                    yield from _readers(own)
+        elif user.target is not getattr:  # is_xpu, of pad
+            yield node, user
 
 
 def call_flash(call: FlashCall, known: dict[int, tuple[Tensor, Tensor]]) -> Tensor:

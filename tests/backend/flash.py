@@ -91,6 +91,7 @@ def flash_stubs(name: str = "flash_attention_2", **functions: Any) -> Iterator[N
         "_process_flash_kwargs_fn": utils._lazy_define_process_function(lengths),
         "_process_with_kvcache_kwargs_fn": functools.partial(dict),
     }  # fmt: skip
+    loaded = {key: value for key, value in loaded.items() if hasattr(utils, key)}  # transformers 5.17 has less of them
     before = {key: getattr(utils, key) for key in loaded}
     vars(utils).update(loaded)
     try:

@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from treefx.bench.overlap import link as link_module
 from treefx.bench.overlap import run as bench
 from treefx.bench.overlap.link import EmulatedLink, connect
 from treefx.bench.overlap.mlp import LAYOUTS, Way, shared_block
+from treefx.bench.overlap.outbox import Outbox
 from treefx.bench.overlap.rank import CHUNKS, RATIOS, _different
 from treefx.bench.overlap.run import OverlapError
 from treefx.cli import app
+from treefx.errors import InputError
 
 PLACES = {"all_reduce": 2, "gather_scatter": 4}
 """Products with a collective, forward and backward."""
@@ -38,12 +41,26 @@ class Clock:
         self.now += seconds
 
 
+class Carrier:
+    """What a link may ask of gloo, and in tensors of which sizes it did."""
+
+    def __init__(self, gloo: dist.ProcessGroup) -> None:
+        self.gloo, self.sizes = gloo, set[int]()
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:
+        self.sizes.update(tensor.nbytes for tensor in tensors)
+        return self.gloo.allreduce(tensors, options)
+
+
 def worker(rank: int, port: int, folder: str) -> None:
     """In one of the processes: collectives over a link, and ways of which one is a bit off on the second rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
-    link = connect()
-    torch.save((collectives(link, rank), differences(link, rank)), Path(folder) / f"{rank}.pt")
+    link = connect(8 * SENT)
+    carrier = Carrier(link._carrier)
+    link._carrier = carrier  # type: ignore[assignment]
+    found = [collectives(link, rank), differences(link, rank), again_and_again(link, rank), carrier.sizes]
+    torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -75,14 +92,53 @@ def differences(link: EmulatedLink, rank: int) -> list[str]:
     )
 
 
+def again_and_again(link: EmulatedLink, rank: int) -> list[float]:
+    """Many times what the ranks' memory holds, two at once, the later one waited for first."""
+    c10d, sums = torch.ops._c10d_functional, []
+    for step in range(40):
+        sent = [c10d.all_reduce(torch.full((SENT // 4,), step + rank + i), "sum", link.group_name) for i in (0.0, 0.5)]
+        sums += [float(c10d.wait_tensor(one).unique()) for one in reversed(sent)]
+    with pytest.raises(InputError, match="expected a sum over the ranks of an emulated link, got .*MAX"):
+        c10d.all_reduce(torch.ones(1), "max", link.group_name)
+    return sums
+
+
 def test_a_link_carries_one_after_the_other_and_a_way_one_bit_off_is_named(tmp_path: Path) -> None:
     expected = 2 * torch.arange(SENT // 4, dtype=torch.float32) + 1
-    for rank, ((results, sleeps), wrong) in enumerate(run_ranks(__name__, tmp_path)):
+    for rank, ((results, sleeps), wrong, sums, told) in enumerate(run_ranks(__name__, tmp_path)):
         summed, scattered, gathered = results
         assert torch.equal(summed, expected) and torch.equal(gathered, expected)
         assert torch.equal(scattered, expected.chunk(WORLD)[rank])
         assert sleeps == [0.5, 1.5, 1.0, 1.0], "twice around but for what was computed meanwhile, once, once"
         assert wrong == ["4"]
+        assert sums == [2 * step + 1 + more for step in range(40) for more in (1, 0)]
+        assert told == {16}, "gloo carries when a collective was issued, and nothing of what is sent"
+
+
+def outboxes(size: int) -> tuple[Outbox, Outbox]:
+    """Of two ranks in one process."""
+    shared = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    return Outbox(shared, 0), Outbox(shared, 1)
+
+
+def test_what_is_sent_stays_until_all_have_read_it() -> None:
+    ranks, sent = outboxes(1024), torch.arange(64, dtype=torch.float32)
+    found = [[box.put(sent + rank + 10 * i) for rank, box in enumerate(ranks)] for i in range(4)]
+    for i, both in enumerate(found):
+        for parts in both:
+            assert all(torch.equal(part, sent + rank + 10 * i) for rank, part in enumerate(parts))
+    with pytest.raises(InputError, match="at most 1,024 bytes, got one of 256 beside others"):
+        ranks[0].put(sent)
+    ranks[0].read_by_all(1)
+    assert torch.equal(ranks[0].put(-sent)[0], -sent)
+    assert torch.equal(found[1][0][0], sent + 10)
+    with pytest.raises(InputError, match="beside others"):
+        ranks[0].put(sent)
+
+
+def test_what_no_outbox_holds_is_refused() -> None:
+    with pytest.raises(InputError, match="at most 1,024 bytes, got one of 1,028"):
+        outboxes(1024)[0].put(torch.zeros(257))
 
 
 @pytest.mark.sample(2)

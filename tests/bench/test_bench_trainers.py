@@ -89,6 +89,7 @@ def test_a_recipe_names_rows_and_model_and_asks_for_a_compiler_only_then(
     switch = {
         "ms-swift": f"--torch_compile {json.dumps(compiled)}",
         "lightning": "--compile" if compiled else "output",
+        "ray-train": "--compile" if compiled else "output",
         "torchtitan": "--compile.enable" if compiled else "output",
         "torchtune": f'"compile": {json.dumps(compiled)}',
     }.get(name, f'"torch_compile": {json.dumps(compiled)}')

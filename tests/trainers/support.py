@@ -21,8 +21,10 @@ from tests.trainers.leftovers import forget_accelerate
 
 __all__ = [
     "COMMON",
+    "NEEDS_RAY",
     "NEEDS_TRAINERS",
     "PROMPT",
+    "RAY_SETTINGS",
     "TAILS",
     "Training",
     "assert_same_training",
@@ -33,6 +35,10 @@ __all__ = [
 
 NEEDS_TRAINERS = "the libraries of the trainers are not installed: pip install -e '.[trainers]'"
 """Why tests of trainers are skipped."""
+NEEDS_RAY = "Ray Train is not installed: pip install 'ray[train]'"
+"""Why tests of it are skipped."""
+RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Nothing is reported to anyone, and workers are not put behind all else that runs."""
 
 PROMPT = "the cat sat on the red mat and"
 TAILS = [" ran home", " saw birds", " ate fish", " ran away", " saw fish", " ate birds", " sat home", " fell down"]

@@ -132,6 +132,12 @@ def train_cases(rank: int, port: int, folder: str, cases: Cases) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    torch.save(outcomes(rank, cases), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def outcomes(rank: int, cases: Cases) -> dict[str, Any]:
+    """Of every case: the losses, the weights at the end, and what treefx says of it."""
     results = {}
     for name, (build, accumulate) in cases.items():
         torch._dynamo.reset()
@@ -143,8 +149,7 @@ def train_cases(rank: int, port: int, folder: str, cases: Cases) -> None:
         }
         kept = ("fallback", "sharing_ratio", "attention_rewritten", "expansions", "ran", "head_tokens")
         results[name] = (losses, weights, {key: stats[key] for key in kept})
-    torch.save(results, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 def run_ranks(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
@@ -71,6 +72,22 @@ def _pass_warnings() -> None:
     warn_once = getattr(logging.Logger, "warning_once", None)
     if warn_once is not None:
         torch._dynamo.config.ignore_logging_functions.add(warn_once)
+        _log_without_settings()
+
+
+def _log_without_settings() -> None:
+    """Leave Dynamo's settings out of the log of compilations where it cannot write the functions among them.
+
+    PyTorch 2.11 writes every setting as JSON, also the functions of ``_pass_warnings``, and prints a traceback for
+    every graph; later ones leave these out.
+    """
+    settings = getattr(dynamo_utils, "_get_dynamo_config_for_logging", None)
+    if settings is None:
+        return
+    try:
+        settings()
+    except TypeError:
+        dynamo_utils._get_dynamo_config_for_logging = lambda: None
 
 
 def _pass_requires_grad() -> None:

@@ -1,4 +1,4 @@
-"""One process and its surroundings: threads, pickles, modes, limits, resets, dumps, caches of compiled code."""
+"""One process and its surroundings: threads, pickles, modes, limits, resets, dumps, logs, caches of compiled code."""
 
 import copy
 import json
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import metrics_context
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
@@ -26,6 +28,7 @@ from tests.spellings import SPELLINGS
 from treefx.passes.packing.compile_inner import Inner, _CacheKey
 from treefx.passes.pipeline import build_passes
 from treefx.passes.trace.fingerprint import fingerprint
+from treefx.runtime import dynamo
 from treefx.runtime.records import Records
 from treefx.runtime.ways.ordinary import Ordinary
 
@@ -218,6 +221,31 @@ def test_loss_laws_left_out() -> None:
 def test_passes_that_cannot_be_left_out(names: Any, words: str) -> None:
     with refused("disable_passes", words):
         treefx.Config(disable_passes=names)
+
+
+# Logs of Dynamo -------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_of_a_compilation_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo reports what it could not write of its log instead of raising it."""
+    reported: list[str] = []
+    monkeypatch.setattr(metrics_context.log, "exception", reported.append)
+    loss_of(BATCH)(compile_with(tiny(), inner="eager")).backward()
+    assert not reported
+
+
+def test_settings_that_cannot_be_written_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 writes the functions that Dynamo shall trace past as JSON."""
+
+    def settings() -> str:
+        return json.dumps(list(torch._dynamo.config.ignore_logging_functions))
+
+    monkeypatch.setattr(dynamo_utils, "_get_dynamo_config_for_logging", settings)
+    with torch._dynamo.config.patch(ignore_logging_functions=set()):
+        dynamo._log_without_settings()
+        assert dynamo_utils._get_dynamo_config_for_logging() == "[]"
+        dynamo._pass_warnings()
+        assert dynamo_utils._get_dynamo_config_for_logging() is None
 
 
 # Caches ---------------------------------------------------------------------------------------------------------------

@@ -221,6 +221,7 @@ def fresh_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fresh_verdicts")
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of Triton 3.6's interpreter
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("outside", [0, 20])
 def test_right_kernels_are_chosen_without_a_word(outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +237,7 @@ def test_right_kernels_are_chosen_without_a_word(outside: int, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("fresh_verdicts")
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # of Triton 3.6's interpreter
 @pytest.mark.filterwarnings("error")
 def test_inference_mode_is_no_reason_for_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.flex, "forward", None)
@@ -296,7 +298,8 @@ def test_first_use_compares_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.warns(RuntimeWarning, match="warp-specialised .* is switched off") as caught:
             for _ in range(2):
                 paths.checked(f"wrong by {factor}", runner, [], partial(run, factor=factor))
-        assert len(caught) == 1 and taken == ["plain", "warp", "plain", "plain"]
+        assert sum("is switched off" in str(warning.message) for warning in caught) == 1
+        assert taken == ["plain", "warp", "plain", "plain"]
 
 
 def test_the_check_sees_one_wrong_row_of_many() -> None:

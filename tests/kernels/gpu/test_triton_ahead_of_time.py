@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.kernels.gpu.planting import planted, template
+from tests.kernels.gpu.versions import is_old, specialises_keys
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
@@ -39,7 +40,7 @@ def verdicts(arch: int, *cases: Case, paths: tuple[str, ...] = ("plain", "warp")
 
 def test_hopper_in_both_forms() -> None:
     found = verdicts(90, Case(BF16, 128, 128, 7, EVERYTHING))
-    assert len(found) == 6
+    assert len(found) == 5 + specialises_keys(EVERYTHING)
     assert not any(found.values()), found
 
 
@@ -68,22 +69,29 @@ def test_plain_loops_load_ahead() -> None:
 def test_instructions_of_the_forward(path: str, most: list[float]) -> None:
     """Per logit: in both groups of warps, or over full tiles and under the mask.
 
-    Untrimmed 17, and 13.1 and 24.4; over half as many keys 13.9, and 12.3 and 17.3.
+    Untrimmed 17, and 13.1 and 24.4; over half as many keys 13.9, and 12.3 and 17.3. Triton 3.6 spills in the plain form
+    over all keys of the wide tile, so that it takes half as many: 12.2 and 20.1.
     """
+    if path == "plain" and is_old():
+        most = [12.5, 20.5]
     record = next(iter(run(90, paths=(path,), cases=[Case(BF16, 128, 128, 4)])))
     assert record["kernel"] == "forward"
     assert all(0 < found <= bound for found, bound in zip(record["instructions_per_logit"], most, strict=True))
 
 
 def test_one_pass_takes_fewer_instructions_than_two() -> None:
-    """In all loops of either form, and for five products instead of seven; it is within the bounds of all kernels."""
+    """In all loops of either form, and for five products instead of seven; it is within the bounds of all kernels.
+
+    17.3 and 20.5, with 56 bytes of spills; in Triton 3.6 18.1 and 21.9, with 80.
+    """
+    most, spills = (22, 80) if is_old() else (21, 64)
     found = {(r["path"], r["kernel"]): r for r in run(90, cases=[Case(BF16, 128, 128, 4)])}
     loops = {key: record["instructions_per_logit"] for key, record in found.items()}
     once = loops["plain", "backward_once"]
-    assert len(once) == 2 and 0 < once[0] < once[1] < 21
+    assert len(once) == 2 and 0 < once[0] < once[1] < most
     for path in ("plain", "warp"):
         assert max(once) < min(loops[path, "backward_keys"]) + min(loops[path, "backward_queries"])
-    assert found["plain", "backward_once"]["spill_bytes"] <= 64
+    assert found["plain", "backward_once"]["spill_bytes"] <= spills
     assert not any(record["problems"] for record in found.values())
 
 
@@ -144,11 +152,15 @@ def test_blackwell() -> None:
 @pytest.mark.parametrize("features", [(), ("window", "bias"), ("window", "alibi")])
 def test_a_new_length_compiles_nothing(path: str, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """What Triton specialises on is the same for every number of tokens, in all kernels."""
-    keys = []
+    expected, keys = ["forward", *BACKWARD[: 2 + (path == "plain" and not features)]], []
+    if path == "warp" and not specialises_keys(features):
+        expected.remove("backward_keys")
+    if path == "warp" and "bias" in features:
+        expected.clear()
     for tokens in (256, 333, 1008, 1001):
         monkeypatch.setattr(bench_kernel, "_TOKENS", tokens)
         launches = list(bench_kernel._launches(Case(BF16, 64, 64, 4, features), path, 90))
-        assert len(launches) == (0 if path == "warp" and "bias" in features else 3 + (path == "plain" and not features))
+        assert [launch.kernel.__name__ for launch in launches] == expected
         keys.append([_specialised(launch) for launch in launches])
     assert all(key == keys[0] for key in keys)
 

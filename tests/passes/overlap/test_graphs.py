@@ -151,16 +151,6 @@ def test_cuts_are_aligned_and_pieces_long_enough(rows: int, chunks: int) -> None
     assert min(lengths) >= min(rows, ALIGNED)
 
 
-def test_cuts_at_ends_of_subtrees() -> None:
-    assert cut_lengths(256, 2, ends=[10, 112, 131, 256]) == [112, 144]
-    assert cut_lengths(256, 2, ends=[131, 256]) == [128, 128]  # no aligned one
-    assert cut_lengths(256, 2, ends=[16]) == [128, 128]  # too far away
-    gm = graph_of(CUT["all_reduce"])
-    overlap_collectives(gm.graph, 2, ends=[80])
-    shapes = [node.meta["val"].shape[0] for node in gm.graph.nodes if node.target is aten.mm.default]
-    assert shapes == [80, ROWS - 80]
-
-
 def test_gate_cuts_where_it_pays_only() -> None:
     assert GATE.best(flops=1e9, size=1e9) == 8
     assert GATE.best(flops=1e9, size=1e6) == 1  # nothing to hide

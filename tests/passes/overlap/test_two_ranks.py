@@ -127,7 +127,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 def whole_shares() -> Iterator[None]:
     """The plausible mistake: chunk j of a reduce-scatter as the j-th piece of all rows, not of every rank's."""
     right = sending._cut
-    sending._cut = lambda site, product, emit, chunks, ends: emit.cut(product.args[0], 0, chunks)
+    sending._cut = lambda site, product, emit, chunks: emit.cut(product.args[0], 0, chunks)
     try:
         yield
     finally:

@@ -6,16 +6,25 @@ from typing import Any
 
 from treefx.bench.trainers.material import Material
 
-__all__ = ["PROGRAMS", "lightning", "torchtitan", "torchtune", "verl"]
+__all__ = ["PROGRAMS", "lightning", "ray_train", "torchtitan", "torchtune", "verl"]
 
 PROGRAMS = "treefx.bench.trainers.programs"
 
 
 def lightning(material: Material, folder: Path, compiled: bool) -> list[str]:
     """The command for ``Trainer.fit``."""
+    return _program("lightning", material, folder, compiled)
+
+
+def ray_train(material: Material, folder: Path, compiled: bool) -> list[str]:
+    """The command for ``TorchTrainer.fit`` with two workers."""
+    return _program("ray_train", material, folder, compiled)
+
+
+def _program(name: str, material: Material, folder: Path, compiled: bool) -> list[str]:
     switch = ["--compile"] if compiled else []
-    read = [str(material.model), str(material.chats)]
-    return ["python", "-m", f"{PROGRAMS}.lightning", *read, str(folder / "output"), *switch]
+    paths = [str(path) for path in (material.model, material.chats, folder / "output")]
+    return ["python", "-m", f"{PROGRAMS}.{name}", *paths, *switch]
 
 
 def torchtitan(material: Material, folder: Path, compiled: bool) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treefx.bench.trainers.loops import lightning, torchtitan, torchtune, verl
+from treefx.bench.trainers.loops import lightning, ray_train, torchtitan, torchtune, verl
 from treefx.bench.trainers.material import Material
 
 __all__ = ["RECIPES", "Recipe"]
@@ -185,6 +185,7 @@ RECIPES = {
         Recipe(name="torchtitan", write=torchtitan, requirements=("torchtitan==0.3.0",), by_switch=True),
         Recipe(name="torchtune", write=torchtune, requirements=("torchtune==0.6.1", "torchao==0.14.1"), by_switch=True),
         Recipe(name="lightning", write=lightning, requirements=("lightning==2.6.6", "transformers==5.23.0")),
+        Recipe(name="ray-train", write=ray_train, requirements=("ray==2.60.0", "ray[train]", "transformers==5.23.0")),
     )
 }
 """By name."""

@@ -25,6 +25,7 @@ _ALONE = {
     "HF_DATASETS_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "AXOLOTL_DO_NOT_TRACK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
     "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, of what is installed; pip has solved that
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -99,9 +99,9 @@ def overlap(
 ) -> None:
     """Hide the collectives of an MLP on two processes behind its products, over a link whose rate is given.
 
-    What is sent goes through gloo and arrives as late as a link would let it: a collective of the forward takes 0.5, 1
-    and 2 times its product. Untouched, in 2, 4 and 8 chunks, and as the gate decides by rates it measures over
-    that link; results are compared to the bit first.
+    What is sent lies in memory that both read, and arrives as late as a link would let it: no processor carries it. A
+    collective of the forward takes 0.5, 1 and 2 times its product. Untouched, in 2, 4 and 8 chunks, and as the gate
+    decides by rates it measures over that link; results are compared to the bit first.
     """
     from treefx.bench.overlap import run as bench_overlap
 

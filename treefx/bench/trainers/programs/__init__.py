@@ -5,5 +5,5 @@ runs in its trainer's environment and imports it, and none another one.
 
 Order of imports, each only of what stands before an arrow::
 
-    log, chats -> lightning, torchtitan, torchtune, verl_actor
+    log, chats -> lightning, ray_train, torchtitan, torchtune, verl_actor
 """

@@ -5,14 +5,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_documents"]
+import torch
+from torch import Tensor
 
+__all__ = ["Row", "collate", "read_documents", "read_rows"]
+
+Row = tuple[list[int], list[int]]
+"""Token ids and labels."""
 _IGNORED = -100
+_PAD = 0
+"""Of rows that are shorter than others: masked."""
 
 
-def read_documents(
-    path: Path, write: Callable[..., str], encode: Callable[[str], Sequence[int]]
-) -> list[tuple[list[int], list[int]]]:
+def read_documents(path: Path, write: Callable[..., str], encode: Callable[[str], Sequence[int]]) -> list[Row]:
     """Token ids of each chat, and its labels: the ids of the last answer, -100 before it.
 
     Args:
@@ -27,3 +32,26 @@ def read_documents(
         ids = list(encode(write(chat, add_generation_prompt=False)))
         found.append((ids, [_IGNORED] * len(before) + ids[len(before) :]))
     return found
+
+
+def read_rows(path: Path, model: Path) -> list[Row]:
+    """The same by the tokenizer in a folder that transformers reads."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+
+    def write(messages: Any, **options: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+    return read_documents(path, write, tokenizer.encode)
+
+
+def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Rows padded on the right."""
+    width = max(len(ids) for ids, _ in rows)
+    fields = {
+        "input_ids": [ids + [_PAD] * (width - len(ids)) for ids, _ in rows],
+        "attention_mask": [[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows],
+        "labels": [labels + [_IGNORED] * (width - len(labels)) for _, labels in rows],
+    }
+    return {name: torch.tensor(values) for name, values in fields.items()}

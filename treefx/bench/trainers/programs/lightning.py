@@ -15,19 +15,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-import treefx
-from treefx.bench.trainers.programs.chats import read_documents
-from treefx.bench.trainers.programs.log import write_log
-from treefx.errors import InputError
-from treefx.integrations.metrics import metrics_of
+from treefx.bench.trainers.programs.chats import collate, read_rows
+from treefx.bench.trainers.programs.log import step_entry, write_log
 
 __all__ = ["main"]
-
-Row = tuple[list[int], list[int]]
-_PAD = 0
-"""Of rows that are shorter than others: masked."""
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
@@ -63,37 +56,13 @@ class Log(Callback):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """The gradients of the whole step are there."""
-        norms = [parameter.grad.norm() for parameter in module.parameters() if parameter.grad is not None]
-        self.entries.append({"grad_norm": float(torch.stack(norms).norm()), **_sharing(module.model)})
-
-
-def _sharing(model: Any) -> dict[str, float]:
-    try:
-        return metrics_of(treefx.inspect(model).stats)
-    except InputError:  # not compiled, or by another
-        return {}
-
-
-def collate(rows: list[Row]) -> dict[str, Tensor]:
-    """Rows padded on the right."""
-    width = max(len(ids) for ids, _ in rows)
-    fields = {
-        "input_ids": [ids + [_PAD] * (width - len(ids)) for ids, _ in rows],
-        "attention_mask": [[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows],
-        "labels": [labels + [-100] * (width - len(labels)) for _, labels in rows],
-    }
-    return {name: torch.tensor(values) for name, values in fields.items()}
+        self.entries.append(step_entry(module.model))
 
 
 def main(model_folder: Path, chats: Path, output: Path, *, backend: str | None) -> None:
     """Train once over the rows, in their order."""
     lightning.seed_everything(7)
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
-
-    def write(messages: Any, **options: Any) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-
-    rows: Any = read_documents(chats, write, tokenizer.encode)
+    rows: Any = read_rows(chats, model_folder)
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder).train()
     if backend is not None:
         model.compile(backend=backend, dynamic=True)

@@ -5,7 +5,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_log"]
+import torch
+from torch import Tensor, nn
+
+import treefx
+from treefx.errors import InputError
+from treefx.integrations.metrics import metrics_of
+
+__all__ = ["step_entry", "write_log"]
+
+
+def step_entry(model: nn.Module) -> dict[str, float]:
+    """The norm of a model's gradients, and what treefx says of the step, where treefx has compiled it."""
+    norms = [parameter.grad.norm() for parameter in model.parameters() if isinstance(parameter.grad, Tensor)]
+    entry = {"grad_norm": float(torch.stack(norms).norm())}
+    try:
+        return entry | metrics_of(treefx.inspect(model).stats)
+    except InputError:  # not compiled, or by another
+        return entry
 
 
 def write_log(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
