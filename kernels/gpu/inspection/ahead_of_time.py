@@ -50,8 +50,7 @@ class CompileReport:
         prefetch: copies that stay under way while a tile is used, for every loop with products; ``None`` if some warps
             only load.
         loop_instructions: what a thread executes per tile, for every loop with products (in each group of warps).
-        overlap: exponentials that a thread computes while products run, for every end of products whose left operand
-            lies in registers.
+        overlap: exponentials that a thread computes while products run, for every end of all products.
     """
 
     registers: int

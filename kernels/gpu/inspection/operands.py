@@ -21,7 +21,7 @@ _WITHOUT_RESULT = ("ST", "BAR", "RED", "WARP", "BRA", "SYNCS", "UTMA")
 
 @dataclass
 class _Step:
-    """An instruction, with the registers that products under way read when it begins."""
+    """An instruction, with the registers that products under way read when it begins, those of the last group last."""
 
     name: str
     arguments: list[str]
@@ -51,21 +51,20 @@ def overwritten_operands(sass: str) -> list[str]:
 
 
 def beside_products(sass: str) -> tuple[int, ...]:
-    """Return, for every wait that ends products with an operand in registers, the exponentials that began before it.
+    """Return, for every wait that ends all products, the exponentials before it.
 
-    At 0 nothing is computed while they run.
+    Those count that began while any of these products was under way: at 0 nothing is computed meanwhile.
 
     Args:
         sass: the machine code, as `instructions.disassembled` returns it.
     """
     counts, exponentials = [], 0
     for step in _steps(sass):
-        if step.name.startswith(_PRODUCT):
-            exponentials = 0
-        elif step.name.startswith(_EXPONENTIAL):
-            exponentials += 1
-        elif step.name.startswith(_WAIT) and _left(step) == 0 and any(step.read):
+        if step.name.startswith(_EXPONENTIAL):
+            exponentials += len(step.read) > 1
+        elif step.name.startswith(_WAIT) and _left(step) == 0:
             counts.append(exponentials)
+            exponentials = 0
     return tuple(counts)
 
 

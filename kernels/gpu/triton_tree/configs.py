@@ -135,18 +135,19 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
 
 
 def _wide_tile(problem: Problem) -> tuple[Config, ...]:
-    """Return the first choice of a forward on Hopper whose nodes are long and whose score is a product alone.
+    """Return the first choice on Hopper, of the forward or dq in Gluon, for long nodes and a product alone.
 
     Of twice as many keys a tile takes a fifth fewer instructions per logit (11.0 instead of 13.9 specialised, 9.5
     instead of 12.3 in full tiles of the plain form); conditions and slopes spill in it, short nodes fill little of it.
     """
     width, bare = max(problem.head_dim, problem.value_dim), not problem.heavy and "|" not in problem.operations
     hopper = problem.shared_limit == SHARED_MEMORY[90] and problem.dtype != torch.float32
-    if problem.kernel != "forward" or not (hopper and bare and width <= 128) or problem.loads_pairs:
+    kernel = "backward_queries" if problem.path == "gluon" else "forward"
+    if problem.kernel != kernel or not (hopper and bare and width <= 128) or problem.loads_pairs:
         return ()
-    if problem.node_length < _LONG_NODE or problem.path == "gluon":
+    if problem.node_length < _LONG_NODE:
         return ()
-    if problem.path == "warp":
+    if problem.path != "plain":
         return (Config(128, 128, 4, 3 if width <= 64 else 2),)
     return (Config(128, 128, 8, 3),) if width <= 96 or triton_version() >= (3, 7) else ()  # it spills in Triton 3.6
 
@@ -247,7 +248,15 @@ _GLUON: _Table = {
         64: (Config(128, 128, 4, 3), Config(128, 64, 4, 3)),
         128: (Config(128, 128, 4, 2), Config(128, 64, 4, 3)),
         192: (Config(128, 64, 4, 2),),
-    }
+    },
+    "backward_keys": {
+        128: (Config(64, 128, 4, 3), Config(32, 128, 4, 3)),
+        192: (Config(32, 128, 4, 3),),
+    },
+    "backward_queries": {
+        128: (Config(128, 64, 4, 3),),
+        192: (Config(128, 64, 4, 2),),
+    },
 }
 """Four warps: the kernel adds a second group of them and one that loads."""
 _SPECIALISED = {"warp": _WARP, "gluon": _GLUON}

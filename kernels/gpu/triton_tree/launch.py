@@ -49,7 +49,7 @@ class Attention:
     Attributes:
         inputs: the tensors; the boundary is a key source of its own.
         score: the score.
-        path: ``"plain"`` or ``"warp"``; ``"gluon"``, of the forward alone.
+        path: ``"plain"``, ``"warp"`` or ``"gluon"``.
         once: whether the kernel of dk and dv also adds up dq, in no fixed order; on the plain path only.
         choose: the configuration of each problem.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
@@ -279,7 +279,7 @@ class Attention:
         packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
-        return launch, packed, packed if self.path == "warp" else in_place
+        return launch, packed, in_place if self.path == "plain" else packed
 
     def vectors(self, source: KeySource) -> dict[str, Any]:
         """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""

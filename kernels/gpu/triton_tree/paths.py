@@ -4,7 +4,8 @@ The warp-specialised form, and one pass, which has a plain form only, are checke
 passes, on the first of the tokens at hand, when a process first uses them for an attention of its kind, and again for
 longer lists of tiles. What cannot be compiled, or differs anywhere, gives way to the plain form with one warning.
 
-A third form of the forward, in Gluon, runs where ``TREEFX_KERNEL_PATH=gluon`` asks for it, checked like the others.
+A third form, in Gluon, backward in two passes, runs where ``TREEFX_KERNEL_PATH=gluon`` asks for it, checked like the
+others.
 """
 
 import os
@@ -171,9 +172,11 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
         UnsupportedError: ``TREEFX_KERNEL_PATH`` demands what cannot be run.
     """
     forced = forced_path()
-    if forced == "gluon" and name == "forward":
-        return _in_gluon(attention, run)
-    forced = None if forced == "gluon" else forced  # the backward has no such form
+    if forced == "gluon":
+        found = _in_gluon(name, attention, tensors, run)
+        if found is not None:
+            return found
+        forced = None
     refusal = warp_refusal(attention, tensors[:1])
     if forced == "warp" and name == "backward" and not interpreted():
         refusal = refusal or keys_refusal(attention)
@@ -192,14 +195,19 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
     return run(fast if right else replace(attention, path="plain"), tensors)
 
 
-def _in_gluon(attention: Attention, run: Run) -> list[Tensor]:
-    """Run a forward in Gluon, or in the plain form if it is found to be wrong."""
+def _in_gluon(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> list[Tensor] | None:
+    """Run an attention in Gluon, or in the plain form if it is found to be wrong.
+
+    ``None``: it is a backward that Gluon cannot run, because of how its gradient lies; other forms can.
+    """
     attention = replace(attention, path="gluon")
-    refusal = "Triton's interpreter runs no Gluon" if interpreted() else warp_refusal(attention)
+    refusal = "Triton's interpreter runs no Gluon" if interpreted() else warp_refusal(attention, tensors[:1])
+    if refusal is not None and name == "backward":
+        return None
     if refusal is not None:
         raise UnsupportedError(f"TREEFX_KERNEL_PATH=gluon must meet an attention that path can run, but {refusal}")
-    right = _is_right("Gluon", "forward", attention, [], run)
-    return run(attention if right else replace(attention, path="plain"), [])
+    right = _is_right("Gluon", name, attention, tensors, run)
+    return run(attention if right else replace(attention, path="plain"), tensors)
 
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:

@@ -195,7 +195,7 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
         instructions_per_logit, overlap, tile, seconds, problems``; ``race_free`` is ``None`` where all warps do alike,
         ``prefetch`` where some of them only load. ``prefetch`` has an item per loop with products,
         ``instructions_per_logit`` one per loop and group of warps: what a thread executes for each of its logits;
-        ``overlap`` one per end of products of weights and values: the exponentials that began before it.
+        ``overlap`` one per end of all products: the exponentials that began while any of them was under way.
     """
     import triton
 
@@ -278,9 +278,7 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     for number, source in enumerate(sources):  # the last one goes on from what the others have left
         last, before = number == len(sources) - 1, number > 0
         yield attention.forward(source, out if last else wide, row, (wide, row) if before else None)
-        if path == "gluon":
-            continue
-        if path == "plain" or keys_refusal(attention) is None:
+        if path != "warp" or keys_refusal(attention) is None:
             yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
         yield attention.backward_queries(source, of_queries, dq if last else wide_dq, wide_dq if before else None)
     if path == "plain" and one_pass_fits(attention.problem("backward_once")):

@@ -1,1 +1,1 @@
-"""The forward in Gluon: its text run by hand, its machine code, and who may run it."""
+"""The kernels in Gluon: their text run by hand, their machine code, and who may run them."""

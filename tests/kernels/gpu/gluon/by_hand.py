@@ -1,9 +1,9 @@
 """Runs the text of a kernel in Gluon without a device: numbers in float64, groups of warps that wait for each other.
 
-Every group is a thread, and one at a time runs, until a barrier stops it. What goes wrong on a device by chance goes
-wrong here for sure: room for a copy holds NaN until somebody waits for its barrier and nobody else can go on, and a
-product reads its operands from shared memory when it is waited for, no sooner. Barriers count arrivals and bytes, as
-those of the device do.
+Every group is a thread, and one at a time runs, until a barrier stops it or it waits for products. What goes
+wrong on a device by chance goes wrong here for sure: room for a copy holds NaN until somebody waits for its barrier and
+nobody else can go on, and a product reads its operands from shared memory when it is waited for, no sooner, and when
+others have gone on. Barriers count arrivals and bytes, as those of the device do.
 """
 
 import inspect
@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,7 +167,11 @@ class Turns:
             except BaseException as reason:  # it is raised where the kernel was called
                 self.failure = self.failure or reason
             self.stops.pop(number)
-            self.next()
+            try:
+                self.next()
+            except AssertionError as reason:  # of a barrier that others wait for
+                self.failure = self.failure or reason
+                self.turn.notify_all()
 
     def wait(self, barrier: Barrier, phase: int) -> None:
         number = self.own.number
@@ -174,6 +179,15 @@ class Turns:
         self.next()
         self.until_own(number)
         self.stops[number] = None
+
+    def let_others(self) -> None:
+        """Let the others go on first, as far as they can."""
+        number = self.own.number
+        other = self.ready(besides=number)
+        if other is not None:
+            self.running = other
+            self.turn.notify_all()
+            self.until_own(number)
 
     def next(self) -> None:
         self.running = self.ready()
@@ -186,10 +200,10 @@ class Turns:
             self.failure = RuntimeError(f"groups {sorted(self.stops)} wait for ever")
         self.turn.notify_all()
 
-    def ready(self) -> int | None:
+    def ready(self, besides: int | None = None) -> int | None:
         """Return the first group, in the order, that nothing stops."""
         for number in self.order:
-            if number in self.stops:
+            if number in self.stops and number != besides:
                 stop = self.stops[number]
                 if stop is None or stop[0].passed(stop[1]):
                     return number
@@ -204,8 +218,8 @@ class Turns:
 class _Program:
     """One program of a launch: what the names of Gluon mean in it."""
 
-    def __init__(self, place: tuple[int, int], order: Sequence[int]) -> None:
-        self.place, self.turns = place, Turns(order)
+    def __init__(self, place: tuple[int, int], grid: tuple[int, int], order: Sequence[int]) -> None:
+        self.place, self.grid, self.turns = place, grid, Turns(order)
         self.language = SimpleNamespace(**{name[3:]: getattr(self, name) for name in dir(self) if name[:3] == "tl_"})
         for name in ("exp", "exp2", "log2", "sqrt", "abs", "floor", "sigmoid", "where", "maximum", "minimum"):
             setattr(self.language, name, _of_numbers(getattr(torch, name)))
@@ -235,13 +249,16 @@ class _Program:
     def tl_program_id(self, axis: int) -> Any:
         return value(self.place[axis])
 
-    def tl_arange(self, start: int, stop: int, layout: Any) -> Any:
+    def tl_num_programs(self, axis: int) -> int:
+        return self.grid[axis]
+
+    def tl_arange(self, start: int, stop: int, layout: Any = None) -> Any:
         return value(torch.arange(start, stop))
 
     def tl_full(self, shape: Any, number: float, dtype: Any, layout: Any) -> Any:
         return value(torch.full(shape, number, dtype=dtype))
 
-    def tl_zeros(self, shape: Any, dtype: Any, layout: Any) -> Any:
+    def tl_zeros(self, shape: Any, dtype: Any, layout: Any = None) -> Any:
         return value(torch.zeros(shape, dtype=dtype))
 
     def tl_max(self, data: Any, axis: int) -> Any:
@@ -307,6 +324,7 @@ class _Program:
 
     def settle(self, left: int, deps: Sequence[Product]) -> Any:
         products = self.turns.own.products
+        self.turns.let_others()
         while len(products) > left:
             products.pop(0).finish()
         assert all(product.result is not None for product in deps), "a product is used that is under way"
@@ -330,7 +348,7 @@ def _of_numbers(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return a function of torch that takes numbers too, in the type of the tensors among them."""
 
     def made(*given: Any) -> Any:
-        numbers = [torch.as_tensor(one) for one in given]
+        numbers = [torch.as_tensor(one, dtype=torch.float64 if isinstance(one, float) else None) for one in given]
         if function is torch.maximum or function is torch.minimum:
             numbers = [one.to(torch.result_type(*numbers)) for one in numbers]
         return value(function(*numbers))
@@ -339,24 +357,26 @@ def _of_numbers(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def run_by_hand(launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str | None = None) -> None:
-    """Run a launch of a kernel in Gluon.
+    """Run a launch of a kernel in Gluon, or of one without products, and the launches after it.
 
     Args:
         launch: the launch, of tensors in float64 on the CPU.
-        order: the groups of warps, the one that runs whenever it can first; 2 is the one that loads.
+        order: the groups of warps, if it has some, the one that runs whenever it can first; 2 is the one that loads.
         text: instead of the kernel's own source.
     """
     file = sys.modules[launch.kernel.fn.__module__].__file__
     assert file is not None
-    source = text or open(file, encoding="utf-8").read()  # noqa: SIM115
+    source = text or Path(file).read_text(encoding="utf-8")
     functions = re.sub(r"^(import|from) (\(\n[^)]*\)|[^\n(]*(\([^)]*\))?)", "", source, flags=re.MULTILINE)
     helpers = inspect.getsource(device).partition("@triton.jit")
     for place in ((first, second) for second in range(launch.grid[1]) for first in range(launch.grid[0])):
-        names = _Program(place, order).names()
+        names = _Program(place, launch.grid, order).names()
         exec("".join(helpers[1:]), names)
         exec(functions, names)
         given = {
             name: Pointer(one, one.storage_offset()) if isinstance(one, Tensor) else one
             for name, one in launch.arguments.items()
         }
-        names["forward"](**given)
+        names[launch.kernel.__name__](**given)
+    for following in launch.after:
+        run_by_hand(following)

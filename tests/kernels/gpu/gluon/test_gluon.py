@@ -159,25 +159,26 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_compiled_within_bounds(case: bench_kernel.Case) -> None:
     records = list(run(90, paths=("gluon",), cases=[case]))
-    assert [record["kernel"] for record in records] == ["forward"] * (1 + ("boundary" in case.features))
+    kernels = ["forward", "backward_keys", "backward_queries"] * (1 + ("boundary" in case.features))
+    assert [record["kernel"] for record in records] == kernels
     for record in records:
         assert not record["problems"] and record["race_free"]
-        assert record["spill_bytes"] == 0
+        assert record["spill_bytes"] <= (64 if record["kernel"] == "backward_keys" else 0)
 
 
 def test_what_a_logit_takes() -> None:
     """Over full tiles and under the mask, in both groups; and every exponential of a tile beside a product."""
-    (record,) = run(90, paths=("gluon",), cases=[BARE])
+    record = next(run(90, paths=("gluon",), cases=[BARE]))
     assert record["tile"] == "128x128 w4 s2"
     full, masked = record["instructions_per_logit"][::2], record["instructions_per_logit"][1::2]
     assert len(full) == len(masked) == 2 and 0 < max(full) <= 8.5 and max(masked) <= 13
-    assert record["overlap"] == [66, 66, 0] * 2, "64 of a thread's logits, and 2 of its rows"
+    assert record["overlap"] == [0, 66, 66, 0] * 2, "64 of a thread's logits, and 2 of its rows"
 
 
 @pytest.fixture(scope="module")
 def texts(own_folder: None) -> tuple[str, str]:
     """The TTGIR and the PTX of a small kernel, which says of itself what memory its descriptors take."""
-    (launch,) = bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 64, 64, 4), "gluon", 90)
+    launch = next(bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 64, 64, 4), "gluon", 90))
     _, compiled = compile_kernel(launch, 90)
     assert compiled.metadata.global_scratch_size == scratch_bytes(launch.kernel, has_low=False)
     return compiled.asm["ttgir"], compiled.asm["ptx"]
@@ -260,7 +261,8 @@ def test_who_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_runs_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the backward where it is asked for: that has the forms it had."""
+    """Neither the forward nor the backward."""
+    monkeypatch.delenv("TREEFX_KERNEL_PATH", raising=False)
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
@@ -272,6 +274,5 @@ def test_nobody_runs_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
         return [half.q]
 
     paths.checked("forward", chosen, [], answer)
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "gluon")
     paths.checked("backward", chosen, [half.q], answer)
     assert set(taken) == {"plain", "warp"}
