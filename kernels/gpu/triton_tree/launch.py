@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -56,7 +56,6 @@ class Attention:
         shared_limit: bytes of shared memory that a program may use.
         request: what the kernels' source depends on.
         code: the score in Triton.
-        module: the kernels.
         group: query heads per key head.
     """
 
@@ -69,7 +68,6 @@ class Attention:
     shared_limit: int = 232_448
     request: Request = field(init=False)
     code: ScoreCode = field(init=False)
-    module: ModuleType = field(init=False)
     group: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,8 +77,12 @@ class Attention:
         request = Request(self.score.to_json(), buffers, q.shape[-1], v.shape[-1], chunks, self.path)
         object.__setattr__(self, "request", request)
         object.__setattr__(self, "code", score_code(request.score, buffers))
-        object.__setattr__(self, "module", kernel_module(request))
         object.__setattr__(self, "group", q.shape[1] // self.inputs.k.shape[1])
+
+    @cached_property
+    def module(self) -> ModuleType:
+        """The kernels: written when they are first asked for."""
+        return kernel_module(self.request)
 
     def sources(self) -> list[KeySource]:
         """Return the boundary's keys, if there is a boundary, then the own keys."""

@@ -32,7 +32,6 @@ __all__ = [
     "keys_refusal",
     "on_path",
     "path_of_keys",
-    "refused_widths",
     "warp_refusal",
 ]
 
@@ -102,10 +101,10 @@ def _read_by_boxes(inputs: Inputs) -> list[Tensor]:
 
 
 def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> str | None:
-    """Return why an attention of this kind has no warp-specialised form, or ``None`` if it has.
+    """Return why an attention of this kind has no form that is specialised by warps, or ``None`` if it has.
 
     Args:
-        attention: the attention; how its tensors lie does not matter.
+        attention: the attention, on the path ``"gluon"`` where that form is meant; how its tensors lie does not matter.
         capability: of the device, or ``None`` for Triton's interpreter.
     """
     if capability is not None:
@@ -117,11 +116,11 @@ def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> st
             return "Triton cannot specialise keys from outside of a score that shares values of pairs"
     if attention.code.loads_pairs:
         return "the score loads by query and key"
-    return refused_widths(attention.request.head_dim, attention.request.value_dim)
+    return _refused_widths(attention.request.head_dim, attention.request.value_dim)
 
 
-def refused_widths(head_dim: int, value_dim: int) -> str | None:
-    """Return why the warp-specialised form cannot run heads of these widths, or ``None`` if it can."""
+def _refused_widths(head_dim: int, value_dim: int) -> str | None:
+    """Return why no form that is specialised by warps can run heads of these widths, or ``None`` if it can."""
     if max(head_dim, value_dim) > _WIDEST or head_dim + value_dim > _WIDEST_TOGETHER:
         return f"heads have more than {_WIDEST} features, or more than {_WIDEST_TOGETHER} of keys and values together"
     if head_dim % _FEATURES or value_dim % _FEATURES:

@@ -11,13 +11,13 @@ pytest.importorskip("triton")
 from tests.kernels.gpu.planting import planted, template
 from tests.kernels.gpu.versions import specialises_keys
 from treefx.bench.attention import kernel as bench_kernel
-from treefx.bench.attention.kernel import CASES, MORE_CASES, Case, run
+from treefx.bench.attention.kernel import CASES, MORE_CASES, Case, has_form, run
 from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 
 SMALL = Case(torch.bfloat16, 64, 64, 4)
-SPECIALISED = [case for case in (*CASES, *MORE_CASES) if bench_kernel._has_warp_path(case, 90)]
+SPECIALISED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "warp", 90)]
 
 RESHAPED = """
 {% macro reshaped_descriptors(name, pointer, prefix, chunks) %}

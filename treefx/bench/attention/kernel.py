@@ -24,17 +24,26 @@ from rich.table import Table
 from torch import Tensor
 
 from treefx.errors import InputError
-from treefx.kernels.common import Inputs
+from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, compile_launch
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, one_pass_fits, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
-from treefx.kernels.gpu.triton_tree.paths import PATHS, keys_refusal, refused_widths
+from treefx.kernels.gpu.triton_tree.paths import PATHS, form_refusal, keys_refusal
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_sums
 from treefx.kernels.score import Expr, Score, make_score
-from treefx.kernels.tiles.tree_blocks import Keys
 from treefx.output import make_table
 
-__all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "problems", "run", "run_with_progress"]
+__all__ = [
+    "ARCHITECTURES",
+    "CASES",
+    "MORE_CASES",
+    "Case",
+    "has_form",
+    "make_summary",
+    "problems",
+    "run",
+    "run_with_progress",
+]
 
 ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
@@ -266,10 +275,16 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
     return found
 
 
+def has_form(case: Case, path: str, arch: int) -> bool:
+    """Return whether a case has a form of the kernels on compute capability ``arch / 10``."""
+    return path == "plain" or form_refusal(_attention(case, path, arch), divmod(arch, 10)) is None
+
+
 def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
-    if path != "plain" and not _has_warp_path(case, arch):
+    if not has_form(case, path, arch):
         return
-    attention, sources = _attention(case, path, arch)
+    attention = _attention(case, path, arch)
+    sources = _sources(attention)
     inputs = attention.inputs
     heads, row = inputs.q.shape[1], torch.empty(1, inputs.q.shape[1], _TOKENS)
     out, wide = (_heads(heads, case.value_dim, dtype) for dtype in (case.dtype, torch.float32))
@@ -296,38 +311,32 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
             yield launch_finish(of_keys["SumsQ"], inputs.q, attention.code.factor, _KV_HEADS)
 
 
-def _has_warp_path(case: Case, arch: int) -> bool:
-    """Return whether the warp-specialised form exists: what ``paths.warp_refusal`` says, without a device."""
-    sixteen_bits = case.dtype != torch.float32
-    narrow = refused_widths(case.head_dim, case.value_dim) is None
-    shared = {"window", "alibi", "boundary"} <= set(case.features)
-    return arch == 90 and sixteen_bits and narrow and "bias" not in case.features and not shared
-
-
-def _attention(case: Case, path: str, arch: int) -> tuple[Attention, list[KeySource]]:
-    """Return the attention of a case and its keys: with a boundary, in the plain form a pool of them, else both."""
+def _attention(case: Case, path: str, arch: int) -> Attention:
     query_heads = case.group * _KV_HEADS
     q = _heads(query_heads, case.head_dim, case.dtype)
     k, v = _heads(_KV_HEADS, case.head_dim, case.dtype), _heads(_KV_HEADS, case.value_dim, case.dtype)
-    score, buffers = _score(case, query_heads)
-    sinks = torch.zeros(query_heads) if "sinks" in case.features else None
     ends = torch.full((_TOKENS,), _TOKENS, dtype=torch.int32)
-    inputs = Inputs(q, k, v, ends, buffers, sinks)
-    attention = Attention(inputs, score, path, shared_limit=usable_shared_memory(arch))
-    if "boundary" not in case.features:
-        return attention, [attention.own_keys()]
-    outside = Keys(ends, torch.zeros_like(ends))
-    if path == "plain":
-        return attention, [KeySource(k, v, outside, torch.arange(_TOKENS, dtype=torch.int32))]
-    return attention, [KeySource(k, v, outside), attention.own_keys()]
+    outside = Boundary(k, v, torch.zeros_like(ends), ends) if "boundary" in case.features else None
+    score, buffers = _score(case, query_heads, _TOKENS if outside is None else 2 * _TOKENS)
+    sinks = torch.zeros(query_heads) if "sinks" in case.features else None
+    inputs = Inputs(q, k, v, ends, buffers, sinks, outside)
+    return Attention(inputs, score, path, shared_limit=usable_shared_memory(arch))
+
+
+def _sources(attention: Attention) -> list[KeySource]:
+    """Return the keys of an attention: with a boundary, in the plain form a pool of its keys alone, else both."""
+    sources = attention.sources()
+    if attention.path != "plain" or len(sources) == 1:
+        return sources
+    return [replace(sources[0], rows=torch.arange(_TOKENS, dtype=torch.int32))]
 
 
 def _heads(heads: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(1, _TOKENS, heads, width, dtype=dtype).transpose(1, 2)
 
 
-def _score(case: Case, heads: int) -> tuple[Score, list[Tensor]]:
-    """Return the score of a case with buffers 0: depth, 1: slopes, 2: bias."""
+def _score(case: Case, heads: int, tokens: int) -> tuple[Score, list[Tensor]]:
+    """Return the score of a case with buffers of all tokens, 0: depth, 1: slopes, 2: bias."""
     names = case.features
     score = make_score(
         scale=0.125,
@@ -343,7 +352,7 @@ def _score(case: Case, heads: int) -> tuple[Score, list[Tensor]]:
         sides: list[Expr] = [("floordiv", ("load", 0, (side,)), ("const", 64)) for side in ("q", "k")]
         visible = ("eq", *sides)
     return Score(value, visible), [
-        torch.arange(_TOKENS, dtype=torch.int32),
+        torch.arange(tokens, dtype=torch.int32),
         torch.zeros(heads),
-        torch.empty(heads, _TOKENS, _TOKENS, dtype=case.dtype),
+        torch.empty(heads, tokens, tokens, dtype=case.dtype),
     ]

@@ -18,7 +18,7 @@ from tests.kernels.gpu.gluon.by_hand import run_by_hand
 from tests.kernels.gpu.interpreted_cases import BRANCH_AT_57, SCORES, SMALL, Case, assert_equal, draw
 from tests.kernels.gpu.test_barriers import changed, find
 from treefx.bench.attention import kernel as bench_kernel
-from treefx.bench.attention.kernel import CASES, MORE_CASES, run
+from treefx.bench.attention.kernel import CASES, MORE_CASES, has_form, run
 from treefx.errors import UnsupportedError
 from treefx.kernels import reference
 from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
@@ -30,7 +30,7 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.score import Score
 
-COMPILED = [case for case in (*CASES, *MORE_CASES) if bench_kernel._has_warp_path(case, 90)]
+COMPILED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "gluon", 90)]
 BARE = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
 ORDERS = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
 """The group of warps that loads goes on first, or last, or between the others."""
