@@ -95,7 +95,7 @@ def _attention(node: fx.Node) -> Attention | None:
     capability = torch.cuda.get_device_capability(q.device)
     limit = usable_shared_memory(10 * capability[0] + capability[1])
     attention = Attention(inputs, score, "plain", shared_limit=limit)
-    fast = "gluon" if node.target is _FORWARD and forced_path() == "gluon" else "warp"
+    fast = "gluon" if forced_path() == "gluon" else "warp"
     chosen = replace(attention, path=fast)
     return attention if form_refusal(chosen, capability) else chosen
 
