@@ -13,8 +13,8 @@ from treefx.bench.attention import cpu as bench_attention
 from treefx.bench.attention import cuda as bench_attention_cuda
 from treefx.bench.attention.apart import Task
 from treefx.bench.attention.cpu import CASES, Case, make_summary, run
-from treefx.bench.attention.cuda import Setting
 from treefx.bench.attention.rivals import Scores, dense, rows_alone
+from treefx.bench.attention.settings import SETTINGS, Setting
 from treefx.bench.attention.trees import Tree
 from treefx.bench.job.processes import Note
 from treefx.bench.step import WrongResultError
@@ -197,15 +197,16 @@ def test_other_devices_are_refused() -> None:
 
 
 def test_settings_cover_trees_heads_and_lengths() -> None:
-    settings = bench_attention_cuda.SETTINGS
+    settings = SETTINGS
     assert {setting.head_dim for setting in settings} == {64, 128, 256}
-    assert {setting.heads // setting.kv_heads for setting in settings} >= {1, 4, 7, 8}
+    assert {setting.heads // setting.kv_heads for setting in settings} >= {1, 4, 5, 7, 8}
     tokens = [sum(length for _, length in setting.tree.nodes) for setting in settings]
     assert min(tokens) < 4200 and max(tokens) > 128_000
     assert {setting.tree.name.split()[0].strip(",") for setting in settings} == {
         "prefix",
         "GRPO",
         "DPO",
+        "groups",
         "agent",
         "tree",
     }

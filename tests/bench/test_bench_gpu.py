@@ -17,8 +17,9 @@ pytest.importorskip("transformers")
 from treefx.bench.gpu import launches, stages
 from treefx.bench.gpu.kernels import Attention, correct
 from treefx.bench.gpu.launches import Form
+from treefx.bench.gpu.packed_rows import pack_rows
 from treefx.bench.gpu.scale import Scale
-from treefx.bench.gpu.steps import STEP, _batch, rehearsed
+from treefx.bench.gpu.steps import STEP, _batch, rehearsed, step
 from treefx.cli.app import app
 from treefx.errors import InputError, UnsupportedError
 from treefx.forests.forest import Forest
@@ -30,7 +31,7 @@ FIGURES = {
     "prologue": {"us_per_turn", "programs", "tile"},
     "rates": {"rates"},
     "attention": {"tree_forward_ms", "tree_backward_tflops"},
-    "step": {"speed_up", "token_bound", "of_bound", "treefx_peak_mib", "inductor_raw_tokens_per_s"},
+    "step": {"speed_up_of_padded_rows", "of_bound", "treefx_peak_mib", "packed_rows_raw_tokens_per_s"},
     "large": {"parts", "row_by_row", "uncut"},
 }
 
@@ -127,3 +128,41 @@ def test_forms_are_named_for_people() -> None:
     for stage in stages.STAGES.values():
         names = [case.name for case in stage.cases]
         assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("wrong", ["position_ids", "labels", "lengths"])
+def test_packed_rows_are_compared(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in one without positions, that predict each other's first token, or that are cut elsewhere are seen."""
+    case = rehearsed(STEP[0])
+
+    def spoiled(batch: Any) -> dict[str, Any]:
+        inputs = pack_rows(batch)
+        others = {"position_ids": torch.zeros_like(inputs["position_ids"]), "labels": inputs["input_ids"]}
+        return {**inputs, **{name: value for name, value in others.items() if name == wrong}}
+
+    if wrong == "lengths":
+        from treefx.bench.gpu.steps import attend_packed_rows
+
+        monkeypatch.setattr(
+            "treefx.bench.gpu.steps.attend_packed_rows", lambda model, rows: attend_packed_rows(model, [sum(rows)])
+        )
+    monkeypatch.setattr("treefx.bench.gpu.steps.pack_rows", spoiled)
+    assert any("apart at most" in text for text in step(Scale(True), case)["wrong"])
+
+
+def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from treefx.bench.gpu import steps
+
+    measure, full = steps._measure, {"padded_rows"}
+
+    def tight(scale: Scale, case: Any, batch: Any, way: str) -> dict[str, float]:
+        if way in full:
+            raise torch.OutOfMemoryError("full")
+        return measure(scale, case, batch, way)
+
+    monkeypatch.setattr(steps, "_measure", tight)
+    record = step(Scale(True), rehearsed(STEP[0]))
+    assert record["wrong"] == [] and record["padded_rows"] == "does not fit the device"
+    assert {"speed_up_of_packed_rows", "of_bound"} <= record.keys() and "speed_up_of_padded_rows" not in record
+    full.add("treefx")
+    assert step(Scale(True), rehearsed(STEP[0]))["wrong"] == ["treefx must fit the device, and does not"]

@@ -35,10 +35,14 @@ def deal_rows(forest: Forest, ranks: int, max_tokens: int, cost: Cost, random: n
         and the step before.
     """
     outline = shuffled_outline(forest, random)
+    added = np.cumsum(outline.length - outline.shared)
     steps: list[Step] = []
     start = 0
     while start < len(outline):
-        steps.append(_next_step(outline, start, ranks, max_tokens, cost))
+        before = added[start - 1] if start else 0
+        room = ranks * max_tokens - int(outline.shared[start])  # a step has its first row's prefix as well
+        rows = int(np.searchsorted(added, before + room, side="right")) - start
+        steps.append(_next_step(outline, start, rows, ranks, max_tokens, cost))
         start += sum(map(len, steps[-1]))
     missing = ranks - sum(map(len, steps[-1]))
     if missing > 0 and len(steps) > 1 and sum(map(len, steps[-2])) >= ranks + missing:
@@ -73,10 +77,8 @@ def shuffled_outline(forest: Forest, random: np.random.Generator) -> Outline:
     return Outline(lengths, lengths - np.array(added, dtype=np.int64), np.array(order, dtype=np.int64))
 
 
-def _next_step(outline: Outline, start: int, ranks: int, max_tokens: int, cost: Cost) -> Step:
-    """The longest run of rows from ``start`` that is found to fit."""
-    distinct = np.cumsum(outline.length[start:] - outline.shared[start:]) + outline.shared[start]
-    rows = int(np.searchsorted(distinct, ranks * max_tokens, side="right"))
+def _next_step(outline: Outline, start: int, rows: int, ranks: int, max_tokens: int, cost: Cost) -> Step:
+    """The longest run of rows from ``start`` that is found to fit, ``rows`` at most."""
     while rows > ranks:
         stop = start + rows
         shared = np.concatenate([[0], outline.shared[start + 1 : stop]])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from treefx.bench.attention import cuda as bench_attention_cuda
-from treefx.bench.attention.cuda import SETTINGS, Setting
+from treefx.bench.attention.settings import SETTINGS, Setting
 from treefx.bench.job.processes import Failure, Note, each_apart
 from treefx.errors import UnsupportedError
 

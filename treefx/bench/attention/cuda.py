@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from treefx.bench.attention.sample import Attend, Sample, causal, rounded
-from treefx.bench.attention.trees import Tree, agent_nodes, repeated_nodes, thought_nodes
+from treefx.bench.attention.settings import FLEX_VARIANTS, SETTINGS, Setting
 from treefx.bench.job.processes import Note
 from treefx.errors import UnsupportedError
 from treefx.kernels import tree_attention
@@ -32,7 +31,7 @@ from treefx.kernels.gpu import flex
 from treefx.kernels.tiles.hosted import send
 from treefx.output import make_table
 
-__all__ = ["SETTINGS", "Setting", "device_ms", "make_summary", "run"]
+__all__ = ["device_ms", "make_summary", "run"]
 
 Timer = Callable[[Callable[[], object]], float]
 _OURS, _OTHERS = 1.5, 4.0
@@ -41,12 +40,8 @@ _LARGEST_ROWS = 6e9
 """Bytes of padded queries above which the separate rows are not timed."""
 _PAUSE_CYCLES = 10_000_000
 _CEILING = 8192
-_FLEX_VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "default": (128, {}),
-    "TMA": (128, {"USE_TMA": True}),
-    "64 x 64": (64, dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 64)),
-}
-"""Tokens per side of the mask's blocks, and ``kernel_options``: the fastest of these counts, per direction."""
+_COPIED = 2**30
+"""Bytes that the copy reads, and writes as well."""
 
 
 def make_summary(records: Sequence[dict[str, Any]]) -> Table:
@@ -59,66 +54,15 @@ def make_summary(records: Sequence[dict[str, Any]]) -> Table:
     ]
     short = ("ms", "TFLOP/s", "flex x", "rows x")
     headers = [f"{way} {name}" for way in ("fwd", "bwd") for name in short]
-    ceiling = next((record["matmul_tflops"] for record in records if record.get("matmul_tflops")), None)
-    title = "Tree attention" + (f"; a plain matrix product reaches {ceiling} TFLOP/s" if ceiling else "")
+    best = next((record for record in records if "matmul_tflops" in record), None)
+    title = "Tree attention"
+    if best:
+        title += f"; a plain product reaches {best['matmul_tflops']} TFLOP/s, a copy {best['copy_tb_per_s']} TB/s"
     return make_table(title, ("case", "tokens", *headers, "verdict"), rows)
 
 
 def _verdict(record: dict[str, Any]) -> str:
     return "; ".join([*record["wrong"], *record.get("warnings", ())]) or "exact"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One forest and the shape of the heads."""
-
-    tree: Tree
-    head_dim: int = 128
-    heads: int = 32
-    kv_heads: int = 8
-    variants: Sequence[str] = ("default",)
-    """Of FlexAttention; each is compiled anew."""
-
-    @property
-    def name(self) -> str:
-        """The case as a table shows it."""
-        return f"{self.tree.name}, D={self.head_dim}, {self.heads}:{self.kv_heads}"
-
-
-def _prefix(prefix: int, leaves: int, length: int) -> Tree:
-    return Tree(f"prefix {prefix} + {leaves} x {length}", repeated_nodes(1, prefix, leaves, length))
-
-
-def _groups(kind: str, count: int, prefix: int, leaves: int, length: int) -> Tree:
-    return Tree(f"{kind} {count} x ({prefix} + {leaves} x {length})", repeated_nodes(count, prefix, leaves, length))
-
-
-_EVERY = tuple(_FLEX_VARIANTS)
-_SHORT, _MIDDLE = _prefix(2048, 8, 256), _prefix(8192, 16, 512)
-_AGENT = Tree("agent, 150 nodes", agent_nodes(150))
-_THOUGHT = Tree("tree of thought, 341 nodes", thought_nodes())
-SETTINGS = (
-    Setting(_SHORT, variants=_EVERY),
-    Setting(_prefix(32768, 16, 2048), variants=_EVERY),
-    Setting(_AGENT, variants=_EVERY),
-    Setting(_THOUGHT, variants=_EVERY),
-    Setting(_groups("GRPO", 2, 512, 16, 1024), variants=_EVERY),
-    Setting(_groups("DPO", 32, 512, 2, 256), variants=_EVERY),
-    Setting(_MIDDLE, variants=_EVERY),
-    Setting(Tree("agent, 640 nodes", agent_nodes(640)), variants=_EVERY),
-    Setting(Tree("tree of thought, 1365 nodes", thought_nodes(depth=5)), variants=_EVERY),
-    Setting(_groups("GRPO", 1, 512, 16, 224), variants=_EVERY),
-    Setting(_groups("DPO", 4, 512, 2, 256), variants=_EVERY),
-    Setting(_MIDDLE, head_dim=64),
-    Setting(_AGENT, head_dim=64),
-    Setting(_MIDDLE, head_dim=256, heads=16, kv_heads=4),
-    Setting(_AGENT, head_dim=256, heads=16, kv_heads=4),
-    Setting(_prefix(98304, 16, 2048), variants=_EVERY),
-    Setting(_MIDDLE, kv_heads=32),
-    Setting(_MIDDLE, kv_heads=4),
-    Setting(_MIDDLE, heads=28, kv_heads=4),
-)
-"""The most telling first: what does not fit the time is left out, by name."""
 
 
 def run(
@@ -156,7 +100,7 @@ def run(
         raise UnsupportedError("this benchmark must run on a CUDA device, and there is none: use --device cpu")
     os.environ.setdefault("TREEFX_TUNE", "1")
     start, timer = time.perf_counter(), timer or device_ms
-    ceiling = _ceiling_tflops(timer) if device == "cuda" else None
+    ceilings = _ceilings(timer) if device == "cuda" else {}
     for setting in settings:
         if time.perf_counter() - start > 60 * minutes:
             yield {"case": setting.name, "wrong": [f"not measured: the {minutes:g} minutes are up"]}
@@ -168,7 +112,7 @@ def run(
         ):
             case = partial(_Case, setting, torch.device(device), dtype, timer, note)
             record = _measured(setting.name, case, setting.variants if with_flex else ())
-        yield {**record, "matmul_tflops": ceiling, "total_s": round(time.perf_counter() - start, 1)}
+        yield {**record, **ceilings, "total_s": round(time.perf_counter() - start, 1)}
         if device == "cuda":
             torch.cuda.empty_cache()
 
@@ -313,7 +257,7 @@ class _Case:
         return record
 
     def flex(self, variant: str) -> Attend:
-        block, options = _FLEX_VARIANTS[variant]
+        block, options = FLEX_VARIANTS[variant]
         ends, given = self.ends, cast(Any, dict(options))
 
         def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -367,10 +311,14 @@ def _ratios(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ceiling_tflops(timer: Timer) -> float:
-    """Return what a plain matrix product of random bfloat16 numbers reaches."""
+def _ceilings(timer: Timer) -> dict[str, float]:
+    """Return what a plain product of random bfloat16 matrices reaches, and a copy, reading and writing counted."""
     a, b = torch.randn(2, _CEILING, _CEILING, device="cuda").to(torch.bfloat16)
-    return round(2 * _CEILING**3 / timer(lambda: a @ b) / 1e9, 1)
+    source, target = torch.empty(2, _COPIED, dtype=torch.uint8, device="cuda")
+    return {
+        "matmul_tflops": round(2 * _CEILING**3 / timer(lambda: a @ b) / 1e9, 1),
+        "copy_tb_per_s": round(2 * _COPIED / timer(lambda: target.copy_(source)) / 1e9, 2),
+    }
 
 
 def device_ms(call: Callable[[], object]) -> float:

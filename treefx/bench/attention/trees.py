@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Tree", "agent_nodes", "repeated_nodes", "thought_nodes"]
+__all__ = ["Tree", "agent_nodes", "repeated_nodes", "thought_nodes", "uneven_nodes"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,12 @@ def repeated_nodes(count: int, prefix: int, leaves: int, length: int) -> tuple[t
     """Return ``count`` prefixes with ``leaves`` continuations each."""
     trees = ([(-1, prefix), *[(tree * (leaves + 1), length)] * leaves] for tree in range(count))
     return tuple(node for tree in trees for node in tree)
+
+
+def uneven_nodes(nodes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Return the nodes with lengths between half and one and a half times theirs."""
+    random = np.random.default_rng(0)
+    return tuple((parent, int(random.integers(length // 2, length + length // 2 + 1))) for parent, length in nodes)
 
 
 def agent_nodes(count: int = 102, lengths: tuple[int, int] = (30, 70)) -> tuple[tuple[int, int], ...]:

@@ -5,5 +5,5 @@ CPU. Cases run in a process of their own, each stage in less than eight minutes.
 
 Order of imports, each only of what stands before an arrow::
 
-    scale -> kernels, launches, steps -> stages
+    scale, packed_rows -> kernels, launches, steps -> stages
 """

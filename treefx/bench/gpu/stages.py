@@ -14,6 +14,7 @@ import torch
 
 from treefx.bench import large as bench_large
 from treefx.bench.attention import cuda as bench_cuda
+from treefx.bench.attention.settings import SETTINGS, Setting
 from treefx.bench.attention.trees import Tree
 from treefx.bench.gpu import kernels, launches, steps
 from treefx.bench.gpu.scale import Scale
@@ -69,16 +70,16 @@ class _Large:
         return f"85 spans of {self.tokens} tokens"
 
 
-def _attention(scale: Scale, case: bench_cuda.Setting) -> dict[str, Any]:
+def _attention(scale: Scale, case: Setting) -> dict[str, Any]:
     timer = scale.milliseconds if scale.rehearsal else None
     options: dict[str, Any] = {"device": scale.device, "dtype": scale.dtype, "with_flex": not scale.rehearsal}
     return next(bench_cuda.run([case], minutes=float("inf"), timer=timer, **options))
 
 
-def _small_setting(case: bench_cuda.Setting) -> bench_cuda.Setting:
+def _small_setting(case: Setting) -> Setting:
     nodes = tuple((parent, min(length, 30)) for parent, length in case.tree.nodes[:4])
     group = case.heads // case.kv_heads
-    return bench_cuda.Setting(Tree(case.tree.name, nodes), head_dim=16, heads=2 * group, kv_heads=2)
+    return Setting(Tree(case.tree.name, nodes), head_dim=16, heads=2 * group, kv_heads=2)
 
 
 def _large(scale: Scale, case: _Large) -> dict[str, Any]:
@@ -120,10 +121,8 @@ STAGES: dict[str, Stage] = {
     "rates": Stage(
         "what a program and a tile cost in every configuration", launches.RATES, launches.rates, launches.rehearsed
     ),
-    "attention": Stage(
-        "tree attention against FlexAttention and rows", bench_cuda.SETTINGS, _attention, _small_setting
-    ),
-    "step": Stage("whole steps against inductor on padded rows", steps.STEP, steps.step, steps.rehearsed),
+    "attention": Stage("tree attention against FlexAttention and rows", SETTINGS, _attention, _small_setting),
+    "step": Stage("whole steps against inductor on padded and on packed rows", steps.STEP, steps.step, steps.rehearsed),
     "large": Stage("a tree larger than memory", (_Large(768), _Large(1536)), _large, _small_tree, seconds=400.0),
 }
 

@@ -1,4 +1,4 @@
-"""The stage of whole training steps: treefx against inductor on the same padded rows, and the bound of their tokens."""
+"""The stage of whole training steps: treefx against inductor on padded and on packed rows, and the bound of tokens."""
 
 import statistics
 import time
@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from treefx.bench.gpu.packed_rows import attend_packed_rows, pack_rows
 from treefx.bench.gpu.scale import Scale
 from treefx.bench.job.models import make_config, make_model, require_transformers
 from treefx.data import Batch
 from treefx.forests.forest import Forest
 from treefx.planning.cost.memory import track_peak
 
-__all__ = ["STEP", "Step", "rehearsed", "step"]
+__all__ = ["STEP", "WAYS", "Step", "rehearsed", "step"]
 
 _VOCABULARY = 151_936
 _QWEN3 = {
@@ -22,8 +23,10 @@ _QWEN3 = {
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 _REPEATS = 3
+WAYS = ("padded_rows", "packed_rows", "treefx")
+"""Padded rows, rows in one with flash attention, both compiled by inductor, and what they are held against."""
 _CLOSE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
-"""How far the losses of two ways may be apart, relative."""
+"""How far losses and norms of gradients of two ways may be apart, relative."""
 
 
 Rows = tuple[tuple[tuple[int, int], ...], ...]
@@ -78,69 +81,78 @@ def rehearsed(case: Step) -> Step:
 
 
 def step(scale: Scale, case: Step) -> dict[str, Any]:
-    """Time forward and backward of the same batch with treefx and with inductor, and measure their peaks."""
+    """Time forward and backward of the same rows with treefx and with inductor, and measure their peaks.
+
+    With inductor twice: padded, and behind each other in one row with flash attention.
+    """
     batch = _batch(scale, case)
-    forest = Forest.from_padded(batch.input_ids.cpu(), batch.attention_mask.cpu())
-    ways = {name: _measure(scale, case, batch, name) for name in ("inductor", "treefx")}
-    losses = [found["loss"] for found in ways.values()]
-    apart = abs(losses[0] - losses[1]) / abs(losses[0])
-    record: dict[str, Any] = {
-        "raw_tokens": batch.raw_tokens,
-        "tokens": forest.num_tokens,
-        "loss_apart": apart,
-        "packed_rows": "not measured: rows packed for flash attention are no part of this stage yet",
-    }
-    if not apart <= _CLOSE[scale.dtype]:  # NaN too
-        return {**record, "wrong": [f"losses must be {_CLOSE[scale.dtype]:.0e} apart at most, got {apart:.1e}"]}
-    bound = batch.raw_tokens / forest.num_tokens
-    speed_up = ways["inductor"]["seconds"] / ways["treefx"]["seconds"]
-    for name, found in ways.items():
-        record |= {
-            f"{name}_raw_tokens_per_s": round(batch.raw_tokens / found["seconds"]),
-            f"{name}_seconds": found["seconds"],
-            f"{name}_peak_mib": found["peak_mib"],
-            f"{name}_first_step_s": found["first_step_s"],
-        }
-    more = {"speed_up": round(speed_up, 3), "token_bound": round(bound, 3), "of_bound": round(speed_up / bound, 3)}
-    return {**record, **more, "wrong": []}
+    tokens = Forest.from_padded(batch.input_ids.cpu(), batch.attention_mask.cpu()).num_tokens
+    record: dict[str, Any] = {"raw_tokens": batch.raw_tokens, "tokens": tokens, "wrong": []}
+    ways: dict[str, dict[str, float]] = {}
+    for way in WAYS:
+        try:
+            ways[way] = _measure(scale, case, batch, way)
+        except torch.OutOfMemoryError:
+            record[way] = "does not fit the device"
+            if way == "treefx":
+                return {**record, "wrong": ["treefx must fit the device, and does not"]}
+    return record | _compared(ways, batch.raw_tokens, batch.raw_tokens / tokens, _CLOSE[scale.dtype])
 
 
-def _measure(scale: Scale, case: Step, batch: Batch, backend: str) -> dict[str, float]:
-    """Seconds (the median of some), peak, and the loss before any update; the first step compiles."""
+def _compared(ways: dict[str, dict[str, float]], raw_tokens: int, bound: float, close: float) -> dict[str, Any]:
+    """How far losses and norms are apart; if that is no more than allowed, the figures and how many times faster."""
+    record: dict[str, Any] = {"token_bound": round(bound, 3)}
+    ours, *others = reversed(ways.values())
+    for value in ("loss", "norm"):
+        apart = max((abs(ours[value] / other[value] - 1) for other in others), default=0.0)
+        record[f"{value}_apart"] = apart
+        if not apart <= close:  # NaN too
+            return {**record, "wrong": [f"{value} must be {close:.0e} apart at most, got {apart:.1e}"]}
+    for way, found in ways.items():
+        record |= {f"{way}_{name}": found[name] for name in ("seconds", "peak_mib", "first_step_s")}
+        record[f"{way}_raw_tokens_per_s"] = round(raw_tokens / found["seconds"])
+    times = {way: ways[way]["seconds"] / ours["seconds"] for way in ways if way != "treefx"}
+    record |= {f"speed_up_of_{way}": round(time, 3) for way, time in times.items()}
+    return record | ({"of_bound": round(min(times.values()) / bound, 3)} if times else {})
+
+
+def _measure(scale: Scale, case: Step, batch: Batch, way: str) -> dict[str, float]:
+    """Seconds (the median of some), peak, and loss and norm of gradients before any update; the first step compiles."""
     torch._dynamo.reset()
-    model = make_model(_config(case), dtype=scale.dtype).to(scale.device)
+    model: Any = make_model(_config(case), dtype=scale.dtype).to(scale.device)
     if case.checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
-    compiled = torch.compile(model, **_compiler(scale, backend))
+        model.gradient_checkpointing_enable()
+    inputs: dict[str, Any] = dict(batch.model_inputs())
+    if way == "packed_rows":
+        attend_packed_rows(model, batch.attention_mask.sum(1).tolist())
+        inputs = pack_rows(batch)
+    compiled: Any = torch.compile(model, **_compiler(scale, way))
 
     def run() -> float:
-        loss = compiled(**batch.model_inputs(), use_cache=False).loss
+        model.zero_grad(set_to_none=True)
+        loss = compiled(**inputs, use_cache=False).loss
         loss.backward()
         value = float(loss.detach())
         scale.synchronize()
-        model.zero_grad(set_to_none=True)
         return value
 
-    began = time.perf_counter()
-    run()
-    first, seconds = time.perf_counter() - began, []
-    for _ in range(_REPEATS):
+    seconds = []
+    for _ in range(1 + _REPEATS):
         began = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - began)
     with track_peak(scale.device) as peak:
         loss = run()
-    found = {"seconds": statistics.median(seconds), "first_step_s": round(first, 1), "loss": loss}
-    return {**found, "peak_mib": round(peak.bytes / 2**20, 1)}
+    norm = float(torch.nn.utils.get_total_norm([weight.grad for weight in model.parameters()]))
+    found = {"seconds": statistics.median(seconds[1:]), "first_step_s": round(seconds[0], 1)}
+    return {**found, "loss": loss, "norm": norm, "peak_mib": round(peak.bytes / 2**20, 1)}
 
 
-def _compiler(scale: Scale, backend: str) -> dict[str, Any]:
+def _compiler(scale: Scale, way: str) -> dict[str, Any]:
     """In rehearsal nothing is generated: what inductor makes of a graph on the CPU is of no interest here."""
-    if not scale.rehearsal:
-        return {"backend": backend}
-    return (
-        {"backend": "aot_eager"} if backend == "inductor" else {"backend": backend, "options": {"inner": "aot_eager"}}
-    )
+    if way != "treefx":
+        return {"backend": "aot_eager" if scale.rehearsal else "inductor"}
+    return {"backend": way, "options": {"inner": "aot_eager"}} if scale.rehearsal else {"backend": way}
 
 
 def _config(case: Step) -> Any:

@@ -74,13 +74,13 @@ def logged_sharing(log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ours = [entry for entry in log if "treefx/sharing" in entry]
     if not ours:
         return {}
-    shared = {
-        name: f"{min(values):.2f} to {max(values):.2f}"
-        for name in ("sharing", "sharing_possible")
-        if (values := [entry[f"treefx/{name}"] for entry in ours])
-    }
+
+    def least_and_most(name: str) -> str:
+        values = [entry[f"treefx/{name}"] for entry in ours]
+        return f"{min(values):.2f} to {max(values):.2f}"
+
     return {
-        **shared,
+        **{name: least_and_most(name) for name in ("sharing", "sharing_possible")},
         "compiles": int(ours[-1]["treefx/compiles"]),
         "fallbacks": int(sum(entry["treefx/fallback"] for entry in ours)),
     }

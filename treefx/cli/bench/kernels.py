@@ -54,8 +54,9 @@ def attention(
         return
     from treefx.bench.attention import apart
     from treefx.bench.attention import cuda as on_cuda
+    from treefx.bench.attention.settings import SETTINGS
 
-    total = len(on_cuda.SETTINGS)
+    total = len(SETTINGS)
     for record in track(apart.run(minutes=minutes), total=total, disable=json, console=notes, transient=True):
         records.append(record)
         _save(records, out)
