@@ -79,6 +79,7 @@ def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_equal(got, list(reference.forward(case.wide, SCORES[name])), 1e-6 if rounded else 1e-10)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("heads", "widths", "config"),
@@ -155,7 +156,7 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_compiled_within_bounds(case: bench_kernel.Case) -> None:
     records = list(run(90, paths=("gluon",), cases=[case]))
