@@ -156,7 +156,7 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_compiled_within_bounds(case: bench_kernel.Case) -> None:
     records = list(run(90, paths=("gluon",), cases=[case]))

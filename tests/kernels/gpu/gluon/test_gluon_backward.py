@@ -149,6 +149,7 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.fail("nothing was seen")
 
 
+@pytest.mark.sample(3)
 def test_what_a_logit_takes() -> None:
     """Over full tiles and under the mask, in both groups; and every exponential of a tile beside a product."""
     case = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
