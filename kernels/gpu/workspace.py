@@ -5,12 +5,12 @@ those that the launches take: exactly, where the score reads nothing of one quer
 polynomial that is never less, none of whose symbols is negative.
 
 ============  ==========================================================================================================
-forward       Q in the order of rows (specialised form, several heads per group), output and log-sum-exp of a boundary
+forward       Q in the order of rows (specialised forms, several heads per group), output and log-sum-exp of a boundary
               in float32, and what follows
 backward      Q and the gradient in the order of rows (several heads per group), log-sum-exp and delta twice, the sums
               of lists of tiles that were cut, and what follows; in one pass the sums of dq in float32, in two passes
               dq of a boundary in float32
-both          values of the score per row and per key, descriptors of the specialised form
+both          values of the score per row and per key, descriptors of the specialised forms
 ============  ==========================================================================================================
 
 Lists of tiles stay for all layers of a forest: :func:`list_bytes`.
@@ -199,7 +199,7 @@ def _mentions(expr: Any, name: str) -> bool:
 
 
 def _packs(attention: Attention) -> bool:
-    return attention.path == "warp" and attention.group > 1
+    return attention.path != "plain" and attention.group > 1
 
 
 def _heads(attention: Attention) -> int:

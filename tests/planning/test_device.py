@@ -1,5 +1,6 @@
 """What the planner counts for attention on a CUDA device that need not be there: never less than launches allocate."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,22 +14,25 @@ pytest.importorskip("triton")
 
 from tests.kernels.gpu.test_launches import SCORE, device, poisoned_memory  # noqa: F401
 from tests.kernels.gpu.test_triton_host import compiled  # noqa: F401 - a fixture
-from tests.kernels.gpu.test_workspace import FORMS, counted, part, runner
+from tests.kernels.gpu.test_workspace import FORMS, counted, counted_forward, part, runner
 from treefx.kernels.common import Inputs
-from treefx.kernels.score import Score
+from treefx.kernels.score import Expr, Score
 from treefx.planning.cost.device import device_lists, device_workspace
 from treefx.planning.cost.graph_cost import Sizes, TrainGraphs, backward_rows, forward_rows
 from treefx.planning.cost.liveness import size_expression
 from treefx.planning.cost.model import Bytes
 
-NEAR = Score(SCORE.value, ("lt", ("sub", ("q",), ("k",)), ("const", 64.0)))
+DISTANCE: Expr = ("sub", ("q",), ("k",))
+NEAR = Score(SCORE.value, ("lt", DISTANCE, ("const", 64.0)))
+TWICE = Score(("sub", SCORE.value, ("mul", DISTANCE, ("const", 0.5))), NEAR.visible)
+"""What both its statements read of query and key keeps boundaries from the warp-specialised form, not from Gluon."""
 OPERATORS = {
     "forward": torch.ops.treefx.tree_attention.default,
     "backward": torch.ops.treefx.tree_attention_backward.default,
 }
 
 
-def graph_of(way: str, inputs: Inputs, place: str = "cuda") -> tuple[fx.GraphModule, fx.Node, Sizes]:
+def graph_of(way: str, inputs: Inputs, place: str = "cuda", of: Score = SCORE) -> tuple[fx.GraphModule, fx.Node, Sizes]:
     """A graph of one attention with the heads of some inputs and sizes that nobody knows, on a device."""
     env, graph = ShapeEnv(), fx.Graph()
     mode = FakeTensorMode(shape_env=env)
@@ -48,7 +52,7 @@ def graph_of(way: str, inputs: Inputs, place: str = "cuda") -> tuple[fx.GraphMod
     q, k, v = (heads(name, tokens, getattr(inputs, name)) for name in "qkv")
     shared = q, k, v, given("ends", tokens, dtype=torch.int32), [], None
     out, lse = heads("out", tokens, inputs.q), given("lse", 1, inputs.q.shape[1], tokens, dtype=torch.float32)
-    score = SCORE.to_json(), "auto"
+    score = of.to_json(), "auto"
     arguments = (*shared, *score) if way == "forward" else (out, *shared, out, lse, *score, [])
     if inputs.boundary is not None:
         keys = heads("bk", outside, inputs.k), heads("bv", outside, inputs.v)
@@ -76,6 +80,24 @@ def test_never_less_than_launches_allocate(seed: int, form: str, device: None) -
     assert at(device_workspace(again), sizes_again, inputs) >= backward
     most = at(device_lists(first), sizes, inputs) + at(device_lists(second), sizes_again, inputs)
     assert most >= lists
+
+
+@pytest.mark.parametrize("of", [SCORE, TWICE])
+def test_gluon_is_counted_where_it_is_asked_for(
+    of: Score,
+    device: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Queries in the order of its rows, where no other form takes them too."""
+    inputs = next(inputs for inputs in map(part, range(1, 20, 2)) if inputs.q.shape[1] > inputs.k.shape[1])
+    given = replace(runner(inputs, of, "two passes"), path="gluon")
+    assert inputs.boundary is not None and given.code.shares_pairs == (of is TWICE)
+    _, node, sizes = graph_of("forward", inputs, of=of)
+    without = at(device_workspace(node), sizes, inputs)
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "gluon")
+    asked = at(device_workspace(node), sizes, inputs)
+    assert asked >= counted_forward(given)
+    assert (asked - without >= inputs.q.nbytes) == (of is TWICE)
 
 
 ROWS = {"forward": forward_rows, "backward": lambda graphs, sizes: backward_rows(graphs, sizes)[0]}

@@ -13,6 +13,7 @@ from torch import Tensor
 from treefx.errors import UnsupportedError
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
 from treefx.kernels.gpu.inspection.instructions import disassembled, instructions_of_loops
+from treefx.kernels.gpu.inspection.operands import beside_products, overwritten_operands
 from treefx.kernels.gpu.inspection.pipeline import copies_ahead
 from treefx.kernels.gpu.triton_tree.launch import Launch
 
@@ -44,10 +45,12 @@ class CompileReport:
         mma: warp-level ones (``mma.sync``).
         setmaxnreg: whether registers move between warps, the mark of warp specialisation.
         warnings: the assembler's C75xx performance warnings.
-        races: where warps may overwrite what others still read; ``None`` if all warps do the same.
+        races: where warps may overwrite what others, or products under way, still read; ``None`` if all warps do the
+            same.
         prefetch: copies that stay under way while a tile is used, for every loop with products; ``None`` if some warps
             only load.
         loop_instructions: what a thread executes per tile, for every loop with products (in each group of warps).
+        overlap: exponentials that a thread computes while products run, for every end of all products.
     """
 
     registers: int
@@ -61,6 +64,7 @@ class CompileReport:
     races: tuple[str, ...] | None = None
     prefetch: tuple[int, ...] | None = None
     loop_instructions: tuple[int, ...] = ()
+    overlap: tuple[int, ...] = ()
 
 
 def compile_launch(launch: Launch, arch: int) -> CompileReport:
@@ -80,11 +84,13 @@ def compile_kernel(launch: Launch, arch: int) -> tuple[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     if triton.knobs.runtime.interpret:
         raise UnsupportedError("compiling ahead of time must run without TRITON_INTERPRET: unset it")
     signature, constants, attributes = _specialised(launch)
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = language(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
     with _assembler_log() as log:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -127,6 +133,7 @@ def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[t
 
 def _report(log: str, compiled: Any) -> CompileReport:
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    sass = disassembled(compiled.asm["cubin"])
     specialised = "ttg.warp_specialize(" in ttgir
     registers = re.findall(r"Used (\d+) registers", log)
     spills = re.findall(r"(\d+) bytes spill stores", log)
@@ -139,7 +146,8 @@ def _report(log: str, compiled: Any) -> CompileReport:
         mma=len(re.findall(r"\bmma\.sync", ptx)),
         setmaxnreg="setmaxnreg" in ptx,
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
-        races=(*races(ttgir), *unmet_releases(ptx)) if specialised else None,
+        races=(*races(ttgir), *unmet_releases(ptx), *overwritten_operands(sass)) if specialised else None,
         prefetch=None if specialised else copies_ahead(ttgir),
-        loop_instructions=instructions_of_loops(disassembled(compiled.asm["cubin"])),
+        loop_instructions=instructions_of_loops(sass),
+        overlap=beside_products(sass),
     )

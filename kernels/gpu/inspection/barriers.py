@@ -53,11 +53,15 @@ class _Block:
 
 @dataclass
 class _Buffer:
-    """A buffer that copies fill: the descriptor they read, the barrier they complete, and those they wait for."""
+    """A buffer that copies fill: the descriptor they read, the barrier they complete, and those they wait for.
+
+    ``copies`` counts them, in loops twice: what is filled once need not be empty.
+    """
 
     source: str
     full: str
     empty: set[str]
+    copies: int = 0
 
 
 def races(ttgir: str) -> list[str]:
@@ -72,7 +76,8 @@ def races(ttgir: str) -> list[str]:
         _find_buffers(group, buffers)
     if not buffers:
         return [*found, "no buffer was found that one group of warps fills for another"]
-    found += [f"{one.source} is copied without a wait for an empty buffer" for one in buffers.values() if not one.empty]
+    again = [one for one in buffers.values() if one.copies > 1]
+    found += [f"{one.source} is copied without a wait for an empty buffer" for one in again if not one.empty]
     for group in groups:
         found += [f"{group.kind}: {problem}" for problem in _run_through(group, buffers)]
     return list(dict.fromkeys(found))
@@ -82,14 +87,19 @@ def unmet_releases(ptx: str) -> list[str]:
     """Return the releases in PTX that come before all warps of their group are done reading, in words.
 
     One thread arrives for all. So between the last product, or the last load from shared memory, and the arrival every
-    thread must have waited for its part of the product (``wgmma.wait_group 0``) and met the others (``bar.sync``).
+    thread must have waited for its part of the product (``wgmma.wait_group``) and met the others (``bar.sync``). A wait
+    that leaves as many products under way as there were is none; which one it is that may be left is said in the TTGIR.
     """
-    found, under_way, apart = [], False, False
+    found, under_way, apart, left = [], False, False, 0
     for number, line in enumerate(ptx.splitlines(), 1):
+        wait = re.search(r"wgmma\.wait_group\S*\s+(\d+);", line)
         if "wgmma.mma_async" in line:
             under_way = apart = True
-        elif re.search(r"wgmma\.wait_group\S*\s+0;", line):
-            under_way = False
+        elif "wgmma.commit_group" in line:
+            left += 1
+        elif wait is not None:
+            under_way = under_way and left <= int(wait[1])
+            left = min(left, int(wait[1]))
         elif re.search(r"\b(ld\.shared|ldmatrix)", line):
             apart = True
         elif re.search(r"\bbar(rier)?\.sync", line):
@@ -114,14 +124,14 @@ def _read(ttgir: str) -> tuple[list[_Block], list[str]]:
             kind = operation.name
             blocks[-1].body.append(operation)
             if kind == "ttg.warp_specialize":
-                handed = [scopes[-1].get(value, value) for value in _VALUE.findall(line)]
+                handed = [scopes[-1].get(value, "") for value in _VALUE.findall(line)]
             problems += _unknown(operation, blocks[-1].kind)
         if line.endswith("{"):
             blocks.append(_Block(group[0] if group else kind))
             blocks[-2].body.append(blocks[-1])
             isolated = group is not None and group[0] != "default"
             given = dict(zip(_VALUE.findall(line), handed, strict=False)) if isolated else scopes[-1]
-            scopes.append(dict(given))
+            scopes.append({name: memory for name, memory in given.items() if memory})
             groups += [blocks[-1]] if group else []
     return groups, problems
 
@@ -162,6 +172,7 @@ def _find_buffers(group: _Block, buffers: dict[str, _Buffer]) -> None:
             target, full = step.memory
             known = buffers.setdefault(target, _Buffer(_VALUE.findall(step.text)[0], full, set()))
             known.empty |= waits
+            known.copies += 1
             since = True
 
 

@@ -26,6 +26,15 @@ from treefx.kernels.score import Score
 __all__ = ["Request", "cache_folder", "kernel_module", "kernel_source", "row_width"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_IMPORTS = ("import triton", "import triton.language as tl")
+_GLUON_IMPORTS = (
+    "from triton.experimental import gluon",
+    "from triton.experimental.gluon import language as tl",
+    "from triton.experimental.gluon.language.nvidia.hopper import (",
+    *(f"    {name}," for name in ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")),
+    ")",
+)
+"""Its language has the names of Triton's, which statements of scores use; tensors have layouts."""
 _lock = Lock()
 
 
@@ -39,7 +48,7 @@ class Request:
         head_dim: width of queries and keys.
         value_dim: width of values.
         chunk_widths: the narrowest and the widest piece of a head in one product, powers of two.
-        path: ``"plain"`` or ``"warp"``, a template.
+        path: ``"plain"``, ``"warp"`` or ``"gluon"``, a template.
         origin: the line of the model that the attention comes from, or ``""``.
     """
 
@@ -94,6 +103,7 @@ def kernel_source(request: Request) -> str:
             value_chunks=head_chunks(request.value_dim, *request.chunk_widths),
             lengths=lengths,
             row_width=row_width(request.head_dim, request.chunk_widths),
+            value_row_width=row_width(request.value_dim, request.chunk_widths),
         )
     )
     return _header(request) + _formatted(text)
@@ -126,8 +136,7 @@ def _header(request: Request) -> str:
         f"    line                {_one_line(request.origin) or 'not known'}",
         '"""',
         "",
-        "import triton",
-        "import triton.language as tl",
+        *(_GLUON_IMPORTS if request.path == "gluon" else _IMPORTS),
         "",
         "from treefx.kernels.gpu.triton_tree.device import (",
         *(f"    {name}," for name in _device_names()),
@@ -154,7 +163,7 @@ def _device_names() -> list[str]:
 def _formatted(text: str) -> str:
     """Drop the blank lines that template statements leave; two stay before each kernel."""
     kept = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
-    return re.sub(r"^@triton.jit", "\n\n@triton.jit", kept, flags=re.MULTILINE).strip() + "\n"
+    return re.sub(r"^@(triton|gluon).jit", r"\n\n@\1.jit", kept, flags=re.MULTILINE).strip() + "\n"
 
 
 def cache_folder() -> Path:

@@ -44,7 +44,7 @@ class Problem:
 
     Attributes:
         kernel: ``"forward"``, ``"backward_keys"``, ``"backward_queries"`` or ``"backward_once"``.
-        path: ``"plain"`` or ``"warp"``.
+        path: ``"plain"``, ``"warp"`` or ``"gluon"``.
         dtype: of q, k and v.
         head_dim: width of queries and keys.
         value_dim: width of values.
@@ -113,7 +113,8 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
         UnsupportedError: the heads are too wide for any tile.
     """
     width = max(problem.head_dim, problem.value_dim)
-    table = _WARP if problem.path == "warp" else _FLOAT32 if problem.dtype == torch.float32 else _SIXTEEN_BITS
+    plain = _FLOAT32 if problem.dtype == torch.float32 else _SIXTEEN_BITS
+    table = _SPECIALISED.get(problem.path, plain)
     found = table[problem.kernel]
     bound = next((bound for bound in found if width <= bound), max(found))
     choices = found[bound]
@@ -123,7 +124,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     if problem.loads_pairs and problem.kernel == "forward":
         choices = tuple(config for config in choices if config.block_n <= _LOADING_KEYS)
     choices = (*_wide_tile(problem), *_first_elsewhere(problem), *choices)
-    others = () if problem.path == "warp" else _SMALL
+    others = () if problem.path in _SPECIALISED else _SMALL
     fitting = [config for config in (*choices, *others) if _fits(problem, config)]
     if not fitting:
         raise UnsupportedError(
@@ -134,18 +135,19 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
 
 
 def _wide_tile(problem: Problem) -> tuple[Config, ...]:
-    """Return the first choice of a forward on Hopper whose nodes are long and whose score is a product alone.
+    """Return the first choice on Hopper, of the forward or dq in Gluon, for long nodes and a product alone.
 
     Of twice as many keys a tile takes a fifth fewer instructions per logit (11.0 instead of 13.9 specialised, 9.5
     instead of 12.3 in full tiles of the plain form); conditions and slopes spill in it, short nodes fill little of it.
     """
     width, bare = max(problem.head_dim, problem.value_dim), not problem.heavy and "|" not in problem.operations
     hopper = problem.shared_limit == SHARED_MEMORY[90] and problem.dtype != torch.float32
-    if problem.kernel != "forward" or not (hopper and bare and width <= 128) or problem.loads_pairs:
+    kernel = "backward_queries" if problem.path == "gluon" else "forward"
+    if problem.kernel != kernel or not (hopper and bare and width <= 128) or problem.loads_pairs:
         return ()
     if problem.node_length < _LONG_NODE:
         return ()
-    if problem.path == "warp":
+    if problem.path != "plain":
         return (Config(128, 128, 4, 3 if width <= 64 else 2),)
     return (Config(128, 128, 8, 3),) if width <= 96 or triton_version() >= (3, 7) else ()  # it spills in Triton 3.6
 
@@ -155,7 +157,7 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
 
     Before it, products are made warp by warp, with all sums in registers; after it, sums have a memory of their own.
     """
-    if problem.path == "warp" or problem.dtype == torch.float32:
+    if problem.path in _SPECIALISED or problem.dtype == torch.float32:
         return ()
     both = problem.head_dim + problem.value_dim
     if problem.shared_limit >= usable_shared_memory(100):
@@ -241,6 +243,23 @@ _WARP: _Table = {
     },
 }
 """Four warps: Triton adds a second group of them and one that loads."""
+_GLUON: _Table = {
+    "forward": {
+        64: (Config(128, 128, 4, 3), Config(128, 64, 4, 3)),
+        128: (Config(128, 128, 4, 2), Config(128, 64, 4, 3)),
+        192: (Config(128, 64, 4, 2),),
+    },
+    "backward_keys": {
+        128: (Config(64, 128, 4, 3), Config(32, 128, 4, 3)),
+        192: (Config(32, 128, 4, 3),),
+    },
+    "backward_queries": {
+        128: (Config(128, 64, 4, 3),),
+        192: (Config(128, 64, 4, 2),),
+    },
+}
+"""Four warps: the kernel adds a second group of them and one that loads."""
+_SPECIALISED = {"warp": _WARP, "gluon": _GLUON}
 _FLOAT32: _Table = {
     "forward": {
         64: (Config(64, 32, 4, 3), Config(32, 32, 4, 3)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -49,14 +49,13 @@ class Attention:
     Attributes:
         inputs: the tensors; the boundary is a key source of its own.
         score: the score.
-        path: ``"plain"`` or ``"warp"``.
+        path: ``"plain"``, ``"warp"`` or ``"gluon"``.
         once: whether the kernel of dk and dv also adds up dq, in no fixed order; on the plain path only.
         choose: the configuration of each problem.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
         shared_limit: bytes of shared memory that a program may use.
         request: what the kernels' source depends on.
         code: the score in Triton.
-        module: the kernels.
         group: query heads per key head.
     """
 
@@ -69,7 +68,6 @@ class Attention:
     shared_limit: int = 232_448
     request: Request = field(init=False)
     code: ScoreCode = field(init=False)
-    module: ModuleType = field(init=False)
     group: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,8 +77,12 @@ class Attention:
         request = Request(self.score.to_json(), buffers, q.shape[-1], v.shape[-1], chunks, self.path)
         object.__setattr__(self, "request", request)
         object.__setattr__(self, "code", score_code(request.score, buffers))
-        object.__setattr__(self, "module", kernel_module(request))
         object.__setattr__(self, "group", q.shape[1] // self.inputs.k.shape[1])
+
+    @cached_property
+    def module(self) -> ModuleType:
+        """The kernels: written when they are first asked for."""
+        return kernel_module(self.request)
 
     def sources(self) -> list[KeySource]:
         """Return the boundary's keys, if there is a boundary, then the own keys."""
@@ -260,6 +262,7 @@ class Attention:
             "GROUP": self.group,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
+            "STAGES": config.stages,
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }
 
@@ -278,7 +281,7 @@ class Attention:
         packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
-        return launch, packed, packed if self.path == "warp" else in_place
+        return launch, packed, in_place if self.path == "plain" else packed
 
     def vectors(self, source: KeySource) -> dict[str, Any]:
         """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""
@@ -306,11 +309,11 @@ class Attention:
     def rows(self) -> dict[str, Any]:
         """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.
 
-        The warp-specialised form takes a copy in the order of its rows where a group has several heads; everything else
-        is read in place.
+        The forms that are specialised by warps take a copy in the order of their rows where a group has several heads;
+        everything else is read in place.
         """
         q = self.inputs.q
-        if self.path == "warp" and self.group > 1:
+        if self.path != "plain" and self.group > 1:
             q = split_heads(q, self.group).transpose(2, 3).flatten(2, 3)
         return {"Q": q, **strides("q", q)}
 

@@ -3,6 +3,9 @@
 The warp-specialised form, and one pass, which has a plain form only, are checked against the plain kernels in two
 passes, on the first of the tokens at hand, when a process first uses them for an attention of its kind, and again for
 longer lists of tiles. What cannot be compiled, or differs anywhere, gives way to the plain form with one warning.
+
+A third form, in Gluon, backward in two passes, runs where ``TREEFX_KERNEL_PATH=gluon`` asks for it, checked like the
+others.
 """
 
 import os
@@ -29,11 +32,10 @@ __all__ = [
     "keys_refusal",
     "on_path",
     "path_of_keys",
-    "refused_widths",
     "warp_refusal",
 ]
 
-PATHS = ("plain", "warp")
+PATHS = ("plain", "warp", "gluon")
 _WIDEST, _WIDEST_TOGETHER = 192, 320
 """Features of a head, and of a key and a value together, above which the gradients of both spill registers."""
 _TOLERANCE = 0.02
@@ -99,10 +101,10 @@ def _read_by_boxes(inputs: Inputs) -> list[Tensor]:
 
 
 def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> str | None:
-    """Return why an attention of this kind has no warp-specialised form, or ``None`` if it has.
+    """Return why an attention of this kind has no form that is specialised by warps, or ``None`` if it has.
 
     Args:
-        attention: the attention; how its tensors lie does not matter.
+        attention: the attention, on the path ``"gluon"`` where that form is meant; how its tensors lie does not matter.
         capability: of the device, or ``None`` for Triton's interpreter.
     """
     if capability is not None:
@@ -110,15 +112,15 @@ def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> st
             return "it needs compute capability 9.0"
         if attention.inputs.q.dtype == torch.float32:
             return "it needs a 16-bit type"
-        if attention.inputs.boundary is not None and attention.code.shares_pairs:
+        if attention.path != "gluon" and attention.inputs.boundary is not None and attention.code.shares_pairs:
             return "Triton cannot specialise keys from outside of a score that shares values of pairs"
     if attention.code.loads_pairs:
         return "the score loads by query and key"
-    return refused_widths(attention.request.head_dim, attention.request.value_dim)
+    return _refused_widths(attention.request.head_dim, attention.request.value_dim)
 
 
-def refused_widths(head_dim: int, value_dim: int) -> str | None:
-    """Return why the warp-specialised form cannot run heads of these widths, or ``None`` if it can."""
+def _refused_widths(head_dim: int, value_dim: int) -> str | None:
+    """Return why no form that is specialised by warps can run heads of these widths, or ``None`` if it can."""
     if max(head_dim, value_dim) > _WIDEST or head_dim + value_dim > _WIDEST_TOGETHER:
         return f"heads have more than {_WIDEST} features, or more than {_WIDEST_TOGETHER} of keys and values together"
     if head_dim % _FEATURES or value_dim % _FEATURES:
@@ -166,9 +168,15 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
         run: runs it.
 
     Raises:
-        UnsupportedError: ``TREEFX_KERNEL_PATH=warp`` demands what cannot be run.
+        UnsupportedError: ``TREEFX_KERNEL_PATH`` demands what cannot be run.
     """
-    forced, refusal = forced_path(), warp_refusal(attention, tensors[:1])
+    forced = forced_path()
+    if forced == "gluon":
+        found = _in_gluon(name, attention, tensors, run)
+        if found is not None:
+            return found
+        forced = None
+    refusal = warp_refusal(attention, tensors[:1])
     if forced == "warp" and name == "backward" and not interpreted():
         refusal = refusal or keys_refusal(attention)
     if forced == "warp" and refusal is not None:
@@ -184,6 +192,21 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
     fast = replace(attention, path="warp")
     right = _is_right("warp-specialised", name, fast, tensors, run)
     return run(fast if right else replace(attention, path="plain"), tensors)
+
+
+def _in_gluon(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> list[Tensor] | None:
+    """Run an attention in Gluon, or in the plain form if it is found to be wrong.
+
+    ``None``: it is a backward that Gluon cannot run, because of how its gradient lies; other forms can.
+    """
+    attention = replace(attention, path="gluon")
+    refusal = "Triton's interpreter runs no Gluon" if interpreted() else warp_refusal(attention, tensors[:1])
+    if refusal is not None and name == "backward":
+        return None
+    if refusal is not None:
+        raise UnsupportedError(f"TREEFX_KERNEL_PATH=gluon must meet an attention that path can run, but {refusal}")
+    right = _is_right("Gluon", name, attention, tensors, run)
+    return run(attention if right else replace(attention, path="plain"), tensors)
 
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:

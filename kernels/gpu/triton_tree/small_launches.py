@@ -3,6 +3,7 @@
 A launch can be run, or compiled ahead of time without a device, from the same arguments.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +65,11 @@ def scratch_bytes(kernel: Any, *, has_low: bool) -> int:
     """Return the bytes of device memory in which each program of a kernel makes its descriptors.
 
     Args:
-        kernel: a kernel of the specialised form.
+        kernel: a kernel of the specialised form, or in Gluon.
         has_low: whether its keys are those of a boundary, whose first queries it reads too.
     """
     made = kernel.src.count("make_tensor_descriptor(")
-    of_low = kernel.src.count("low_box = tl.make_tensor_descriptor(")
+    of_low = len(re.findall(r"\blow_box = \w+\.make_tensor_descriptor\(", kernel.src))
     return _DESCRIPTOR * int(made - (0 if has_low else of_low))
 
 

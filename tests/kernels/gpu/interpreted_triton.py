@@ -108,7 +108,7 @@ def test_forced_paths_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UnsupportedError, match="must meet an attention.*loads by query and key"):
         computed(draw(*SMALL), SCORES["bias"])
     monkeypatch.setenv("TREEFX_KERNEL_PATH", "fast")
-    with pytest.raises(InputError, match="one of plain, warp, or unset, got 'fast'"):
+    with pytest.raises(InputError, match="one of plain, warp, gluon, or unset, got 'fast'"):
         computed(draw(*SMALL), SCORES["plain"])
 
 

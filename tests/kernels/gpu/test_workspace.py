@@ -1,6 +1,6 @@
 """What launches allocate is what is counted before, by the stand-in that the launches themselves are counted by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from treefx.bench.attention.trees import Tree
 from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu import workspace
 from treefx.kernels.gpu.triton_tree import attention, paths
-from treefx.kernels.gpu.triton_tree.launch import Attention
+from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource
 from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, list_bytes, most_lists
 from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted, tree_blocks
@@ -100,7 +100,7 @@ def runner(inputs: Inputs, score: Score, form: str) -> Attention:
 
 def in_form(form: str, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     """The inputs as they are given where all that runs takes one form."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", FORMS[form])
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", FORMS.get(form, form.lower()))
     monkeypatch.setattr(paths, "ONE_PASS_KEYS", 0)
     return replace(inputs, deterministic=form == "two passes")
 
@@ -109,11 +109,21 @@ def kernels(given: Attention) -> list[str]:
     return ["forward", given.of_keys, *([] if given.once else ["backward_queries"])]
 
 
+def lists_of(given: Attention, kernel: str, seen: Sequence[KeySource]) -> list[Lists]:
+    return [Lists.of(given.blocks(source, given.config(kernel))) for source in seen]
+
+
+def counted_forward(given: Attention) -> int:
+    """The bytes of the forward alone: in Gluon there is nothing else."""
+    lists = lists_of(given, "forward", [source for source in given.sources() if given.is_seen(source)])
+    return forward_bytes(given, given.inputs.q.shape[2], lists, carries=len(lists) > 1)
+
+
 def counted(given: Attention) -> tuple[int, int, int]:
     """The same before anything runs, from the lengths of the lists."""
     sources = given.sources()
     seen = [source for source in sources if given.is_seen(source)]
-    lists = {name: [Lists.of(given.blocks(source, given.config(name))) for source in seen] for name in kernels(given)}
+    lists = {name: lists_of(given, name, seen) for name in kernels(given)}
     tokens, carries = given.inputs.q.shape[2], len(seen) > 1
     pairs = list(zip(lists[given.of_keys], lists[kernels(given)[-1]], strict=True))
     tiles = {(given.config(name).block_m, given.config(name).block_n): name for name in reversed(kernels(given))}
@@ -121,8 +131,7 @@ def counted(given: Attention) -> tuple[int, int, int]:
     # Whether a boundary is seen, the lists of the forward say.
     left |= {((0, 0), id(source)): ("forward", source) for source in sources if not given.is_seen(source)}
     made = [Lists.of(given.blocks(source, given.config(name))) for name, source in left.values()]
-    forward = forward_bytes(given, tokens, lists["forward"], carries=carries)
-    return forward, backward_bytes(given, tokens, pairs, carries=carries), sum(map(list_bytes, made))
+    return counted_forward(given), backward_bytes(given, tokens, pairs, carries=carries), sum(map(list_bytes, made))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -137,6 +146,20 @@ def test_launches_allocate_what_is_counted(
     got = taken(inputs, SCORE)
     assert counted(runner(inputs, SCORE, form)) == got
     assert ("backward_once" in LAUNCHED) == (form == "one pass") != ("backward_queries" in LAUNCHED[-3:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_forward_in_gluon_allocates_what_is_counted(
+    seed: int,
+    device: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = in_form("Gluon", part(seed), monkeypatch)
+    forward, _, _ = taken(inputs, SCORE)
+    given = replace(runner(inputs, SCORE, "two passes"), path="gluon")
+    assert counted_forward(given) == forward
+    monkeypatch.setattr(workspace, "_packs", lambda attention: attention.path == "warp")
+    assert counted_forward(given) < forward or given.group == 1
 
 
 def test_the_parts_are_of_all_kinds(device: None) -> None:  # noqa: F811

@@ -24,23 +24,36 @@ from rich.table import Table
 from torch import Tensor
 
 from treefx.errors import InputError
-from treefx.kernels.common import Inputs
+from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, compile_launch
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, one_pass_fits, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
-from treefx.kernels.gpu.triton_tree.paths import PATHS, keys_refusal, refused_widths
+from treefx.kernels.gpu.triton_tree.paths import PATHS, form_refusal, keys_refusal
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_sums
 from treefx.kernels.score import Expr, Score, make_score
-from treefx.kernels.tiles.tree_blocks import Keys
 from treefx.output import make_table
 
-__all__ = ["ARCHITECTURES", "CASES", "MORE_CASES", "Case", "make_summary", "problems", "run", "run_with_progress"]
+__all__ = [
+    "ARCHITECTURES",
+    "CASES",
+    "MORE_CASES",
+    "Case",
+    "has_form",
+    "make_summary",
+    "problems",
+    "run",
+    "run_with_progress",
+]
 
 ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
 _WITHOUT_PRODUCTS = ("prologue", "sum_parts", "finish_queries")
 _MULTIPLYING_WARPS = 8
 """Of a specialised kernel: two groups of four, which share a tile."""
+_GLUON_LOOPS = 4
+"""Two in each group of warps."""
+_OF_ROWS = 8
+"""Exponentials of a thread's rows may stand beside any product; its logits have more."""
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 """Bytes per thread."""
 
@@ -100,7 +113,7 @@ def run_with_progress(
 
     Args:
         arch: ``"sm_80"``, ``"sm_90"`` or ``"sm_100"``.
-        path: ``"plain"``, ``"warp"`` or ``"both"``.
+        path: ``"plain"``, ``"warp"``, ``"gluon"`` or ``"all"``.
         quick: every tenth case only.
         full: :data:`MORE_CASES` as well.
         json: a program reads the result, so no progress bar is shown.
@@ -113,8 +126,8 @@ def run_with_progress(
     Raises:
         InputError: another architecture or path, or no Triton in the folder.
     """
-    if path not in (*PATHS, "both"):
-        raise InputError(f"path must be plain, warp or both, got {path!r}")
+    if path not in (*PATHS, "all"):
+        raise InputError(f"path must be {', '.join(PATHS)} or all, got {path!r}")
     number = arch.removeprefix("sm_")
     if not number.isdecimal():
         raise InputError(f"arch must look like sm_90, got {arch!r}")
@@ -122,7 +135,7 @@ def run_with_progress(
         known = ", ".join(f"sm_{one}" for one in ARCHITECTURES)
         raise InputError(f"arch must be one of {known}, got {arch}")
     cases = (*CASES, *MORE_CASES) if full else CASES[::10] if quick else CASES
-    compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "both" else (path,))
+    compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "all" else (path,))
     with _pool(min(jobs, len(cases)), triton) as run_all:
         done = run_all(compile_case, cases)
         shown = track(done, "compiling kernels", len(cases), disable=json, console=Console(stderr=True), transient=True)
@@ -182,15 +195,16 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
 
     Args:
         arch: compute capability times 10; one of :data:`ARCHITECTURES`.
-        paths: which forms of the kernels; ``"warp"`` exists for 16-bit types on 90 only.
+        paths: which forms of the kernels; ``"warp"`` and ``"gluon"`` exist for 16-bit types on 90 only.
         cases: what to compile.
 
     Yields:
         One record per kernel: ``triton`` (its version), ``kernel, path, dtype, head_dim, head_dim_v, group, features,
         registers, spill_bytes, shared_bytes, wgmma, tcgen05, mma, setmaxnreg, race_free, prefetch,
-        instructions_per_logit, tile, seconds, problems``; ``race_free`` is ``None`` where all warps do the same,
+        instructions_per_logit, overlap, tile, seconds, problems``; ``race_free`` is ``None`` where all warps do alike,
         ``prefetch`` where some of them only load. ``prefetch`` has an item per loop with products,
-        ``instructions_per_logit`` one per loop and group of warps: what a thread executes for each of its logits.
+        ``instructions_per_logit`` one per loop and group of warps: what a thread executes for each of its logits;
+        ``overlap`` one per end of all products: the exponentials that began while any of them was under way.
     """
     import triton
 
@@ -208,7 +222,7 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
     start = time.perf_counter()
     report = compile_launch(launch, arch)
     name, config = launch.kernel.__name__, launch.config
-    threads = 32 * (_MULTIPLYING_WARPS if path == "warp" else config.warps)
+    threads = 32 * (config.warps if path == "plain" else _MULTIPLYING_WARPS)
     logits = config.block_m * config.block_n / threads
     return {
         "triton": triton.__version__,
@@ -229,6 +243,7 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
         "race_free": None if report.races is None else not report.races,
         "prefetch": None if report.prefetch is None else list(report.prefetch),
         "instructions_per_logit": [round(number / logits, 1) for number in report.loop_instructions],
+        "overlap": list(report.overlap),
         "tile": f"{config.block_m}x{config.block_n} w{config.warps} s{config.stages}",
         "seconds": round(time.perf_counter() - start, 2),
         "problems": problems(report, case.dtype, name, path, arch),
@@ -242,9 +257,11 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
         found.append(f"spills {report.spill_bytes} bytes, at most {_SPILL_LIMIT[dtype]} are allowed")
     if report.shared_bytes > SHARED_MEMORY[arch]:
         found.append(f"needs {report.shared_bytes} bytes of shared memory, the device has {SHARED_MEMORY[arch]}")
-    if report.setmaxnreg != (specialised := path == "warp" and kernel not in _WITHOUT_PRODUCTS):
+    if report.setmaxnreg != (specialised := path != "plain" and kernel not in _WITHOUT_PRODUCTS):
         found.append("is not warp-specialised" if specialised else "is warp-specialised")
     found += report.races or ()
+    if path == "gluon" and sum(number > _OF_ROWS for number in report.overlap) < _GLUON_LOOPS:
+        found.append("a loop computes no exponentials while it multiplies")
     if 0 in (report.prefetch or ()):
         found.append("a loop loads nothing ahead: it waits for every tile")
     if kernel in _WITHOUT_PRODUCTS or dtype == torch.float32:  # float32 is right first, and fast where it may be
@@ -258,10 +275,16 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
     return found
 
 
+def has_form(case: Case, path: str, arch: int) -> bool:
+    """Return whether a case has a form of the kernels on compute capability ``arch / 10``."""
+    return path == "plain" or form_refusal(_attention(case, path, arch), divmod(arch, 10)) is None
+
+
 def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
-    if path == "warp" and not _has_warp_path(case, arch):
+    if not has_form(case, path, arch):
         return
-    attention, sources = _attention(case, path, arch)
+    attention = _attention(case, path, arch)
+    sources = _sources(attention)
     inputs = attention.inputs
     heads, row = inputs.q.shape[1], torch.empty(1, inputs.q.shape[1], _TOKENS)
     out, wide = (_heads(heads, case.value_dim, dtype) for dtype in (case.dtype, torch.float32))
@@ -270,14 +293,14 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     for number, source in enumerate(sources):  # the last one goes on from what the others have left
         last, before = number == len(sources) - 1, number > 0
         yield attention.forward(source, out if last else wide, row, (wide, row) if before else None)
-        if path == "plain" or keys_refusal(attention) is None:
+        if path != "warp" or keys_refusal(attention) is None:
             yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
         yield attention.backward_queries(source, of_queries, dq if last else wide_dq, wide_dq if before else None)
     if path == "plain" and one_pass_fits(attention.problem("backward_once")):
         attention = replace(attention, once=True)
         prologue, of_keys, _ = attention.prologue(out, out, row)
         yield attention.backward_keys(sources[0], of_keys, inputs.k, inputs.v)
-    if not case.features and case.group == 1:
+    if path != "gluon" and not case.features and case.group == 1:
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
         config = attention.config("backward_keys")
@@ -288,38 +311,32 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
             yield launch_finish(of_keys["SumsQ"], inputs.q, attention.code.factor, _KV_HEADS)
 
 
-def _has_warp_path(case: Case, arch: int) -> bool:
-    """Return whether the warp-specialised form exists: what ``paths.warp_refusal`` says, without a device."""
-    sixteen_bits = case.dtype != torch.float32
-    narrow = refused_widths(case.head_dim, case.value_dim) is None
-    shared = {"window", "alibi", "boundary"} <= set(case.features)
-    return arch == 90 and sixteen_bits and narrow and "bias" not in case.features and not shared
-
-
-def _attention(case: Case, path: str, arch: int) -> tuple[Attention, list[KeySource]]:
-    """Return the attention of a case and its keys: with a boundary, in the plain form a pool of them, else both."""
+def _attention(case: Case, path: str, arch: int) -> Attention:
     query_heads = case.group * _KV_HEADS
     q = _heads(query_heads, case.head_dim, case.dtype)
     k, v = _heads(_KV_HEADS, case.head_dim, case.dtype), _heads(_KV_HEADS, case.value_dim, case.dtype)
-    score, buffers = _score(case, query_heads)
-    sinks = torch.zeros(query_heads) if "sinks" in case.features else None
     ends = torch.full((_TOKENS,), _TOKENS, dtype=torch.int32)
-    inputs = Inputs(q, k, v, ends, buffers, sinks)
-    attention = Attention(inputs, score, path, shared_limit=usable_shared_memory(arch))
-    if "boundary" not in case.features:
-        return attention, [attention.own_keys()]
-    outside = Keys(ends, torch.zeros_like(ends))
-    if path == "plain":
-        return attention, [KeySource(k, v, outside, torch.arange(_TOKENS, dtype=torch.int32))]
-    return attention, [KeySource(k, v, outside), attention.own_keys()]
+    outside = Boundary(k, v, torch.zeros_like(ends), ends) if "boundary" in case.features else None
+    score, buffers = _score(case, query_heads, _TOKENS if outside is None else 2 * _TOKENS)
+    sinks = torch.zeros(query_heads) if "sinks" in case.features else None
+    inputs = Inputs(q, k, v, ends, buffers, sinks, outside)
+    return Attention(inputs, score, path, shared_limit=usable_shared_memory(arch))
+
+
+def _sources(attention: Attention) -> list[KeySource]:
+    """Return the keys of an attention: with a boundary, in the plain form a pool of its keys alone, else both."""
+    sources = attention.sources()
+    if attention.path != "plain" or len(sources) == 1:
+        return sources
+    return [replace(sources[0], rows=torch.arange(_TOKENS, dtype=torch.int32))]
 
 
 def _heads(heads: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(1, _TOKENS, heads, width, dtype=dtype).transpose(1, 2)
 
 
-def _score(case: Case, heads: int) -> tuple[Score, list[Tensor]]:
-    """Return the score of a case with buffers 0: depth, 1: slopes, 2: bias."""
+def _score(case: Case, heads: int, tokens: int) -> tuple[Score, list[Tensor]]:
+    """Return the score of a case with buffers of all tokens, 0: depth, 1: slopes, 2: bias."""
     names = case.features
     score = make_score(
         scale=0.125,
@@ -335,7 +352,7 @@ def _score(case: Case, heads: int) -> tuple[Score, list[Tensor]]:
         sides: list[Expr] = [("floordiv", ("load", 0, (side,)), ("const", 64)) for side in ("q", "k")]
         visible = ("eq", *sides)
     return Score(value, visible), [
-        torch.arange(_TOKENS, dtype=torch.int32),
+        torch.arange(tokens, dtype=torch.int32),
         torch.zeros(heads),
-        torch.empty(heads, _TOKENS, _TOKENS, dtype=case.dtype),
+        torch.empty(heads, tokens, tokens, dtype=case.dtype),
     ]

@@ -17,7 +17,7 @@ from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.gpu.triton_tree.configs import Config, candidates, one_pass_fits, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention
-from treefx.kernels.gpu.triton_tree.paths import form_refusal
+from treefx.kernels.gpu.triton_tree.paths import forced_path, form_refusal
 from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, list_bytes, most_lists, most_of
 from treefx.kernels.score import Score
 from treefx.planning.cost.liveness import size_expression
@@ -95,7 +95,9 @@ def _attention(node: fx.Node) -> Attention | None:
     capability = torch.cuda.get_device_capability(q.device)
     limit = usable_shared_memory(10 * capability[0] + capability[1])
     attention = Attention(inputs, score, "plain", shared_limit=limit)
-    return attention if form_refusal(attention, capability) else replace(attention, path="warp")
+    fast = "gluon" if forced_path() == "gluon" else "warp"
+    chosen = replace(attention, path=fast)
+    return attention if form_refusal(chosen, capability) else chosen
 
 
 def _value(item: Any) -> Any:

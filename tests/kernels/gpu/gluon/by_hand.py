@@ -1,0 +1,382 @@
+"""Runs the text of a kernel in Gluon without a device: numbers in float64, groups of warps that wait for each other.
+
+Every group is a thread, and one at a time runs, until a barrier stops it or it waits for products. What goes
+wrong on a device by chance goes wrong here for sure: room for a copy holds NaN until somebody waits for its barrier and
+nobody else can go on, and a product reads its operands from shared memory when it is waited for, no sooner, and when
+others have gone on. Barriers count arrivals and bytes, as those of the device do.
+"""
+
+import inspect
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treefx.kernels.gpu.triton_tree import device
+from treefx.kernels.gpu.triton_tree.small_launches import Launch
+
+__all__ = ["run_by_hand"]
+
+_STUCK = 60.0
+"""Seconds that a thread waits for its turn before the test gives up."""
+BYTES = {1: 4, 2: 2}
+"""Of an element, by the rank of its box: vectors have 32 bits, matrices 16."""
+
+
+class Value(Tensor):
+    """A tensor of numbers with Triton's conversions."""
+
+    def to(self, dtype: Any, *, bitcast: bool = False) -> Any:  # type: ignore[override]
+        if bitcast:  # to unsigned numbers of 32 bits
+            return self & 0xFFFFFFFF
+        return super().to(dtype)
+
+
+def value(data: Any) -> Any:
+    return torch.as_tensor(data).as_subclass(Value)  # type: ignore[no-untyped-call]
+
+
+class Pointer:
+    """An address in a tensor's memory, or many."""
+
+    def __init__(self, tensor: Tensor, offset: Any) -> None:
+        self.tensor, self.offset = tensor, offset
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.tensor, self.offset + other)
+
+    def __getitem__(self, index: Any) -> "Pointer":
+        return Pointer(self.tensor, self.offset[index])
+
+    def memory(self) -> Tensor:
+        whole = self.tensor.untyped_storage()
+        return torch.empty(0, dtype=self.tensor.dtype).set_(whole)  # type: ignore[call-overload, no-any-return]
+
+
+class Barrier:
+    """Completes a phase when as many have arrived as it waits for and all expected bytes have come."""
+
+    def __init__(self) -> None:
+        self.count, self.arrived, self.bytes, self.phases = 0, 0, 0, 0
+        self.copies: list[Callable[[], object]] = []
+
+    def index(self, number: Any) -> "Barrier":
+        return self
+
+    def passed(self, phase: int) -> bool:
+        return phase != self.phases & 1
+
+    def settle(self, *, late: bool = False) -> None:
+        """Complete the phase if all is there; what is copied comes late."""
+        assert self.arrived <= self.count, "more arrive than the barrier counts"
+        if self.arrived == self.count and self.bytes == 0 and (late or not self.copies):
+            for copy in self.copies:
+                copy()
+            self.copies, self.arrived = [], 0
+            self.phases += 1
+
+
+class Barriers:
+    def __init__(self, number: int) -> None:
+        self.each = [Barrier() for _ in range(number)]
+
+    def index(self, number: Any) -> Barrier:
+        return self.each[int(number)]
+
+
+class Shared:
+    """Shared memory; fresh it holds nothing that could be used."""
+
+    def __init__(self, data: Tensor, layout: Any = None) -> None:
+        self.data, self.layout, self.dtype = data, layout, data.dtype
+
+    def index(self, number: Any) -> "Shared":
+        return Shared(self.data[int(number)], self.layout)
+
+    def permute(self, order: Any) -> "Shared":
+        return Shared(self.data.permute(order), self.layout)
+
+    def load(self, layout: Any) -> Any:
+        return value(self.data.clone())
+
+
+class Product:
+    """A product under way; its number is there only after a wait."""
+
+    def __init__(self, left: Any, right: Shared, before: Any) -> None:
+        self.left, self.right, self.before, self.result = left, right, before, None
+
+    def finish(self) -> None:
+        left = self.left.data if isinstance(self.left, Shared) else self.left
+        before = self.before
+        if isinstance(before, Product):
+            assert before.result is not None, "products finish in order"
+            before = before.result
+        self.result = value(left @ self.right.data + (0 if before is None else before))
+
+
+class Box:
+    def __init__(self, pointer: Pointer, shape: Sequence[Any], strides: Sequence[Any], block: Any, layout: Any) -> None:
+        self.pointer, self.shape, self.layout = pointer, [int(n) for n in shape], layout
+        self.strides, self.block_shape, self.dtype = [int(n) for n in strides], list(block), pointer.tensor.dtype
+
+    def read(self, corner: Sequence[Any]) -> Tensor:
+        """Return a block; what lies outside reads 0."""
+        address, inside = torch.tensor(int(self.pointer.offset)), torch.tensor(True)
+        for dim, (first, length) in enumerate(zip(corner, self.block_shape, strict=True)):
+            index = int(first) + torch.arange(length)
+            shape = [-1 if dim == other else 1 for other in range(len(self.block_shape))]
+            address = address + (index * self.strides[dim]).view(shape)
+            inside = inside & (index < self.shape[dim]).view(shape)
+        found = self.pointer.memory()[torch.where(inside, address, 0)]
+        return torch.where(inside, found, torch.zeros_like(found))
+
+
+class Turns:
+    """Lets one group of warps run at a time: the first, in an order, that nothing stops."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order, self.turn = order, threading.Condition()
+        self.stops: dict[int, tuple[Barrier, int] | None] = {number: None for number in order}
+        self.running, self.failure = order[0], None  # type: tuple[int | None, BaseException | None]
+        self.own = threading.local()
+
+    def run(self, groups: Sequence[Callable[[], object]]) -> None:
+        threads = [threading.Thread(target=self.one, args=item, daemon=True) for item in enumerate(groups)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_STUCK)
+        if self.failure is not None:
+            raise self.failure
+
+    def one(self, number: int, group: Callable[[], object]) -> None:
+        self.own.number, self.own.products = number, []
+        with self.turn:
+            try:
+                self.until_own(number)
+                group()
+                assert not self.own.products, "products are under way at the end"
+            except BaseException as reason:  # it is raised where the kernel was called
+                self.failure = self.failure or reason
+            self.stops.pop(number)
+            try:
+                self.next()
+            except AssertionError as reason:  # of a barrier that others wait for
+                self.failure = self.failure or reason
+                self.turn.notify_all()
+
+    def wait(self, barrier: Barrier, phase: int) -> None:
+        number = self.own.number
+        self.stops[number] = barrier, phase
+        self.next()
+        self.until_own(number)
+        self.stops[number] = None
+
+    def let_others(self) -> None:
+        """Let the others go on first, as far as they can."""
+        number = self.own.number
+        other = self.ready(besides=number)
+        if other is not None:
+            self.running = other
+            self.turn.notify_all()
+            self.until_own(number)
+
+    def next(self) -> None:
+        self.running = self.ready()
+        if self.running is None:
+            for stop in self.stops.values():
+                if stop is not None:
+                    stop[0].settle(late=True)
+            self.running = self.ready()
+        if self.running is None and self.stops and self.failure is None:
+            self.failure = RuntimeError(f"groups {sorted(self.stops)} wait for ever")
+        self.turn.notify_all()
+
+    def ready(self, besides: int | None = None) -> int | None:
+        """Return the first group, in the order, that nothing stops."""
+        for number in self.order:
+            if number in self.stops and number != besides:
+                stop = self.stops[number]
+                if stop is None or stop[0].passed(stop[1]):
+                    return number
+        return None
+
+    def until_own(self, number: int) -> None:
+        found = self.turn.wait_for(lambda: self.running == number or self.failure is not None, _STUCK)
+        if self.failure is not None or not found:
+            raise self.failure or RuntimeError("no turn came")
+
+
+class _Program:
+    """One program of a launch: what the names of Gluon mean in it."""
+
+    def __init__(self, place: tuple[int, int], grid: tuple[int, int], order: Sequence[int]) -> None:
+        self.place, self.grid, self.turns = place, grid, Turns(order)
+        self.language = SimpleNamespace(**{name[3:]: getattr(self, name) for name in dir(self) if name[:3] == "tl_"})
+        for name in ("exp", "exp2", "log2", "sqrt", "abs", "floor", "sigmoid", "where", "maximum", "minimum"):
+            setattr(self.language, name, _of_numbers(getattr(torch, name)))
+        layouts = ("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout")
+        vars(self.language).update({name: lambda *_: None for name in layouts})
+        self.language.NVMMASharedLayout = _SharedLayout
+        numbers = {"float32": torch.float64, "int32": torch.int64, "int64": torch.int64, "uint32": "uint32"}
+        vars(self.language).update({"constexpr": lambda number: number, "static_range": range, **numbers})
+        self.barriers = SimpleNamespace(
+            **{name[8:]: getattr(self, name) for name in dir(self) if name[:8] == "barrier_"}
+        )
+        self.copies = SimpleNamespace(make_tensor_descriptor=Box, async_copy_global_to_shared=self.copy)
+
+    def names(self) -> dict[str, Any]:
+        return {
+            "tl": self.language,
+            "gluon": SimpleNamespace(jit=_undecorated),
+            "triton": SimpleNamespace(jit=_undecorated),
+            "mbarrier": self.barriers,
+            "tma": self.copies,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.settle,
+            "INTERPRETED": True,
+        }
+
+    def tl_program_id(self, axis: int) -> Any:
+        return value(self.place[axis])
+
+    def tl_num_programs(self, axis: int) -> int:
+        return self.grid[axis]
+
+    def tl_arange(self, start: int, stop: int, layout: Any = None) -> Any:
+        return value(torch.arange(start, stop))
+
+    def tl_full(self, shape: Any, number: float, dtype: Any, layout: Any) -> Any:
+        return value(torch.full(shape, number, dtype=dtype))
+
+    def tl_zeros(self, shape: Any, dtype: Any, layout: Any = None) -> Any:
+        return value(torch.zeros(shape, dtype=dtype))
+
+    def tl_max(self, data: Any, axis: int) -> Any:
+        return data.amax(axis)
+
+    def tl_sum(self, data: Any, axis: int) -> Any:
+        return data.sum(axis)
+
+    def tl_convert_layout(self, data: Any, layout: Any) -> Any:
+        return data
+
+    def tl_load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
+        mask, address = torch.broadcast_tensors(torch.as_tensor(mask), torch.as_tensor(pointer.offset))
+        found = pointer.memory()[torch.where(mask, address, 0)]
+        return value(torch.where(mask, found, torch.full_like(found, other)))
+
+    def tl_store(self, pointer: Pointer, data: Any, mask: Any) -> None:
+        mask, address, data = torch.broadcast_tensors(mask, pointer.offset, data)
+        pointer.memory()[address[mask]] = data[mask].to(pointer.tensor.dtype)
+
+    def tl_allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+        if isinstance(layout, Barriers):
+            return Barriers(shape[0]) if len(shape) > 1 else Barrier()
+        fresh = torch.full(shape, -(10**6), dtype=torch.int64)
+        return Shared(torch.full(shape, torch.nan, dtype=dtype) if dtype.is_floating_point else fresh, layout)
+
+    def tl_warp_specialize(self, groups: Any, warps: Any, registers: Any) -> None:
+        assert len(warps) == len(registers) == len(groups) - 1
+        self.turns.run([lambda function=function, given=given: function(*given) for function, given in groups])
+
+    def barrier_MBarrierLayout(self) -> Barriers:
+        return Barriers(0)
+
+    def barrier_init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = count
+
+    def barrier_expect(self, barrier: Barrier, bytes_: int) -> None:
+        barrier.bytes += bytes_
+        barrier.arrived += 1
+        barrier.settle()
+
+    def barrier_arrive(self, barrier: Barrier, count: int) -> None:
+        barrier.arrived += count
+        barrier.settle()
+
+    def barrier_wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:
+        if pred:
+            self.turns.wait(barrier, int(phase))
+
+    def copy(self, box: Box, corner: Sequence[Any], barrier: Barrier, room: Shared) -> None:
+        block = box.read(corner).to(room.dtype)
+        assert room.data.shape == block.shape
+        if block.is_floating_point():
+            room.data.fill_(torch.nan)
+        barrier.copies.append(lambda: room.data.copy_(block))
+        barrier.bytes -= block.numel() * BYTES[block.ndim]
+        barrier.settle()
+
+    def multiply(self, left: Any, right: Shared, before: Any, *, use_acc: bool = True, is_async: bool) -> Product:
+        product = Product(left, right, before if use_acc else None)
+        self.turns.own.products.append(product)
+        return product
+
+    def settle(self, left: int, deps: Sequence[Product]) -> Any:
+        products = self.turns.own.products
+        self.turns.let_others()
+        while len(products) > left:
+            products.pop(0).finish()
+        assert all(product.result is not None for product in deps), "a product is used that is under way"
+        return deps[0].result if len(deps) == 1 else tuple(product.result for product in deps)
+
+
+class _SharedLayout:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @staticmethod
+    def get_default_for(shape: Any, dtype: Any) -> None:
+        return None
+
+
+def _undecorated(function: Any = None, **options: Any) -> Any:
+    return function if function is not None else lambda function: function
+
+
+def _of_numbers(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a function of torch that takes numbers too, in the type of the tensors among them."""
+
+    def made(*given: Any) -> Any:
+        numbers = [torch.as_tensor(one, dtype=torch.float64 if isinstance(one, float) else None) for one in given]
+        if function is torch.maximum or function is torch.minimum:
+            numbers = [one.to(torch.result_type(*numbers)) for one in numbers]
+        return value(function(*numbers))
+
+    return made
+
+
+def run_by_hand(launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str | None = None) -> None:
+    """Run a launch of a kernel in Gluon, or of one without products, and the launches after it.
+
+    Args:
+        launch: the launch, of tensors in float64 on the CPU.
+        order: the groups of warps, if it has some, the one that runs whenever it can first; 2 is the one that loads.
+        text: instead of the kernel's own source.
+    """
+    file = sys.modules[launch.kernel.fn.__module__].__file__
+    assert file is not None
+    source = text or Path(file).read_text(encoding="utf-8")
+    functions = re.sub(r"^(import|from) (\(\n[^)]*\)|[^\n(]*(\([^)]*\))?)", "", source, flags=re.MULTILINE)
+    helpers = inspect.getsource(device).partition("@triton.jit")
+    for place in ((first, second) for second in range(launch.grid[1]) for first in range(launch.grid[0])):
+        names = _Program(place, launch.grid, order).names()
+        exec("".join(helpers[1:]), names)
+        exec(functions, names)
+        given = {
+            name: Pointer(one, one.storage_offset()) if isinstance(one, Tensor) else one
+            for name, one in launch.arguments.items()
+        }
+        names[launch.kernel.__name__](**given)
+    for following in launch.after:
+        run_by_hand(following)

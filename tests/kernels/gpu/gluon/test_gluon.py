@@ -1,0 +1,279 @@
+"""The forward in Gluon: its arithmetic and its barriers by hand in float64, its machine code, and who may run it.
+
+No interpreter of Triton's runs Gluon, and no GPU is at hand: by_hand.py runs the generated text itself.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.kernels.gpu.gluon.by_hand import run_by_hand
+from tests.kernels.gpu.interpreted_cases import BRANCH_AT_57, SCORES, SMALL, Case, assert_equal, draw
+from tests.kernels.gpu.test_barriers import changed, find
+from treefx.bench.attention import kernel as bench_kernel
+from treefx.bench.attention.kernel import CASES, MORE_CASES, has_form, run
+from treefx.errors import UnsupportedError
+from treefx.kernels import reference
+from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
+from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.inspection.operands import beside_products, overwritten_operands
+from treefx.kernels.gpu.triton_tree import attention, paths
+from treefx.kernels.gpu.triton_tree.configs import Config
+from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
+from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
+from treefx.kernels.score import Score
+
+COMPILED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "gluon", 90)]
+BARE = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
+ORDERS = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
+"""The group of warps that loads goes on first, or last, or between the others."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREEFX_CACHE_DIR", str(tmp_path_factory.mktemp("treefx")))
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def by_hand(
+    case: Case,
+    score: Score,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    config: Config = Config(32, 16, 4, 2),
+    order: Sequence[int] = ORDERS[0],
+    change: tuple[str, str] | None = None,
+) -> list[Tensor]:
+    """Return output and log-sum-exp of all keys of a case, of a kernel with a change in its text."""
+
+    def carry_out(launch: Launch) -> None:
+        file = sys.modules[launch.kernel.fn.__module__].__file__
+        text = Path(str(file)).read_text(encoding="utf-8")
+        if change is not None:
+            if change[0] not in text:
+                raise ValueError(f"the kernel must hold {change[0]!r}")
+            text = text.replace(*change)
+        run_by_hand(launch, order=order, text=text)
+
+    monkeypatch.setattr(Launch, "run", carry_out)
+    chosen = Attention(case.wide, score, "gluon", choose=lambda problem: config)
+    return list(attention.forward_from(chosen, chosen.sources()))
+
+
+@pytest.mark.parametrize("outside", [0, 70])
+@pytest.mark.parametrize("name", ["plain", "window", "softcap", "alibi", "chunked", "masked", "no product", "negative"])
+def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys from outside, of which nobody sees some, the second launch goes on from what the first found."""
+    case = draw(*SMALL, heads=(6, 2), batch=2, outside=outside, sinks=name in ("plain", "softcap"))
+    got = by_hand(case, SCORES[name], monkeypatch)
+    rounded = outside or name == "softcap"  # what goes from launch to launch has 32 bits; a series stands for tanh
+    assert_equal(got, list(reference.forward(case.wide, SCORES[name])), 1e-6 if rounded else 1e-10)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("heads", "widths", "config"),
+    [
+        ((7, 1), (24, 40), Config(32, 16, 4, 2)),
+        ((5, 1), (16, 16), Config(64, 16, 4, 3)),
+        ((3, 3), (80, 72), Config(16, 32, 4, 2)),
+        ((24, 1), (8, 8), Config(16, 16, 4, 3)),
+    ],
+)
+def test_shapes_and_orders(
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    config: Config,
+    order: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads in pieces, of which the last overhangs; tiles that begin within a token; long lists, full and partial."""
+    case = draw(*BRANCH_AT_57, heads=heads, widths=widths, sinks=True)
+    got = by_hand(case, SCORES["plain"], monkeypatch, config=config, order=order)
+    assert_equal(got, list(reference.forward(case.wide, SCORES["plain"])), 1e-10)
+
+
+MISTAKES = {
+    "keys are released before their product": (
+        "dot = warpgroup_mma_wait(1, deps=[dot])",
+        "mbarrier.arrive(k_empty.index(stage), count=1); dot = warpgroup_mma_wait(1, deps=[dot])",
+    ),
+    "the wait for keys ends no product": (
+        "dot = warpgroup_mma_wait(1, deps=[dot])",
+        "dot = warpgroup_mma_wait(2, deps=[dot])",
+    ),
+    "keys of a later tile are waited for by the wrong phase": (
+        "mbarrier.wait(k_full.index((turn + 1) % STAGES), ((turn + 1) // STAGES) & 1",
+        "mbarrier.wait(k_full.index((turn + 1) % STAGES), (turn // STAGES) & 1",
+    ),
+    "nobody waits for values": ("mbarrier.wait(v_full.index(before)", "(v_full.index(before)"),
+    "values are released before their product": (
+        "mbarrier.wait(v_full.index(before), ((turn - 1) // STAGES) & 1)",
+        "mbarrier.wait(v_full.index(before), ((turn - 1) // STAGES) & 1); mbarrier.arrive(v_empty.index(before), "
+        "count=1)",
+    ),
+    "copies do not wait for an empty buffer": ("mbarrier.wait(v_empty.index(stage), phase)", "pass"),
+    "fewer bytes are expected": (
+        "mbarrier.expect(v_full.index(stage), BLOCK_N * 32)",
+        "mbarrier.expect(v_full.index(stage), BLOCK_N * 30)",
+    ),
+    "one group empties for both": (
+        "mbarrier.init(k_empty.index(number), count=2)",
+        "mbarrier.init(k_empty.index(number), count=1)",
+    ),
+    "partial tiles are not masked": ("range(tl.maximum(first + 1, first_partial), last)", "range(last, last)"),
+    "values are not rescaled": (
+        "out_0 = out_0 * tl.convert_layout(rescale",
+        "out_0 = out_0 + 0 * tl.convert_layout(rescale",
+    ),
+    "both groups have the first rows": ("WHO * ROWS", "0 * ROWS"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the result, or because groups wait for ever, in one of the orders at least."""
+    case = draw(*BRANCH_AT_57, heads=(2, 1))
+    wanted = list(reference.forward(case.wide, SCORES["plain"]))
+    seen = 0
+    for order in ORDERS:
+        try:
+            assert_equal(
+                by_hand(case, SCORES["plain"], monkeypatch, order=order, change=MISTAKES[mistake]), wanted, 1e-10
+            )
+        except (AssertionError, RuntimeError):
+            seen += 1
+    assert seen
+
+
+@pytest.mark.sample(24)
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_within_bounds(case: bench_kernel.Case) -> None:
+    records = list(run(90, paths=("gluon",), cases=[case]))
+    kernels = ["forward", "backward_keys", "backward_queries"] * (1 + ("boundary" in case.features))
+    assert [record["kernel"] for record in records] == kernels
+    for record in records:
+        assert not record["problems"] and record["race_free"]
+        assert record["spill_bytes"] <= (64 if record["kernel"] == "backward_keys" else 0)
+
+
+def test_what_a_logit_takes() -> None:
+    """Over full tiles and under the mask, in both groups; and every exponential of a tile beside a product."""
+    record = next(run(90, paths=("gluon",), cases=[BARE]))
+    assert record["tile"] == "128x128 w4 s2"
+    full, masked = record["instructions_per_logit"][::2], record["instructions_per_logit"][1::2]
+    assert len(full) == len(masked) == 2 and 0 < max(full) <= 8.5 and max(masked) <= 13
+    assert record["overlap"] == [0, 66, 66, 0] * 2, "64 of a thread's logits, and 2 of its rows"
+
+
+@pytest.fixture(scope="module")
+def texts(own_folder: None) -> tuple[str, str]:
+    """The TTGIR and the PTX of a small kernel, which says of itself what memory its descriptors take."""
+    launch = next(bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 64, 64, 4), "gluon", 90))
+    _, compiled = compile_kernel(launch, 90)
+    assert compiled.metadata.global_scratch_size == scratch_bytes(launch.kernel, has_low=False)
+    return compiled.asm["ttgir"], compiled.asm["ptx"]
+
+
+def test_the_guard_follows_its_barriers(texts: tuple[str, str]) -> None:
+    """A release before a wait, a wait that ends no product, a wait left out: each in one line of the first group."""
+    ttgir, ptx = texts
+    assert races(ttgir) == [] and unmet_releases(ptx) == []
+    loop = find(ttgir, "scf.for", after=find(ttgir, "default {"))
+    wait = find(ttgir, "warp_group_dot_wait", "pendings = 1", after=loop)
+    release = find(ttgir, "arrive_barrier", after=wait)
+    lines = ttgir.splitlines()
+    early = changed(changed(ttgir, release), wait, lines[release - 1], lines[release], lines[wait])
+    assert any("is released while a product of it is under way" in text for text in races(early))
+    idle = changed(ttgir, wait, lines[wait].replace("pendings = 1", "pendings = 2"))
+    assert any("is released while a product of it is under way" in text for text in races(idle))
+    values = changed(ttgir, find(ttgir, "wait_barrier", after=loop))
+    assert any("is read by ttng.warp_group_dot when not held" in text for text in races(values))
+    full = changed(ttgir, find(ttgir, "wait_barrier", after=find(ttgir, "scf.for", after=find(ttgir, "partition1("))))
+    assert any("is waited for again before it is released" in text for text in races(full))
+
+
+def test_a_wait_that_leaves_all_products_is_none() -> None:
+    products = ["wgmma.mma_async a;", "wgmma.commit_group;"] * 2
+    after = ["bar.sync 0;", "@p mbarrier.arrive.shared b;"]
+    for left, missing in ((1, 0), (2, 1)):
+        assert len(unmet_releases("\n".join([*products, f"wgmma.wait_group.sync.aligned {left};", *after]))) == missing
+
+
+def test_operands_of_products_under_way() -> None:
+    """Written before the wait, by a wide instruction too, or after it; and what begins meanwhile."""
+    product = "/*0*/ HGMMA.64x64x16.F32.BF16 R8, R40, gdesc[UR4], R8, gsb0 ;"
+    settled = "/*2*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+    pack, wide = "/*1*/ F2FP.BF16 R43, R1, R2 ;", "/*1*/ @!P0 LDS.128 R38, [R0] ;"
+    store, exponential = "/*1*/ STS [R43], R43 ;", "/*1*/ MUFU.EX2 R60, R61 ;"
+    for line, count in ((pack, 1), (wide, 1), (store, 0), (exponential, 0)):
+        assert len(overwritten_operands("\n".join([product, line, settled]))) == count
+        assert overwritten_operands("\n".join([product, settled, line])) == []
+    earlier = product.replace("R40", "UR40").replace("UR40, ", "")
+    assert overwritten_operands("\n".join([product, earlier, settled.replace("0x0", "0x1"), pack])) == []
+    assert len(overwritten_operands("\n".join([earlier, product, settled.replace("0x0", "0x1"), pack]))) == 1
+    assert beside_products("\n".join([product, exponential, exponential, settled])) == (2,)
+
+
+def test_who_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by name where it does not fit; else compared with the plain form, which follows where it is wrong."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "gluon")
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
+    chosen = Attention(half, SCORES["plain"], choose=lambda problem: Config(32, 16, 4, 2))
+    taken: list[str] = []
+
+    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
+        taken.append(used.path)
+        return [half.q * (factor if used.path == "gluon" else 1.0)]
+
+    def refused(text: str, used: Attention = chosen) -> None:
+        with pytest.raises(UnsupportedError, match=f"TREEFX_KERNEL_PATH=gluon must meet an attention.*{text}"):
+            paths.checked("forward", used, [], answer)
+
+    factor = 1.0
+    refused("needs compute capability 9.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    refused("needs a 16-bit type", replace(chosen, inputs=draw(*SMALL).narrow))
+    refused("loads by query and key", replace(chosen, score=SCORES["bias"]))
+    wide = draw(*SMALL, widths=(256, 256), dtype=torch.bfloat16).narrow
+    refused("more than 192 features", replace(chosen, inputs=wide))
+    paths.checked("forward", chosen, [], answer)
+    assert taken == ["plain", "gluon", "gluon"], "both, then what was called"
+    taken.clear()
+    factor = 1.5
+    monkeypatch.setattr(paths, "_verdicts", {})
+    with pytest.warns(RuntimeWarning, match="the Gluon forward kernel is switched off"):
+        paths.checked("forward", chosen, [], answer)
+    assert taken == ["plain", "gluon", "plain"]
+    monkeypatch.setattr(paths, "interpreted", lambda: True)
+    refused("interpreter runs no Gluon")
+
+
+def test_nobody_runs_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the forward nor the backward."""
+    monkeypatch.delenv("TREEFX_KERNEL_PATH", raising=False)
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
+    chosen = Attention(half, SCORES["plain"])
+    taken: list[str] = []
+
+    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
+        taken.append(used.path)
+        return [half.q]
+
+    paths.checked("forward", chosen, [], answer)
+    paths.checked("backward", chosen, [half.q], answer)
+    assert set(taken) == {"plain", "warp"}

@@ -1,0 +1,219 @@
+"""The backward in Gluon: its arithmetic and its barriers by hand in float64, its machine code, and when it runs."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.kernels.gpu.gluon.by_hand import run_by_hand
+from tests.kernels.gpu.interpreted_cases import BRANCH_AT_57, SCORES, SMALL, Case, assert_equal, draw, expected
+from tests.kernels.gpu.test_barriers import changed, find
+from treefx.bench.attention import kernel as bench_kernel
+from treefx.bench.attention.kernel import run
+from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
+from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.triton_tree import attention, paths
+from treefx.kernels.gpu.triton_tree.configs import Config
+from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
+from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
+from treefx.kernels.score import Score
+
+ORDERS = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
+"""The group of warps that loads goes on first, or last, or between the others."""
+IN_FULL, ROUNDED = 1e-10, 1e-6
+"""What goes from launch to launch, and parts of lists, have 32 bits; a series stands for tanh."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREEFX_CACHE_DIR", str(tmp_path_factory.mktemp("treefx")))
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def by_hand(
+    case: Case,
+    score: Score,
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    *,
+    order: Sequence[int] = ORDERS[0],
+    change: tuple[str, str] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what the kernels make of a case and what is right: the gradients of q, k, v and those of the boundary."""
+
+    def carry_out(launch: Launch) -> None:
+        text = None
+        if change is not None and launch.kernel.__name__ != "prologue":
+            file = sys.modules[launch.kernel.fn.__module__].__file__
+            text = Path(str(file)).read_text(encoding="utf-8")
+            if change[0] not in text:
+                raise ValueError(f"the kernel must hold {change[0]!r}")
+            text = text.replace(*change)
+        run_by_hand(launch, order=order, text=text)
+
+    monkeypatch.setattr(Launch, "run", carry_out)
+    out, lse, *wanted = expected(case, score)
+    chosen = Attention(case.wide, score, "gluon", choose=lambda problem: config)
+    given = case.grad, out.contiguous(), lse.contiguous()
+    dq, pairs, _ = attention.backward_from(chosen, chosen.sources(), *given)
+    got = [dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
+    return got, wanted[: len(got)]
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("outside", [0, 70])
+@pytest.mark.parametrize("name", ["plain", "window", "softcap", "alibi", "chunked", "masked", "no product", "negative"])
+def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys from outside, of which nobody sees some, the second launch of dq goes on from the first."""
+    case = draw(*SMALL, heads=(4, 1), batch=2, outside=outside, sinks=name in ("plain", "softcap"))
+    got, wanted = by_hand(case, SCORES[name], monkeypatch, Config(16, 32, 4, 2))
+    exact = ROUNDED if name == "softcap" else IN_FULL
+    assert_equal(got[:1], wanted[:1], ROUNDED if outside else exact)
+    assert_equal(got[1:], wanted[1:], exact)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("heads", "widths", "config", "order", "exact"),
+    [
+        ((7, 1), (24, 40), Config(32, 32, 4, 2), ORDERS[0], IN_FULL),
+        ((2, 2), (80, 72), Config(16, 32, 4, 3), ORDERS[1], IN_FULL),
+        ((4, 1), (16, 16), Config(64, 64, 4, 2), ORDERS[2], IN_FULL),
+        ((24, 1), (8, 8), Config(16, 64, 4, 3), ORDERS[0], ROUNDED),
+    ],
+)
+def test_shapes_and_orders(
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    config: Config,
+    order: tuple[int, int, int],
+    exact: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads in pieces, of which the last overhangs; tiles that begin within a token; long lists, one that is cut."""
+    case = draw(*BRANCH_AT_57, heads=heads, widths=widths, sinks=True)
+    got, wanted = by_hand(case, SCORES["plain"], monkeypatch, config, order=order)
+    assert_equal(got, wanted, exact)
+    assert_equal(got[:1], wanted[:1], IN_FULL)
+
+
+SETTLED = "dk_0, dv_0 = warpgroup_mma_wait(0, deps=[dk_0, dv_0, ])"
+RELEASED = "mbarrier.arrive(empty.index(stage), count=1)"
+OF_QUERIES, KEYS_FREE = "dq_0 = warpgroup_mma_wait(0, deps=[dq_0, ])", "mbarrier.arrive(k_empty.index(stage), count=1)"
+
+
+def swapped(first: str, second: str) -> tuple[str, str]:
+    indented = "\n        "
+    return first + indented + second, second + indented + first
+
+
+MISTAKES = {
+    "rows are released before their products": swapped(SETTLED, RELEASED),
+    "slopes are used before their product": ("warpgroup_mma_wait(1, deps=[dp])", "warpgroup_mma_wait(2, deps=[dp])"),
+    "nobody waits for gradients": ("mbarrier.wait(grad_full.index(stage), phase)", "pass"),
+    "rows are waited for by the wrong phase": ("(q_full.index(stage), phase)", "(q_full.index(stage), 1 - phase)"),
+    "copies do not wait for an empty buffer": ("mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)", "pass"),
+    "fewer bytes are expected": ("expect(grad_full.index(stage), BLOCK_M * 36)", "expect(grad_full.index(stage), 2)"),
+    "one group empties for both": ("init(empty.index(number), count=2)", "init(empty.index(number), count=1)"),
+    "nobody waits for the tile's keys": ("mbarrier.wait(kv_full, 0)", "pass"),
+    "partial tiles are left out": ("range(first_partial, last)", "range(last, last)"),
+    "full tiles are left out": ("range(first, first_partial)", "range(first, first)"),
+    "both groups have the first keys": ("WHO * KEYS", "0 * KEYS"),
+    "keys are released before their product": swapped(OF_QUERIES, KEYS_FREE),
+    "nobody waits for the gradients of queries": ("mbarrier.wait(grad_full, 0)", "pass"),
+    "both groups have the first gradients": ("block * BLOCK_M + BLOCK_M // 2", "block * BLOCK_M"),
+    "the softmax is not differentiated": ("ds = slope * (dp - row_delta)", "ds = slope * dp"),
+}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the result, or because groups wait for ever, in one of the orders at least."""
+    case = draw(*BRANCH_AT_57, heads=(1, 1))
+    for order in ORDERS:
+        try:
+            found = by_hand(
+                case, SCORES["plain"], monkeypatch, Config(16, 32, 4, 2), order=order, change=MISTAKES[mistake]
+            )
+            assert_equal(*found, IN_FULL)
+        except (AssertionError, RuntimeError):
+            return
+    pytest.fail("nothing was seen")
+
+
+@pytest.mark.sample(3)
+def test_what_a_logit_takes() -> None:
+    """Over full tiles and under the mask, in both groups; and every exponential of a tile beside a product."""
+    case = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
+    _, keys, queries = run(90, paths=("gluon",), cases=[case])
+    assert [keys["kernel"], queries["kernel"]] == ["backward_keys", "backward_queries"]
+    for record, full, masked in ((keys, 9.5, 13), (queries, 7, 11)):
+        found = record["instructions_per_logit"]
+        assert len(found) == 4 and 0 < max(found[::2]) <= full and max(found[1::2]) <= masked
+    assert (keys["tile"], keys["overlap"]) == ("64x128 w4 s3", [32] * 4)
+    assert (queries["tile"], queries["overlap"]) == ("128x128 w4 s2", [64, 0] * 4)
+
+
+@pytest.fixture(scope="module")
+def launches(own_folder: None) -> dict[str, tuple[Launch, str, str]]:
+    """The kernels of a small case with their TTGIR and PTX."""
+    found = {}
+    for launch in bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 64, 64, 4), "gluon", 90):
+        if launch.kernel.__name__ != "forward":
+            _, compiled = compile_kernel(launch, 90)
+            assert compiled.metadata.global_scratch_size == scratch_bytes(launch.kernel, has_low=False)
+            found[launch.kernel.__name__] = launch, compiled.asm["ttgir"], compiled.asm["ptx"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["backward_keys", "backward_queries"])
+def test_the_guard_follows_its_barriers(name: str, launches: dict[str, tuple[Launch, str, str]]) -> None:
+    """A release before the last wait, and that wait left out: each in the first group's first loop."""
+    _, ttgir, ptx = launches[name]
+    assert races(ttgir) == [] and unmet_releases(ptx) == []
+    loop = find(ttgir, "scf.for", after=find(ttgir, "default {"))
+    product = find(ttgir, "warp_group_dot ", "dot_op", after=loop)
+    wait = find(ttgir, "warp_group_dot_wait", "pendings = 0", after=product)
+    release = find(ttgir, "arrive_barrier", after=wait)
+    lines = ttgir.splitlines()
+    early = changed(changed(ttgir, release), wait, lines[release - 1], lines[release], lines[wait])
+    assert any("is released while a product of it is under way" in text for text in races(early))
+    idle = changed(ttgir, wait, lines[wait].replace("pendings = 0", "pendings = 3"))
+    assert any("is released while a product of it is under way" in text for text in races(idle))
+    rows = changed(ttgir, find(ttgir, "wait_barrier", after=loop))
+    assert any("is read by ttng.warp_group_dot when not held" in text for text in races(rows))
+
+
+def test_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is asked for, compared with the plain form; a gradient that no box reads takes another, in silence."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "gluon")
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
+    chosen, taken = Attention(half, SCORES["plain"]), list[str]()
+    wrong = ""
+
+    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
+        taken.append(used.path)
+        return [half.q * (1.5 if used.path == wrong else 1.0)]
+
+    paths.checked("backward", chosen, [half.q], answer)
+    assert taken == ["plain", "gluon", "gluon"], "both, then what was called"
+    taken.clear()
+    shifted = torch.empty(half.q.numel() + 1, dtype=half.q.dtype)[1:].view_as(half.q)
+    paths.checked("backward", chosen, [shifted], answer)
+    assert set(taken) == {"plain"}
+    taken.clear()
+    wrong = "gluon"
+    monkeypatch.setattr(paths, "_verdicts", {})
+    with pytest.warns(RuntimeWarning, match="the Gluon backward kernel is switched off"):
+        paths.checked("backward", chosen, [half.q], answer)
+    assert taken == ["plain", "gluon", "plain"]
