@@ -166,6 +166,7 @@ def test_forests_and_plans(case: Any, tmp_path: Path) -> None:
             assert_close(Outcome(loss, gradients), want, FLOAT64)
 
 
+@pytest.mark.sample(2)
 def test_a_summand_of_a_gradient_is_no_gradient(tmp_path: Path) -> None:
     ((loss, gradients),) = run_ranks(__name__, tmp_path, "wrong", seconds=SECONDS)[0]
     right = expected(CASES[1])[0]
@@ -173,6 +174,7 @@ def test_a_summand_of_a_gradient_is_no_gradient(tmp_path: Path) -> None:
     assert max(relative_errors(Outcome(loss, gradients), right).values()) > 0.1
 
 
+@pytest.mark.sample(2)
 def test_what_a_rank_does_with_its_own_tokens_runs_on_rows(tmp_path: Path) -> None:
     for ((loss, gradients), compiled), why in run_ranks(__name__, tmp_path, "plain", seconds=SECONDS):
         assert_close(Outcome(*compiled), Outcome(loss, gradients), FLOAT64)

@@ -92,6 +92,8 @@ def test_one_pass_takes_fewer_instructions_than_two() -> None:
     for path in ("plain", "warp"):
         assert max(once) < min(loops[path, "backward_keys"]) + min(loops[path, "backward_queries"])
     assert found["plain", "backward_once"]["spill_bytes"] <= spills
+    assert found["warp", "backward_keys"]["spill_bytes"] <= 64
+    assert max(loops["warp", "backward_keys"]) <= 12.0
     assert not any(record["problems"] for record in found.values())
 
 
