@@ -82,18 +82,27 @@ class OwnGraph:
 
 
 def own_graph(gm: fx.GraphModule, roles: Sequence[str]) -> OwnGraph | str | None:
-    """The graph of this rank, or why it is not known; None for a graph without DTensors.
+    """The graph of this rank, or why it is not known; None for a graph without DTensors, or without token ids.
+
+    What is left as it is keeps its collectives where passes of inductor find them (``overlap``).
 
     Args:
         gm: Dynamo's graph, left as it is.
         roles: What each placeholder is; those that come with the call are not followed in shards.
     """
-    if not any(is_shared_out(node) for node in gm.graph.nodes):
+    if not any(is_shared_out(node) for node in gm.graph.nodes) or not _gets_ids(gm, roles):
         return None
     try:
         return _Rewriting(gm).run(roles)
     except Unfollowed as reason:
         return str(reason)
+
+
+def _gets_ids(gm: fx.GraphModule, roles: Sequence[str]) -> bool:
+    """Whether something that comes with the call can be looked up in an embedding."""
+    nodes = zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True)
+    given = (example_of(node) for node, role in nodes if role == "input")
+    return any(isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) for x in given)
 
 
 class _Rewriting:
