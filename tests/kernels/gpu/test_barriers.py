@@ -1,6 +1,5 @@
 """No warp-specialised kernel overwrites what is still being read; one that would is found, real or planted."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 SMALL = Case(torch.bfloat16, 64, 64, 4)
 SPECIALISED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "warp", 90)]
 
@@ -48,16 +48,8 @@ def texts() -> tuple[str, str]:
     return compiled.asm["ttgir"], compiled.asm["ptx"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TREEFX_CACHE_DIR", str(tmp_path_factory.mktemp("treefx")))
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
-
-
 @pytest.fixture(scope="module")
-def right(own_folder: None) -> tuple[str, str]:
+def right(fresh_caches: None) -> tuple[str, str]:
     return texts()
 
 

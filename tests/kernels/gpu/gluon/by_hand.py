@@ -21,7 +21,10 @@ from torch import Tensor
 from treefx.kernels.gpu.triton_tree import device
 from treefx.kernels.gpu.triton_tree.small_launches import Launch
 
-__all__ = ["run_by_hand"]
+__all__ = ["ORDERS", "run_by_hand"]
+
+ORDERS = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
+"""The group of warps that loads goes on first, or last, or between the others."""
 
 _STUCK = 60.0
 """Seconds that a thread waits for its turn before the test gives up."""

@@ -4,7 +4,7 @@ No interpreter of Triton's runs Gluon, and no GPU is at hand: by_hand.py runs th
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gpu.gluon.by_hand import run_by_hand
+from tests.kernels.gpu.gluon.by_hand import ORDERS, run_by_hand
 from tests.kernels.gpu.interpreted_cases import BRANCH_AT_57, SCORES, SMALL, Case, assert_equal, draw
 from tests.kernels.gpu.test_barriers import changed, find
 from treefx.bench.attention import kernel as bench_kernel
@@ -30,18 +30,9 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.score import Score
 
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 COMPILED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "gluon", 90)]
 BARE = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
-ORDERS = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
-"""The group of warps that loads goes on first, or last, or between the others."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TREEFX_CACHE_DIR", str(tmp_path_factory.mktemp("treefx")))
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 def by_hand(
@@ -177,7 +168,7 @@ def test_what_a_logit_takes() -> None:
 
 
 @pytest.fixture(scope="module")
-def texts(own_folder: None) -> tuple[str, str]:
+def texts(fresh_caches: None) -> tuple[str, str]:
     """The TTGIR and the PTX of a small kernel, which says of itself what memory its descriptors take."""
     launch = next(bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 64, 64, 4), "gluon", 90))
     _, compiled = compile_kernel(launch, 90)

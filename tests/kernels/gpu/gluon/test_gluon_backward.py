@@ -1,7 +1,7 @@
 """The backward in Gluon: its arithmetic and its barriers by hand in float64, its machine code, and when it runs."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gpu.gluon.by_hand import run_by_hand
+from tests.kernels.gpu.gluon.by_hand import ORDERS, run_by_hand
 from tests.kernels.gpu.interpreted_cases import BRANCH_AT_57, SCORES, SMALL, Case, assert_equal, draw, expected
 from tests.kernels.gpu.test_barriers import changed, find
 from treefx.bench.attention import kernel as bench_kernel
@@ -23,18 +23,9 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.score import Score
 
-ORDERS = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
-"""The group of warps that loads goes on first, or last, or between the others."""
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 IN_FULL, ROUNDED = 1e-10, 1e-6
 """What goes from launch to launch, and parts of lists, have 32 bits; a series stands for tanh."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TREEFX_CACHE_DIR", str(tmp_path_factory.mktemp("treefx")))
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
 
 
 def by_hand(
@@ -163,7 +154,7 @@ def test_what_a_logit_takes() -> None:
 
 
 @pytest.fixture(scope="module")
-def launches(own_folder: None) -> dict[str, tuple[Launch, str, str]]:
+def launches(fresh_caches: None) -> dict[str, tuple[Launch, str, str]]:
     """The kernels of a small case with their TTGIR and PTX."""
     found = {}
     for launch in bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 64, 64, 4), "gluon", 90):
