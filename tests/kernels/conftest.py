@@ -1,6 +1,6 @@
-"""What the kernel tests share: forests from parent arrays, and poisoned memory."""
+"""What the kernel tests share: forests from parent arrays, poisoned memory, and caches of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,3 +36,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture(scope="module")
+def fresh_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the tests of a file share what they compile, and nothing with what was compiled before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREEFX_CACHE_DIR", str(tmp_path_factory.mktemp("treefx")))
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
