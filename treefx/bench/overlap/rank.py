@@ -141,20 +141,22 @@ def _results(block: Block, batch: Tensor, call: Callable[[Tensor], Tensor]) -> l
 
 
 def _timed(block: Block, batch: Tensor, ways: dict[Any, Way], repeats: int, link: EmulatedLink) -> dict[str, Any]:
-    """All ways in turn; medians of the slowest rank's seconds."""
+    """All ways in turn, each time another one first; medians of the slowest rank's seconds."""
     steps: dict[Any, list[_Step]] = {way: [] for way in ways}
-    for _ in range(repeats + 1):
-        for way in ways:
+    order = list(ways)
+    for turn in range(repeats + 1):
+        first = turn % len(order)
+        for way in order[first:] + order[:first]:
             steps[way].append(_one_step(block, batch, ways[way].call, link))
 
     def median(part: Callable[[_Step], float]) -> dict[Any, float]:
         return {way: statistics.median(_slowest([part(step) for step in found[1:]])) for way, found in steps.items()}
 
     forward, backward, whole = median(lambda s: s.forward), median(lambda s: s.backward), median(lambda s: s.whole)
-    first = steps[CHUNKS[0]][0]
+    untouched = steps[CHUNKS[0]][0]
     return {
-        **_figures("forward", forward, first.forward_link),
-        **_figures("backward", backward, first.backward_link),
+        **_figures("forward", forward, untouched.forward_link),
+        **_figures("backward", backward, untouched.backward_link),
         "gate_step": whole[GATE] / whole[CHUNKS[0]],
     }
 
