@@ -48,7 +48,7 @@ class Lists:
     """What lists of tiles say of one source of keys.
 
     Attributes:
-        keys: how many.
+        keys: how many, up to whole tiles.
         query_blocks: tiles of queries.
         key_blocks: tiles of keys.
         tiles: those in the lists, of one direction.
@@ -103,14 +103,16 @@ def most_lists(rows: Number, keys: Number, block_m: int, block_n: int, *, group:
         step = block_n * group / block_m
         tiles = step / 2 * (keys / block_n + 2 / step + 0.5) ** 2
     split = MOST_SLOTS // 2
-    return Lists(keys, query_blocks, key_blocks, tiles, key_blocks + MOST_SLOTS, split, MOST_SLOTS, is_boundary)
+    whole = key_blocks * block_n
+    return Lists(whole, query_blocks, key_blocks, tiles, key_blocks + MOST_SLOTS, split, MOST_SLOTS, is_boundary)
 
 
 def list_bytes(lists: Lists) -> Number:
     """Return the bytes of the lists of a source, in one configuration of one kernel."""
     sides = [(blocks, blocks + 1, blocks, lists.tiles) for blocks in (lists.query_blocks, lists.key_blocks)]
     programs = (lists.programs,) * 5
-    lengths = [lists.keys, *(length for side in sides for length in side), *programs, lists.split, lists.split + 1]
+    of_keys = [lists.keys] * (2 if lists.has_low else 1)
+    lengths = [*of_keys, *(length for side in sides for length in side), *programs, lists.split, lists.split + 1]
     return _WORD * ALIGNED * sum(_blocks(length, ALIGNED) for length in lengths)
 
 

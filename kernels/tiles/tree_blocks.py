@@ -88,9 +88,9 @@ class TreeBlocks:
     Attributes:
         query_block: rows per block of queries.
         key_block: keys per block.
-        low: as in :class:`Keys`.
-        size: ``high - low``, 0 where nobody sees the key, int32 ``[K]``: q sees key j iff ``unsigned(q - low[j]) <
-            size[j]``.
+        low: as in :class:`Keys`, and zeros up to a whole block.
+        size: ``high - low``, 0 where nobody sees the key, int32 ``[K]`` and zeros up to a whole block: q sees key j iff
+            ``unsigned(q - low[j]) < size[j]``.
         by_query: key blocks of each query block (forward, dq).
         by_key: query blocks of each key block (dk, dv).
         key_programs: who visits them.
@@ -146,8 +146,8 @@ def build_blocks(
     return TreeBlocks(
         query_block,
         key_block,
-        keys.low,
-        (keys.high - low).clamp(min=0).to(torch.int32).contiguous(),  # as an unsigned number
+        None if keys.low is None else _up_to_blocks(low, key_block),
+        _up_to_blocks((keys.high - low).clamp(min=0), key_block),  # as an unsigned number
         by_query,
         by_key,
         cut_lists(start, middle),
@@ -268,25 +268,32 @@ def find_blocks(
         copies = [known.get(id(buffer), buffer) for buffer in buffers]
         here = replace(keys, high=known[id(keys.high)], low=None if keys.low is None else known[id(keys.low)])
         made = build_blocks(here, queries, query_block, key_block, visible, copies, group)
-        return _sent(made, keys)
+        return _sent(made, keys.high.device)
 
     blocks: TreeBlocks = remembered(settings, given, build)
     return blocks
 
 
-def _sent(blocks: TreeBlocks, keys: Keys) -> TreeBlocks:
-    """Return lists that were made on the host on the device of the keys."""
+def _up_to_blocks(numbers: Tensor, block: int) -> Tensor:
+    """Return numbers of keys as int32, with zeros for keys that are not there, so that blocks are loaded whole."""
+    return torch.nn.functional.pad(numbers.to(torch.int32), (0, -len(numbers) % block)).contiguous()
+
+
+def _sent(blocks: TreeBlocks, device: torch.device) -> TreeBlocks:
+    """Return lists that were made on the host on a device."""
     parts = {name: vars(getattr(blocks, name)) for name in ("by_query", "by_key", "key_programs")}
     vectors = [x for part in parts.values() for x in part.values() if isinstance(x, Tensor)]
-    size, *moved = send_together([blocks.size, *vectors], keys.high.device)
-    there = iter(moved)
+    of_keys = [x for x in (blocks.size, blocks.low) if x is not None]
+    there = iter(send_together([*of_keys, *vectors], device))
+    size = next(there)
+    low = None if blocks.low is None else next(there)
     found: dict[str, dict[str, Any]] = {
         name: {key: next(there) if isinstance(x, Tensor) else x for key, x in part.items()}
         for name, part in parts.items()
     }
     return replace(
         blocks,
-        low=keys.low,
+        low=low,
         size=size,
         by_query=TileLists(**found["by_query"]),
         by_key=TileLists(**found["by_key"]),

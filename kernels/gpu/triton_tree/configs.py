@@ -6,7 +6,6 @@ from functools import lru_cache
 import torch
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.gpu.triton_tree.support import triton_version
 
 __all__ = [
     "SHARED_MEMORY",
@@ -149,7 +148,7 @@ def _wide_tile(problem: Problem) -> tuple[Config, ...]:
         return ()
     if problem.path != "plain":
         return (Config(128, 128, 4, 3 if width <= 64 else 2),)
-    return (Config(128, 128, 8, 3),) if width <= 96 or triton_version() >= (3, 7) else ()  # it spills in Triton 3.6
+    return (Config(128, 128, 8, 3),)
 
 
 def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:

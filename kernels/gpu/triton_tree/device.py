@@ -9,8 +9,10 @@ __all__ = [
     "add_rows",
     "clamped",
     "floor_divide",
+    "load_number",
     "load_rows",
     "remainder",
+    "seen_in_tile_or_lowest",
     "seen_or_lowest",
     "softened",
     "store_rows",
@@ -58,6 +60,12 @@ def add_rows(pointer, offsets, tile, START: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def load_number(numbers, entry):
+    """Return a number of a list. The entry is unsigned, so that the address is made of it: no pointer moves along."""
+    return tl.load(numbers + tl.full([], entry, tl.int32).to(tl.uint32, bitcast=True).to(tl.int64))
+
+
+@triton.jit
 def under(query, low, size):
     """Return where ``low <= query < low + size``: one comparison, because negative distances are huge unsigned."""
     return (query - low).to(tl.uint32, bitcast=True) < size.to(tl.uint32, bitcast=True)
@@ -81,6 +89,60 @@ def seen_or_lowest(logit, query, low, size):
             is_pure=True,
             pack=1,
         )
+    return result
+
+
+SEEN_BITS = tl.constexpr(
+    """{ .reg .pred upper, seen; .reg .b32 bits, above; .reg .b64 all, after;
+    shl.b64 all, 0xFFFFFFFFFFFFFFFF, $2;
+    shl.b64 after, 0xFFFFFFFFFFFFFFFF, $3;
+    not.b64 after, after;
+    and.b64 all, all, after;
+    mov.b64 {bits, above}, all;
+    setp.ne.u32 upper, $5, 0;
+    selp.b32 bits, above, bits, upper;
+    and.b32 bits, bits, $4;
+    setp.ne.u32 seen, bits, 0;
+    selp.f32 $0, $1, 0fFF800000, seen; }"""
+)
+"""$0 is the logit $1 if bit $4 is among those from the $2-th to before the $3-th, of their lower or ($5) upper half."""
+
+
+@triton.jit
+def seen_in_tile_or_lowest(logit, query, start, low, size, ROWS: tl.constexpr, QUERIES: tl.constexpr):
+    """Return what :func:`seen_or_lowest` does for the queries ``start + query`` of one tile.
+
+    The queries of a tile that see a key lie side by side. On a device they are bits of one number, made once for all
+    logits of a key, which move to predicates several at once. A thread's columns lie 8 apart but for pairs, and are the
+    same for all threads but for what their lowest bits say: that is taken off the bounds, not off the bits.
+
+    Args:
+        logit: ``[keys, columns]``.
+        query: ``[1, columns]``, counted from the tile's first.
+        start: the tile's first.
+        low: ``[keys, 1]``, like ``size``.
+        size: as in :func:`under`.
+        ROWS: columns that have one query.
+        QUERIES: queries of the tile; 0 if ``query`` is not counted so.
+    """
+    if QUERIES == 0 or QUERIES > 64:
+        result = seen_or_lowest(logit, query, low - start, size)
+    else:
+        aside = query & (6 if ROWS == 1 else 7 // ROWS)
+        place = query - aside
+        first = tl.maximum(low - aside - start, 0)
+        after = tl.maximum(low + size - aside - start, 0)
+        if INTERPRETED:
+            result = tl.where((first <= place) & (place < after), logit, float("-inf"))
+        else:
+            result = tl.inline_asm_elementwise(
+                SEEN_BITS,
+                "=f,f,r,r,r,r",
+                [logit, first, after, 1 << (place & 31), place & 32],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=1,
+            )
     return result
 
 

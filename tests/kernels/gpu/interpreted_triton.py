@@ -65,7 +65,7 @@ def test_head_widths(widths: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), [("plain", "window"), ("warp", "alibi")])
-@pytest.mark.parametrize("heads", [*((2 * group, 2) for group in range(1, 17)), (24, 1), (71, 1)])
+@pytest.mark.parametrize("heads", [*((2 * group, 2) for group in range(1, 17)), (24, 1), (71, 1), (128, 1)])
 def test_groups(heads: tuple[int, int], path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that are no power of two, that take several tiles, and tiles that begin in the middle of a token."""
     monkeypatch.setenv("TREEFX_KERNEL_PATH", path)

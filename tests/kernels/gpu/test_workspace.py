@@ -89,7 +89,7 @@ def taken(inputs: Inputs, score: Score) -> tuple[int, int, int]:
     for blocks in (entry.value for entry in tree_blocks._recent):
         if isinstance(blocks, tree_blocks.TreeBlocks):
             sides = [vars(side) for side in (blocks.by_query, blocks.by_key, blocks.key_programs)]
-            made = storages([blocks.size, *sides])
+            made = storages([blocks.size, *([] if blocks.low is None else [blocks.low]), *sides])
             kept |= {storage._cdata: storage.nbytes() for storage in made}
     return forward.peak((out, lse)), backward.peak(results), sum(kept.values())
 
