@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from treefx.kernels.gpu.triton_tree.support import triton_version
+
 __all__ = [
     "add_rows",
     "clamped",
@@ -21,6 +23,10 @@ __all__ = [
 ]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_MOST_BITS = tl.constexpr(64)
+_MOST_BITS_BESIDE_DQ = tl.constexpr(64 if triton_version() >= (3, 7) else 32)
+"""Where a tile has 64 queries, and dq takes registers too, Triton 3.6 spills 76 bytes for bits and 60 for comparisons,
+Triton 3.7 56 and 72."""
 
 
 @triton.jit
@@ -109,7 +115,9 @@ SEEN_BITS = tl.constexpr(
 
 
 @triton.jit
-def seen_in_tile_or_lowest(logit, query, start, low, size, ROWS: tl.constexpr, QUERIES: tl.constexpr):
+def seen_in_tile_or_lowest(
+    logit, query, start, low, size, ROWS: tl.constexpr, QUERIES: tl.constexpr, BESIDE_DQ: tl.constexpr
+):
     """Return what :func:`seen_or_lowest` does for the queries ``start + query`` of one tile.
 
     The queries of a tile that see a key lie side by side. On a device they are bits of one number, made once for all
@@ -124,8 +132,10 @@ def seen_in_tile_or_lowest(logit, query, start, low, size, ROWS: tl.constexpr, Q
         size: as in :func:`under`.
         ROWS: columns that have one query.
         QUERIES: queries of the tile; 0 if ``query`` is not counted so.
+        BESIDE_DQ: whether the kernel adds up dq too.
     """
-    if QUERIES == 0 or QUERIES > 64:
+    MOST: tl.constexpr = _MOST_BITS_BESIDE_DQ if BESIDE_DQ else _MOST_BITS
+    if QUERIES == 0 or QUERIES > MOST:
         result = seen_or_lowest(logit, query, low - start, size)
     else:
         aside = query & (6 if ROWS == 1 else 7 // ROWS)
