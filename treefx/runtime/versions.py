@@ -1,4 +1,4 @@
-"""Where supported versions of PyTorch differ: what 2.13 does, had from 2.11 as well.
+"""Where supported versions of PyTorch and transformers differ: what newer ones do, had from the oldest as well.
 
 GPU machines have older versions than a development machine. What differs between them is named here, with what the
 older one does, and nowhere else.
@@ -7,9 +7,13 @@ older one does, and nowhere else.
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.functions import UserMethodVariable
@@ -25,6 +29,7 @@ def mend_dynamo() -> None:
     if TorchVersion(torch.__version__) < "2.13":
         _take_objects_for_constants()
         _apply_functions_kept_by_modules()
+    _keep_backward_of_experts_whole()
 
 
 def parameter_groups(state: Any) -> list[Any]:
@@ -86,3 +91,32 @@ def _apply_functions_kept_by_modules() -> None:
         return original(self, tx, args, kwargs)
 
     UserMethodVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def _keep_backward_of_experts_whole() -> None:
+    """Make one operator of the backward of transformers' grouped product, as later versions than 5.17 do themselves.
+
+    5.17 loops over the values of the offsets there, which no graph of a backward knows.
+    """
+    module = sys.modules.get("transformers.integrations.moe")
+    backward = getattr(module, "_grouped_mm_fallback_backward", None)
+    if backward is None or hasattr(module, "_grouped_mm_fallback_backward_fake"):
+        return
+    name, schema = "treefx::grouped_mm_backward", "(Tensor x, Tensor weight, Tensor offsets, Tensor g) -> (Tensor, Tensor)"
+    operator = torch.library.custom_op(name, _eager_of(backward), mutates_args=(), schema=schema)
+    operator.register_fake(lambda x, weight, offsets, g: (torch.empty_like(x), torch.empty_like(weight)))
+
+    def whole(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *operator(*ctx.saved_tensors, ctx.offs, g), None
+
+    setup = module._grouped_mm_fallback_setup_context  # type: ignore[union-attr]
+    torch.library.register_autograd("transformers::grouped_mm_fallback", whole, setup_context=setup)
+
+
+def _eager_of(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """transformers' own loop, as a function of tensors."""
+
+    def loop(x: Tensor, weight: Tensor, offsets: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return backward(SimpleNamespace(saved_tensors=(x, weight), offs=offsets), g)[:2]  # type: ignore[no-any-return]
+
+    return loop
