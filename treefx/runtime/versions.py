@@ -114,7 +114,7 @@ def _require_gradients_that_stay() -> None:
     has to be differentiated within the graph needs no such mark.
     """
     original, validate = TensorVariable.method_requires_grad_, OutputGraph._validate_outputs_safe_for_autograd_nodes
-    SpeculationLog.graph_break_on_requires_grad_ = False  # type: ignore[attr-defined]
+    SpeculationLog.graph_break_on_requires_grad_ = False
 
     @functools.wraps(original)
     def requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
@@ -138,7 +138,7 @@ def _require_gradients_that_stay() -> None:
 
     TensorVariable.method_requires_grad_ = requires_grad_  # type: ignore[method-assign]
     OutputGraph._check_requires_grad_intermediate_outputs = check  # type: ignore[assignment, method-assign]
-    OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[method-assign]
+    OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[assignment, method-assign]
 
 
 def _drop_no_layer_at_a_rate_of_zero() -> None:
@@ -171,17 +171,17 @@ def _keep_backward_of_experts_whole() -> None:
     """
     module = sys.modules.get("transformers.integrations.moe")
     backward = getattr(module, "_grouped_mm_fallback_backward", None)
-    if backward is None or hasattr(module, "_grouped_mm_fallback_backward_fake"):
+    if module is None or backward is None or hasattr(module, "_grouped_mm_fallback_backward_fake"):
         return
     schema = "(Tensor x, Tensor weight, Tensor offsets, Tensor g) -> (Tensor, Tensor)"
-    name, loop = "treefx::grouped_mm_backward", _eager_of(backward)
+    name, loop = "transformers::grouped_mm_fallback_backward", _eager_of(backward)
     operator = torch.library.custom_op(name, loop, mutates_args=(), schema=schema)
     operator.register_fake(lambda x, weight, offsets, g: (torch.empty_like(x), torch.empty_like(weight)))
 
     def whole(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         return *operator(*ctx.saved_tensors, ctx.offs, g), None
 
-    setup = module._grouped_mm_fallback_setup_context  # type: ignore[union-attr]
+    setup = module._grouped_mm_fallback_setup_context
     torch.library.register_autograd("transformers::grouped_mm_fallback", whole, setup_context=setup)
 
 

@@ -66,9 +66,9 @@ class BlockGraph:
         with compiling, lasting():
             rewritten, run = self._admitting(args, report)
         report.ran, report.attention_rewritten = "packed", rewritten.attentions
+        report.has_tokens = True
         tree = current_tree()
-        if tree is not None:  # in the forward; a recomputation in the backward keeps the figures, or is a graph without
-            report.has_tokens = True
+        if tree is not None:  # in the forward; a recomputation in the backward keeps the figures
             report.raw_tokens, report.tokens = tree.raw_tokens, tree.tokens
             report.parameters.update(dict.fromkeys(tree.parameters))
         with torch._C._DisableAutocast():
