@@ -1,10 +1,16 @@
 """Linear recurrences written in chunks, as models write them, and near misses of theirs."""
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.mamba2 import modeling_mamba2
 
-__all__ = ["DEFECTS", "ChunkedScan"]
+__all__ = ["DEFECTS", "SCANS_AS_SUMS", "ChunkedScan"]
+
+SCANS_AS_SUMS = "einsum" not in inspect.getsource(modeling_mamba2)
+"""transformers 5.17 writes products of mamba2 and bamba as sums over one more dimension: not recognised, on rows."""
 
 DEFECTS = {
     "late": "the decay of a token is applied to its own write as well",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import treefx
 from tests.backend.native import rollouts
@@ -50,6 +51,10 @@ CASES = [
 OF_ALL_SIZES = CASES[:1]
 """Those that get batches of other sizes too, for which Dynamo takes half a minute: DTensors of symbolic sizes."""
 ROWS = [[row % 29 + 3 for row in tokens] for tokens in rollouts(7)]
+
+
+CUT = TorchVersion(torch.__version__) < "2.13"
+"""Dynamo of PyTorch 2.11 cuts such a model behind the embedding: it is exact, on rows."""
 
 
 def given(case: Any) -> list[Batch]:
@@ -151,6 +156,9 @@ def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
     for found, stats in run_ranks(__name__, tmp_path, "rows", *case, seconds=SECONDS):
         for (loss, gradients), want in zip(found, wanted, strict=True):
             assert_close(Outcome(loss, gradients), want, FLOAT64)
+        if CUT:
+            assert "runs on rows when it is compiled" in stats["fallback"]
+            continue
         assert (stats["fallback"], stats["ran"], stats["expansions"]) == (None, "packed", [])
         assert stats["tokens"] < stats["raw_tokens"]
         assert stats["compiles"] == (2 if case in OF_ALL_SIZES else 1)
@@ -166,6 +174,7 @@ def test_forests_and_plans(case: Any, tmp_path: Path) -> None:
             assert_close(Outcome(loss, gradients), want, FLOAT64)
 
 
+@pytest.mark.skipif(CUT, reason="the mistake is made where such a model runs on distinct tokens")
 @pytest.mark.sample(2)
 def test_a_summand_of_a_gradient_is_no_gradient(tmp_path: Path) -> None:
     ((loss, gradients),) = run_ranks(__name__, tmp_path, "wrong", seconds=SECONDS)[0]

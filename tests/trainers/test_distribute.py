@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import treefx
@@ -40,7 +41,9 @@ def check(model: Any, batches: list[Batch], **inputs: Any) -> None:
     assert_close(outcome(model, lambda: total(distributed)), expected, FLOAT64)
     stats = treefx.inspect(model).stats
     assert stats["fallback"] is None
-    assert stats["sharing_ratio"] > 1.2
+    # PyTorch 2.11 compiles what a reentrant checkpoint does again as a graph of its own, which sees no tree.
+    alone = TorchVersion(torch.__version__) < "2.13" and model.is_gradient_checkpointing
+    assert (stats["sharing_ratio"] > 1.2) != alone
 
 
 def test_trees_of_several_forwards_are_kept_apart() -> None:

@@ -34,12 +34,12 @@ __all__ = ["keep_graphs_whole", "role_of", "why_cut"]
 @functools.cache
 def keep_graphs_whole() -> None:
     """Apply all of it, once per process."""
+    mend_dynamo()
     _pass_warnings()
     _pass_requires_grad()
     _install_hooks_first()
     _take_batches_as_symbols()
     _leave_buckets_whole()
-    mend_dynamo()
     keep_flash_whole()
     keep_direct_calls_whole()
     keep_heads_whole()

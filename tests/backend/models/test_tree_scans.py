@@ -12,7 +12,7 @@ from tests.backend.support import compare, compile_with
 from tests.batches import Batch, distinct_tokens, padded, shared_batch
 from tests.models import TinyLM, double
 from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
-from tests.recurrences import DEFECTS, ChunkedScan
+from tests.recurrences import DEFECTS, SCANS_AS_SUMS, ChunkedScan
 from tests.spellings import SPELLINGS
 from treefx.kernels.recurrence import tree_scan as kernel
 from treefx.kernels.recurrence.tree_chunks import ChunkPlan, plan_chunks
@@ -58,8 +58,11 @@ def test_fork_at_every_position(name: str) -> None:
         expected = eager_step(model, batch)
         assert_close(outcome(model, lambda: loss_of(batch)(compiled)), expected, FLOAT64)  # noqa: B023
         stats = stats_of(compiled)
-        assert (stats["recurrences_rewritten"], stats["expansions"], stats["fallback"]) == (1, [], None)
-        assert stats["tokens"] <= distinct_tokens(batch) and stats["compiles"] == 1
+        on_rows = SCANS_AS_SUMS and name in ("mamba2", "bamba")
+        assert (stats["recurrences_rewritten"], stats["expansions"] == []) == (int(not on_rows), not on_rows)
+        assert stats["fallback"] is None
+        assert stats["tokens"] <= distinct_tokens(batch) or on_rows
+        assert stats["compiles"] == 1
 
 
 @pytest.mark.parametrize("length", [CHUNK, 2 * CHUNK])

@@ -159,7 +159,8 @@ def test_only_the_tokens_that_are_kept_meet_the_head(pair: tuple[Any, Any]) -> N
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
 def test_caps_and_windows(name: str) -> None:
-    model = double(name, num_hidden_layers=1, sliding_window=4)
+    # By name: transformers 5.17 chooses SDPA for gemma2 too, which leaves the cap out.
+    model = double(name, num_hidden_layers=1, sliding_window=4, attn_implementation="eager")
     twin = copy.deepcopy(model)
     found = check((treefx.convert(model, lazy_outputs=True), twin), trl_selected)
     assert found["head_tokens"] == distinct_with_padding(IDS, BATCH.attention_mask, 4)
