@@ -51,6 +51,7 @@ CASES = [
 OF_ALL_SIZES = CASES[:1]
 """Those that get batches of other sizes too, for which Dynamo takes half a minute: DTensors of symbolic sizes."""
 ROWS = [[row % 29 + 3 for row in tokens] for tokens in rollouts(7)]
+"""An odd number of distinct tokens, of which two ranks cannot have equally many."""
 
 
 CUT = TorchVersion(torch.__version__) < "2.13"
@@ -95,23 +96,18 @@ def kept_stats(run: Any) -> dict[str, Any]:
     return {key: stats[key] for key in ("fallback", "ran", "tokens", "raw_tokens", "expansions", "compiles")}
 
 
-def rows_of(case: Any) -> list[list[int]]:
-    odd = treefx.Forest.from_sequences(ROWS).num_tokens % 2
-    return ROWS if case[0] != "sequence" or not odd else [*ROWS, [*ROWS[0], 3]]
-
-
 def of_forest(*case: Any) -> list[Any]:
-    """A packed row, then plans with and without cuts. Ranks that share tokens out take an even number of them, which
-    the parts of a plan seldom have: PyTorch's own graph of such a model ends there."""
+    """A packed row, then plans with and without cuts, whose parts are of all sizes."""
     model, run = compiled(*case)
-    forest = treefx.Forest.from_sequences(rows_of(case))
+    forest = treefx.Forest.from_sequences(ROWS)
+    row = treefx.scale.even_row(forest, run)
     model.zero_grad()
-    with treefx.use(forest):
-        out = run(**forest.model_inputs(), use_cache=False)
-    loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, forest), forest)
+    with treefx.use(row):
+        out = run(**row.model_inputs(), use_cache=False)
+    loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, row), row)
     loss.backward()
     found = [Outcome(loss.detach().clone(), whole_gradients(model))]
-    for plan in () if case[0] == "sequence" else (uncut(forest), every_node(forest)):
+    for plan in (uncut(forest), every_node(forest)):
         model.zero_grad()
         value = treefx.backward(run, plan, sft)
         found.append(Outcome(value.detach().clone(), whole_gradients(model)))
@@ -167,8 +163,7 @@ def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [CASES[0], ("sequence", "eager", False), ("tensor", "inductor", False)], ids=str)
 @pytest.mark.sample(3)
 def test_forests_and_plans(case: Any, tmp_path: Path) -> None:
-    rows = rows_of(case)
-    want = separate_rows(llama(), rows, [[1.0] * len(row) for row in rows])
+    want = separate_rows(llama(), ROWS, [[1.0] * len(row) for row in ROWS])
     for found in run_ranks(__name__, tmp_path, "forest", *case, seconds=SECONDS):
         for loss, gradients in found:
             assert_close(Outcome(loss, gradients), want, FLOAT64)

@@ -102,7 +102,8 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CutRow(EdgeSubset):
-    """The packed row of some tokens: `tokens`, `depth` and `subtree_end` are theirs, N' = max(n, 2) long.
+    """The packed row of some tokens: `tokens`, `depth` and `subtree_end` are theirs, and those of what fills the row up
+    behind them, seen by nobody (`PartTokens.sizes`).
 
     `edges` are those whose source is one of them, with the source counted in the row.
 
@@ -146,6 +147,7 @@ class PartTokens:
         own: [n], strictly ascending, at least one.
         outside: the boundary, ascending: ancestors of own tokens that are not own.
         leaving: own tokens whose keys and values others read, in the order in which they are handed out.
+        ranks: how many share the tokens of the row out among them, equally many each.
     """
 
     forest: Forest
@@ -153,11 +155,13 @@ class PartTokens:
     own: Tensor
     outside: Tensor
     leaving: Tensor
+    ranks: int = 1
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Lengths N' and P of the row and of its boundary, with what fills them up."""
-        return max(_SMALLEST, len(self.own)), max(_SMALLEST, len(self.outside))
+        row = max(_SMALLEST * self.ranks, len(self.own))  # a rank's own tokens are a size of the graph too
+        return row + -row % self.ranks, max(_SMALLEST, len(self.outside))
 
     def vectors(self) -> Vectors:
         """What the graph is told of the boundary and of what leaves."""
@@ -182,19 +186,21 @@ class PartTokens:
         filled = [torch.cat([up, nothing.expand(more)]) for up, more in zip(found, missing, strict=True)]
         return [send(x, self.forest.device) for x in (*filled, nothing)]
 
-    def row(self, chosen: Tensor, cut: Cut | Exchange) -> CutRow:
-        """The packed row; ``chosen`` are the edges whose source is own, int64 on the CPU."""
+    def row(self, chosen: Tensor, cut: Cut | Exchange | None) -> EdgeSubset:
+        """The packed row, a `CutRow` where there is a cut; ``chosen`` are the edges whose source is own, int64 on the
+        CPU."""
         forest, host, own = self.forest, self.host, self.own
         device, more = forest.device, self.sizes[0] - len(own)
         depth = torch.cat([host.depth[own], host.depth.new_zeros(more)])
         end = torch.searchsorted(own, host.subtree_end[own].to(torch.int64))
         ends = torch.cat([end, torch.arange(len(own) + 1, len(own) + more + 1)])
         source = torch.searchsorted(own, host.edges.source[chosen])
-        kind = PartRow if isinstance(cut, Cut) else ContextRow
-        tokens = forest.tokens[send(_padded(own, own[:1]), device)]
+        kind = EdgeSubset if cut is None else PartRow if isinstance(cut, Cut) else ContextRow
+        tokens = forest.tokens[send(torch.cat([own, own[:1].expand(more)]), device)]
         ends = send(ends.to(torch.int32), device, keep=True)  # the forest of the row's lists of tiles
-        own_fields = {"tokens": tokens, "depth": send(depth, device), "subtree_end": ends, "cut": cut}
-        row: CutRow = forest_as(kind, forest, uncut=forest, edge_index=send(chosen, device), **own_fields)
+        own_fields = {"tokens": tokens, "depth": send(depth, device), "subtree_end": ends}
+        given = {} if cut is None else {"cut": cut}
+        row: EdgeSubset = forest_as(kind, forest, uncut=forest, edge_index=send(chosen, device), **own_fields, **given)
         row.__dict__["edges"] = select_edges(forest.edges, row.edge_index, source=send(source, device))
         return row
 

@@ -45,10 +45,11 @@ class Store:
     Args:
         forest: the uncut forest, on the device of the model.
         parts: its parts.
+        ranks: how many share the tokens of a part's row out.
     """
 
-    def __init__(self, forest: Forest, parts: Sequence[Part]) -> None:
-        self.forest, self.parts = forest, parts
+    def __init__(self, forest: Forest, parts: Sequence[Part], ranks: int) -> None:
+        self.forest, self.parts, self.ranks = forest, parts, ranks
         self.host = forest if forest.device.type == "cpu" else forest.to("cpu")
         self._owner = torch.full((forest.num_tokens,), -1, dtype=torch.int32)
         self._slot = torch.zeros(forest.num_tokens, dtype=torch.int32)
@@ -155,7 +156,7 @@ def make_row(store: Store, part: Part, run: Run) -> tuple[PartRow, list[Crossing
         run: what it runs for.
     """
     outside = boundary(store.host, store.parts, part)
-    tokens = PartTokens(store.forest, store.host, part.tokens, outside, store.leaving(part))
+    tokens = PartTokens(store.forest, store.host, part.tokens, outside, store.leaving(part), store.ranks)
     crossings = store.crossings(outside)
     cut = Cut(run, tokens.vectors(), lambda like: store.gather(crossings, tokens.sizes[1], like), tokens.parents)
     row = tokens.row(edge_ids(store.host, part), cut)

@@ -18,11 +18,13 @@ from treefx.errors import InputError, UnsupportedError
 from treefx.forests.context import use
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset
+from treefx.inspection.compiled_modules import modules_of
 from treefx.kernels.tiles.structure import forget_structures
 from treefx.kernels.tiles.tree_blocks import forget_blocks
 from treefx.logprobs import edge_logprobs
 from treefx.planning.execution.boundary import Crossing, Store, edges_of, make_row
 from treefx.planning.search.part import Part, Schedule, Step
+from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.cut import Cut, PartRow
 
 __all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs", "scalar"]
@@ -111,7 +113,8 @@ class Executor:
     _live: dict[int, _Live] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.store = Store(self.forest, self.schedule.parts)
+        ranks = split_over(*modules_of(self.model.compiled))
+        self.store = Store(self.forest, self.schedule.parts, ranks)
 
     def run(self, steps: Iterable[Step]) -> None:
         """Carry out steps in order."""

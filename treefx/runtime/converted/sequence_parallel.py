@@ -11,14 +11,14 @@ from torch import nn
 __all__ = ["split_over"]
 
 
-def split_over(model: nn.Module) -> int:
+def split_over(*models: nn.Module) -> int:
     """How many ranks the tokens of a row may be split over; 1 where nothing says so.
 
     Sequence parallelism (``SequenceParallel``, ``PrepareModuleInput`` to ``Shard(1)``) leaves no mark on a model but
     its weights: along tensor parallel ranks some are copies, or cut along another dimension than the first. FSDP
     cuts the first one of all. A dimension of a mesh that is taken for one of these costs a few tokens.
     """
-    parameters: Iterable[Any] = model.parameters()
+    parameters: Iterable[Any] = (parameter for model in models for parameter in model.parameters())
     sizes = {
         int(parameter.device_mesh.size(dim))
         for parameter in parameters

@@ -1,0 +1,45 @@
+"""Packed rows for models whose tokens ranks share out (sequence parallelism): equally many for each."""
+
+from typing import Any
+
+import torch
+
+from treefx.errors import InputError
+from treefx.forests.forest import Forest
+from treefx.forests.subset import EdgeSubset
+from treefx.inspection.compiled_modules import modules_of
+from treefx.runtime.converted.sequence_parallel import split_over
+from treefx.runtime.cut import PartTokens
+
+__all__ = ["even_row"]
+
+
+def even_row(forest: Forest, model: Any) -> EdgeSubset:
+    """The packed row of a forest, as long as the ranks can divide that share the tokens of a model out.
+
+    PyTorch takes for granted that all of them hold equally many: given others, it stops where it traces the model, or
+    its ranks end. What fills the row up stands behind it, is seen by no token and has no edge, so that no loss and no
+    gradient changes. `treefx.backward` fills the parts of a plan up by itself.
+
+    Args:
+        forest: the forest.
+        model: the model, compiled or not, in sequence parallelism (`parallelize_module`); any other needs no more than
+            the forest.
+
+    Raises:
+        InputError: `forest` is no Forest.
+
+    Example:
+        >>> row = treefx.scale.even_row(forest, model)
+        >>> with treefx.use(row):
+        ...     out = compiled(**row.model_inputs(), use_cache=False)
+        >>> treefx.losses.sft(treefx.edge_logprobs(out.logits, row), row).backward()
+    """
+    if not isinstance(forest, Forest):
+        raise InputError(
+            f"even_row expected a treefx.Forest, got {type(forest).__name__}; build it with from_sequences"
+        )
+    host = forest if forest.device.type == "cpu" else forest.to("cpu")
+    nothing = torch.zeros(0, dtype=torch.int64)
+    own, ranks = torch.arange(host.num_tokens), split_over(*modules_of(model))
+    return PartTokens(forest, host, own, nothing, nothing, ranks).row(torch.arange(len(host.edges)), None)
