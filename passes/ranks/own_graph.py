@@ -71,10 +71,12 @@ class OwnGraph:
     Attributes:
         gm: The graph.
         kept: Which placeholders it has left, by position; the others were meshes.
+        ranks: How many share it.
     """
 
     gm: fx.GraphModule
     kept: tuple[int, ...]
+    ranks: int
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """The inputs of a call: of a DTensor what this rank holds, so that its gradient is one like it."""
@@ -134,7 +136,7 @@ class _Rewriting:
         made = self._module()
         made.meta = dict(self.gm.meta)
         setattr(made, "compile_subgraph_reason", getattr(self.gm, "compile_subgraph_reason", None))
-        return OwnGraph(made, kept)
+        return OwnGraph(made, kept, self._group().count)
 
     def run_body(self, given: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
         """A checkpointed body whose operands are of these kinds (``_kind``, or ``_MESH``): its graph, and the kinds of

@@ -1,4 +1,4 @@
-"""Llamas whose weights two ranks share out (tensor and sequence parallelism), and what their tests have in common."""
+"""Llamas whose weights ranks share out (tensor and sequence parallelism), and what their tests have in common."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.batches import Batch
 from tests.oracle import Outcome
-from tests.trainers.test_distributed import WORLD, batches, small
+from tests.trainers.test_distributed import batches, small
 
 SECONDS = 300
 """After which ranks that hang are ended, and the test fails."""
@@ -28,6 +28,11 @@ RATE = 0.1
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def mesh() -> DeviceMesh:
+    """All processes, in one dimension."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def blocks(model: Any, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
@@ -41,7 +46,7 @@ def parallel(model: Any, head: bool = False) -> nn.Module:
     )
     if head:
         plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+    return parallelize_module(model, mesh(), plan)
 
 
 def gathered(name: str | None = None) -> PrepareModuleInput:
@@ -56,7 +61,7 @@ def gathered(name: str | None = None) -> PrepareModuleInput:
 
 
 def sequence_parallel(model: Any, norms: Sequence[str] = NORMS) -> nn.Module:
-    """Each rank has half of the tokens between the products: these must be even in number."""
+    """Each rank has its part of the tokens between the products: all of them equally many."""
     plan: dict[str, ParallelStyle] = blocks(
         model,
         {
@@ -70,14 +75,14 @@ def sequence_parallel(model: Any, norms: Sequence[str] = NORMS) -> nn.Module:
     plan["model.layers.0"] = PrepareModuleInput(
         input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
     )
-    return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+    return parallelize_module(model, mesh(), plan)
 
 
 def vocabulary(model: Any) -> nn.Module:
     """The rows of the embedding, the vocabulary, are shared out too, as torchtitan does it."""
     parallel(model, head=True)
     plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-    return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+    return parallelize_module(model, mesh(), plan)
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -98,10 +103,10 @@ def steps(model: Any, compiled: Any, given: Sequence[Batch] | None = None) -> li
     return found
 
 
-def run_rank(rank: int, port: int, folder: str, work: Callable[[], Any]) -> None:
+def run_rank(rank: int, port: int, folder: str, work: Callable[[], Any], world: int = 2) -> None:
     """Join the other ranks, and write what ``work`` finds there."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, WORLD, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     torch.save(work(), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Compiled models in tensor and sequence parallelism: rows, packed rows and plans, on two processes.
+"""Compiled models in tensor and sequence parallelism: rows, packed rows and plans, on two to four processes.
 
 Every step starts from weights that the step before has changed, and the batches differ in rows and columns: a graph
 that took the weights of the first call for constants, or served one size, is found out.
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.torch_version import TorchVersion
 
@@ -30,8 +31,9 @@ from tests.scale.shared_out import (
     vocabulary,
     whole_gradients,
 )
-from tests.trainers.test_distributed import batches, run_ranks
+from tests.trainers.test_distributed import WORLD, batches, run_ranks
 from treefx.passes.ranks import products
+from treefx.planning.search.plan import Plan
 
 MODELS: dict[str, Callable[[Any], nn.Module]] = {
     "tensor": parallel,
@@ -51,8 +53,7 @@ CASES = [
 OF_ALL_SIZES = CASES[:1]
 """Those that get batches of other sizes too, for which Dynamo takes half a minute: DTensors of symbolic sizes."""
 ROWS = [[row % 29 + 3 for row in tokens] for tokens in rollouts(7)]
-"""An odd number of distinct tokens, of which two ranks cannot have equally many."""
-
+"""An odd number of distinct tokens, of which no two to four ranks can have equally many."""
 
 CUT = TorchVersion(torch.__version__) < "2.13"
 """Dynamo of PyTorch 2.11 cuts such a model behind the embedding: it is exact, on rows."""
@@ -64,8 +65,11 @@ def given(case: Any) -> list[Batch]:
     return [*batches(0), *[shared_batch(rows=rows, length=length, shared=5, seed=rows) for rows, length in sizes]]
 
 
-def llama(checkpointing: bool = False) -> Any:
-    model = double("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32, head_dim=8, vocab_size=32)
+def llama(checkpointing: bool = False, ranks: int = WORLD) -> Any:
+    """One that so many ranks can share out: each has one head of keys and values."""
+    sizes = {"hidden_size": 16 * ranks, "intermediate_size": 16 * ranks, "vocab_size": 32 + -32 % ranks}
+    heads = {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks, "head_dim": 8}
+    model = double("llama", num_hidden_layers=1, **sizes, **heads)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -73,7 +77,7 @@ def llama(checkpointing: bool = False) -> Any:
 
 def compiled(name: str, inner: str, checkpointing: bool = False) -> tuple[Any, Any]:
     torch.compiler.reset()
-    model = MODELS[name](llama(checkpointing))
+    model = MODELS[name](llama(checkpointing, dist.get_world_size()))
     return model, torch.compile(model, backend="treefx", options={"inner": inner, "min_sharing": 1.0})
 
 
@@ -84,6 +88,22 @@ def plain(found: list[Outcome]) -> list[Any]:
 
 def worker(rank: int, port: int, folder: str, task: str, *case: Any) -> None:
     run_rank(rank, port, folder, partial(TASKS[task], *case))
+
+
+def one_of_three(rank: int, port: int, folder: str, task: str, *case: Any) -> None:
+    run_rank(rank, port, folder, partial(TASKS[task], *case), 3)
+
+
+def one_of_four(rank: int, port: int, folder: str, task: str, *case: Any) -> None:
+    run_rank(rank, port, folder, partial(TASKS[task], *case), 4)
+
+
+WORKERS = {2: worker, 3: one_of_three, 4: one_of_four}
+
+
+def on_ranks(world: int, folder: Path, *task: Any) -> list[Any]:
+    """What every rank of so many gives."""
+    return run_ranks(__name__, folder, *task, seconds=SECONDS, world=world, worker=WORKERS[world].__name__)
 
 
 def of_rows(*case: Any) -> Any:
@@ -100,18 +120,27 @@ def of_forest(*case: Any) -> list[Any]:
     """A packed row, then plans with and without cuts, whose parts are of all sizes."""
     model, run = compiled(*case)
     forest = treefx.Forest.from_sequences(ROWS)
-    row = treefx.scale.even_row(forest, run)
+    return plain([of_row(model, run, forest), *[of_plan(model, run, plan) for plan in plans(forest)]])
+
+
+def plans(forest: treefx.Forest) -> list[Plan]:
+    return [uncut(forest), every_node(forest)]
+
+
+def of_row(model: Any, run: Any, forest: treefx.Forest) -> Outcome:
     model.zero_grad()
+    row = treefx.scale.even_row(forest, run)
     with treefx.use(row):
         out = run(**row.model_inputs(), use_cache=False)
     loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, row), row)
     loss.backward()
-    found = [Outcome(loss.detach().clone(), whole_gradients(model))]
-    for plan in (uncut(forest), every_node(forest)):
-        model.zero_grad()
-        value = treefx.backward(run, plan, sft)
-        found.append(Outcome(value.detach().clone(), whole_gradients(model)))
-    return plain(found)
+    return Outcome(loss.detach().clone(), whole_gradients(model))
+
+
+def of_plan(model: Any, run: Any, plan: Plan) -> Outcome:
+    model.zero_grad()
+    value = treefx.backward(run, plan, sft)
+    return Outcome(value.detach().clone(), whole_gradients(model))
 
 
 def without_sums() -> list[Any]:
@@ -140,16 +169,14 @@ TASKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def expected(case: Any) -> list[Outcome]:
-    model = llama()
+def expected(case: Any, ranks: int = WORLD) -> list[Outcome]:
+    model = llama(ranks=ranks)
     return steps(model, model, given(case))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(6)
-def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
-    wanted = expected(case)
-    for found, stats in run_ranks(__name__, tmp_path, "rows", *case, seconds=SECONDS):
+def check_rows(case: Any, world: int, folder: Path) -> None:
+    wanted = expected(case, world)
+    for found, stats in on_ranks(world, folder, "rows", *case):
         for (loss, gradients), want in zip(found, wanted, strict=True):
             assert_close(Outcome(loss, gradients), want, FLOAT64)
         if CUT:
@@ -160,13 +187,35 @@ def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
         assert stats["compiles"] == (2 if case in OF_ALL_SIZES else 1)
 
 
+def check_forests(case: Any, world: int, folder: Path) -> None:
+    want = separate_rows(llama(ranks=world), ROWS, [[1.0] * len(row) for row in ROWS])
+    for found in on_ranks(world, folder, "forest", *case):
+        for loss, gradients in found:
+            assert_close(Outcome(loss, gradients), want, FLOAT64)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sample(6)
+def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
+    check_rows(case, WORLD, tmp_path)
+
+
 @pytest.mark.parametrize("case", [CASES[0], ("sequence", "eager", False), ("tensor", "inductor", False)], ids=str)
 @pytest.mark.sample(3)
 def test_forests_and_plans(case: Any, tmp_path: Path) -> None:
-    want = separate_rows(llama(), ROWS, [[1.0] * len(row) for row in ROWS])
-    for found in run_ranks(__name__, tmp_path, "forest", *case, seconds=SECONDS):
-        for loss, gradients in found:
-            assert_close(Outcome(loss, gradients), want, FLOAT64)
+    check_forests(case, WORLD, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "sequence"])
+@pytest.mark.sample(4)
+def test_rows_of_four_ranks(name: str, tmp_path: Path) -> None:
+    check_rows((name, "eager", False), 4, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "world"), [("vocabulary", 4), ("sequence", 4), ("sequence", 3)])
+@pytest.mark.sample(3)
+def test_forests_and_plans_of_more_ranks(name: str, world: int, tmp_path: Path) -> None:
+    check_forests((name, "eager", False), world, tmp_path)
 
 
 @pytest.mark.skipif(CUT, reason="the mistake is made where such a model runs on distinct tokens")

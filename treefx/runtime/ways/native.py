@@ -36,10 +36,11 @@ class NativeRun:
         roles: What each placeholder is.
         packed: What runs a variant.
         records: Where to report.
+        ranks: How many share the graph, which then may take for granted that they can divide its columns.
     """
 
-    def __init__(self, roles: list[str], packed: PackedRun, records: Records) -> None:
-        self._roles, self._packed, self._records = roles, packed, records
+    def __init__(self, roles: list[str], packed: PackedRun, records: Records, ranks: int = 1) -> None:
+        self._roles, self._packed, self._records, self._ranks = roles, packed, records, ranks
         self._columns = 0
 
     def by_column(self, args: Sequence[Any], forest: Forest) -> list[Any] | None:
@@ -56,7 +57,7 @@ class NativeRun:
             return None
         dynamic = any(isinstance(x, int) and x == count for x in args)
         if dynamic:
-            self._columns = max(self._columns, _capacity(forest))
+            self._columns = max(self._columns, _capacity(forest, self._ranks))
         columns = self._columns if dynamic else count
         result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
         return [columns if isinstance(x, int) and not isinstance(x, bool) and x == count else x for x in result]
@@ -111,9 +112,10 @@ def wrong_row(forest: Forest, shapes: Sequence[Sequence[int]]) -> ForestError:
     )
 
 
-def _capacity(forest: Forest) -> int:
-    """Columns to compile for: the longest path rounded up to a power of two."""
-    return max(16, 1 << forest.deepest.bit_length())
+def _capacity(forest: Forest, ranks: int) -> int:
+    """Columns to compile for: the longest path rounded up to a power of two, and to what the ranks can divide."""
+    columns = max(16, 1 << forest.deepest.bit_length())
+    return columns + -columns % ranks
 
 
 def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
