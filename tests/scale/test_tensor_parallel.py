@@ -1,5 +1,6 @@
-"""Converted models in tensor and sequence parallelism. Two processes, the same batches, gradients as in one process."""
+"""Converted models in tensor and sequence parallelism. Two or four processes, the same batches, gradients of one."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.scale.shared_out import (
     sequence_parallel,
     steps,
 )
+from tests.scale.test_tensor_parallel_compiled import llama as one_block
 from tests.trainers.test_distributed import WORLD, batches, llama, run_ranks
 from treefx.runtime.batch import build_batch, pad_batch
 
@@ -47,15 +49,21 @@ CONVERTED: dict[str, tuple[Any, bool]] = {
     "tensor, sharded": (sharded_too, True),
 }
 """How the model is made, and whether its head runs on distinct tokens."""
+FOUR = partial(one_block, ranks=4)
+"""A model whose heads of keys four ranks share out."""
 
 
 def worker(rank: int, port: int, folder: str, name: str) -> None:
-    run_rank(rank, port, folder, partial(outcomes, name))
+    run_rank(rank, port, folder, partial(outcomes, name, llama))
 
 
-def outcomes(name: str) -> dict[str, Any]:
+def one_of_four(rank: int, port: int, folder: str, name: str) -> None:
+    run_rank(rank, port, folder, partial(outcomes, name, FOUR), 4)
+
+
+def outcomes(name: str, one: Callable[[], Any]) -> dict[str, Any]:
     make, lazy = CONVERTED[name]
-    model = treefx.convert(make(llama()), min_sharing=1.0, lazy_outputs=lazy)
+    model = treefx.convert(make(one()), min_sharing=1.0, lazy_outputs=lazy)
     found, stats = [], []
     for batch in batches(0):
         found += steps(model, model, [batch])
@@ -67,15 +75,28 @@ def outcomes(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CONVERTED)
 @pytest.mark.sample(8)
 def test_converted_models_run_on_distinct_tokens(name: str, tmp_path: Path) -> None:
-    model = llama()
+    stats = check(name, llama(), run_ranks(__name__, tmp_path, name, seconds=SECONDS))
+    # Some are odd, which ranks cannot share out: gloo ends both of them where nothing is added.
+    assert {item["tokens"] % WORLD for item in stats} == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["tensor, head", "sequence", "sequence, head packed"])
+@pytest.mark.sample(3)
+def test_four_ranks_with_a_head_of_keys_each(name: str, tmp_path: Path) -> None:
+    found = run_ranks(__name__, tmp_path, name, seconds=SECONDS, world=4, worker="one_of_four")
+    assert any(item["tokens"] % 4 for item in check(name, FOUR(), found))
+
+
+def check(name: str, model: Any, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare what ranks give with a model on one process; what the ranks say of how they ran."""
     expected = steps(model, model)
-    for result in run_ranks(__name__, tmp_path, name, seconds=SECONDS):
+    for result in results:
         for (loss, gradients), want in zip(result["found"], expected, strict=True):
             assert_close(Outcome(loss, gradients), want, FLOAT64)
-        assert all((item["ran"], item["fallback"]) == ("packed", None) for item in result["stats"])
-        # Some are odd, which ranks cannot share out: gloo ends both of them where nothing is added.
-        assert {item["tokens"] % WORLD for item in result["stats"]} == {0, 1}
-        assert all((item["head_tokens"] is not None) == CONVERTED[name][1] for item in result["stats"])
+    stats = [item for result in results for item in result["stats"]]
+    assert all((item["ran"], item["fallback"]) == ("packed", None) for item in stats)
+    assert all((item["head_tokens"] is not None) == CONVERTED[name][1] for item in stats)
+    return stats
 
 
 def test_tokens_are_made_so_many_that_ranks_can_share_them_out() -> None:
