@@ -8,7 +8,7 @@ is drawn as time lines (``OverlapCollectives.to_html``).
 
 Order of imports, each only of what stands before an arrow::
 
-    cut_rows, elements -> producers -> emit -> send_chunks, gather_chunks, gate -> time_line -> page
+    cut_rows, elements -> producers -> emit -> open_sums, send_chunks, gather_chunks, gate -> time_line -> page
     -> overlap_collectives -> measure_rates
 """
 

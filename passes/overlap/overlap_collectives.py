@@ -13,6 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from treefx.errors import ConfigError
 from treefx.passes.overlap.gate import Rates
 from treefx.passes.overlap.gather_chunks import gather_chunks
+from treefx.passes.overlap.open_sums import open_sums
 from treefx.passes.overlap.page import draw_page
 from treefx.passes.overlap.producers import KINDS, Gathered, Site, find_sites
 from treefx.passes.overlap.send_chunks import send_chunks
@@ -45,6 +46,7 @@ def overlap_collectives(graph: fx.Graph, chunks: int | Rates) -> int:
         How many collectives were cut.
     """
     _check(chunks)
+    open_sums(graph)
     if not _has_collectives(graph):
         return 0
     graph.eliminate_dead_code()  # AOTAutograd leaves products that nobody reads, and they would be second readers
@@ -107,6 +109,7 @@ class OverlapCollectives(CustomGraphPass):
                 )
 
     def __call__(self, graph: fx.Graph) -> None:
+        open_sums(graph)  # for the time lines too
         if isinstance(self.chunks, Rates) and _has_collectives(graph):
             graph.eliminate_dead_code()
             before, known = spans(graph, self.chunks), frozenset(node.name for node in graph.nodes)

@@ -15,11 +15,9 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.passes.packing.kept_graphs import keeping_graphs
-from treefx.passes.ranks.collectives import DECOMPOSITIONS
 from treefx.passes.regions.loadable import LoadableSizes, fill_freely
 from treefx.passes.regions.make_regions import copy_without_regions, subgraphs
 from treefx.passes.regions.own_results import own_results
@@ -78,7 +76,7 @@ def compile_inner(
             # What a subgraph returns may lie in others' memory: a backward must not write into what it gets.
             donated = torch._functorch.config.donated_buffer and not subgraphs(gm)
             with torch._functorch.config.patch(donated_buffer=donated):
-                compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches, _decompositions())
+                compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches)
             assert callable(compiled)
             return keeping_graphs(compiled)
         backend = aot_autograd(
@@ -88,11 +86,6 @@ def compile_inner(
             keep_inference_input_mutations=True,
         )
         return keeping_graphs(backend(gm, list(inputs)))
-
-
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's, and collectives apart from their waits, so that its passes and the user's see both."""
-    return {**select_decomp_table(), **DECOMPOSITIONS}
 
 
 def _for_regions(gm: fx.GraphModule) -> dict[str, Any]:

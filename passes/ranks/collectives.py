@@ -19,44 +19,36 @@ gradient. Without it gradients are too small, and nothing else shows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DECOMPOSITIONS", "gather_pieces", "own_piece", "same_on_ranks", "sum_over_ranks"]
+__all__ = ["gather_pieces", "own_piece", "same_on_ranks", "sum_over_ranks"]
 
 
-def _sum_over_ranks(x: Tensor, group: str) -> Tensor:
+@torch.library.custom_op("treefx::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: Tensor, group: str) -> Tensor:
     """The sum of what the ranks of a process group (by name) hold, of the shape of ``x``."""
     ops = torch.ops._c10d_functional
     total: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group))
     return total
 
 
-def _gather_pieces(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
+@torch.library.custom_op("treefx::same_on_ranks", mutates_args=())
+def same_on_ranks(x: Tensor, group: str) -> Tensor:
+    """The value that all ranks hold, for what each of them computes by itself."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("treefx::gather_pieces", mutates_args=())
+def gather_pieces(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """The pieces of all ranks one behind the other along ``dim``, which gets ``ranks`` times as long."""
     ops = torch.ops._c10d_functional
     first = x.movedim(dim, 0).contiguous()
     pieces: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(first, ranks, group))
     return pieces.movedim(0, dim).contiguous()
-
-
-sum_over_ranks = torch.library.custom_op("treefx::sum_over_ranks", _sum_over_ranks, mutates_args=())
-gather_pieces = torch.library.custom_op("treefx::gather_pieces", _gather_pieces, mutates_args=())
-DECOMPOSITIONS: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.treefx.sum_over_ranks.default: _sum_over_ranks,
-    torch.ops.treefx.gather_pieces.default: _gather_pieces,
-}
-"""Each as a collective and the wait for it, once derivatives are known: passes for collectives find them apart."""
-
-
-@torch.library.custom_op("treefx::same_on_ranks", mutates_args=())
-def same_on_ranks(x: Tensor, group: str) -> Tensor:
-    """The value that all ranks hold, for what each of them computes by itself."""
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("treefx::own_piece", mutates_args=())

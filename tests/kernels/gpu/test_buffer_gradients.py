@@ -20,7 +20,8 @@ def far(*, outside: int = 0, sinks: bool = False) -> Case:
 def errors(case: Case, name: str) -> list[float]:
     """Relative errors of the gradients of all marked buffers in float32, in parts of what is allowed.
 
-    That is 1e-5, or thrice the error of the dense reference in float32: both are noise from rounding large logits.
+    That is 1e-5, or eight times the error of the dense reference in float32: both are noise from rounding large logits,
+    and processors whose products add in another order have been seen to have five times as much in one as in the other.
     """
     got = module.buffer_gradients(case.grad.float(), case.narrow, SCORES[name], case.wanted_grads)
     wanted, dense = (
@@ -31,7 +32,7 @@ def errors(case: Case, name: str) -> list[float]:
     def error(found: Tensor, truth: Tensor) -> float:
         return float((found.double() - truth).norm() / truth.norm().clamp(min=1.0))
 
-    return [error(g, w) / max(1e-5, 3 * error(d, w)) for g, d, w in zip(got, dense, wanted, strict=True)]
+    return [error(g, w) / max(1e-5, 8 * error(d, w)) for g, d, w in zip(got, dense, wanted, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["alibi", "relative", "bias", "clamped"])
