@@ -39,7 +39,7 @@ def one_step(chunks: int) -> tuple[Tensor, dict[str, Tensor], int]:
     return loss.detach().clone(), whole_gradients(model), overlap.count
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_packed_collectives_are_cut(tmp_path: Path) -> None:
     want = separate_rows(llama(), ROWS, [[1.0] * len(row) for row in ROWS])
     for (loss, gradients, uncut), (other, found, count) in run_ranks(__name__, tmp_path, seconds=SECONDS):

@@ -195,7 +195,7 @@ CASES: dict[str, Callable[[int], dict[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("inner", ["aot", pytest.param("inductor", marks=pytest.mark.sample(4))])
+@pytest.mark.parametrize("inner", ["aot", pytest.param("inductor", marks=pytest.mark.sample(8))])
 def test_chunks_equal_to_the_bit(inner: str, kind: str, tmp_path: Path) -> None:
     for found in run_ranks(__name__, tmp_path, f"{inner} {kind}", seconds=SECONDS):
         assert set(found.values()) == {(True, 2 * CUT[kind])}
