@@ -34,7 +34,7 @@ def ordinary(model: nn.Module, inner: str, shapes: Sequence[tuple[int, int]] = S
     return compiled
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sample(3))])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sample(4))])
 def test_steps_of_many_shapes(inner: str) -> None:
     """One compilation for all, and one each for the first batch and for a single row."""
     compiled = ordinary(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1).double(), inner)

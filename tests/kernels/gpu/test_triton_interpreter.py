@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["interpreted_triton", "interpreted_once", "interpreted_boundary"])
 def test_kernels_in_the_interpreter(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TREEFX_CACHE_DIR": str(tmp_path), "PYTHONSAFEPATH": "1"}
