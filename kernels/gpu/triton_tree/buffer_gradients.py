@@ -5,7 +5,8 @@ in the tokens, deterministic, and used only if a buffer requires grad.
 
 The weights and what the softmax takes from their gradients are made anew in each block, from the same numbers, so that
 the gradients of a row's logits sum to zero but for rounding. Those that the kernels have kept do not: their error is
-common to all keys of a row, and a slope multiplies it with the distances of all of them.
+common to all keys of a row, and a slope multiplies it with the distances of all of them. So does the rounding of a
+row's sums, which are therefore taken in float64; the products of matrices are not.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from treefx.kernels.score import Score, evaluate
 
 __all__ = ["buffer_gradients"]
 
-_BLOCK_ELEMENTS = 1 << 25
+_BLOCK_ELEMENTS = 1 << 24
 
 
 def buffer_gradients(grad_out: Tensor, inputs: Inputs, score: Score, buffer_grads: Sequence[bool]) -> list[Tensor]:
@@ -63,11 +64,11 @@ def _of_block(
         visible = visible & evaluate(score.visible, dot=dot, **places).to(torch.bool)
     if not logit.requires_grad:
         return [None] * len(marked)
-    weights = _weights(logit.detach().masked_fill(~visible, -torch.inf), leaves.sinks)
-    dp = grad_out[:, :, start:stop].to(torch.float32) @ value.transpose(-1, -2)
+    weights = _weights(logit.detach().to(torch.float64).masked_fill(~visible, -torch.inf), leaves.sinks)
+    dp = (grad_out[:, :, start:stop].to(torch.float32) @ value.transpose(-1, -2)).to(torch.float64)
     ds = weights * (dp - (weights * dp).sum(-1, keepdim=True))
     with autograd_enabled():
-        return torch.autograd.grad(logit, marked, ds, allow_unused=True)
+        return torch.autograd.grad(logit, marked, ds.to(torch.float32), allow_unused=True)
 
 
 def _weights(logits: Tensor, sinks: Tensor | None) -> Tensor:

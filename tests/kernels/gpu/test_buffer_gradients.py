@@ -20,8 +20,7 @@ def far(*, outside: int = 0, sinks: bool = False) -> Case:
 def errors(case: Case, name: str) -> list[float]:
     """Relative errors of the gradients of all marked buffers in float32, in parts of what is allowed.
 
-    That is 1e-5, or eight times the error of the dense reference in float32: both are noise from rounding large logits,
-    and processors whose products add in another order have been seen to have five times as much in one as in the other.
+    That is 1e-5, or thrice the error of the dense reference in float32: both are noise from rounding large logits.
     """
     got = module.buffer_gradients(case.grad.float(), case.narrow, SCORES[name], case.wanted_grads)
     wanted, dense = (
@@ -32,7 +31,7 @@ def errors(case: Case, name: str) -> list[float]:
     def error(found: Tensor, truth: Tensor) -> float:
         return float((found.double() - truth).norm() / truth.norm().clamp(min=1.0))
 
-    return [error(g, w) / max(1e-5, 8 * error(d, w)) for g, d, w in zip(got, dense, wanted, strict=True)]
+    return [error(g, w) / max(1e-5, 3 * error(d, w)) for g, d, w in zip(got, dense, wanted, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["alibi", "relative", "bias", "clamped"])
@@ -60,7 +59,7 @@ def test_weights_of_a_kept_sum_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     """What is rounded once for a row is an error of all its keys, which distances multiply."""
 
     def kept(logits: Tensor, sinks: Tensor | None) -> Tensor:
-        return torch.exp(logits - torch.logsumexp(logits, -1, keepdim=True))
+        return torch.exp(logits - torch.logsumexp(logits, -1, keepdim=True).to(torch.float32))
 
     case = far()
     assert max(errors(case, "alibi")) <= 1
