@@ -88,7 +88,7 @@ def trace_function(
     finally:
         torch.set_autocast_cache_enabled(cached)
     assert isinstance(gm, fx.GraphModule)
-    # Also random numbers that nobody reads: they would make a second run another one.
+    # Also random numbers that nobody reads: with them a second run would count as another one.
     gm.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     if any(len(node.args) != 2 for node in gm.graph.find_nodes(op="call_function", target=operator.mul)):
         raise NotImplementedError("torch wrote a product of several sizes as one of two, which would lose a factor")

@@ -13,11 +13,30 @@ from tests.models import TinyLM, zoo
 from tests.oracle import Step, loss_of, refused, stats_of
 from tests.spellings import SPELLINGS
 
-VOCAB = 61
+
+class Layerdrop(nn.Module):
+    """Leaves a hidden state out where a number is drawn below a rate, asked in the ways that models ask."""
+
+    def __init__(self, how: str, rate: float = 0.0) -> None:
+        super().__init__()
+        self.how, self.rate = how, rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "unread":
+            torch.rand([])
+        if self.how == "branch" and torch.rand([]) < self.rate:
+            return torch.zeros_like(x)
+        if self.how == "mask":
+            return x.masked_fill(torch.rand(x.shape[-1]) < self.rate, 0.0)
+        return x * (~(torch.rand([]) < self.rate)).to(x.dtype) if self.how == "number" else x
 
 
 def batch_with_forks() -> Batch:
     return shared_batch(rows=4, length=16, shared=8)
+
+
+def tiny(**modules: nn.Module) -> nn.Module:
+    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, vocab=128, **modules).double()
 
 
 def seeded(batch: Batch) -> Step:
@@ -68,3 +87,20 @@ def test_draws_are_refused_where_everything_must_be_packed() -> None:
     compiled = compile_with(zoo("gpt2", resid_pdrop=0.2), on_unsupported="error")
     with refused("dropout", "on_unsupported"):
         compiled(**batch_with_forks().inputs())
+
+
+@pytest.mark.parametrize("how", ["branch", "mask", "number", "unread"])
+def test_a_rate_of_zero_drops_nothing(how: str) -> None:
+    """Only a branch is decided without the numbers; what is made of a comparison otherwise stays a tensor."""
+    stats = compare(tiny(before=Layerdrop(how)), seeded(batch_with_forks())).stats
+    assert (stats["fallback"] is None) == (how in ("branch", "unread"))
+    assert how not in ("branch", "unread") or stats["expansions"] == []
+
+
+def test_a_rate_above_zero_drops_what_the_original_drops() -> None:
+    for rate in (0.4, 1.0):
+        compare(tiny(before=Layerdrop("branch", rate)), seeded(batch_with_forks()))
+
+
+def test_draws_that_come_later_are_the_originals() -> None:
+    compare(tiny(before=Layerdrop("number"), after=Dropout()), seeded(batch_with_forks()))

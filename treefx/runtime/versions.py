@@ -142,9 +142,10 @@ def _require_gradients_that_stay() -> None:
 
 
 def _drop_no_layer_at_a_rate_of_zero() -> None:
-    """Decide ``torch.rand([]) < 0.0``, which is false whatever is drawn, without a break of the graph.
+    """Decide ``if torch.rand([]) < 0.0``, which is false whatever is drawn, without a break of the graph.
 
-    opt, biogpt and xglm of transformers 5.17 ask that in front of every layer; later ones look at the rate first.
+    opt, biogpt and xglm of transformers 5.17 ask that in front of every layer; later ones look at the rate first. A
+    comparison of which something else is made than a branch stays the tensor that it is.
     """
     original = getattr(BuiltinVariable, "_handle_insert_op_in_graph", None)
     if original is None:  # another version of Dynamo: it breaks the graph there
@@ -152,16 +153,22 @@ def _drop_no_layer_at_a_rate_of_zero() -> None:
 
     @functools.wraps(original)
     def insert(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is operator.lt and _is_ours(tx) and _is_drawn(args[0]) and args[1].is_python_constant():
-            if args[1].as_python_constant() <= 0:
-                return ConstantVariable.create(False)
+        asked = self.fn is operator.lt and _is_ours(tx) and _is_drawn(args[0]) and _is_branched_on(tx)
+        if asked and args[1].is_python_constant() and args[1].as_python_constant() <= 0:
+            return ConstantVariable.create(False)
         return original(self, tx, args, kwargs)
 
     BuiltinVariable._handle_insert_op_in_graph = insert  # type: ignore[method-assign]
 
 
+def _is_branched_on(tx: Any) -> bool:
+    """Whether the next instruction (Python 3.13: of the next two) jumps by what the present one leaves."""
+    following = tx.instructions[tx.instruction_pointer].opname
+    return following == "TO_BOOL" or (following.startswith("POP_JUMP") and "IF" in following)
+
+
 def _is_drawn(value: Any) -> bool:
-    return isinstance(value, TensorVariable) and value.as_proxy().node.target is torch.rand
+    return isinstance(value, TensorVariable) and value.ndim == 0 and value.as_proxy().node.target is torch.rand
 
 
 def _keep_backward_of_experts_whole() -> None:
