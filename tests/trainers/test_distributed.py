@@ -164,9 +164,7 @@ def run_ranks(
     for rank in range(world):
         # The folder of the repository comes last: libraries look for packages called kernels.
         call = f"{worker}(*{(rank, port, str(folder), *more)!r})"
-        # A thread of gloo that lets go of a tensor while Python ends ends the process with "terminate called": what a
-        # rank had to say is in its file by then.
-        code = f"import os, sys; sys.path.append({str(root)!r}); from {module} import {worker}; {call}; os._exit(0)"
+        code = f"import sys; sys.path.append({str(root)!r}); from {module} import {worker}; {call}"
         ranks.append(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True))
     try:
         for running in ranks:

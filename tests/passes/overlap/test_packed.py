@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import config as inductor
 
 import treefx
@@ -21,28 +21,38 @@ PREFIX = [7 * i % 29 + 3 for i in range(60)]
 ROWS = [PREFIX + [(row + 5 * i) % 29 + 3 for i in range(30)] for row in range(3)]
 
 
+FORESTS = [ROWS, ROWS[:2], [*ROWS, PREFIX]]
+
+
 def worker(rank: int, port: int, folder: str) -> None:
-    run_rank(rank, port, folder, lambda: [one_step(chunks) for chunks in (1, 4)])
+    run_rank(rank, port, folder, lambda: [steps_of(chunks) for chunks in (1, 4)])
 
 
-def one_step(chunks: int) -> tuple[Tensor, dict[str, Tensor], int]:
-    """Loss and gradients of a packed forest, and how many collectives were cut."""
+def steps_of(chunks: int) -> tuple[list[Any], int]:
+    """Loss and gradients of packed forests, and how many collectives were cut."""
     torch.compiler.reset()
     overlap, model = OverlapCollectives(chunks), parallel(llama(), head=True)
     run: Any = torch.compile(model, backend="treefx")
-    forest = treefx.Forest.from_sequences(ROWS)
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)
-    with uncached, inductor.patch(post_grad_custom_pre_pass=overlap, fx_graph_cache=False), treefx.use(forest):
+    with uncached, inductor.patch(post_grad_custom_pre_pass=overlap, fx_graph_cache=False):
+        return [one_step(model, run, rows) for rows in FORESTS], overlap.count
+
+
+def one_step(model: nn.Module, run: Any, rows: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
+    forest = treefx.Forest.from_sequences(rows)
+    model.zero_grad()
+    with treefx.use(forest):
         out = run(**forest.model_inputs(), use_cache=False)
         loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, forest), forest)
         loss.backward()
-    return loss.detach().clone(), whole_gradients(model), overlap.count
+    return loss.detach().clone(), whole_gradients(model)
 
 
 @pytest.mark.sample(8)
 def test_packed_collectives_are_cut(tmp_path: Path) -> None:
-    want = separate_rows(llama(), ROWS, [[1.0] * len(row) for row in ROWS])
-    for (loss, gradients, uncut), (other, found, count) in run_ranks(__name__, tmp_path, seconds=SECONDS):
-        assert_close(Outcome(loss, gradients), want, FLOAT64)
+    want = [separate_rows(llama(), rows, [[1.0] * len(row) for row in rows]) for rows in FORESTS]
+    for (whole, uncut), (chunked, count) in run_ranks(__name__, tmp_path, seconds=SECONDS):
         assert (uncut, count) == (0, CUT)
-        assert torch.equal(other, loss) and all(torch.equal(found[name], gradients[name]) for name in gradients)
+        for right, (loss, gradients), (other, found) in zip(want, whole, chunked, strict=True):
+            assert_close(Outcome(loss, gradients), right, FLOAT64)
+            assert torch.equal(other, loss) and all(torch.equal(found[name], gradients[name]) for name in gradients)

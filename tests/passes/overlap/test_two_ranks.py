@@ -140,6 +140,7 @@ def worker(rank: int, port: int, folder: str, name: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     torch.save(CASES[name](rank), Path(folder) / f"{rank}.pt")
+    dist.barrier()  # no rank ends while another still receives from it
     dist.destroy_process_group()
 
 
