@@ -199,7 +199,8 @@ _UNPROVED = (
 )
 _OTHER = (
     "under treefx.convert an attention must compute what was proved of it, but {} asks for {} with dropout {}, and {} "
-    "was proved; convert the model again after its attention was changed"
+    "was proved; convert the model again after its attention was changed, or load it with "
+    'attn_implementation="eager" where the attention it was proved with leaves out what is asked for (SDPA a soft cap)'
 )
 
 
