@@ -15,6 +15,7 @@ __all__ = [
     "empty_heads_inside",
     "empty_outputs",
     "heads_inside",
+    "make_indices",
     "owned",
     "relative_error",
     "sink_gradient",
@@ -141,14 +142,20 @@ class Inputs:
 
     def indices(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the indices of q ``[Q, 1]``, k ``[1, P + N]``, head ``[H, 1, 1]``, batch ``[B, 1, 1, 1]``."""
-        batch, heads, tokens, _ = self.q.shape
-        device = self.q.device
-        return (
-            torch.arange(start + self.outside, stop + self.outside, device=device)[:, None],
-            torch.arange(tokens + self.outside, device=device)[None, :],
-            torch.arange(heads, device=device)[:, None, None],
-            torch.arange(batch, device=device)[:, None, None, None],
-        )
+        return make_indices(self.q.shape, self.outside, self.q.device, start, stop)
+
+
+def make_indices(
+    shape: Sequence[int], outside: int, device: torch.device, start: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return :meth:`Inputs.indices` of queries ``[B, H, N, D]`` and so many keys from outside."""
+    batch, heads, tokens, _ = shape
+    return (
+        torch.arange(start + outside, stop + outside, device=device)[:, None],
+        torch.arange(tokens + outside, device=device)[None, :],
+        torch.arange(heads, device=device)[:, None, None],
+        torch.arange(batch, device=device)[:, None, None, None],
+    )
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from treefx.errors import InputError
 
-__all__ = ["BINARY", "UNARY", "Expr", "Linear", "Score", "evaluate", "linear_in_dot", "make_score", "walk"]
+__all__ = ["BINARY", "UNARY", "Expr", "Linear", "Score", "evaluate", "linear_in_dot", "loads", "make_score", "walk"]
 
 Expr = tuple[Any, ...]
 Linear = tuple[float, Expr | None]
@@ -127,6 +127,12 @@ def _intern(node: list[Any], table: dict[tuple[Any, ...], Expr]) -> Expr:
     # True == 1 == 1.0 in Python: the type belongs to the key. Interned children are compared by identity.
     key = tuple(id(item) if isinstance(item, tuple) else (type(item), repr(item)) for item in arguments)
     return table.setdefault(key, arguments)
+
+
+@lru_cache(maxsize=1024)
+def loads(expr: Expr | None) -> tuple[int, ...]:
+    """Return the numbers of the buffers that an expression loads from, in ascending order."""
+    return () if expr is None else tuple(sorted({item[1] for item in walk(expr) if item[0] == "load"}))
 
 
 def evaluate(

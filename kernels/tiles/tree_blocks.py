@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.lasting import lasting
-from treefx.kernels.score import Expr
+from treefx.kernels.score import Expr, loads
 from treefx.kernels.tiles.hosted import Known, host_copies, is_on_device, send_together
 from treefx.kernels.tiles.key_programs import KeyPrograms, cut_lists
 from treefx.kernels.tiles.streams import Made
@@ -35,10 +35,12 @@ __all__ = [
     "find_intervals",
     "find_node_length",
     "forget_blocks",
+    "keep",
+    "recall",
     "remembered",
 ]
 
-_CACHED = 32
+_CACHED = 48
 _OVERWRITTEN = (
     "a tensor that describes the forest was overwritten without a new version (through .data, or by a kernel of its "
     "own): no CUDA call of this process works after this; give the new forest in a new tensor"
@@ -256,8 +258,8 @@ def find_blocks(
     tensors that the host has not sent, the device itself checks the content and stops the program if one was
     overwritten behind autograd's back.
     """
-    read = sorted(_loads(visible))
-    given = tuple(x for x in (keys.high, keys.low, *(buffers[number] for number in read)) if x is not None)
+    read = [buffers[number] for number in loads(visible)]
+    given = tuple(x for x in (keys.high, keys.low, *read) if x is not None)
     settings = (queries, group, query_block, key_block, repr(visible), keys.base, keys.query_base, keys.low is None)
 
     def build() -> TreeBlocks:
@@ -330,26 +332,41 @@ def _mean_length(subtree_end: Tensor) -> int:
 def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
     """Return what ``build`` made for these settings and tensors; a hit is verified as in :func:`find_blocks`."""
     with _lock:  # backward runs in threads of its own
-        for position, entry in enumerate(_recent):
-            if entry.settings == settings and _same(entry, given):
-                _recent.insert(0, _recent.pop(position))
-                return entry.value
-        with lasting():
-            known = is_on_device(given[0]) and host_copies(given) is not None
-            value, copies = build(), () if known else tuple(tensor.clone() for tensor in given)
-        known_as = tuple(map(Known.of, given))
-        _recent[:] = [
-            _Entry(settings, known_as, copies, is_on_device(given[0]), Made.now(given[0].device), value),
-            *(entry for entry in _recent if not _is_over(entry)),
-        ][:_CACHED]
-    return value
+        entry = _recall(settings, given)
+        if entry is None:
+            with lasting():
+                entry = _keep(settings, given, build())
+    return entry.value
 
 
-def _loads(expr: Expr | None) -> set[int]:
-    if expr is None:
-        return set()
-    inner = [_loads(item) for item in expr[1:] if isinstance(item, tuple)]
-    return set().union(*inner, {expr[1]} if expr[0] == "load" else ())
+def recall(settings: tuple[object, ...], given: tuple[Tensor, ...]) -> Any:
+    """Return what :func:`keep` was given for these settings and tensors, or ``None``; a hit is verified likewise."""
+    with _lock:
+        entry = _recall(settings, given)
+    return None if entry is None else entry.value
+
+
+def keep(settings: tuple[object, ...], given: tuple[Tensor, ...], value: Any) -> None:
+    """Remember what follows from these settings and tensors, which were looked up without a result."""
+    with _lock, lasting():
+        _keep(settings, given, value)
+
+
+def _recall(settings: tuple[object, ...], given: tuple[Tensor, ...]) -> _Entry | None:
+    for position, entry in enumerate(_recent):
+        if entry.settings == settings and _same(entry, given):
+            _recent.insert(0, _recent.pop(position))
+            return entry
+    return None
+
+
+def _keep(settings: tuple[object, ...], given: tuple[Tensor, ...], value: Any) -> _Entry:
+    known = is_on_device(given[0]) and host_copies(given) is not None
+    copies = () if known else tuple(tensor.clone() for tensor in given)
+    made = Made.now(given[0].device)
+    new = _Entry(settings, tuple(map(Known.of, given)), copies, is_on_device(given[0]), made, value)
+    _recent[:] = [new, *(entry for entry in _recent if not _is_over(entry))][:_CACHED]
+    return new
 
 
 def _is_over(entry: _Entry) -> bool:

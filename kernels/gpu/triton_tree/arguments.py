@@ -1,11 +1,30 @@
-"""How tensors are handed to kernels: strides, dense features, aligned rows, scratch memory."""
+"""How tensors are handed to kernels: strides, dense features, aligned rows, scratch memory, values of a score.
 
+What a score reads of one query, or of one key, alone is evaluated before a specialised kernel, in the order of its
+tiles.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["dense_features", "padded", "padded_length", "scratch", "split_heads", "strides"]
+from treefx.kernels.common import make_indices
+from treefx.kernels.score import Expr, evaluate
+
+__all__ = [
+    "ColumnValues",
+    "RowValues",
+    "copy_rows",
+    "dense_features",
+    "padded",
+    "padded_length",
+    "scratch",
+    "split_heads",
+    "strides",
+]
 
 _ALIGNED = 128
 """Vectors that are read by tiles have a multiple of this many elements, so that every one of them starts aligned."""
@@ -33,6 +52,11 @@ def split_heads(tensor: Tensor, group: int) -> Tensor:
     return tensor.view(tensor.shape[0], -1, group, *tensor.shape[2:])
 
 
+def copy_rows(heads: Tensor, group: int) -> Tensor:
+    """Return ``[B, H, N, D]`` as ``[B, H / group, N * group, D]``: the heads of a group side by side."""
+    return split_heads(heads, group).transpose(2, 3).flatten(2, 3)
+
+
 def strides(name: str, tensor: Tensor) -> dict[str, int]:
     """Return the strides over batch, heads and tokens of a ``[B, H, N, D]`` tensor with dense features."""
     batch, head, token, _ = tensor.stride()
@@ -42,3 +66,54 @@ def strides(name: str, tensor: Tensor) -> dict[str, int]:
 def dense_features(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors with features side by side in memory, as the kernels read them."""
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class _Values(ABC):
+    """A part of a score that needs no product; called with all buffers.
+
+    Attributes:
+        expr: that part.
+        shape: of the queries, ``[B, H, N, D]``.
+        outside: keys of a boundary.
+        device: where the queries are.
+        group: query heads per key head.
+        base: index of the first key.
+        keys: how many.
+    """
+
+    expr: Expr
+    shape: torch.Size
+    outside: int
+    device: torch.device
+    group: int
+    base: int
+    keys: int
+
+    def __call__(self, *buffers: Tensor) -> Tensor:
+        """Return the values, int32 or float32, with rows that start aligned."""
+        q, k, head, number = make_indices(self.shape, self.outside, self.device, 0, self.shape[2])
+        dot = torch.zeros((), device=self.device)
+        value = evaluate(self.expr, dot=dot, q=q, k=k, head=head, batch=number, buffers=buffers).detach()
+        return padded(self._packed(value.to(torch.float32 if value.is_floating_point() else torch.int32)))
+
+    @abstractmethod
+    def _packed(self, value: Tensor) -> Tensor: ...
+
+
+class RowValues(_Values):
+    """Of each query and head, ``[B * Hkv, N * group and more]``."""
+
+    def _packed(self, value: Tensor) -> Tensor:
+        batch, heads, queries, _ = self.shape
+        value = value.expand(batch, heads, queries, 1).reshape(batch, heads, queries)
+        return split_heads(value, self.group).transpose(2, 3).reshape(batch * heads // self.group, -1)
+
+
+class ColumnValues(_Values):
+    """Of each key, ``[B, K and more]``."""
+
+    def _packed(self, value: Tensor) -> Tensor:
+        if value.ndim and value.shape[-1] > 1:  # of all keys, the boundary's first
+            value = value.narrow(-1, self.base, self.keys)
+        return value.expand(self.shape[0], 1, 1, self.keys).reshape(self.shape[0], self.keys)

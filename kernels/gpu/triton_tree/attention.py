@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, empty_heads_inside, empty_outputs
+from treefx.kernels.gpu.replays import Recorder, replayed
 from treefx.kernels.gpu.triton_tree.arguments import dense_features
 from treefx.kernels.gpu.triton_tree.buffer_gradients import buffer_gradients
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
-from treefx.kernels.gpu.triton_tree.paths import checked, on_path, path_of_keys
+from treefx.kernels.gpu.triton_tree.paths import checked, forced_path, on_path, path_of_keys
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish
 from treefx.kernels.gpu.triton_tree.support import interpreted
-from treefx.kernels.gpu.triton_tree.tuning import BestConfig, tuned
-from treefx.kernels.score import Score
+from treefx.kernels.gpu.triton_tree.tuning import BestConfig, tuned, tuning_wanted
+from treefx.kernels.score import Score, loads
 from treefx.kernels.tiles.tree_blocks import find_node_length
 
 __all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from"]
@@ -26,12 +27,21 @@ __all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from
 
 def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``, on the best path or the given one."""
-    attention = attention_of(inputs, score)
 
-    def run(chosen: Attention, _: Sequence[Tensor]) -> list[Tensor]:
-        return list(forward_from(chosen, chosen.sources()))
+    def launch(recorder: Recorder | None = None) -> list[Tensor]:
+        def run(chosen: Attention, _: Sequence[Tensor]) -> list[Tensor]:
+            with recorder.recording() if recorder else nullcontext():  # the last run is the one that counts
+                return list(forward_from(chosen, chosen.sources()))
 
-    out, lse = run(on_path(attention, path), []) if path else checked("forward", attention, [], run)
+        attention = attention_of(inputs, score)
+        return run(on_path(attention, path), []) if path else checked("forward", attention, [], run)
+
+    kind = _kind("forward", inputs, score)
+    if path or kind is None:
+        out, lse = launch()
+    else:
+        with _device_of(inputs.q):
+            out, lse = replayed(kind, _forest(inputs, score), _given(inputs), launch)
     return out, lse
 
 
@@ -49,16 +59,24 @@ def backward(
 
     On the given path in two passes over the tiles, with the same bits every time; without one as it costs least.
     """
-    attention = attention_of(inputs, score)
     grad_out, out = dense_features([grad_out, out])
 
-    given = [grad_out, out, lse]
+    def launch(recorder: Recorder | None = None) -> list[Tensor]:
+        def run(chosen: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
+            with recorder.recording() if recorder else nullcontext():  # the last run is the one that counts
+                dq, pairs, delta = backward_from(chosen, chosen.sources(), *tensors)
+            return [delta, dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
 
-    def run(chosen: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
-        dq, pairs, delta = backward_from(chosen, chosen.sources(), *tensors)
-        return [delta, dq, *(tensor for pair in reversed(pairs) for tensor in pair)]
+        attention, tensors = attention_of(inputs, score), [grad_out, out, lse]
+        return run(on_path(attention, path), tensors) if path else checked("backward", attention, tensors, run)
 
-    found = run(on_path(attention, path), given) if path else checked("backward", attention, given, run)
+    kind = _kind("backward", inputs, score)
+    if path or kind is None:
+        found = launch()
+    else:
+        given = {**_given(inputs), "grad": grad_out, "out": out, "lse": lse}
+        with _device_of(inputs.q):
+            found = replayed(kind, _forest(inputs, score), given, launch)
     delta, dq, dk, dv, *rest = found
     if inputs.sinks is not None:
         weight = torch.exp(inputs.sinks.to(lse.dtype)[None, :, None] - lse)
@@ -66,6 +84,29 @@ def backward(
     if any(buffer_grads):
         rest += buffer_gradients(grad_out, inputs, score, buffer_grads)
     return dq, dk, dv, rest
+
+
+def _kind(name: str, inputs: Inputs, score: Score) -> tuple[object, ...] | None:
+    """Return what decides which kernels run, beside the forest and how tensors lie.
+
+    ``None``: they differ from call to call, with keys from outside or while configurations are tried out.
+    """
+    if inputs.boundary is not None or tuning_wanted():
+        return None
+    deterministic = inputs.deterministic or torch.are_deterministic_algorithms_enabled()
+    return name, score.to_json(), deterministic, forced_path()
+
+
+def _forest(inputs: Inputs, score: Score) -> tuple[Tensor, ...]:
+    """Return the vectors from which the lists of tiles are made."""
+    return (inputs.subtree_end, *(inputs.buffers[number] for number in loads(score.visible)))
+
+
+def _given(inputs: Inputs) -> dict[str, Tensor]:
+    """Return the tensors of a layer by names."""
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    given |= {f"buffer {number}": buffer for number, buffer in enumerate(inputs.buffers)}
+    return given if inputs.sinks is None else {**given, "sinks": inputs.sinks}
 
 
 def forward_from(attention: Attention, sources: Sequence[KeySource]) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.triton_tree.arguments import padded, padded_length, split_heads, strides
+from treefx.kernels.gpu.replays import perform
+from treefx.kernels.gpu.triton_tree.arguments import ColumnValues, RowValues, copy_rows, padded_length, strides
 from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, row_width
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config
 from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
 from treefx.kernels.gpu.triton_tree.small_launches import Launch, launch_prologue, launch_sums
-from treefx.kernels.score import Expr, Score, evaluate
+from treefx.kernels.score import Expr, Score
 from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
 
 __all__ = ["Attention", "KeySource", "Launch"]
@@ -285,26 +286,16 @@ class Attention:
 
     def vectors(self, source: KeySource) -> dict[str, Any]:
         """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""
-        batch, heads, queries, _ = self.inputs.q.shape
-        keys = len(source)
-        sides = ("Row", self.code.row_values), ("Column", self.code.column_values)
+        buffers = {f"buffer_{number}": buffer for number, buffer in enumerate(self.inputs.buffers)}
+        sides = ("Row", RowValues, self.code.row_values), ("Column", ColumnValues, self.code.column_values)
+        q, first = self.inputs.q, source.keys.base
         found: dict[str, Any] = {}
-        for side, values in sides:
+        for side, make, values in sides:
             for hoisted in values:
-                value = self.value(hoisted.expr)
-                if side == "Column" and value.ndim and value.shape[-1] > 1:  # of all keys, the boundary's first
-                    value = value.narrow(-1, source.keys.base, keys)
-                shape = (batch, heads, queries, 1) if side == "Row" else (batch, 1, 1, keys)
-                value = value.expand(shape).reshape(batch, -1, queries if side == "Row" else keys)
-                found[f"{side}_{hoisted.name}"] = self.packed(value) if side == "Row" else padded(value[:, 0])
-        return {**found, "packed_rows": padded_length(queries * self.group), "packed_keys": padded_length(keys)}
-
-    def value(self, expr: Expr) -> Tensor:
-        """Return a part of the score that needs no product, evaluated."""
-        q, k, head, number = self.inputs.indices(0, self.inputs.q.shape[2])
-        dot = torch.zeros((), device=q.device)
-        value = evaluate(expr, dot=dot, q=q, k=k, head=head, batch=number, buffers=self.inputs.buffers).detach()
-        return value.to(torch.float32 if value.is_floating_point() else torch.int32)
+                value = make(hoisted.expr, q.shape, self.inputs.outside, q.device, self.group, first, len(source))
+                found[f"{side}_{hoisted.name}"] = perform(value, buffers)
+        rows = q.shape[2] * self.group
+        return {**found, "packed_rows": padded_length(rows), "packed_keys": padded_length(len(source))}
 
     def rows(self) -> dict[str, Any]:
         """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.
@@ -314,12 +305,8 @@ class Attention:
         """
         q = self.inputs.q
         if self.path != "plain" and self.group > 1:
-            q = split_heads(q, self.group).transpose(2, 3).flatten(2, 3)
+            q = perform(copy_rows, {"Q": q, "GROUP": self.group})
         return {"Q": q, **strides("q", q)}
-
-    def packed(self, values: Tensor) -> Tensor:
-        """Return a value per row in the order of the tiles' rows, ``[B * Hkv, N * group and more]``."""
-        return padded(split_heads(values, self.group).transpose(2, 3).reshape(self.heads, -1))
 
     def buffers(self) -> dict[str, Any]:
         """Return the buffers that the score reads, with strides and sizes."""

@@ -4,14 +4,16 @@ A launch can be run, or compiled ahead of time without a device, from the same a
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.gpu.replays import note
 from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, strides
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
@@ -45,11 +47,26 @@ class Launch:
             raise UnsupportedError(
                 f"batch times key heads must be at most {_MOST_HEADS}, got {self.grid[1]}: split the batch"
             )
-        if "packed_keys" in self.arguments:  # its descriptors are made by the kernel
-            _set_allocator()
-        self.kernel[self.grid](**self.arguments, num_warps=self.config.warps, num_stages=self.config.stages)
+        note(self._once(), {name: self.arguments[name] for name in self.kernel.arg_names})
         for launch in self.after:
             launch.run()
+
+    def _once(self) -> Callable[..., object]:
+        """Run this kernel, and return what runs it again, without looking up which of its compilations it is."""
+        made_by_kernel = "packed_keys" in self.arguments  # its descriptors
+        if made_by_kernel:
+            _set_allocator()
+        options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        compiled = self.kernel[self.grid](**self.arguments, **options)
+        if compiled is None:  # Triton's interpreter
+            return partial(self.kernel[self.grid], **options)
+        run: Callable[..., object] = compiled[self.grid]
+        return partial(_with_allocator, run) if made_by_kernel else run
+
+
+def _with_allocator(run: Callable[..., object], *values: Any) -> None:
+    _set_allocator()
+    run(*values)
 
 
 def _set_allocator() -> None:

@@ -38,7 +38,7 @@ from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.tiles.hosted import host_copies
 from treefx.kernels.tiles.tile_counts import Rates, count_tiles, predict_time
-from treefx.kernels.tiles.tree_blocks import remembered
+from treefx.kernels.tiles.tree_blocks import forget_blocks, remembered
 
 __all__ = ["BestConfig", "configs_of_forest", "keep_rates", "rates_key", "tile_name", "tuned", "tuning_wanted"]
 
@@ -180,6 +180,7 @@ def keep_rates(rates: dict[str, dict[str, list[float]]]) -> Path:
     kept = _read(path)
     _write(path, {**kept, device: {**kept.get(device, {}), **rates}})
     _rates.cache_clear()
+    forget_blocks()
     return path
 
 
@@ -214,6 +215,7 @@ def _remember(key: str, config: Config) -> None:
     found = {**mine, **_findings(), key: _numbers(config)}  # another process may have written in the meantime
     mine = _findings()
     mine.update(found)
+    forget_blocks()  # and what was launched in other configurations
     path = cache_folder() / _FILE
     try:
         _write(path, found)

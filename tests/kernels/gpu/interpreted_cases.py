@@ -105,6 +105,20 @@ def as_type(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     )
 
 
+def other_numbers(case: Case, seed: int) -> Case:
+    """The case of another layer: the same forest, and other numbers in all that is no vector of the forest."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def other(tensor: Tensor) -> Tensor:
+        return (tensor + torch.randn(tensor.shape, generator=generator)).float().double()
+
+    wide = case.wide
+    buffers = [other(buffer) if buffer.is_floating_point() else buffer for buffer in wide.buffers]
+    q, k, v = map(other, (wide.q, wide.k, wide.v))
+    wide = replace(wide, q=q, k=k, v=v, buffers=buffers, sinks=None if wide.sinks is None else other(wide.sinks))
+    return replace(case, wide=wide, narrow=as_type(wide, torch.float32), grad=other(case.grad))
+
+
 def expected(case: Case, score: Score) -> list[Tensor]:
     out, lse = reference.forward(case.wide, score)
     *grads, rest = reference.backward(case.grad, case.wide, out, lse, score, case.wanted_grads)

@@ -20,6 +20,7 @@ from tests.kernels.gpu.interpreted_cases import (
     SCALED,
     SCORES,
     SMALL,
+    as_type,
     assert_equal,
     check,
     computed,
@@ -27,6 +28,7 @@ from tests.kernels.gpu.interpreted_cases import (
     draw,
     expected,
     forest,
+    other_numbers,
 )
 from tests.kernels.interface_cases import CASES, differs_from_float64
 from tests.kernels.interface_cases import Case as InterfaceCase
@@ -62,6 +64,45 @@ def test_branch_inside_a_tile(name: str) -> None:
 @pytest.mark.parametrize("widths", [(64, 64), (80, 80), (96, 40), (192, 128), (72, 100), (8, 8), (256, 256)])
 def test_head_widths(widths: tuple[int, int]) -> None:
     check(draw(*SMALL, heads=(2, 1), widths=widths), SCORES["softcap"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "name", "path"),
+    [((7, 1), "window", "plain"), ((7, 1), "alibi", "warp"), ((4, 2), "softcap", "warp"), ((4, 2), "alibi", "once")],
+)
+def test_layers_after_the_first(heads: tuple[int, int], name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They launch what the first one has launched: their own numbers count, and those of their own slopes and sinks."""
+    if path == "once":
+        monkeypatch.setattr(paths, "ONE_PASS_KEYS", 0)
+        torch.use_deterministic_algorithms(False)
+    else:
+        monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    worked_out: list[str] = []
+    whole = attention.attention_of
+    monkeypatch.setattr(attention, "attention_of", lambda *given: (worked_out.append(name), whole(*given))[1])
+    monkeypatch.setattr(tree_blocks, "_recent", [])
+    first = draw(*SMALL, heads=heads, batch=2, sinks=name == "softcap")
+    for layer in range(2):
+        check(other_numbers(first, layer), SCORES[name])
+    assert len(worked_out) == 2, "once forward, once backward"
+    check(draw(*forest([[*range(len(SMALL[0]))]]), heads=heads, batch=2, sinks=name == "softcap"), SCORES[name])
+    assert len(worked_out) == 4, "another forest of as many tokens"
+
+
+def test_one_tensor_in_two_places_is_not_taken_for_two() -> None:
+    """Keys that are the values in one layer are none in the next; nor do rows lie as those of the layer before."""
+    case = draw(*SMALL)
+
+    def of(keys: Tensor, values: Tensor) -> Any:
+        wide = replace(case.wide, k=keys, v=values)
+        narrow = as_type(wide, torch.float32)
+        return replace(case, wide=wide, narrow=replace(narrow, v=narrow.k) if keys is values else narrow)
+
+    k, v = case.wide.k, case.wide.v
+    check(of(v, v), SCORES["plain"])
+    check(of(k, v), SCORES["plain"])
+    check(of(k.transpose(2, 3).contiguous().transpose(2, 3), v), SCORES["plain"])
+    check(of(k.transpose(1, 2).contiguous().transpose(1, 2), v), SCORES["plain"])
 
 
 @pytest.mark.parametrize(("path", "name"), [("plain", "window"), ("warp", "alibi")])

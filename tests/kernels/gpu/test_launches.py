@@ -19,9 +19,13 @@ pytest.importorskip("triton")
 
 from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 - a fixture
 from treefx.kernels.common import Inputs
+from treefx.kernels.gpu.inspection.stand_in import on_device
+from treefx.kernels.gpu.replays import Recorder as StepRecorder
+from treefx.kernels.gpu.replays import Replay, note
 from treefx.kernels.gpu.triton_tree import attention
-from treefx.kernels.score import make_score
+from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted, tree_blocks
+from treefx.kernels.tiles.tree_blocks import forget_blocks
 
 WITHOUT_KERNEL = {
     "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty", "permute", "select",
@@ -89,11 +93,8 @@ def device(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     unseen_on_host("_mean_length", lambda ends: ends)
     sent = tree_blocks.send_together
     monkeypatch.setattr(tree_blocks, "send_together", lambda *args: _unseen(sent, *args))
-    monkeypatch.setattr(tree_blocks, "is_on_device", lambda tensor: True)
-    monkeypatch.setattr(hosted, "_moved", lambda host, device: host.clone())
-    yield
-    hosted._sent.clear()
-    tree_blocks._recent.clear()
+    with on_device():
+        yield
 
 
 def _unseen(function: Callable[..., Any], *args: Any) -> Any:
@@ -149,6 +150,69 @@ def test_launches_and_waits_of_a_new_forest(deterministic: bool, device: None) -
     assert LAUNCHED == ["forward", "prologue", *passes[not deterministic]]
 
 
+KINDS: dict[str, tuple[Score, int]] = {
+    "a product": (SCORE, 8),
+    "no group": (SCORE, 2),
+    "window": (make_score(scale=0.125, window=50, depth=0), 8),
+    "alibi": (make_score(scale=0.125, depth=0, alibi=1), 8),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_layer_works_nothing_out(
+    kind: str, deterministic: bool, device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It launches what the first has launched, in the same order; a layer that is laid out otherwise works it out."""
+    score, heads = KINDS[kind]
+    ends = forest(1040, sent=True)
+
+    def step(width: int = 64) -> list[str]:
+        q, k, v = (torch.zeros(1, len(ends), h, width, dtype=torch.bfloat16).transpose(1, 2) for h in (heads, 2, 2))
+        inputs = Inputs(q, k, v, ends, [depth, slopes.clone()], deterministic=deterministic)
+        LAUNCHED.clear()
+        out, lse = attention.forward(inputs, score)
+        attention.backward(torch.zeros_like(out), inputs, out, lse, score, [False, False])
+        return LAUNCHED.copy()
+
+    depth, slopes = torch.arange(1040), torch.ones(heads)
+    step()  # also compares the forms of the kernels
+    forget_blocks()
+    first = step()
+    monkeypatch.setattr(attention, "attention_of", lambda *_: pytest.fail("it is worked out again"))
+    assert step() == first and len(first) >= 3
+    with pytest.raises(pytest.fail.Exception, match="worked out again"):
+        step(width=128)
+
+
+def test_what_comes_from_elsewhere_is_not_repeated() -> None:
+    """Only what a caller gives, a step makes or a forest has; the memory of what is gone is none of these."""
+
+    def double(q: Tensor, out: Tensor) -> None:
+        out.copy_(2 * q)
+
+    def steps(read: Callable[[], Tensor], written: str = "Out") -> tuple[StepRecorder, Tensor]:
+        recorder = StepRecorder({"q": given})
+        with recorder.recording():
+            for _ in range(2):  # the first of them is gone then
+                out = torch.empty(3)
+                double(given, out)
+                note(double, {"Q": read(), written: out})
+        return recorder, out
+
+    given = torch.ones(3)
+    recorder, out = steps(lambda: given)
+    replay = recorder.replay([out])
+    assert replay is not None and replay.run({"q": 3 * given})[0].tolist() == [6.0] * 3
+    assert [step.frees for step in replay.steps] == [("made 0",), ()]
+    assert recorder.replay([out.clone()]) is None, "a result that no step has made"
+    for other in (lambda: given.view(3), lambda: given.clone()):
+        recorder, out = steps(other)
+        assert recorder.replay([out]) is None
+    recorder, out = steps(lambda: given, written="Scores")
+    assert recorder.replay([out]) is None
+
+
 def test_a_forest_that_nobody_sent_is_read_and_watched(device: None) -> None:
     run(forest(1024, sent=True))
     first, *others = run(forest(1040, sent=False))
@@ -187,7 +251,8 @@ def test_nothing_is_kept_of_what_a_condition_reads(device: None) -> None:
     del depth
     assert made and kept.expired()
     attention.forward(Inputs(q, k, v, ends, [torch.arange(512) // 2]), window)
-    assert sum(len(entry.given) > 1 for entry in tree_blocks._recent) == 1, "what is gone finds nothing any more"
+    kept_now = [type(entry.value) for entry in tree_blocks._recent if len(entry.given) > 1]
+    assert kept_now == [Replay, tree_blocks.TreeBlocks], "what is gone finds nothing any more"
 
 
 def test_many_forests_are_known_at_once(device: None) -> None:

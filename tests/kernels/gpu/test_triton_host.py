@@ -5,7 +5,6 @@ stand-ins. So a wrong argument, or a kernel compiled for one length, shows here.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,62 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import fake_tensor
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import _allocation, driver  # noqa: E402
+from triton.runtime import _allocation  # noqa: E402
 
 from treefx.errors import UnsupportedError  # noqa: E402
 from treefx.kernels import tree_attention  # noqa: E402
 from treefx.kernels.common import Boundary, Inputs  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
-from treefx.kernels.gpu.triton_tree import paths, small_launches, support, tuning  # noqa: E402
-from treefx.kernels.gpu.triton_tree.codegen import kernel_module  # noqa: E402
+from treefx.kernels.gpu.inspection.stand_in import standing_in  # noqa: E402
+from treefx.kernels.gpu.triton_tree import paths  # noqa: E402
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch  # noqa: E402
-from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries, prologue, sum_parts  # noqa: E402
-from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes  # noqa: E402
 from treefx.kernels.score import make_score  # noqa: E402
-
-_BEFORE_ARGUMENTS = 5
-"""What Triton's launcher gets between the stream and a kernel's arguments."""
-
-
-class Driver:
-    """A Hopper that is not there."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-
-class Kernel:
-    """A compiled kernel that counts its launches, and takes memory for its descriptors as Triton's launcher does."""
-
-    function = packed_metadata = launch_metadata_value = None
-
-    def __init__(self, source: Any, launched: list[str]) -> None:
-        self.source, self.launched = source, launched
-
-    def launch_metadata(self, *_: Any) -> None:
-        return None
-
-    def result(self) -> "Kernel":
-        return self
-
-    def run(self, x: int, y: int, z: int, stream: int, *given: Any) -> None:
-        self.launched.append(self.source.__name__)
-        if "packed_keys" not in self.source.arg_names:
-            return
-        arguments = dict(zip(self.source.arg_names, given[_BEFORE_ARGUMENTS:], strict=True))
-        size = x * y * z * scratch_bytes(self.source, has_low=arguments["Low"] is not None)
-        _allocation._allocator.get()(size, 128, stream)
 
 
 @pytest.fixture
@@ -76,39 +32,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[s
     """Names of the kernels that were compiled; those launched are in ``LAUNCHED``."""
     names: list[str] = []
     LAUNCHED.clear()
-
-    def compile(src: Any, *_: Any, **__: Any) -> Kernel:
-        names.append(src.fn.__name__)
-        return Kernel(src.fn, LAUNCHED)
-
-    monkeypatch.setattr(triton.compiler, "compile", compile)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)  # PyTorch 2.11 would start the driver
-    monkeypatch.setattr(support, "refusal", lambda q: None)
-    monkeypatch.setattr(small_launches, "scratch", lambda size, *_: torch.empty(size, dtype=torch.int8))
-    monkeypatch.setattr(paths, "_verdicts", {})
-    monkeypatch.setattr(paths, "largest_error", lambda got, wanted: 0.0)  # nothing was written
-    monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: (run(), 1.0)[1])
     monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
-    tuning._findings.cache_clear()
-    monkeypatch.setattr(driver, "_active", Driver())
-    allocator = _allocation._allocator.set(_allocation.NullAllocator())
-    _forget_kernels()
-    yield names
-    _allocation._allocator.reset(allocator)
-    _forget_kernels()
-    tuning._findings.cache_clear()
-
-
-def _forget_kernels() -> None:
-    """What was compiled belongs to a test."""
-    kernel_module.cache_clear()
-    for kernel in (sum_parts, prologue, finish_queries):
-        kernel.device_caches.clear()
-    for name in [name for name in sys.modules if name.startswith("treefx_kernel_")]:
-        del sys.modules[name]
+    with standing_in(names.append, LAUNCHED.append):
+        yield names
 
 
 LAUNCHED: list[str] = []

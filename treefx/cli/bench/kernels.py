@@ -11,7 +11,7 @@ from rich.progress import track
 from treefx.cli.bench.app import Json, bench, show
 from treefx.output import console, make_table, notes, print_json
 
-__all__ = ["attention", "forest", "gpu", "kernel", "mixers"]
+__all__ = ["attention", "forest", "gpu", "host", "kernel", "mixers"]
 
 
 @bench.command()
@@ -102,6 +102,20 @@ def kernel(
         console.print(bench_kernel.make_summary(arch, records))
     if any(record["problems"] for record in records):
         raise typer.Exit(1)
+
+
+@bench.command()
+def host(json: Json = False) -> None:
+    """Time what the launches of an attention cost the host, on a Hopper that is not there.
+
+    Triton binds and looks up its kernels as on a device; its compiler and its launches do nothing. The first layer of a
+    forest works out what is launched, every layer after it launches the same. Processor time of the thread.
+    """
+    from treefx.bench.attention import host as bench_host
+
+    kinds = len(bench_host.KINDS)
+    records = list(track(bench_host.run(), total=kinds, disable=json, console=notes, transient=True))
+    show("What a layer's launches cost the host", records, json)
 
 
 @bench.command()

@@ -1,0 +1,135 @@
+"""A Hopper that is not there: Triton binds arguments, specialises them and looks its kernels up as on a device.
+
+Only the compiler and the launch are stand-ins, so tensors lie on the CPU and no result is written: what is seen is
+which kernels a host would launch, with which arguments, and what that costs the host.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses import fake_tensor
+
+from treefx.kernels.gpu.triton_tree import paths, small_launches, support, tuning
+from treefx.kernels.gpu.triton_tree.codegen import kernel_module
+from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
+from treefx.kernels.tiles import hosted, tree_blocks
+from treefx.kernels.tiles.tree_blocks import forget_blocks
+
+__all__ = ["on_device", "standing_in"]
+
+_BEFORE_ARGUMENTS = 5
+"""What Triton's launcher gets between the stream and a kernel's arguments."""
+
+
+class Driver:
+    """Of a device that is not there."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class Kernel:
+    """A compiled kernel that tells of its launches, and takes memory for its descriptors as Triton's launcher does."""
+
+    function = packed_metadata = launch_metadata_value = None
+
+    def __init__(self, source: Any, launched: Callable[[str], object]) -> None:
+        self.source, self.launched = source, launched
+        self.reads_low = "packed_keys" in source.arg_names and source.arg_names.index("Low")
+        self.scratch = [scratch_bytes(source, has_low=has_low) for has_low in (False, True)]
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def result(self) -> "Kernel":
+        return self
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        return lambda *given: self.run(*grid, 1, 0, *[None] * _BEFORE_ARGUMENTS, *given)
+
+    def run(self, x: int, y: int, z: int, stream: int, *given: Any) -> None:
+        from triton.runtime import _allocation
+
+        self.launched(self.source.__name__)
+        if self.reads_low is not False:
+            has_low = given[_BEFORE_ARGUMENTS + self.reads_low] is not None
+            _allocation._allocator.get()(x * y * z * self.scratch[has_low], 128, stream)
+
+
+@contextmanager
+def standing_in(compiled: Callable[[str], object], launched: Callable[[str], object]) -> Iterator[None]:
+    """Let Triton and treefx believe in the device.
+
+    Args:
+        compiled: is told the name of every kernel that is compiled.
+        launched: is told the name of every kernel that is launched.
+    """
+    import triton
+    from triton.runtime import _allocation, driver
+
+    def compile(src: Any, *_: Any, **__: Any) -> Kernel:
+        compiled(src.fn.__name__)
+        return Kernel(src.fn, launched)
+
+    stands_for: list[tuple[Any, str, Any]] = [
+        (triton.compiler, "compile", compile),
+        (driver, "_active", Driver()),
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there"),
+        (torch.cuda, "is_available", lambda: True),
+        (fake_tensor, "init_gpu_context", lambda device: None),  # PyTorch 2.11 would start the driver
+        (support, "refusal", lambda q: None),
+        (small_launches, "scratch", lambda size, *_: torch.empty(size, dtype=torch.int8)),
+        (paths, "_verdicts", {}),
+        (paths, "largest_error", lambda got, wanted: 0.0),  # nothing was written
+        (triton.testing, "do_bench", lambda run, **_: (run(), 1.0)[1]),
+    ]
+    with ExitStack() as stack:
+        for module, name, value in stands_for:
+            stack.enter_context(patch.object(module, name, value))
+        allocator = _allocation._allocator.set(_allocation.NullAllocator())
+        _forget_kernels()
+        try:
+            yield
+        finally:
+            _allocation._allocator.reset(allocator)
+            _forget_kernels()
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Let tensors on the CPU count as the device's, and what is sent there as its copies."""
+    with (
+        patch.object(tree_blocks, "is_on_device", lambda tensor: True),
+        patch.object(hosted, "_moved", lambda host, device: host.clone()),
+    ):
+        try:
+            yield
+        finally:
+            hosted._sent.clear()
+            forget_blocks()
+
+
+def _forget_kernels() -> None:
+    """What was compiled for the stand-in belongs to it."""
+    from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries, prologue, sum_parts
+
+    forget_blocks()
+    tuning._findings.cache_clear()
+    kernel_module.cache_clear()
+    for kernel in (sum_parts, prologue, finish_queries):
+        kernel.device_caches.clear()
+    for name in [name for name in sys.modules if name.startswith("treefx_kernel_")]:
+        del sys.modules[name]

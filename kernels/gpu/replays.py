@@ -1,0 +1,238 @@
+"""What a layer has launched is launched again for the next one, with its own tensors in their places.
+
+Which kernels run with which arguments follows from the forest and from how the tensors lie; for all layers of a model
+the host works it out once. Nothing but addresses differs after that.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from treefx.kernels.tiles.tree_blocks import keep, recall
+
+__all__ = ["Recorder", "Replay", "Step", "note", "perform", "replayed"]
+
+_WRITTEN = {
+    "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedLse", "PackedDelta", "SumsQ", "GradQ", "GradK", "GradV",
+    "PartsK", "PartsV",
+}  # fmt: skip
+"""Parameters that a step writes before anything reads them: whatever lies there is made anew."""
+_LISTS = {"Low", "Size", "order", "start", "middle", "stop", "slot", "tiles", "split", "bounds"}
+"""Parameters that belong to the forest."""
+_ALIGNMENT = 16
+"""Bytes, of what makes another kernel."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Memory that a step writes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> "_Made":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call, of a kernel or of a function that returns a tensor; tensors have names.
+
+    Attributes:
+        run: takes the values in this order.
+        values: with ``None`` in the places of tensors.
+        places: of tensors, and their names.
+        makes: memory that is there from this step on.
+        returns: the name of what a function returns.
+        frees: what nobody reads after it.
+    """
+
+    run: Callable[..., Any]
+    values: list[Any]
+    places: list[tuple[int, str]]
+    makes: list[tuple[str, _Made]]
+    returns: str | None = None
+    frees: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Steps that run with other tensors.
+
+    Attributes:
+        steps: in their order.
+        results: names of what is returned.
+    """
+
+    steps: list[Step]
+    results: tuple[str, ...]
+
+    def run(self, given: Mapping[str, Tensor]) -> list[Tensor]:
+        """Run them.
+
+        Args:
+            given: the tensors that were there before, by the names they were recorded with, lying as those did.
+        """
+        tensors = dict(given)
+        for step in self.steps:
+            for name, made in step.makes:
+                tensors[name] = made.empty()
+            values = step.values.copy()
+            for place, name in step.places:
+                values[place] = tensors[name]
+            returned = step.run(*values)
+            if step.returns is not None:
+                tensors[step.returns] = returned
+            for name in step.frees:
+                del tensors[name]
+        return [tensors[name] for name in self.results]
+
+
+class Recorder:
+    """Writes down the steps of a pass, without holding what they read and write.
+
+    Args:
+        given: the caller's tensors, by names.
+    """
+
+    def __init__(self, given: Mapping[str, Tensor]) -> None:
+        self._given = given
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps: list[Step] = []
+        self._numbers = count()
+        self._names: dict[int, tuple[ref[Tensor], str]] = {}
+        for name, tensor in self._given.items():
+            self._names[id(tensor)] = ref(tensor), name
+        # One tensor in two places is one here; the next layer may have two.
+        self._complete = len(self._names) == len(self._given)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Write down the steps of this thread from here on; those from before are forgotten."""
+        self._clear()
+        before, _tape.recorder = _tape.recorder, self
+        try:
+            yield
+        finally:
+            _tape.recorder = before
+
+    def add(self, run: Callable[..., Any], arguments: Mapping[str, Any], returned: Tensor | None = None) -> None:
+        """Write a step down."""
+        step = Step(run, list(arguments.values()), [], [])
+        for place, (parameter, value) in enumerate(arguments.items()):
+            if not isinstance(value, Tensor):
+                continue
+            if self._name(value) is None and parameter in _WRITTEN:
+                step.makes.append((self._named(value), _Made.like(value)))
+            name = self._name(value)
+            if name is not None:
+                step.places.append((place, name))
+                step.values[place] = None
+            elif parameter not in _LISTS:
+                self._complete = False
+        self._steps.append(step if returned is None else replace(step, returns=self._named(returned)))
+
+    def _named(self, tensor: Tensor) -> str:
+        """Give what is new a name that nothing had before."""
+        name = f"made {next(self._numbers)}"
+        self._names[id(tensor)] = ref(tensor), name
+        return name
+
+    def _name(self, tensor: Tensor) -> str | None:
+        known, name = self._names.get(id(tensor), (None, None))
+        return name if known is not None and known() is tensor else None
+
+    def replay(self, results: Sequence[Tensor]) -> Replay | None:
+        """Return the steps, or ``None`` where they read what comes from neither a caller, a step nor a forest.
+
+        Args:
+            results: what the steps are run for.
+        """
+        names = [self._name(tensor) for tensor in results]
+        known = tuple(name for name in names if name is not None)
+        if not self._complete or len(known) < len(names):
+            return None
+        return Replay(_freed(self._steps, known), known)
+
+
+def _freed(steps: Sequence[Step], results: Sequence[str]) -> list[Step]:
+    """Return the steps such that each frees what it is the last to use."""
+    last = {name: number for number, step in enumerate(steps) for _, name in step.places}
+    made = {name for step in steps for name, _ in step.makes} | {step.returns for step in steps}
+    frees = {number: tuple(name for name, at in last.items() if at == number) for number in set(last.values())}
+    kept = {*last, *results} - (made - set(results))
+    return [
+        replace(step, frees=tuple(name for name in frees.get(number, ()) if name not in kept))
+        for number, step in enumerate(steps)
+    ]
+
+
+class _Tape(threading.local):
+    recorder: Recorder | None = None
+
+
+_tape = _Tape()
+
+
+def note(run: Callable[..., Any], arguments: Mapping[str, Any], returned: Tensor | None = None) -> None:
+    """Let a step that was run be written down, if this thread records.
+
+    Args:
+        run: runs it again; takes the arguments by position.
+        arguments: by parameter.
+        returned: what it returned.
+    """
+    if _tape.recorder is not None:
+        _tape.recorder.add(run, arguments, returned)
+
+
+def perform(run: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    """Run a function that takes the arguments by position, as a step."""
+    returned = run(*arguments.values())
+    note(run, arguments, returned)
+    return returned
+
+
+def replayed(
+    kind: tuple[object, ...],
+    forest: tuple[Tensor, ...],
+    given: Mapping[str, Tensor],
+    launch: Callable[[Recorder], list[Tensor]],
+) -> list[Tensor]:
+    """Return the results of a pass: from the steps of one like it, if there was one for this forest.
+
+    Args:
+        kind: what the steps depend on, beside the forest and how the tensors lie.
+        forest: the vectors from which lists of tiles are made; a hit is verified as in ``find_blocks``.
+        given: the tensors that steps may read, by names.
+        launch: runs the pass, and lets its steps be recorded.
+    """
+    settings = (kind, tuple(given), *map(_layout, given.values()))
+    replay: Replay | None = recall(settings, forest)
+    if replay is not None:
+        return replay.run(given)
+    recorder = Recorder(given)
+    results = launch(recorder)
+    replay = recorder.replay(results)
+    if replay is not None:
+        keep(settings, forest, replay)
+    return results
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNMENT
