@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treefx.kernels.tiles.tree_blocks import keep, recall
 
-__all__ = ["Recorder", "Replay", "Step", "note", "perform", "replayed"]
+__all__ = ["Recorder", "Replay", "Step", "note", "of_forest", "perform", "replayed"]
 
 _WRITTEN = {
     "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedLse", "PackedDelta", "SumsQ", "GradQ", "GradK", "GradV",
@@ -115,6 +115,7 @@ class Recorder:
     def _clear(self) -> None:
         self._steps: list[Step] = []
         self._numbers = count()
+        self._forest: dict[int, ref[Tensor]] = {}
         self._names: dict[int, tuple[ref[Tensor], str]] = {}
         for name, tensor in self._given.items():
             self._names[id(tensor)] = ref(tensor), name
@@ -143,9 +144,17 @@ class Recorder:
             if name is not None:
                 step.places.append((place, name))
                 step.values[place] = None
-            elif parameter not in _LISTS:
+            elif parameter not in _LISTS and not self._belongs(value):
                 self._complete = False
         self._steps.append(step if returned is None else replace(step, returns=self._named(returned)))
+
+    def keep(self, tensor: Tensor) -> None:
+        """Let a tensor be the forest's, which stays what it is for all layers."""
+        self._forest[id(tensor)] = ref(tensor)
+
+    def _belongs(self, tensor: Tensor) -> bool:
+        known = self._forest.get(id(tensor))
+        return known is not None and known() is tensor
 
     def _named(self, tensor: Tensor) -> str:
         """Give what is new a name that nothing had before."""
@@ -199,6 +208,13 @@ def note(run: Callable[..., Any], arguments: Mapping[str, Any], returned: Tensor
     """
     if _tape.recorder is not None:
         _tape.recorder.add(run, arguments, returned)
+
+
+def of_forest(tensor: Tensor) -> Tensor:
+    """Return a tensor that follows from the forest alone; a recorded step keeps it."""
+    if _tape.recorder is not None:
+        _tape.recorder.keep(tensor)
+    return tensor
 
 
 def perform(run: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:

@@ -13,7 +13,8 @@ backward      Q and the gradient in the order of rows (several heads per group),
 both          values of the score per row and per key, descriptors of the specialised forms
 ============  ==========================================================================================================
 
-Lists of tiles stay for all layers of a forest: :func:`list_bytes`.
+Lists of tiles stay for all layers of a forest, and so does what a score reads of it: :func:`list_bytes`,
+:func:`value_bytes`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ from treefx.kernels.tiles.hosted import ALIGNED
 from treefx.kernels.tiles.key_programs import MOST_SLOTS
 from treefx.kernels.tiles.tree_blocks import TreeBlocks
 
-__all__ = ["Lists", "Number", "backward_bytes", "forward_bytes", "list_bytes", "most_lists", "most_of"]
+__all__ = ["Lists", "Number", "backward_bytes", "forward_bytes", "list_bytes", "most_lists", "most_of", "value_bytes"]
 
 Number: TypeAlias = Any
 """An int, or an expression in symbols."""
@@ -114,6 +115,19 @@ def list_bytes(lists: Lists) -> Number:
     of_keys = [lists.keys] * (2 if lists.has_low else 1)
     lengths = [*of_keys, *(length for side in sides for length in side), *programs, lists.split, lists.split + 1]
     return _WORD * ALIGNED * sum(_blocks(length, ALIGNED) for length in lengths)
+
+
+def value_bytes(attention: Attention, tokens: Number, keys: Number) -> Number:
+    """Return the bytes of what a score reads of one row or key, which stays for all layers where it is the forest's.
+
+    Args:
+        attention: the specialised form.
+        tokens: queries.
+        keys: of all sources.
+    """
+    values = [len(attention.code.row_values), len(attention.code.column_values)]
+    rows = values[0] * _heads(attention) * _padded(tokens * attention.group)
+    return _WORD * (rows + values[1] * attention.inputs.q.shape[0] * _padded(keys))
 
 
 def forward_bytes(attention: Attention, tokens: Number, sources: Sequence[Lists], *, carries: bool) -> Number:

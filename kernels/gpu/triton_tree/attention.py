@@ -14,12 +14,12 @@ from treefx.kernels.gpu.replays import Recorder, replayed
 from treefx.kernels.gpu.triton_tree.arguments import dense_features
 from treefx.kernels.gpu.triton_tree.buffer_gradients import buffer_gradients
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, usable_shared_memory
-from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
+from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch, forest_numbers
 from treefx.kernels.gpu.triton_tree.paths import checked, forced_path, on_path, path_of_keys
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish
 from treefx.kernels.gpu.triton_tree.support import interpreted
 from treefx.kernels.gpu.triton_tree.tuning import BestConfig, tuned, tuning_wanted
-from treefx.kernels.score import Score, loads
+from treefx.kernels.score import Score
 from treefx.kernels.tiles.tree_blocks import find_node_length
 
 __all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from"]
@@ -94,12 +94,12 @@ def _kind(name: str, inputs: Inputs, score: Score) -> tuple[object, ...] | None:
     if inputs.boundary is not None or tuning_wanted():
         return None
     deterministic = inputs.deterministic or torch.are_deterministic_algorithms_enabled()
-    return name, score.to_json(), deterministic, forced_path()
+    return name, score.to_json(), deterministic, forced_path(), forest_numbers(inputs, score)
 
 
 def _forest(inputs: Inputs, score: Score) -> tuple[Tensor, ...]:
-    """Return the vectors from which the lists of tiles are made."""
-    return (inputs.subtree_end, *(inputs.buffers[number] for number in loads(score.visible)))
+    """Return the vectors of the forest: lists of tiles and values of the score are made from them."""
+    return (inputs.subtree_end, *(inputs.buffers[number] for number in forest_numbers(inputs, score)))
 
 
 def _given(inputs: Inputs) -> dict[str, Tensor]:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.replays import perform
+from treefx.kernels.gpu.replays import of_forest, perform
 from treefx.kernels.gpu.triton_tree.arguments import ColumnValues, RowValues, copy_rows, padded_length, strides
 from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, row_width
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config
 from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
 from treefx.kernels.gpu.triton_tree.small_launches import Launch, launch_prologue, launch_sums
-from treefx.kernels.score import Expr, Score
-from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks
+from treefx.kernels.score import Expr, Score, loads
+from treefx.kernels.tiles.hosted import host_copies
+from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks, remembered
 
-__all__ = ["Attention", "KeySource", "Launch"]
+__all__ = ["Attention", "KeySource", "Launch", "forest_numbers"]
 
 
 @dataclass(frozen=True)
@@ -286,16 +287,23 @@ class Attention:
 
     def vectors(self, source: KeySource) -> dict[str, Any]:
         """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""
-        buffers = {f"buffer_{number}": buffer for number, buffer in enumerate(self.inputs.buffers)}
         sides = ("Row", RowValues, self.code.row_values), ("Column", ColumnValues, self.code.column_values)
         q, first = self.inputs.q, source.keys.base
         found: dict[str, Any] = {}
         for side, make, values in sides:
             for hoisted in values:
                 value = make(hoisted.expr, q.shape, self.inputs.outside, q.device, self.group, first, len(source))
-                found[f"{side}_{hoisted.name}"] = perform(value, buffers)
+                found[f"{side}_{hoisted.name}"] = self.value(value)
         rows = q.shape[2] * self.group
         return {**found, "packed_rows": padded_length(rows), "packed_keys": padded_length(len(source))}
+
+    def value(self, make: RowValues | ColumnValues) -> Tensor:
+        """Return values of the score: made for a forest where they read nothing else, for this layer otherwise."""
+        buffers, read = self.inputs.buffers, loads(make.expr)
+        if not {*read} <= {*forest_numbers(self.inputs, self.score)}:
+            return perform(make, {f"buffer_{number}": buffer for number, buffer in enumerate(buffers)})
+        forest = (self.inputs.subtree_end, *(buffers[number] for number in read))
+        return of_forest(remembered(("values", make), forest, lambda: make(*buffers)))
 
     def rows(self) -> dict[str, Any]:
         """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.
@@ -319,6 +327,12 @@ class Attention:
                 arguments[f"buffer_{number}_stride_{dim}"] = buffer.stride(dim)
                 arguments[f"buffer_{number}_size_{dim}"] = buffer.shape[dim]
         return arguments
+
+
+def forest_numbers(inputs: Inputs, score: Score) -> tuple[int, ...]:
+    """Return the numbers of the buffers that belong to the forest: the condition's, and what the host has sent."""
+    sent = (number for number in loads(score.value) if host_copies([inputs.buffers[number]]) is not None)
+    return tuple(sorted({*loads(score.visible), *sent}))
 
 
 @lru_cache(maxsize=256)

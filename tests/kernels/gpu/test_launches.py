@@ -4,7 +4,7 @@ The device is a stand-in: its tensors lie on the CPU, and every operator that wo
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.inspection.stand_in import on_device
 from treefx.kernels.gpu.replays import Recorder as StepRecorder
-from treefx.kernels.gpu.replays import Replay, note
+from treefx.kernels.gpu.replays import note
 from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted, tree_blocks
@@ -114,26 +114,27 @@ def forest(tokens: int, sent: bool) -> Tensor:
     return ends
 
 
-def layer(ends: Tensor, heads: int = 8, deterministic: bool = False) -> tuple[Recorder, Recorder]:
+def layer(inputs: Inputs, score: Score) -> tuple[Recorder, Recorder]:
     """Run forward and backward of one layer."""
-    q, k, v = (torch.zeros(1, len(ends), h, 64, dtype=torch.bfloat16).transpose(1, 2) for h in (heads, 2, 2))
-    inputs = Inputs(q, k, v, ends, deterministic=deterministic)
     with Recorder() as forward:
-        out, lse = attention.forward(inputs, SCORE)
+        out, lse = attention.forward(inputs, score)
     grad = torch.zeros_like(out)
     with Recorder() as backward:
-        attention.backward(grad, inputs, out, lse, SCORE, [])
+        attention.backward(grad, inputs, out, lse, score, [False] * len(inputs.buffers))
     for recorder in (forward, backward):
         recorder.launched = +recorder.launched
     return forward, backward
 
 
-def run(ends: Tensor, layers: int = 3, deterministic: bool = False) -> list[tuple[int, int, int]]:
-    """Launches of the forward, of the backward, and waits of the host, layer by layer."""
+def run(
+    ends: Tensor, deterministic: bool = False, score: Score = SCORE, buffers: Sequence[Tensor] = ()
+) -> list[tuple[int, int, int]]:
+    """Launches of the forward, of the backward, and waits of the host, of three layers."""
     found = []
-    for _ in range(layers):
+    for _ in range(3):
         LAUNCHED.clear()
-        forward, backward = layer(ends, deterministic=deterministic)
+        q, k, v = (torch.zeros(1, len(ends), h, 64, dtype=torch.bfloat16).transpose(1, 2) for h in (8, 2, 2))
+        forward, backward = layer(Inputs(q, k, v, ends, buffers, deterministic=deterministic), score)
         kernels = LAUNCHED.index("prologue")
         launched = forward.launched.total() + kernels, backward.launched.total() + len(LAUNCHED) - kernels
         found.append((*launched, forward.waited.total() + backward.waited.total()))
@@ -213,6 +214,21 @@ def test_what_comes_from_elsewhere_is_not_repeated() -> None:
     assert recorder.replay([out]) is None
 
 
+@pytest.mark.parametrize("kind", ["window", "alibi"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_a_score_reads_of_the_forest_is_made_once(kind: str, deterministic: bool, device: None) -> None:
+    """Of depths nothing is launched after the first layer; of slopes, which a step may change, every time."""
+    score, _ = KINDS[kind]
+    depth, slopes = torch.arange(1040), torch.ones(8)
+    hosted.remember(depth.clone(), depth)
+    first, *others = run(forest(1040, sent=True), deterministic, score, [depth, slopes])
+    assert first > others[0] == others[1] and all(waits == 0 for *_, waits in others)
+    if kind == "window":
+        assert others[0] == (2, 3, 0), "as without a window; here no list is cut"
+    else:
+        assert others[0] > (10, 10, 0)
+
+
 def test_a_forest_that_nobody_sent_is_read_and_watched(device: None) -> None:
     run(forest(1024, sent=True))
     first, *others = run(forest(1040, sent=False))
@@ -251,8 +267,8 @@ def test_nothing_is_kept_of_what_a_condition_reads(device: None) -> None:
     del depth
     assert made and kept.expired()
     attention.forward(Inputs(q, k, v, ends, [torch.arange(512) // 2]), window)
-    kept_now = [type(entry.value) for entry in tree_blocks._recent if len(entry.given) > 1]
-    assert kept_now == [Replay, tree_blocks.TreeBlocks], "what is gone finds nothing any more"
+    kept_now = Counter(type(entry.value).__name__ for entry in tree_blocks._recent if len(entry.given) > 1)
+    assert kept_now == {"TreeBlocks": 1, "Replay": 1, "Tensor": 2}, "what is gone finds nothing any more"
 
 
 def test_many_forests_are_known_at_once(device: None) -> None:

@@ -18,7 +18,15 @@ from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.gpu.triton_tree.configs import Config, candidates, one_pass_fits, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.paths import forced_path, form_refusal
-from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, list_bytes, most_lists, most_of
+from treefx.kernels.gpu.workspace import (
+    Lists,
+    backward_bytes,
+    forward_bytes,
+    list_bytes,
+    most_lists,
+    most_of,
+    value_bytes,
+)
 from treefx.kernels.score import Score
 from treefx.planning.cost.liveness import size_expression
 
@@ -39,7 +47,7 @@ def device_workspace(node: fx.Node) -> sympy.Expr:
 
 
 def device_lists(*graphs: fx.GraphModule) -> sympy.Expr:
-    """Bytes of all lists of tiles that the attentions of graphs leave on a CUDA device for the next layers."""
+    """Bytes of what attentions leave on a CUDA device for the next layers: lists of tiles, and values of scores."""
     found: dict[Any, sympy.Expr] = {}
     for node in (node for gm in graphs for node in gm.graph.nodes):
         for form in _forms(node):
@@ -47,6 +55,10 @@ def device_lists(*graphs: fx.GraphModule) -> sympy.Expr:
                 key = name, form.score.visible, form.group, form.request, form.inputs.q.dtype
                 lists = _most(form, {name: _largest(form, name)})[name]
                 found[key] = sympy.Add(*map(list_bytes, lists))
+            if form.path != "plain":
+                tokens, outside = _sizes(form)
+                keys = tokens if outside is None else tokens + outside
+                found["values", form.score, form.group, form.request] = value_bytes(form, tokens, keys)
     return sympy.expand(sympy.Add(*found.values()))
 
 
