@@ -14,6 +14,8 @@ from tests.batches import IGNORED, Batch, distinct_tokens, shared_batch
 from tests.models import zoo
 from tests.oracle import FLOAT64, Checked, loss_of
 
+pytestmark = pytest.mark.sample(4)
+
 
 def shifted_logp(logits: Tensor, ids: Tensor) -> Tensor:
     """log p of every token but the first, [B, T - 1]."""

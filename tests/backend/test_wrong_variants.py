@@ -18,6 +18,8 @@ from tests.batches import shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, Outcome, outcome, relative_errors, separate_rows
 
+pytestmark = pytest.mark.sample(4)
+
 STEM = [11, 12, 13, 14, 15, 16, 17, 18]
 ROWS = [
     [*STEM, 21, 22, 23, 24],

@@ -24,6 +24,8 @@ from treefx.bench.overlap.run import OverlapError
 from treefx.cli import app
 from treefx.errors import InputError
 
+pytestmark = pytest.mark.sample(4)
+
 PLACES = {"all_reduce": 2, "gather_scatter": 4}
 """Products with a collective, forward and backward."""
 SENT = 1 << 12

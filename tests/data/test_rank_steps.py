@@ -24,6 +24,8 @@ from treefx.data import TreeBatchSampler, distinct_tokens
 from treefx.data.rank_steps import deal_rows, shuffled_outline
 from treefx.forests.forest import Forest
 
+pytestmark = pytest.mark.sample(4)
+
 BUDGET = 40
 
 

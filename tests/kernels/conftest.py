@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from treefx.kernels.tiles.tree_blocks import forget_blocks
+
 
 @pytest.fixture(scope="session")
 def ends_of() -> Callable[[list[int]], Tensor]:
@@ -22,6 +24,14 @@ def ends_of() -> Callable[[list[int]], Tensor]:
     return convert
 
 
+@pytest.fixture(autouse=True)
+def forgotten_forests() -> Iterator[None]:
+    """Lists of tiles and launches of another test, whose forest was alike, serve none: it may have replaced a part."""
+    forget_blocks()
+    yield
+    forget_blocks()
+
+
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill fresh memory with NaN, so that a result that was never written is seen."""
@@ -35,6 +45,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch, "empty_strided", poison(torch.empty_strided))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
 
 

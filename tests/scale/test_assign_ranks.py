@@ -19,6 +19,8 @@ from tests.models import double
 from tests.oracle import FLOAT64, Outcome, assert_close, separate_rows
 from treefx.planning.cost.model import Seconds
 
+pytestmark = pytest.mark.sample(4)
+
 WORLD = 2
 SECONDS = 300
 """After which a process that hangs is ended, and the test fails."""

@@ -34,7 +34,7 @@ def expected() -> list[float]:
     return losses
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 def test_accelerate_starts_the_example(expected: list[float]) -> None:
     pytest.importorskip("accelerate", reason=NEEDS_TRAINERS)
     ranks, losses = printed(*ACCELERATE, str(EXAMPLE), "--tokens", "2", "--steps", "2")
@@ -42,7 +42,7 @@ def test_accelerate_starts_the_example(expected: list[float]) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 def test_ray_starts_the_example(expected: list[float]) -> None:
     pytest.importorskip("ray.train", reason=NEEDS_RAY)
     ranks, losses = printed(str(EXAMPLE), "--ray", "2", "--tokens", "2", "--steps", "2")

@@ -14,6 +14,8 @@ from tests.models import TinyLM
 from tests.oracle import FLOAT64, stats_of
 from tests.spellings import PADDED
 
+pytestmark = pytest.mark.sample(3)
+
 BATCH = shared_batch(rows=4, length=14, shared=6, vocab=61)
 WIDTH = 16
 

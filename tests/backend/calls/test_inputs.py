@@ -11,6 +11,8 @@ from tests.batches import IGNORED, PAD, Batch, distinct_tokens, left_padded, pad
 from tests.models import TinyLM, double
 from tests.spellings import PADDED, SPELLINGS
 
+pytestmark = pytest.mark.sample(4)
+
 STEM = [11, 12, 13, 14, 15, 16]
 
 ROWS: dict[str, list[list[int]]] = {

@@ -18,6 +18,8 @@ from treefx.passes.packing import emit_attention
 from treefx.passes.packing.emitters import Packer
 from treefx.passes.packing.layout import Metadata
 
+pytestmark = pytest.mark.sample(4)
+
 
 def with_places(batch: Batch) -> Batch:
     """The batch with positions that count each row's own tokens, as agents' frameworks pass them."""

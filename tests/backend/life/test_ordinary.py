@@ -20,6 +20,8 @@ from treefx.runtime.ways import ordinary as way
 from treefx.runtime.ways.free_sizes import Symbols
 from treefx.runtime.ways.ordinary import Ordinary
 
+pytestmark = pytest.mark.sample(4)
+
 SHAPES = [(3, 7), (5, 23), (6, 6), (1, 9), (4, 50), (2, 2), (23, 5)]
 _asked: list[bool] = []
 
@@ -34,7 +36,7 @@ def ordinary(model: nn.Module, inner: str, shapes: Sequence[tuple[int, int]] = S
     return compiled
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sample(4))])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sample(12))])
 def test_steps_of_many_shapes(inner: str) -> None:
     """One compilation for all, and one each for the first batch and for a single row."""
     compiled = ordinary(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1).double(), inner)

@@ -28,6 +28,8 @@ from treefx.passes.causal import (
 )
 from treefx.passes.trace.inline_scan import associative_scan
 
+pytestmark = pytest.mark.sample(3)
+
 SHORT = shared_batch(rows=3, length=10, shared=4)
 
 

@@ -18,6 +18,8 @@ from treefx.kernels.recurrence import tree_scan as kernel
 from treefx.kernels.recurrence.tree_chunks import ChunkPlan, plan_chunks
 from treefx.passes.causal import tree_mixers
 
+pytestmark = pytest.mark.sample(4)
+
 ROWS, LENGTH, CHUNK = 3, 10, 4
 """The length is no multiple of the chunk, neither the model's nor the tree's."""
 BATCH = shared_batch(rows=ROWS, length=LENGTH, shared=4, vocab=61)

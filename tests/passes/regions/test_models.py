@@ -17,6 +17,8 @@ from treefx.passes.regions import find_regions
 from treefx.passes.regions.make_regions import subgraphs
 from treefx.passes.regions.own_results import borrowed_results
 
+pytestmark = pytest.mark.sample(8)
+
 BATCHES = [shared_batch(rows=4, length=12, shared=6), shared_batch(rows=6, length=17, shared=9, seed=1)]
 
 
