@@ -134,6 +134,7 @@ def other_order(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             run(replace(launch, arguments={**launch.arguments, **flipped}))
 
         monkeypatch.setattr(Launch, "run", turned)
+        tree_blocks.forget_blocks()  # or what was launched before would be repeated
 
     return turn
 
