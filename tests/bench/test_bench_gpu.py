@@ -24,6 +24,8 @@ from treefx.cli.app import app
 from treefx.errors import InputError, UnsupportedError
 from treefx.forests.forest import Forest
 
+pytestmark = pytest.mark.sample(3)
+
 COUNTS = {"sanitize": 3, "correct": 3, "prologue": 5, "rates": 2, "attention": 2, "step": 1, "large": 1}
 FIGURES = {
     "sanitize": {"same_bits"},

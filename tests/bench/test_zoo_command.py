@@ -19,6 +19,8 @@ from treefx.cli.app import app
 from treefx.errors import UnsupportedError
 from treefx.runtime.report import find
 
+pytestmark = pytest.mark.sample(3)
+
 
 class Pooled(nn.Module):
     """An embedding, a mixer of positions and a head."""

@@ -19,7 +19,7 @@ from tests.models import double
 from tests.oracle import FLOAT64, Outcome, assert_close, separate_rows
 from treefx.planning.cost.model import Seconds
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 WORLD = 2
 SECONDS = 300

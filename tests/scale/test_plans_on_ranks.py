@@ -160,6 +160,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(16)
 def test_two_ranks_match_one_process(results: Any, name: str) -> None:
     check(results, name)
 
@@ -214,7 +215,7 @@ def planned(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_measured_and_planned_under_fsdp2(tmp_path: Path) -> None:
     for found in run_ranks(__name__, tmp_path, "2", "planned", seconds=SECONDS):
         assert found["left"] == [None] * len(found["left"])
@@ -258,6 +259,7 @@ def one_step() -> Outcome:
     return separate_rows(llama(), rows, [[1.0 / predicted] * len(row) for row in rows])
 
 
+@pytest.mark.sample(3)
 def test_a_failing_rank_fails_all(tmp_path: Path) -> None:
     failed, other = run_ranks(__name__, tmp_path, "2", "failure", seconds=SECONDS)
     assert failed["error"] == ("ValueError", "no reward")
@@ -300,7 +302,7 @@ TASKS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("task", HANGING)
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_wrong_versions_do_not_get_through(task: str, tmp_path: Path) -> None:
     """A collective of rank 0 that the other rank is not in: the group's deadline ends it, or the other's end does."""
     with pytest.raises(AssertionError, match="(?s)(all_gather|reduce_scatter).*(imed out|by peer)"):

@@ -36,6 +36,8 @@ from tests.trainers.liger import (
 )
 from treefx.runtime.whole import liger
 
+pytestmark = pytest.mark.sample(4)
+
 SHAPES = [(4, 12), (6, 17), (3, 9)]
 
 

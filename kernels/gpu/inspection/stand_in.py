@@ -56,8 +56,14 @@ class Kernel:
     def result(self) -> "Kernel":
         return self
 
-    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
-        return lambda *given: self.run(*grid, 1, 0, *[None] * _BEFORE_ARGUMENTS, *given)
+    def _init_handles(self) -> None:
+        return None
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        from triton.compiler import CompiledKernel
+
+        run: Callable[..., None] = CompiledKernel.__getitem__(self, grid)
+        return run
 
     def run(self, x: int, y: int, z: int, stream: int, *given: Any) -> None:
         from triton.runtime import _allocation

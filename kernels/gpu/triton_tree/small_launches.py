@@ -60,7 +60,7 @@ class Launch:
         compiled = self.kernel[self.grid](**self.arguments, **options)
         if compiled is None:  # Triton's interpreter
             return partial(self.kernel[self.grid], **options)
-        run: Callable[..., object] = compiled[self.grid]
+        run: Callable[..., object] = compiled[(*self.grid, 1)]  # all three, where the kernel itself takes two
         return partial(_with_allocator, run) if made_by_kernel else run
 
 

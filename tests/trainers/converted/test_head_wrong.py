@@ -12,6 +12,8 @@ from tests.oracle import outcome, relative_errors
 from tests.trainers.converted.test_head import NEXT, logits, pair, scored, trl_selected
 from treefx.runtime.converted import row_laws, row_views
 
+pytestmark = pytest.mark.sample(3)
+
 __all__ = ["pair"]
 
 

@@ -12,6 +12,8 @@ from tests.oracle import FLOAT64, Outcome, assert_close, outcome, stats_of
 from tests.trainers.torchtune import tune
 from treefx.integrations.torchtune import compile_whole
 
+pytestmark = pytest.mark.sample(4)
+
 MM = torch.ops.aten.mm.default
 STEM = [5, 6, 7, 8, 9, 10, 11]
 
