@@ -199,6 +199,7 @@ def test_short_rows_take_two_passes(launched: list[str], monkeypatch: pytest.Mon
     """Tiles count whole: 19 tokens of 8 heads are 152 rows, which three tiles of 64 by 64 hold."""
     for least, wanted in ((80, ONCE), (81, TWICE)):
         launched.clear()
+        tree_blocks.forget_blocks()  # or what was launched before would be repeated
         monkeypatch.setattr(paths, "ONE_PASS_KEYS", least)
         computed(draw(*SMALL, heads=(8, 1)), SCORES["plain"])
         assert launched == ["forward", *wanted]
