@@ -36,7 +36,7 @@ def load_rows(pointer, offsets, valid, START: tl.constexpr, WIDTH: tl.constexpr,
     ``offsets`` is the first element of each row, ``valid`` a mask of rows or None.
     """
     feature = START + tl.arange(0, WIDTH)
-    address = pointer + offsets[:, None] + feature[None, :]
+    address = (pointer + feature[None, :]) + offsets[:, None]
     if START + WIDTH > STOP:
         if valid is None:
             tile = tl.load(address, mask=(feature < STOP)[None, :], other=0.0)
@@ -66,9 +66,17 @@ def add_rows(pointer, offsets, tile, START: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_number(numbers, entry):
-    """Return a number of a list. The entry is unsigned, so that the address is made of it: no pointer moves along."""
-    return tl.load(numbers + tl.full([], entry, tl.int32).to(tl.uint32, bitcast=True).to(tl.int64))
+def load_number(numbers, entry, last=None):
+    """Return a number of a list, 0 from ``last`` on.
+
+    The entry is unsigned, so that the address is made of it: no pointer moves along, and nothing counts in 64 bits.
+    """
+    address = numbers + tl.full([], entry, tl.int32).to(tl.uint32, bitcast=True).to(tl.int64)
+    if last is None:
+        number = tl.load(address)
+    else:
+        number = tl.load(address, mask=entry < last, other=0)
+    return number
 
 
 @triton.jit

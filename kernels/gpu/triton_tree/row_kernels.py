@@ -45,9 +45,9 @@ def prologue(
 ):
     """Write delta = sum over the features of grad_out * out: what the softmax takes from every gradient of its row.
 
-    And, where there is room for them, queries, gradients, delta and the log-sum-exp (times log2(e), infinite where a
-    row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member r % GROUP. And
-    zeros where gradients of the queries will be added up.
+    And, where there is room for them, queries, gradients, minus delta and the log-sum-exp (times log2(e), infinite
+    where a row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member
+    r % GROUP. And zeros where gradients of the queries will be added up.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1) % kv_heads
@@ -68,7 +68,7 @@ def prologue(
     seen = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     place = tl.program_id(1).to(tl.int64) * packed_rows + row
     tl.store(PackedLse + place, seen, mask=row < packed_rows)
-    tl.store(PackedDelta + place, delta, mask=row < packed_rows)
+    tl.store(PackedDelta + place, -delta, mask=row < packed_rows)
     if SumsQ is not None:
         feature = tl.arange(0, FEATURES)
         room = (row < packed_rows)[:, None] & (feature < WIDTH)[None, :]

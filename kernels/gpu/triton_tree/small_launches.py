@@ -104,8 +104,8 @@ def launch_prologue(
         sums_width: features of a row of ``SumsQ``, where gradients of the queries will be added up; ``None``: nowhere.
 
     Returns:
-        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedLse`` and ``PackedDelta``
-        ``[B * Hkv, N * group and more]``; zeros in ``SumsQ`` ``[B * Hkv, N * group and more, sums_width]``; and where a
+        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedLse`` and (minus delta)
+        ``PackedDelta`` ``[B * Hkv, N * group and more]``; zeros in ``SumsQ`` ``[.., sums_width]`` of them; and where a
         group has several heads ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
     """
     from treefx.kernels.gpu.triton_tree.row_kernels import prologue  # only here: it imports Triton

@@ -157,6 +157,46 @@ def test_the_order_of_programs(
     assert_equal(turned, expected(case, SCORES["plain"]))
 
 
+def with_nan_behind(x: torch.Tensor) -> torch.Tensor:
+    """Return the rows as a part of longer ones."""
+    room = x.new_full((*x.shape[:2], x.shape[2] + 64, x.shape[3]), torch.nan)
+    room[:, :, : x.shape[2]] = x
+    return room[:, :, : x.shape[2]]
+
+
+UNBOUNDED: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "rows": (
+        "tl.minimum(tl.arange(0, BLOCK_M), queries * GROUP - 1 - block * BLOCK_M)",
+        "tl.arange(0, BLOCK_M)",
+        (3, 4),
+    ),
+    "keys": ("existing = tl.minimum(key, keys - 1)", "existing = key", (0, 2)),
+}
+
+
+@pytest.mark.parametrize("in_one_pass", [False, True])
+@pytest.mark.parametrize("unbounded", [None, *UNBOUNDED])
+def test_nothing_behind_the_last_one_is_read(
+    in_one_pass: bool, unbounded: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is read in place; without a bound it is, and NaN times a weight of zero is NaN."""
+    monkeypatch.setattr(paths, "in_one_pass", lambda attention: in_one_pass)
+    case = draw(*SMALL, heads=(2, 2), batch=2)
+    wanted = expected(case, SCORES["window"])
+    case.grad = with_nan_behind(case.grad.float())
+    narrow = case.narrow
+    q, k, v = (with_nan_behind(x) for x in (narrow.q, narrow.k, narrow.v))
+    case.narrow = replace(narrow, q=q, k=k, v=v)
+    if unbounded is None:
+        assert_equal(computed(case, SCORES["window"]), wanted)
+        return
+    old, new, spoiled = UNBOUNDED[unbounded]
+    assert template("plain").count(old) == 1
+    with planted("plain", template("plain").replace(old, new)):
+        got = computed(case, SCORES["window"])
+    assert all(got[number].isnan().any() for number in spoiled)
+
+
 def leaves() -> list[torch.Tensor]:
     case = draw(*SMALL)
     return [tensor.requires_grad_() for tensor in (case.narrow.q, case.narrow.k, case.narrow.v)]
