@@ -22,13 +22,15 @@ __all__ = ["PACKED_ZOO", "Output", "TinyLM", "config_of", "double", "zoo"]
 ZOO = read_configurations()
 PACKED_ZOO = tuple(name for name, entry in ZOO["models"].items() if entry["packed"])
 """Architectures in which every layer's attention must run once per distinct token."""
+CHOSEN: dict[str, dict[str, Any]] = {"gemma2": {"attn_implementation": "eager"}}
+"""transformers 5.17 chooses SDPA for gemma2, which leaves the soft cap out; later ones choose what is written here."""
 
 
 def config_of(name: str, **changes: Any) -> PretrainedConfig:
     """Configuration of the zoo model called `name`, with `changes` on top."""
     entry = ZOO["models"][name]
     common = {key: value for key, value in ZOO["common"].items() if key not in entry.get("drop", ())}
-    return AutoConfig.for_model(name, **{**common, **entry.get("overrides", {}), **changes})
+    return AutoConfig.for_model(name, **{**common, **entry.get("overrides", {}), **CHOSEN.get(name, {}), **changes})
 
 
 def zoo(name: str, **changes: Any) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """Sampling with kept keys and values: exact log-probabilities, and every prefix token fed once."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.doge import modeling_doge
 
 import treefx
 from tests.models import ZOO, double, zoo
@@ -100,6 +102,8 @@ def test_old_logprobs_are_those_of_whole_rows(name: str) -> None:
 
 REFUSED = {"mamba2", "qwen3_next", "jamba", "llama4_text", "minimax", "lfm2", "recurrent_gemma", "rwkv", "bamba"}
 """Recurrent, or with attention in chunks."""
+if "allow_is_causal_skip" not in inspect.getsource(modeling_doge):
+    REFUSED.add("doge")  # that of transformers 5.17 sees the tokens behind in a row without padding
 
 
 @pytest.mark.sample(16)

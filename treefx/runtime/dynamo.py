@@ -22,7 +22,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
-from treefx.runtime.versions import mend_dynamo
+from treefx.runtime.versions import mend_dynamo, mend_inductor
 from treefx.runtime.whole.direct_flash import keep_direct_calls_whole
 from treefx.runtime.whole.flash import keep_flash_whole
 from treefx.runtime.whole.heads import keep_heads_whole
@@ -35,6 +35,7 @@ __all__ = ["keep_graphs_whole", "role_of", "why_cut"]
 def keep_graphs_whole() -> None:
     """Apply all of it, once per process."""
     mend_dynamo()
+    mend_inductor()
     _pass_warnings()
     _pass_requires_grad()
     _install_hooks_first()

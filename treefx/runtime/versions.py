@@ -26,9 +26,10 @@ from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._inductor.codegen.cpp import CppVecKernel
 from torch.torch_version import TorchVersion
 
-__all__ = ["mend_dynamo", "parameter_groups"]
+__all__ = ["mend_dynamo", "mend_inductor", "parameter_groups"]
 
 
 def mend_dynamo() -> None:
@@ -39,6 +40,12 @@ def mend_dynamo() -> None:
         _require_gradients_that_stay()
     _drop_no_layer_at_a_rate_of_zero()
     _keep_backward_of_experts_whole()
+
+
+def mend_inductor() -> None:
+    """Let an older inductor generate code that compiles where 2.13's does."""
+    if TorchVersion(torch.__version__) < "2.13":
+        _spread_conditions_of_indices()
 
 
 def parameter_groups(state: Any) -> list[Any]:
@@ -139,6 +146,24 @@ def _require_gradients_that_stay() -> None:
     TensorVariable.method_requires_grad_ = requires_grad_  # type: ignore[method-assign]
     OutputGraph._check_requires_grad_intermediate_outputs = check  # type: ignore[assignment, method-assign]
     OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[assignment, method-assign]
+
+
+def _spread_conditions_of_indices() -> None:
+    """Write a condition that is the same for all lanes of a checked index as a mask of lanes, as 2.13 does.
+
+    2.11 calls a constructor that there is not: angles that are looked up behind a ``cat``, on the CPU, do not compile.
+    """
+    original: Any = CppVecKernel.indirect_assert
+
+    @functools.wraps(original)
+    def indirect_assert(self: Any, var: Any, lower: Any, upper: Any, mask: Any = None) -> Any:
+        line = original(self, var, lower, upper, mask)
+        if mask is None or mask.is_vec or not var.is_vec:
+            return line
+        lanes = self._get_mask_type(var.dtype)
+        return line.replace(f"~({lanes}({mask}))", f"~({lanes}::from({mask}))")
+
+    CppVecKernel.indirect_assert = indirect_assert  # type: ignore[method-assign]
 
 
 def _drop_no_layer_at_a_rate_of_zero() -> None:

@@ -18,6 +18,7 @@ from torch._dynamo import metrics_context
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
+from torch.nn import functional as F
 
 import treefx
 from tests.backend.support import assert_packed
@@ -151,6 +152,20 @@ def test_modes_of_inductor(mode: str, rows: int) -> None:
     assert stats_of(compiled)["ran"] == ("packed" if rows == 4 else "ordinary")
     wanted = {"triton.cudagraphs": True, "max_autotune": mode == "max-autotune"}
     assert seen and all(settings == wanted for settings in seen), seen
+
+
+def test_what_is_looked_up_and_padded_compiles() -> None:
+    """A check of indices under a condition that all lanes share, which inductor of PyTorch 2.11 writes as no C++."""
+    dynamo.keep_graphs_whole()
+    factors, table, ids = torch.randn(8, 32), torch.randn(8, 10), torch.randint(0, 10, (32,))
+
+    def padded(factors: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+        return F.pad(factors * table[:, ids], (0, 0, 0, 8))
+
+    compiled = torch.compile(padded, backend="inductor")
+    assert torch.equal(compiled(factors, table, ids), padded(factors, table, ids))
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        compiled(factors, table, ids.clone().fill_(10))
 
 
 def test_modes_are_of_inductor() -> None:

@@ -17,7 +17,7 @@ from treefx.passes.packing.kernel_sources import kernel_source_of
 def test_inspection_and_dumps_hold_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TREEFX_DUMP_DIR", str(tmp_path))
     torch._dynamo.reset()
-    model = zoo("gemma2", attn_implementation="eager")  # SDPA of transformers 5.17 leaves the cap out
+    model = zoo("gemma2")
     compiled = torch.compile(model, backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
     batch = shared_batch(rows=4, length=14, shared=6)
     compiled(**batch.inputs(), use_cache=False)

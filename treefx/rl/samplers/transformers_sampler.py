@@ -275,6 +275,8 @@ def _refuse_unfit(model: nn.Module) -> None:
     # Chunks are counted in columns, which padding on the left shifts.
     chunked = {"chunked_attention"} & set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     unfit = sorted((kinds - _KEEPING) | chunked)
+    if not unfit and getattr(model, "_is_stateful", False):  # recurrent_gemma of transformers 5.17 names no such layer
+        unfit = ["a recurrent state"]
     if getattr(config, "is_encoder_decoder", False) or unfit:
         what = ", ".join(unfit) or "an encoder"
         raise UnsupportedError(
