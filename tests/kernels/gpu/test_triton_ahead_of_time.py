@@ -113,11 +113,13 @@ def test_instructions_of_the_plain_backward(case: Case) -> None:
     """Per logit, over full tiles and under the mask, of two passes.
 
     With addresses of their own for rows that lie any number apart, and loads under a mask, 13.0 and 15.7 in dk and dv
-    of 128 features, and 13.6 and 16.8 in Triton 3.6; there 16.5 under the mask in dq of keys from outside.
+    of 128 features, and 13.6 and 16.8 in Triton 3.6; there 16.5 under the mask in dq of keys from outside. Heads of 96
+    still take 12.3 over full tiles there.
     """
+    full = 12.4 if is_old() and case.head_dim == 96 else 12.0
     for record in run(90, paths=("plain",), cases=[case]):
         if record["kernel"] in ("backward_keys", "backward_queries"):
-            most = zip(record["instructions_per_logit"], (12.0, 16.0), strict=True)
+            most = zip(record["instructions_per_logit"], (full, 16.0), strict=True)
             assert all(0 < found <= bound for found, bound in most), record
             assert record["spill_bytes"] <= 64 and not record["problems"]
 
@@ -168,9 +170,9 @@ def test_bits_of_a_tile_by_hand() -> None:
 def test_one_pass_takes_fewer_instructions_than_two() -> None:
     """In all loops of either form, and for five products instead of seven; it is within the bounds of all kernels.
 
-    17.5 and 20.0, with 48 bytes of spills; in Triton 3.6 18.0 and 21.4, with 48.
+    15.6 and 18.3, with 48 bytes of spills.
     """
-    most = 22 if is_old() else 21
+    most = 21 if is_old() else 19
     found = {(r["path"], r["kernel"]): r for r in run(90, cases=[Case(BF16, 128, 128, 4)])}
     loops = {key: record["instructions_per_logit"] for key, record in found.items()}
     once = loops["plain", "backward_once"]
@@ -180,6 +182,8 @@ def test_one_pass_takes_fewer_instructions_than_two() -> None:
     assert found["plain", "backward_once"]["spill_bytes"] <= 64
     assert found["warp", "backward_keys"]["spill_bytes"] <= 64
     assert max(loops["warp", "backward_keys"]) <= 12.0
+    for kernel in ("forward", "backward_keys", "backward_queries"):
+        assert all(number <= bound for number, bound in zip(loops["plain", kernel], (12.0, 16.0), strict=True))
     assert not any(record["problems"] for record in found.values())
 
 
@@ -259,8 +263,8 @@ def test_lengths_are_arguments() -> None:
     special = {parameter.name for parameter in launch.kernel.params if not parameter.do_not_specialize}
     assert not special & {"queries", "keys", "query_base", "key_base"}
     constants = {"GROUP", "BLOCK_M", "BLOCK_N", "PRECISION"}
-    for one, more in ((launch, set()), (of_keys, {"q_token", "grad_token"})):  # those rows never lie a length apart
-        assert {parameter.name for parameter in one.kernel.params if parameter.is_constexpr} == constants | more
+    for one, more in ((launch, []), (of_keys, ["q_token", "grad_token"])):  # those rows never lie a length apart
+        assert {parameter.name for parameter in one.kernel.params if parameter.is_constexpr} == {*constants, *more}
 
 
 GOOD = CompileReport(168, 0, 150_000, wgmma=24, tcgen05=0, mma=0, setmaxnreg=True, warnings=())
