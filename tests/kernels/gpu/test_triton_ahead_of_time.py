@@ -25,6 +25,7 @@ from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, Problem, one_p
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_prologue
 
 triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.sample(3)
 
 EVERYTHING = ("window", "softcap", "alibi", "sinks")
 BF16 = torch.bfloat16
