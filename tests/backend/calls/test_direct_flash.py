@@ -5,6 +5,7 @@ The functions are stubs with the signatures of FlashAttention 2 (``tests.backend
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,9 +129,11 @@ VARLEN = functools.partial(sequences, varlen_attn)
 FLASH = functools.partial(sequences, flash.flash_attn_varlen_func)
 DENSE = functools.partial(dense, flash.flash_attn_func)
 
+SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""PyTorch 2.11 has no such argument, and takes fewer key heads than query heads as they are."""
 PACKED_FORMS: dict[str, tuple[Attend, int]] = {
     "torch": (VARLEN(window_size=(-1, 0)), 4),
-    "torch, window, scale, groups": (VARLEN(window_size=(2, 0), scale=0.3, enable_gqa=True), 2),
+    "torch, window, scale, groups": (VARLEN(window_size=(2, 0), scale=0.3, **SHARED_KEYS), 2),
     "flash": (FLASH(causal=True), 4),
     "flash, window, softcap, groups": (FLASH(causal=True, window_size=(3, -1), softcap=0.7, deterministic=True), 2),
 }
