@@ -178,7 +178,9 @@ class Analyses:
         if segmented.admits(self.tensors(args)) and rows.expansions and self._config.on_unsupported == "error":
             return [segmented]  # rows as they are would be an error
         found = refusal or self._shape(rows, args, sizes)
-        return [segmented, replace(found, reason=_NO_SEGMENTS) if isinstance(found, Refusal) else found]
+        if isinstance(found, Refusal):  # of sizes that the packed one does not serve nothing is known
+            found = replace(found, reason=_NO_SEGMENTS, within=segmented.analysis.batch)
+        return [segmented, found]
 
     def _attempt(
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None, *, segmented: bool = False

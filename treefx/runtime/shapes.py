@@ -158,9 +158,13 @@ class Refusal:
     """Whether the same call may be served another time."""
     unless: BatchSizes | None = None
     """Conditions under which it does not hold; without, it holds for all calls of its key."""
+    within: BatchSizes | None = None
+    """Conditions under which alone it holds: those of an analysis beside it, which other sizes have not seen."""
 
     def admits(self, args: Sequence[Tensor]) -> bool:
         """Whether it holds for a call of its key."""
+        if self.within is not None and not self.within.holds(self.within.values(args)):
+            return False
         return self.unless is None or not self.unless.holds(self.unless.values(args))
 
 

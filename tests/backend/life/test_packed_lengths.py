@@ -16,6 +16,7 @@ from tests.backend.calls.test_packed_rows import one_layer
 from tests.backend.calls.test_packed_traps import given_mask
 from tests.backend.packed import AGENTS, Packed, loss_inside, loss_outside, pack, trie_size
 from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
+from treefx.passes.trace import batch_sizes
 
 pytestmark = pytest.mark.sample(10)
 
@@ -67,6 +68,22 @@ def test_given_masks_of_all_lengths() -> None:
         stats = exact_step(compiled, model, packed, lambda packed, mask=mask: loss_inside(packed, attention_mask=mask))
         assert stats["ran"] == "packed" and stats["compiles"] <= 2
         assert stats["tokens"] == trie_size(pack(drawn(seed, 3 + seed)))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_rows_longer_than_the_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some masks are looked up in a table for the first row's length, up to a power of two: one more is made, for all.
+
+    What the first analysis says of rows that are not packed holds for lengths of its table alone, too.
+    """
+    monkeypatch.setattr(batch_sizes, "_TABLE", 32)
+    model = one_layer(name)
+    compiled = torch.compile(model, backend="treefx", options={"inner": "eager", "min_sharing": 1.0}, dynamic=True)
+    for seed, length in enumerate([30, 50, 60, 45, 57]):
+        rows = drawn(seed, 3)
+        packed = pack(rows, pads=length - pack(rows).input_ids.numel())
+        stats = exact_step(compiled, model, packed)
+        assert stats["ran"] == "packed" and stats["tokens"] == trie_size(packed) and stats["compiles"] <= 2
 
 
 def test_rows_of_any_number() -> None:
