@@ -13,7 +13,7 @@ from tests.models import TinyLM
 from tests.oracle import loss_of, refused, stats_of
 from tests.spellings import SPELLINGS
 
-pytestmark = pytest.mark.sample(8)
+pytestmark = pytest.mark.sample(16)
 
 VOCAB = 61
 

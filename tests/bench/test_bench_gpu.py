@@ -24,7 +24,7 @@ from treefx.cli.app import app
 from treefx.errors import InputError, UnsupportedError
 from treefx.forests.forest import Forest
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(6)
 
 COUNTS = {"sanitize": 3, "correct": 3, "prologue": 5, "rates": 2, "attention": 2, "step": 1, "large": 1}
 FIGURES = {
@@ -42,7 +42,7 @@ def test_every_stage_is_tried() -> None:
     assert list(stages.STAGES) == list(COUNTS) == list(FIGURES)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("stage", COUNTS)
 def test_rehearsal(stage: str, tmp_path: Path) -> None:
     """The command writes its file and shows its table; every case is right, and has what the stage is there for."""
@@ -132,7 +132,7 @@ def test_forms_are_named_for_people() -> None:
         assert len(set(names)) == len(names)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("wrong", ["position_ids", "labels", "lengths"])
 def test_packed_rows_are_compared(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in one without positions, that predict each other's first token, or that are cut elsewhere are seen."""
@@ -153,7 +153,7 @@ def test_packed_rows_are_compared(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     assert any("apart at most" in text for text in step(Scale(True), case)["wrong"])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from treefx.bench.gpu import steps
 

@@ -24,7 +24,7 @@ from treefx.bench.overlap.run import OverlapError
 from treefx.cli import app
 from treefx.errors import InputError
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 PLACES = {"all_reduce": 2, "gather_scatter": 4}
 """Products with a collective, forward and backward."""
@@ -145,7 +145,7 @@ def test_what_no_outbox_holds_is_refused() -> None:
         outboxes(1024)[0].put(torch.zeros(257))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_records_of_a_small_block() -> None:
     records = bench.run(rows=256, width=16, hidden=32, repeats=2, seconds=300)
     assert [(record["collectives"], record["ratio"]) for record in records] == [

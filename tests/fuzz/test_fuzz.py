@@ -26,7 +26,7 @@ from treefx.fuzz.search import Search, Settings
 from treefx.fuzz.truth import FAILURES, Outcome, autocast_explains, errors_of, judge, low_casts_explain, player
 from treefx.fuzz.worker import Worker
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(6)
 
 ANEW = int(sources()[:8], 16)
 """A seed that changes with the sources."""

@@ -22,7 +22,7 @@ from treefx.inspection.score_text import format_expression
 from treefx.kernels.score import Expr
 from treefx.runtime.report import Reports
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 VOCAB = 61
 

@@ -18,6 +18,8 @@ from treefx.passes.packing.vocab_tail import surprise
 from treefx.passes.trace import flash, heads, opaque_ops
 from treefx.runtime.blocks import on_tree
 
+pytestmark = pytest.mark.sample(2)
+
 _ops: Any = torch.ops.treefx
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

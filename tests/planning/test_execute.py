@@ -32,7 +32,7 @@ from treefx.planning.execution.backward import backward
 from treefx.runtime import report
 from treefx.runtime.cut import EdgeSubset
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("mistral", 1)])

@@ -24,7 +24,7 @@ from treefx.planning.cost.workspace import bytes_per_pair
 from treefx.planning.execution.profile import BLOCK, N, P, Profile, profile
 from treefx.planning.search.policies import compare_policies
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(12)
 
 transformers = pytest.importorskip("transformers")
 

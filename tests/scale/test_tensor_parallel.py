@@ -73,7 +73,7 @@ def outcomes(name: str, one: Callable[[], Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 def test_converted_models_run_on_distinct_tokens(name: str, tmp_path: Path) -> None:
     stats = check(name, llama(), run_ranks(__name__, tmp_path, name, seconds=SECONDS))
     # Some are odd, which ranks cannot share out: gloo ends both of them where nothing is added.
@@ -81,7 +81,7 @@ def test_converted_models_run_on_distinct_tokens(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["tensor, head", "sequence", "sequence, head packed"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_four_ranks_with_a_head_of_keys_each(name: str, tmp_path: Path) -> None:
     found = run_ranks(__name__, tmp_path, name, seconds=SECONDS, world=4, worker="one_of_four")
     assert any(item["tokens"] % 4 for item in check(name, FOUR(), found))

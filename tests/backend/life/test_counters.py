@@ -15,7 +15,7 @@ from tests.oracle import assert_close, outcome, stats_of
 from treefx.passes.packing import pack_tokens
 from treefx.passes.trace import trace
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 VOCAB, WIDTH = 61, 16
 IDS = shared_batch(rows=4, length=12, shared=6, vocab=VOCAB, padding=None).input_ids

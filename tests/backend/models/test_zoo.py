@@ -24,7 +24,7 @@ THROUGH_AOT = {
 """One of each kind whose backward AOTAutograd derives and partitions; the others run the rewritten graph as it is."""
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(80)
 @pytest.mark.parametrize("name", PACKED_ZOO)
 def test_architecture(name: str) -> None:
     attentions = 4 if name == "diffllama" else 2  # two per layer there
@@ -38,7 +38,7 @@ SHAPES_OF_THEIR_OWN = {
 """Recurrences are analysed for each number of columns; JetMoE is cut by Dynamo."""
 
 
-@pytest.mark.sample(32)
+@pytest.mark.sample(64)
 @pytest.mark.parametrize("name", sorted({*PACKED_ZOO, "lfm2"} - SHAPES_OF_THEIR_OWN - {"opt"}))
 def test_architecture_in_batches_of_all_shapes(name: str) -> None:
     """The first batch is compiled for its shape, the next for all; a third time where padding changes its side.
@@ -52,7 +52,7 @@ def test_architecture_in_batches_of_all_shapes(name: str) -> None:
     assert counts[2] <= 3 and counts[2] == counts[4]
 
 
-@pytest.mark.sample(64)
+@pytest.mark.sample(128)
 @pytest.mark.parametrize("name", sorted({*PACKED_ZOO, "lfm2"} - SHAPES_OF_THEIR_OWN))
 def test_architecture_in_batches_of_all_shapes_on_inductor(name: str) -> None:
     """As `treefx doctor --zoo --batches 3` does for all of them."""
@@ -91,7 +91,7 @@ def test_architecture_in_float64(name: str) -> None:
     assert_packed(checked, distinct_tokens(WHOLE), layers=1)
 
 
-@pytest.mark.sample(32)
+@pytest.mark.sample(64)
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.parametrize("name", DOUBLE_THROUGHOUT)
 def test_shapes_in_float64(name: str) -> None:

@@ -25,7 +25,7 @@ from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, Problem, one_p
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_prologue
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(6)
 
 EVERYTHING = ("window", "softcap", "alibi", "sinks")
 BF16 = torch.bfloat16
@@ -95,7 +95,7 @@ def test_instructions_of_the_forward(path: str, most: list[float]) -> None:
     assert record["spill_bytes"] == 0
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("group", [1, 7])
 def test_instructions_of_groups_without_pairs(group: int) -> None:
     """Per logit, of all kernels that are specialised, where each row has a condition of its own.
@@ -108,7 +108,7 @@ def test_instructions_of_groups_without_pairs(group: int) -> None:
         assert record["spill_bytes"] <= 64 and not record["problems"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", [Case(BF16, 96, 96), Case(BF16, 128, 128, 7), Case(BF16, 128, 128, 4, ("boundary",))])
 def test_instructions_of_the_plain_backward(case: Case) -> None:
     """Per logit, over full tiles and under the mask, of two passes.

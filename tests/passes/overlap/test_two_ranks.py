@@ -28,6 +28,8 @@ from treefx.errors import ConfigError
 from treefx.passes.overlap import OverlapCollectives, Rates, measure_rates, overlap_collectives
 from treefx.passes.overlap import send_chunks as sending
 
+pytestmark = pytest.mark.sample(3)
+
 WIDTH, ROWS = 16, 150  # 75 rows of each rank: no number of chunks divides them
 LAYOUTS = {"all_reduce": Replicate(), "gather_scatter": Shard(1)}
 CUT = {"all_reduce": 1, "gather_scatter": 2}

@@ -15,6 +15,8 @@ from tests.oracle import compare, compile_with, stats_of
 from tests.spellings import SPELLINGS
 from treefx.passes.packing.vocab_tail import surprise
 
+pytestmark = pytest.mark.sample(2)
+
 
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("biased", [False, True])
