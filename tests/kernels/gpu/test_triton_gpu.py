@@ -100,6 +100,20 @@ def test_features(features: tuple[str, ...], path: str, dtype: torch.dtype, monk
     assert all(relative_error(*pair) < bound for pair in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("path", paths())
+@pytest.mark.parametrize("shape", ["128", "64", "group 7"])
+def test_layers_after_the_first(shape: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first layer has launched is launched again: with the numbers of a layer's own, however they lie."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    ends, first, grad = draw(TREES["thought"], SHAPES[shape], BF16)
+    for leaves in (first, *[[x.detach().roll(layer, 2).requires_grad_() for x in first] for layer in range(1, 4)]):
+        results = []
+        for impl in ("triton", "reference"):
+            out = tree_attention(*leaves, ends, impl=impl)
+            results.append([out, *torch.autograd.grad(out, leaves, grad)])
+        assert all(relative_error(*pair) < 2e-2 for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_auto_takes_the_kernels_and_waits_for_nothing(deterministic: bool) -> None:
     """The second layer on a forest finds everything there: nothing in it waits for the device."""
