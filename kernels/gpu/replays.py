@@ -110,6 +110,8 @@ class Recorder:
 
     def __init__(self, given: Mapping[str, Tensor]) -> None:
         self._given = given
+        # Of what the caller gives, steps read: another output than that would be one that nobody has made.
+        self._written = _WRITTEN - {name.capitalize() for name in given}
         self._clear()
 
     def _clear(self) -> None:
@@ -138,7 +140,7 @@ class Recorder:
         for place, (parameter, value) in enumerate(arguments.items()):
             if not isinstance(value, Tensor):
                 continue
-            if self._name(value) is None and parameter in _WRITTEN:
+            if self._name(value) is None and parameter in self._written:
                 step.makes.append((self._named(value), _Made.like(value)))
             name = self._name(value)
             if name is not None:
@@ -182,11 +184,9 @@ class Recorder:
 def _freed(steps: Sequence[Step], results: Sequence[str]) -> list[Step]:
     """Return the steps such that each frees what it is the last to use."""
     last = {name: number for number, step in enumerate(steps) for _, name in step.places}
-    made = {name for step in steps for name, _ in step.makes} | {step.returns for step in steps}
-    frees = {number: tuple(name for name, at in last.items() if at == number) for number in set(last.values())}
-    kept = {*last, *results} - (made - set(results))
+    made = {name for step in steps for name in (step.returns, *(name for name, _ in step.makes))} - set(results)
     return [
-        replace(step, frees=tuple(name for name in frees.get(number, ()) if name not in kept))
+        replace(step, frees=tuple(name for name, at in last.items() if at == number and name in made))
         for number, step in enumerate(steps)
     ]
 

@@ -43,7 +43,7 @@ class Driver:
 class Kernel:
     """A compiled kernel that tells of its launches, and takes memory for its descriptors as Triton's launcher does."""
 
-    function = packed_metadata = launch_metadata_value = None
+    function = packed_metadata = None
 
     def __init__(self, source: Any, launched: Callable[[str], object]) -> None:
         self.source, self.launched = source, launched

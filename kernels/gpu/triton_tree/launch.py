@@ -303,7 +303,8 @@ class Attention:
         if not {*read} <= {*forest_numbers(self.inputs, self.score)}:
             return perform(make, {f"buffer_{number}": buffer for number, buffer in enumerate(buffers)})
         forest = (self.inputs.subtree_end, *(buffers[number] for number in read))
-        return of_forest(remembered(("values", make), forest, lambda: make(*buffers)))
+        # By its text: 1 and 1.0 are equal, and make values of other types.
+        return of_forest(remembered(("values", repr(make)), forest, lambda: make(*buffers)))
 
     def rows(self) -> dict[str, Any]:
         """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.

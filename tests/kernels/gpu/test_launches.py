@@ -23,6 +23,8 @@ from treefx.kernels.gpu.inspection.stand_in import on_device
 from treefx.kernels.gpu.replays import Recorder as StepRecorder
 from treefx.kernels.gpu.replays import note
 from treefx.kernels.gpu.triton_tree import attention
+from treefx.kernels.gpu.triton_tree.arguments import RowValues
+from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted, tree_blocks
 from treefx.kernels.tiles.tree_blocks import forget_blocks
@@ -212,6 +214,23 @@ def test_what_comes_from_elsewhere_is_not_repeated() -> None:
         assert recorder.replay([out]) is None
     recorder, out = steps(lambda: given, written="Scores")
     assert recorder.replay([out]) is None
+    recorder = StepRecorder({"out": given})
+    with recorder.recording():
+        double(given, made := torch.empty(3))
+        note(double, {"Out": given.clone(), "GradQ": made})
+    assert recorder.replay([made]) is None, "an output is read, and is not the one that was given"
+
+
+def test_values_of_equal_numbers_have_their_own_types(device: None) -> None:
+    """A forest's, which layers share: of 4 they are int32, and of 4.0 float32."""
+    ends, depth, found = forest(64, sent=True), torch.arange(64), []
+    for number in (4, 4.0):
+        score = Score(("mul", ("dot",), ("const", 0.125)), ("lt", ("load", 0, ("q",)), ("const", 9)))
+        inputs = Inputs(*(torch.zeros(1, 2, 64, 16),) * 3, ends, [depth])
+        expr = ("add", ("load", 0, ("q",)), ("const", number))
+        values = RowValues(expr, inputs.q.shape, 0, inputs.q.device, 1, 0, 64)
+        found.append(Attention(inputs, score, "warp").value(values).dtype)
+    assert found == [torch.int32, torch.float32]
 
 
 @pytest.mark.parametrize("kind", ["window", "alibi"])
