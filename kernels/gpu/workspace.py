@@ -162,7 +162,7 @@ def backward_bytes(
     q, request = attention.inputs.q, attention.request
     count, rows = _heads(attention), tokens * attention.group
     packed = rows * (request.head_dim + request.value_dim) * q.element_size() if attention.group > 1 else 0
-    vectors = (2 * _padded(rows) + rows) * _WORD
+    vectors = ((2 if attention.path == "plain" else 4) * _padded(rows) + rows) * _WORD
     sums = _padded(rows) * row_width(request.head_dim, request.chunk_widths) * _WORD if attention.once else 0
     carried = count * rows * request.head_dim * _WORD if carries else 0
     keys_on, kernel = path_of_keys(attention), attention.of_keys

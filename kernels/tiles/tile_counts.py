@@ -56,6 +56,8 @@ def count_tiles(ends: Tensor, query_block: int, key_block: int, group: int, *, b
     first = torch.arange(len(ends), device=ends.device) * group
     begin, stop, full_begin, full_stop = find_intervals(first, ends.long() * group, rows, query_block, key_block)
     full_begin, full_stop = torch.maximum(full_begin, begin), torch.minimum(full_stop, stop)
+    if by_key:  # a ragged block of queries is not full
+        full_stop = full_stop.clamp(max=rows // query_block)
     full_stop = torch.maximum(full_stop, full_begin)
     if by_key:
         full, every = full_stop - full_begin, stop - begin

@@ -94,7 +94,7 @@ class TreeBlocks:
         size: ``high - low``, 0 where nobody sees the key, int32 ``[K]`` and zeros up to a whole block: q sees key j iff
             ``unsigned(q - low[j]) < size[j]``.
         by_query: key blocks of each query block (forward, dq).
-        by_key: query blocks of each key block (dk, dv).
+        by_key: query blocks of each key block (dk, dv); a ragged block of queries is not full.
         key_programs: who visits them.
     """
 
@@ -144,7 +144,8 @@ def build_blocks(
         kept = (~never).nonzero()[:, 0]
         key_tile, query_tile, full = key_tile[kept], query_tile[kept], (full & always)[kept]
     by_query, _, _ = _lists(query_tile, key_tile, full, -(-rows // query_block))
-    by_key, start, middle = _lists(key_tile, query_tile, full, len(begin))
+    # A program of a block of keys reads the rows of a full tile unbounded: all of them must be there.
+    by_key, start, middle = _lists(key_tile, query_tile, full & (query_tile < rows // query_block), len(begin))
     return TreeBlocks(
         query_block,
         key_block,

@@ -14,17 +14,19 @@ __all__ = [
     "load_number",
     "load_rows",
     "remainder",
+    "row_offsets",
     "seen_in_tile_or_lowest",
     "seen_or_lowest",
     "softened",
     "store_rows",
+    "sums_offsets",
     "tanh",
     "under",
 ]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _MOST_BITS = tl.constexpr(64)
-_MOST_BITS_BESIDE_DQ = tl.constexpr(64 if triton_version() >= (3, 7) else 32)
+_MOST_BITS_BESIDE_DQ = tl.constexpr(64)
 """Where a tile has 64 queries, and dq takes registers too, Triton 3.6 spills 76 bytes for bits and 60 for comparisons,
 Triton 3.7 56 and 72."""
 
@@ -59,10 +61,49 @@ def store_rows(pointer, offsets, valid, tile, START: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
-def add_rows(pointer, offsets, tile, START: tl.constexpr, WIDTH: tl.constexpr):
-    """Add to features [START, START + WIDTH) of some rows, which others add to at the same time."""
-    feature = START + tl.arange(0, WIDTH)
-    tl.atomic_add(pointer + offsets[:, None] + feature[None, :], tile, sem="relaxed")
+def row_offsets(ROWS: tl.constexpr, STRIDE: tl.constexpr):
+    """Return where the rows of a tile begin, ``[ROWS]``.
+
+    The bits of a row's number are taken apart: those that the rows of one thread differ in are then constants of its
+    code, and all its addresses are one address and a constant.
+    """
+    row = tl.arange(0, ROWS).to(tl.int64)
+    return row % 16 * STRIDE + row // 16 % 2 * (16 * STRIDE) + row // 32 * (32 * STRIDE)
+
+
+@triton.jit
+def sums_offsets(row, feature, ROW_WIDTH: tl.constexpr):
+    """Return where the sum of a row and a feature lies, of the rows of one key head.
+
+    16 rows lie together, and of these 8 features; there in the order in which the threads of a warp hold what they have
+    multiplied, a row and the eighth after it, two features of each: a thread adds 16 bytes at once, a warp 512, and
+    nothing changes hands. The order belongs to rows and features alone, whatever the tiles.
+    """
+    block = row // 16 * (16 * ROW_WIDTH) + row % 8 * 16 + row % 16 // 8 * 2
+    return block + feature // 8 * 128 + feature % 8 // 2 * 4 + feature % 2
+
+
+@triton.jit
+def add_rows(sums, first, tile, START: tl.constexpr, ROW_WIDTH: tl.constexpr):
+    """Add a tile to features from START on of the sums of rows, which others add to at the same time.
+
+    Args:
+        sums: of the rows of a key head, in the order of :func:`sums_offsets`.
+        first: where those of the tile's first row begin.
+        tile: ``[rows, features]``, rows a multiple of 16, features too.
+        START: the first feature, a multiple of 16.
+        ROW_WIDTH: features of a row.
+    """
+    ROWS: tl.constexpr = tile.shape[0]
+    WIDTH: tl.constexpr = tile.shape[1]
+    # As eight warps of Hopper hold it: four blocks of 16 rows, two halves of the features.
+    x = tl.reshape(tile, [ROWS // 16, 2, 8, 2, WIDTH // 16, 4, 2])
+    x = tl.reshape(tl.permute(x, [4, 3, 0, 2, 5, 1, 6]), [ROWS * WIDTH // 4, 4])
+    four = tl.arange(0, ROWS * WIDTH // 4)
+    group = START // 8 + four // (2 * ROWS) % 2 * (WIDTH // 16) + four // (4 * ROWS)
+    place = four // 32 % (ROWS // 16) * (16 * ROW_WIDTH) + group * 128 + four % 32 * 4
+    # What changes from tile to tile is added last, to what is known before the loop.
+    tl.atomic_add((sums + (place[:, None] + tl.arange(0, 4)[None, :])) + first, x, sem="relaxed")
 
 
 @triton.jit

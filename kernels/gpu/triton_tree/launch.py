@@ -276,10 +276,10 @@ class Attention:
         """
         q = self.inputs.q
         width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
-        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1], width)
+        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1], width, apart=self.path != "plain")
         made = launch.arguments
         rows, grads = (q, grad_out) if made["PackedQ"] is None else (made["PackedQ"], made["PackedGrad"])
-        packed = {name: made[name] for name in ("PackedLse", "PackedDelta", "packed_rows", "SumsQ")}
+        packed = {name: made[name] for name in ("PackedPairs", "PackedLse", "PackedDelta", "packed_rows", "SumsQ")}
         packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}

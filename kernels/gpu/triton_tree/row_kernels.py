@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from treefx.kernels.gpu.triton_tree.device import sums_offsets
+
 __all__ = ["finish_queries", "prologue", "sum_parts"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -20,6 +22,7 @@ def prologue(
     Delta,
     PackedQ,
     PackedGrad,
+    PackedPairs,
     PackedLse,
     PackedDelta,
     SumsQ,
@@ -47,7 +50,8 @@ def prologue(
 
     And, where there is room for them, queries, gradients, minus delta and the log-sum-exp (times log2(e), infinite
     where a row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member
-    r % GROUP. And zeros where gradients of the queries will be added up.
+    r % GROUP. The last two also as halves of one number, delta above. And zeros where gradients of the queries will be
+    added up.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1) % kv_heads
@@ -67,12 +71,16 @@ def prologue(
     lse = tl.load(Lse + lse_row, mask=valid, other=float("-inf"))
     seen = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     place = tl.program_id(1).to(tl.int64) * packed_rows + row
-    tl.store(PackedLse + place, seen, mask=row < packed_rows)
-    tl.store(PackedDelta + place, -delta, mask=row < packed_rows)
+    pair = seen.to(tl.uint32, bitcast=True).to(tl.int64) | (-delta).to(tl.uint32, bitcast=True).to(tl.int64) << 32
+    tl.store(PackedPairs + place, pair, mask=row < packed_rows)
+    if PackedLse is not None:
+        tl.store(PackedLse + place, seen, mask=row < packed_rows)
+        tl.store(PackedDelta + place, -delta, mask=row < packed_rows)
     if SumsQ is not None:
-        feature = tl.arange(0, FEATURES)
-        room = (row < packed_rows)[:, None] & (feature < WIDTH)[None, :]
-        nothing = tl.zeros([ROWS, FEATURES], tl.float32)
+        ROOM: tl.constexpr = triton.next_power_of_2(ROW_WIDTH)
+        feature = tl.arange(0, ROOM)
+        room = (row < packed_rows)[:, None] & (feature < ROW_WIDTH)[None, :]
+        nothing = tl.zeros([ROWS, ROOM], tl.float32)
         tl.store(SumsQ + place[:, None] * ROW_WIDTH + feature[None, :], nothing, mask=room)
     if PackedQ is not None:
         place = tl.program_id(1).to(tl.int64) * queries * GROUP + row
@@ -107,15 +115,17 @@ def finish_queries(
     ROW_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the gradient of the queries from its sums, which lie in the order of the tiles' rows, times a factor."""
+    """Write the gradient of the queries from its sums, which lie in an order of their own, times a factor."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1) % kv_heads
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     token = row // GROUP
     feature = tl.arange(0, FEATURES)
     inside = (token < queries)[:, None] & (feature < WIDTH)[None, :]
-    place = tl.program_id(1).to(tl.int64) * packed_rows + row
-    sums = tl.load(SumsQ + place[:, None] * ROW_WIDTH + feature[None, :], mask=inside, other=0.0)
+    of_head = SumsQ + tl.program_id(1).to(tl.int64) * packed_rows * ROW_WIDTH
+    sums = tl.load(
+        of_head + sums_offsets(row.to(tl.int64)[:, None], feature[None, :], ROW_WIDTH), mask=inside, other=0.0
+    )
     head = kv_head * GROUP + row % GROUP
     target = GradQ + batch * dq_batch + token.to(tl.int64) * dq_token + head.to(tl.int64) * dq_head
     tl.store(target[:, None] + feature[None, :], (sums * factor).to(GradQ.dtype.element_ty), mask=inside)

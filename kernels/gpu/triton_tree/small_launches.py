@@ -91,7 +91,14 @@ def scratch_bytes(kernel: Any, *, has_low: bool) -> int:
 
 
 def launch_prologue(
-    q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_heads: int, sums_width: int | None = None
+    q: Tensor,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv_heads: int,
+    sums_width: int | None = None,
+    *,
+    apart: bool = False,
 ) -> Launch:
     """Return the launch of what the backward needs of every row of queries, with room for its results.
 
@@ -102,10 +109,12 @@ def launch_prologue(
         lse: ``[B, H, N]``.
         kv_heads: key heads.
         sums_width: features of a row of ``SumsQ``, where gradients of the queries will be added up; ``None``: nowhere.
+        apart: whether kernels read the log-sum-exp and delta as vectors of their own, by boxes.
 
     Returns:
-        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedLse`` and (minus delta)
-        ``PackedDelta`` ``[B * Hkv, N * group and more]``; zeros in ``SumsQ`` ``[.., sums_width]`` of them; and where a
+        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedPairs`` int64 ``[B * Hkv,
+        N * group and more]``, the bits of the log-sum-exp and, above them, of minus delta; both as ``PackedLse`` and
+        ``PackedDelta`` float32, if they are wanted apart; zeros in ``SumsQ`` ``[.., sums_width]`` of them; and where a
         group has several heads ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
     """
     from treefx.kernels.gpu.triton_tree.row_kernels import prologue  # only here: it imports Triton
@@ -113,8 +122,9 @@ def launch_prologue(
     batch, heads, queries, width = q.shape
     group, value_width = heads // kv_heads, grad_out.shape[-1]
     rows = queries * group
-    vectors = [lse.new_empty(batch * kv_heads, padded_length(rows)) for _ in range(2)]
-    sums = None if sums_width is None else lse.new_empty(*vectors[0].shape, sums_width)
+    room = batch * kv_heads, padded_length(rows)
+    vectors = [lse.new_empty(room) if apart else None for _ in range(2)]
+    sums = None if sums_width is None else lse.new_empty(*room, sums_width)
     copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if group > 1 else None for x in (q, grad_out)]
     arguments = {
         "Q": q,
@@ -124,6 +134,7 @@ def launch_prologue(
         "Delta": torch.empty_like(lse),
         "PackedQ": copies[0],
         "PackedGrad": copies[1],
+        "PackedPairs": lse.new_empty(room, dtype=torch.int64),
         "PackedLse": vectors[0],
         "PackedDelta": vectors[1],
         "SumsQ": sums,

@@ -263,8 +263,8 @@ def _without_factor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_PLACES: dict[str, tuple[str, str]] = {
     "members of a group in one row": (
-        "add_rows(sums, tl.arange(0, BLOCK_M) *",
-        "add_rows(sums, tl.arange(0, BLOCK_M) // GROUP *",
+        "add_rows(SumsQ, first_row *",
+        "add_rows(SumsQ, first_row // GROUP *",
     ),
     "all heads in the first": ("SumsQ += tl.program_id(1)", "SumsQ += 0 * tl.program_id(1)"),
     "once for full tiles": ("{{ keys_tile(False, queries_too)", "{{ keys_tile(False, False)"),
