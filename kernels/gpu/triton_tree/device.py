@@ -13,9 +13,12 @@ __all__ = [
     "floor_divide",
     "load_number",
     "load_rows",
+    "own_before",
     "remainder",
     "row_offsets",
+    "seen_bits",
     "seen_in_tile_or_lowest",
+    "seen_operands",
     "seen_or_lowest",
     "softened",
     "store_rows",
@@ -26,9 +29,7 @@ __all__ = [
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _MOST_BITS = tl.constexpr(64)
-_MOST_BITS_BESIDE_DQ = tl.constexpr(64)
-"""Where a tile has 64 queries, and dq takes registers too, Triton 3.6 spills 76 bytes for bits and 60 for comparisons,
-Triton 3.7 56 and 72."""
+"""Queries of a tile; those of one thread are a fourth of them."""
 
 
 @triton.jit
@@ -147,62 +148,77 @@ def seen_or_lowest(logit, query, low, size):
     return result
 
 
-SEEN_BITS = tl.constexpr(
-    """{ .reg .pred upper, seen; .reg .b32 bits, above; .reg .b64 all, after;
-    shl.b64 all, 0xFFFFFFFFFFFFFFFF, $2;
-    shl.b64 after, 0xFFFFFFFFFFFFFFFF, $3;
-    not.b64 after, after;
-    and.b64 all, all, after;
-    mov.b64 {bits, above}, all;
-    setp.ne.u32 upper, $5, 0;
-    selp.b32 bits, above, bits, upper;
-    and.b32 bits, bits, $4;
-    setp.ne.u32 seen, bits, 0;
-    selp.f32 $0, $1, 0fFF800000, seen; }"""
-)
-"""$0 is the logit $1 if bit $4 is among those from the $2-th to before the $3-th, of their lower or ($5) upper half."""
+@triton.constexpr_function
+def seen_bits(count):
+    """Return a block for some logits: each stays if its bit is among those from a first to before another.
+
+    Operands are all results, all logits, all first ones, all others, and all bits. The logits of a thread's two keys
+    take turns by pairs; here one key comes after the other, so that the assembler finds bits of one number in a row.
+    """
+    lines = []
+    for number in sorted(range(count), key=lambda number: number % 4 // 2):
+        result, logit, first, after, bit = (f"${number + part * count}" for part in range(5))
+        lines += [f"shl.b32 bits, 0xFFFFFFFF, {first}", f"shl.b32 after, 0xFFFFFFFF, {after}", "not.b32 after, after"]
+        lines += ["and.b32 bits, bits, after", f"and.b32 bits, bits, {bit}", "setp.ne.u32 seen, bits, 0"]
+        lines += [f"selp.f32 {result}, {logit}, 0fFF800000, seen"]
+    return "{ .reg .pred seen; .reg .b32 bits, after; " + "; ".join(lines) + "; }"
+
+
+@triton.constexpr_function
+def seen_operands(count):
+    """Return what kinds of registers :func:`seen_bits` takes."""
+    return ",".join(["=f"] * count + ["f"] * count + ["r"] * (3 * count))
 
 
 @triton.jit
 def seen_in_tile_or_lowest(
-    logit, query, start, low, size, ROWS: tl.constexpr, QUERIES: tl.constexpr, BESIDE_DQ: tl.constexpr
+    logit, query, start, low, size, ROWS: tl.constexpr, QUERIES: tl.constexpr
 ):
     """Return what :func:`seen_or_lowest` does for the queries ``start + query`` of one tile.
 
     The queries of a tile that see a key lie side by side. On a device they are bits of one number, made once for all
-    logits of a key, which move to predicates several at once. A thread's columns lie 8 apart but for pairs, and are the
-    same for all threads but for what their lowest bits say: that is taken off the bounds, not off the bits.
+    logits of a key, which move to predicates seven at once. A thread's columns lie 8 apart but for pairs, and are the
+    same for all threads but for what their lowest bits say: that is taken off the bounds, not off the bits. So are the
+    columns of other threads: bits are numbered by the queries of one thread, and bounds count these.
 
     Args:
         logit: ``[keys, columns]``.
         query: ``[1, columns]``, counted from the tile's first.
-        start: the tile's first.
+        start: the tile's first, a multiple of QUERIES.
         low: ``[keys, 1]``, like ``size``.
         size: as in :func:`under`.
         ROWS: columns that have one query.
         QUERIES: queries of the tile; 0 if ``query`` is not counted so.
-        BESIDE_DQ: whether the kernel adds up dq too.
     """
-    MOST: tl.constexpr = _MOST_BITS_BESIDE_DQ if BESIDE_DQ else _MOST_BITS
-    if QUERIES == 0 or QUERIES > MOST:
+    if QUERIES == 0 or QUERIES > _MOST_BITS:
         result = seen_or_lowest(logit, query, low - start, size)
     else:
-        aside = query & (6 if ROWS == 1 else 7 // ROWS)
-        place = query - aside
-        first = tl.maximum(low - aside - start, 0)
-        after = tl.maximum(low + size - aside - start, 0)
+        STEP: tl.constexpr = 8 // ROWS if ROWS < 8 else 1  # queries that eight columns have, of all threads
+        OWN: tl.constexpr = 2 if ROWS == 1 else 1  # of one thread
+        aside = query & (STEP - OWN)
+        place = own_before(query - aside, STEP, OWN)
+        before = start // STEP * OWN
+        first = tl.maximum(own_before(low - aside, STEP, OWN) - before, 0)
+        after = tl.maximum(own_before(low + size - aside, STEP, OWN) - before, 0)
         if INTERPRETED:
             result = tl.where((first <= place) & (place < after), logit, float("-inf"))
         else:
+            OF_THREAD: tl.constexpr = logit.shape[1] // 2  # where warp groups multiply; it may have fewer elsewhere
             result = tl.inline_asm_elementwise(
-                SEEN_BITS,
-                "=f,f,r,r,r,r",
-                [logit, first, after, 1 << (place & 31), place & 32],
+                seen_bits(OF_THREAD),
+                seen_operands(OF_THREAD),
+                [logit, first, after, 1 << place],
                 dtype=tl.float32,
                 is_pure=True,
-                pack=1,
+                pack=OF_THREAD,
             )
     return result
+
+
+@triton.jit
+def own_before(query, STEP: tl.constexpr, OWN: tl.constexpr):
+    """Return how many of the first OWN queries of every STEP, a power of two, come before one."""
+    return (query & -STEP) // STEP * OWN + tl.minimum(query & (STEP - 1), OWN)
 
 
 @triton.jit
