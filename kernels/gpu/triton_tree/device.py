@@ -15,7 +15,6 @@ __all__ = [
     "load_rows",
     "own_before",
     "remainder",
-    "row_offsets",
     "seen_bits",
     "seen_in_tile_or_lowest",
     "seen_operands",
@@ -59,17 +58,6 @@ def store_rows(pointer, offsets, valid, tile, START: tl.constexpr, WIDTH: tl.con
     address = pointer + offsets[:, None] + feature[None, :]
     mask = valid[:, None] & (feature < STOP)[None, :]
     tl.store(address, tile.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def row_offsets(ROWS: tl.constexpr, STRIDE: tl.constexpr):
-    """Return where the rows of a tile begin, ``[ROWS]``.
-
-    The bits of a row's number are taken apart: those that the rows of one thread differ in are then constants of its
-    code, and all its addresses are one address and a constant.
-    """
-    row = tl.arange(0, ROWS).to(tl.int64)
-    return row % 16 * STRIDE + row // 16 % 2 * (16 * STRIDE) + row // 32 * (32 * STRIDE)
 
 
 @triton.jit
@@ -171,9 +159,7 @@ def seen_operands(count):
 
 
 @triton.jit
-def seen_in_tile_or_lowest(
-    logit, query, start, low, size, ROWS: tl.constexpr, QUERIES: tl.constexpr
-):
+def seen_in_tile_or_lowest(logit, query, start, low, size, ROWS: tl.constexpr, QUERIES: tl.constexpr):
     """Return what :func:`seen_or_lowest` does for the queries ``start + query`` of one tile.
 
     The queries of a tile that see a key lie side by side. On a device they are bits of one number, made once for all
