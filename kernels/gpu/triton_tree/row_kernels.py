@@ -22,6 +22,7 @@ def prologue(
     PackedGrad,
     PackedLse,
     PackedDelta,
+    PackedPairs,
     SumsQ,
     q_batch,
     q_head,
@@ -47,7 +48,8 @@ def prologue(
 
     And, where there is room for them, queries, gradients, minus delta and the log-sum-exp (times log2(e), infinite
     where a row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member
-    r % GROUP. And zeros where gradients of the queries will be added up.
+    r % GROUP. And the last two again, the log-sum-exps of two rows before minus delta of both. And zeros where
+    gradients of the queries will be added up.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1) % kv_heads
@@ -69,6 +71,10 @@ def prologue(
     place = tl.program_id(1).to(tl.int64) * packed_rows + row
     tl.store(PackedLse + place, seen, mask=row < packed_rows)
     tl.store(PackedDelta + place, -delta, mask=row < packed_rows)
+    if PackedPairs is not None:
+        pair = 2 * (place - row % 2) + row % 2
+        tl.store(PackedPairs + pair, seen, mask=row < packed_rows)
+        tl.store(PackedPairs + pair + 2, -delta, mask=row < packed_rows)
     if SumsQ is not None:
         feature = tl.arange(0, FEATURES)
         room = (row < packed_rows)[:, None] & (feature < WIDTH)[None, :]

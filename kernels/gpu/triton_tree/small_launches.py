@@ -91,7 +91,14 @@ def scratch_bytes(kernel: Any, *, has_low: bool) -> int:
 
 
 def launch_prologue(
-    q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, kv_heads: int, sums_width: int | None = None
+    q: Tensor,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv_heads: int,
+    sums_width: int | None = None,
+    *,
+    row_pairs: bool = False,
 ) -> Launch:
     """Return the launch of what the backward needs of every row of queries, with room for its results.
 
@@ -102,11 +109,13 @@ def launch_prologue(
         lse: ``[B, H, N]``.
         kv_heads: key heads.
         sums_width: features of a row of ``SumsQ``, where gradients of the queries will be added up; ``None``: nowhere.
+        row_pairs: whether ``PackedPairs`` is read.
 
     Returns:
         The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedLse`` and (minus delta)
-        ``PackedDelta`` ``[B * Hkv, N * group and more]``; zeros in ``SumsQ`` ``[.., sums_width]`` of them; and where a
-        group has several heads ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
+        ``PackedDelta`` ``[B * Hkv, N * group and more]``, and both in ``PackedPairs`` if that is read; zeros in
+        ``SumsQ`` ``[.., sums_width]`` of them; and where a group has several heads ``PackedQ`` and ``PackedGrad``
+        ``[B, Hkv, N * group, features]``.
     """
     from treefx.kernels.gpu.triton_tree.row_kernels import prologue  # only here: it imports Triton
 
@@ -114,6 +123,7 @@ def launch_prologue(
     group, value_width = heads // kv_heads, grad_out.shape[-1]
     rows = queries * group
     vectors = [lse.new_empty(batch * kv_heads, padded_length(rows)) for _ in range(2)]
+    pairs = lse.new_empty(batch * kv_heads, 2 * padded_length(rows)) if row_pairs else None
     sums = None if sums_width is None else lse.new_empty(*vectors[0].shape, sums_width)
     copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if group > 1 else None for x in (q, grad_out)]
     arguments = {
@@ -126,6 +136,7 @@ def launch_prologue(
         "PackedGrad": copies[1],
         "PackedLse": vectors[0],
         "PackedDelta": vectors[1],
+        "PackedPairs": pairs,
         "SumsQ": sums,
         **strides("q", q),
         **strides("grad", grad_out),
