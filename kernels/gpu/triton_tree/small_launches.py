@@ -122,9 +122,6 @@ def launch_prologue(
     batch, heads, queries, width = q.shape
     group, value_width = heads // kv_heads, grad_out.shape[-1]
     rows = queries * group
-    vectors = [lse.new_empty(batch * kv_heads, padded_length(rows)) for _ in range(2)]
-    pairs = lse.new_empty(batch * kv_heads, 2 * padded_length(rows)) if row_pairs else None
-    sums = None if sums_width is None else lse.new_empty(*vectors[0].shape, sums_width)
     copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if group > 1 else None for x in (q, grad_out)]
     arguments = {
         "Q": q,
@@ -134,10 +131,7 @@ def launch_prologue(
         "Delta": torch.empty_like(lse),
         "PackedQ": copies[0],
         "PackedGrad": copies[1],
-        "PackedLse": vectors[0],
-        "PackedDelta": vectors[1],
-        "PackedPairs": pairs,
-        "SumsQ": sums,
+        **_room(lse, (batch * kv_heads, padded_length(rows)), sums_width, row_pairs),
         **strides("q", q),
         **strides("grad", grad_out),
         **strides("out", out),
@@ -151,6 +145,16 @@ def launch_prologue(
     }
     grid = (padded_length(rows) // _PROLOGUE_ROWS, batch * kv_heads)
     return Launch(prologue, grid, arguments, Config(_PROLOGUE_ROWS, 0, 4, 1))
+
+
+def _room(lse: Tensor, shape: tuple[int, int], sums_width: int | None, row_pairs: bool) -> dict[str, Tensor | None]:
+    """Return room for what a row has in the order of the tiles."""
+    return {
+        "PackedLse": lse.new_empty(shape),
+        "PackedDelta": lse.new_empty(shape),
+        "PackedPairs": lse.new_empty(shape[0], 2 * shape[1]) if row_pairs else None,
+        "SumsQ": None if sums_width is None else lse.new_empty(*shape, sums_width),
+    }
 
 
 def launch_finish(sums: Tensor, dq: Tensor, factor: float, kv_heads: int) -> Launch:
