@@ -20,8 +20,8 @@ from treefx.kernels.tiles.tree_blocks import keep, recall
 __all__ = ["Recorder", "Replay", "Step", "note", "of_forest", "perform", "replayed"]
 
 _WRITTEN = {
-    "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedPairs", "PackedLse", "PackedDelta", "SumsQ", "GradQ", "GradK", "GradV",
-    "PartsK", "PartsV",
+    "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedHalves", "PackedLse", "PackedDelta", "PackedPairs", "SumsQ",
+    "GradQ", "GradK", "GradV", "PartsK", "PartsV",
 }  # fmt: skip
 """Parameters that a step writes before anything reads them: whatever lies there is made anew."""
 _LISTS = {"Low", "Size", "order", "start", "middle", "stop", "slot", "tiles", "split", "bounds"}

@@ -23,7 +23,7 @@ from treefx.kernels.expression_text import format_condition, format_expression
 from treefx.kernels.gpu.triton_tree.expressions import BufferKind, score_code
 from treefx.kernels.score import Score
 
-__all__ = ["Request", "cache_folder", "kernel_module", "kernel_source", "row_width"]
+__all__ = ["Request", "cache_folder", "kernel_module", "kernel_source", "reads_row_pairs", "row_width"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _IMPORTS = ("import triton", "import triton.language as tl")
@@ -79,6 +79,17 @@ def row_width(width: int, chunk_widths: tuple[int, int]) -> int:
 
 
 @lru_cache(maxsize=256)
+def reads_row_pairs(request: Request) -> bool:
+    """Return whether dk and dv read the log-sum-exp and minus delta of a tile's rows at once, as ``PackedPairs``.
+
+    They are waited for and released once instead of twice, as each piece of a head is: what heads of several need most.
+    Beside a condition there are no registers for both at once: it spills 92 bytes, and 128 in Triton 3.6.
+    """
+    pieces = head_chunks(request.head_dim, *request.chunk_widths)
+    return request.path == "warp" and len(pieces) > 1 and Score.from_json(request.score).visible is None
+
+
+@lru_cache(maxsize=256)
 def kernel_source(request: Request) -> str:
     """Return the source of a request's module.
 
@@ -102,6 +113,7 @@ def kernel_source(request: Request) -> str:
             key_chunks=head_chunks(request.head_dim, *request.chunk_widths),
             value_chunks=head_chunks(request.value_dim, *request.chunk_widths),
             lengths=lengths,
+            row_pairs=reads_row_pairs(request),
             row_width=row_width(request.head_dim, request.chunk_widths),
             value_row_width=row_width(request.value_dim, request.chunk_widths),
         )

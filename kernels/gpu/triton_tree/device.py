@@ -5,8 +5,6 @@
 import triton
 import triton.language as tl
 
-from treefx.kernels.gpu.triton_tree.support import triton_version
-
 __all__ = [
     "add_rows",
     "clamped",

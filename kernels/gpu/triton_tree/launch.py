@@ -12,7 +12,7 @@ from torch import Tensor
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.replays import of_forest, perform
 from treefx.kernels.gpu.triton_tree.arguments import ColumnValues, RowValues, copy_rows, padded_length, strides
-from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, row_width
+from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, reads_row_pairs, row_width
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config
 from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
 from treefx.kernels.gpu.triton_tree.small_launches import Launch, launch_prologue, launch_sums
@@ -276,10 +276,12 @@ class Attention:
         """
         q = self.inputs.q
         width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
-        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1], width, apart=self.path != "plain")
+        forms = {"apart": self.path != "plain", "row_pairs": reads_row_pairs(self.request)}
+        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1], width, **forms)
         made = launch.arguments
         rows, grads = (q, grad_out) if made["PackedQ"] is None else (made["PackedQ"], made["PackedGrad"])
-        packed = {name: made[name] for name in ("PackedPairs", "PackedLse", "PackedDelta", "packed_rows", "SumsQ")}
+        names = "PackedHalves", "PackedLse", "PackedDelta", "PackedPairs", "packed_rows", "SumsQ"
+        packed = {name: made[name] for name in names}
         packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}

@@ -99,6 +99,7 @@ def launch_prologue(
     sums_width: int | None = None,
     *,
     apart: bool = False,
+    row_pairs: bool = False,
 ) -> Launch:
     """Return the launch of what the backward needs of every row of queries, with room for its results.
 
@@ -109,22 +110,22 @@ def launch_prologue(
         lse: ``[B, H, N]``.
         kv_heads: key heads.
         sums_width: features of a row of ``SumsQ``, where gradients of the queries will be added up; ``None``: nowhere.
-        apart: whether kernels read the log-sum-exp and delta as vectors of their own, by boxes.
+        apart: whether ``PackedLse`` and ``PackedDelta`` are read.
+        row_pairs: whether ``PackedPairs`` is read.
 
     Returns:
-        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedPairs`` int64 ``[B * Hkv,
-        N * group and more]``, the bits of the log-sum-exp and, above them, of minus delta; both as ``PackedLse`` and
-        ``PackedDelta`` float32, if they are wanted apart; zeros in ``SumsQ`` ``[.., sums_width]`` of them; and where a
-        group has several heads ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
+        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedHalves`` int64
+        ``[B * Hkv, N * group and more]``, the bits of the log-sum-exp and above them those of minus delta; both as float32 in
+        ``PackedLse`` and ``PackedDelta``, and in ``PackedPairs``, if these are read; zeros in ``SumsQ``
+        ``[.., sums_width]`` of them; and where a group has several heads ``PackedQ`` and ``PackedGrad``
+        ``[B, Hkv, N * group, features]``.
     """
     from treefx.kernels.gpu.triton_tree.row_kernels import prologue  # only here: it imports Triton
 
     batch, heads, queries, width = q.shape
     group, value_width = heads // kv_heads, grad_out.shape[-1]
     rows = queries * group
-    room = batch * kv_heads, padded_length(rows)
-    vectors = [lse.new_empty(room) if apart else None for _ in range(2)]
-    sums = None if sums_width is None else lse.new_empty(*room, sums_width)
+    room = _room(lse, (batch * kv_heads, padded_length(rows)), sums_width, apart, row_pairs)
     copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if group > 1 else None for x in (q, grad_out)]
     arguments = {
         "Q": q,
@@ -134,10 +135,7 @@ def launch_prologue(
         "Delta": torch.empty_like(lse),
         "PackedQ": copies[0],
         "PackedGrad": copies[1],
-        "PackedPairs": lse.new_empty(room, dtype=torch.int64),
-        "PackedLse": vectors[0],
-        "PackedDelta": vectors[1],
-        "SumsQ": sums,
+        **room,
         **strides("q", q),
         **strides("grad", grad_out),
         **strides("out", out),
@@ -151,6 +149,19 @@ def launch_prologue(
     }
     grid = (padded_length(rows) // _PROLOGUE_ROWS, batch * kv_heads)
     return Launch(prologue, grid, arguments, Config(_PROLOGUE_ROWS, 0, 4, 1))
+
+
+def _room(
+    lse: Tensor, shape: tuple[int, int], sums_width: int | None, apart: bool, row_pairs: bool
+) -> dict[str, Tensor | None]:
+    """Return room for what a row has in the order of the tiles."""
+    return {
+        "PackedHalves": lse.new_empty(shape, dtype=torch.int64),
+        "PackedLse": lse.new_empty(shape) if apart else None,
+        "PackedDelta": lse.new_empty(shape) if apart else None,
+        "PackedPairs": lse.new_empty(shape[0], 2 * shape[1]) if row_pairs else None,
+        "SumsQ": None if sums_width is None else lse.new_empty(*shape, sums_width),
+    }
 
 
 def launch_finish(sums: Tensor, dq: Tensor, factor: float, kv_heads: int) -> Launch:

@@ -16,6 +16,7 @@ from tests.kernels.gpu.interpreted_cases import (
     draw,
     expected,
 )
+from tests.kernels.gpu.planting import planted, template
 from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.ops import attend
@@ -107,3 +108,19 @@ def test_a_boundary_that_nobody_sees_takes_no_launch(path: str, monkeypatch: pyt
     case.narrow.boundary.hi[1] = 1  # which both inputs read
     check(case, SCORES["plain"])
     assert ran.count("forward") == ran.count("backward_keys") == ran.count("backward_queries") == 2
+
+
+@pytest.mark.parametrize("heads", [(7, 1), (4, 2)])
+def test_rows_that_lie_by_pairs(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For specialised dk and dv of heads of two pieces; not taken apart, half of the log-sum-exps are deltas."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
+    case, score = draw(*BRANCH_AT_57, heads=heads, widths=(80, 40), outside=5), SCORES["softcap"]
+    wanted = expected(case, score)
+    assert_equal(computed(case, score), wanted)
+    old = "pairs.permute(0, 1, 3, 2).split()"
+    assert template("warp").count(old) == 1
+    with planted("warp", template("warp").replace(old, "pairs.split()")):
+        got = computed(case, score)
+    assert_equal(got[:3], wanted[:3])
+    with pytest.raises(AssertionError, match="3"):
+        assert_equal(got, wanted)

@@ -165,11 +165,7 @@ def with_nan_behind(x: torch.Tensor) -> torch.Tensor:
 
 
 UNBOUNDED: dict[str, tuple[str, str, tuple[int, ...]]] = {
-    "rows": (
-        "tl.minimum(tl.arange(0, BLOCK_M), queries * GROUP - 1 - block * BLOCK_M)",
-        "tl.arange(0, BLOCK_M)",
-        (3, 4),
-    ),
+    "rows": ("inside = tl.minimum(row, queries * GROUP - 1)", "inside = row", (3, 4)),
     "keys": ("existing = tl.minimum(key, keys - 1)", "existing = key", (0, 2)),
 }
 
