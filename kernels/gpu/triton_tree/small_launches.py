@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, str
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
 
-__all__ = ["Launch", "launch_finish", "launch_prologue", "launch_sums", "scratch_bytes"]
+__all__ = [
+    "Launch",
+    "join_values",
+    "launch_finish",
+    "launch_prologue",
+    "launch_sums",
+    "launch_values",
+    "scratch_bytes",
+]
 
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
@@ -140,6 +149,24 @@ def launch_prologue(
     }
     grid = (padded_length(rows) // _PROLOGUE_ROWS, batch * kv_heads)
     return Launch(prologue, grid, arguments, Config(_PROLOGUE_ROWS, 0, 4, 1))
+
+
+def launch_values(kernels: ModuleType, arguments: dict[str, Any], heads: int) -> Launch:
+    """Return the launch of what a score reads of one query or one key alone.
+
+    Args:
+        kernels: those that write it.
+        arguments: what they take.
+        heads: key heads, of all elements of the batch.
+    """
+    grid = (max(arguments["packed_rows"], arguments["packed_columns"]) // _PROLOGUE_ROWS, heads)
+    return Launch(kernels.values, grid, {**arguments, "ROWS": _PROLOGUE_ROWS}, Config(_PROLOGUE_ROWS, 0, 4, 1))
+
+
+def join_values(kernels: ModuleType, prologue: Launch, values: Launch) -> Launch:
+    """Return one launch that does what the two of :func:`launch_prologue` and :func:`launch_values` do."""
+    grid = (max(prologue.grid[0], values.grid[0]), prologue.grid[1])
+    return Launch(kernels.prologue, grid, {**prologue.arguments, **values.arguments}, prologue.config)
 
 
 def launch_finish(sums: Tensor, dq: Tensor, factor: float, kv_heads: int) -> Launch:
