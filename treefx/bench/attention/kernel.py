@@ -300,8 +300,9 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
         attention = replace(attention, once=True)
         prologue, of_keys, _ = attention.prologue(out, out, row)
         yield attention.backward_keys(sources[0], of_keys, inputs.k, inputs.v)
-    yield from values[:1]
-    if values or (path != "gluon" and not case.features and case.group == 1):
+    if path != "gluon":
+        yield from values[:1]
+    if path != "gluon" and (values or (not case.features and case.group == 1)):
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
         config = attention.config("backward_keys")
