@@ -24,6 +24,8 @@ _WRITTEN = {
     "GradQ", "GradK", "GradV", "PartsK", "PartsV",
 }  # fmt: skip
 """Parameters that a step writes before anything reads them: whatever lies there is made anew."""
+_VALUES = "Made_"
+"""So are those with such a name: values of a score."""
 _LISTS = {"Low", "Size", "order", "start", "middle", "stop", "slot", "tiles", "split", "bounds"}
 """Parameters that belong to the forest."""
 _ALIGNMENT = 16
@@ -140,7 +142,7 @@ class Recorder:
         for place, (parameter, value) in enumerate(arguments.items()):
             if not isinstance(value, Tensor):
                 continue
-            if self._name(value) is None and parameter in self._written:
+            if self._name(value) is None and (parameter in self._written or parameter.startswith(_VALUES)):
                 step.makes.append((self._named(value), _Made.like(value)))
             name = self._name(value)
             if name is not None:

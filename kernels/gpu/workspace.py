@@ -144,8 +144,9 @@ def forward_bytes(attention: Attention, tokens: Number, sources: Sequence[Lists]
     packed = rows * count * attention.request.head_dim * q.element_size() if _packs(attention) else 0
     carried = rows * count * (value_width + 1) * _WORD if carries else 0
     programs = [(_blocks(rows, attention.config("forward").block_m), lists) for lists in sources]
-    sizes = tokens, sum(lists.keys for lists in sources)
-    return carried + most_of(_values(attention, sizes, lists, number, "forward", packed) for number, lists in programs)
+    kept, made = _values(attention, tokens, sources)
+    launched = most_of(_descriptors(attention, lists, number, "forward") for number, lists in programs)
+    return kept + most_of([made, carried + packed + launched])
 
 
 def backward_bytes(
@@ -167,37 +168,34 @@ def backward_bytes(
     sums = _padded(rows) * row_width(request.head_dim, request.chunk_widths) * _WORD if attention.once else 0
     carried = count * rows * request.head_dim * _WORD if carries else 0
     keys_on, kernel = path_of_keys(attention), attention.of_keys
-    sizes, found = (tokens, sum(lists.keys for lists, _ in sources)), []
+    kept, made = _values(attention, tokens, [lists for lists, _ in sources])
+    found = []
     for of_keys, of_queries in sources:
         widths = request.head_dim + request.value_dim if of_keys.slots != 0 else 2
         slots = of_keys.slots if of_keys.slots != 0 else 1
         parts = slots * count * keys_on.config(kernel).block_n * widths * _WORD
-        found.append(_values(keys_on, sizes, of_keys, of_keys.programs, kernel, parts))
+        found.append(parts + _descriptors(keys_on, of_keys, of_keys.programs, kernel))
         if not attention.once:
             programs = _blocks(rows, attention.config("backward_queries").block_m)
-            found.append(carried + _values(attention, sizes, of_queries, programs, "backward_queries", 0))
-    return count * (packed + vectors + sums) + most_of(found)
+            found.append(carried + _descriptors(attention, of_queries, programs, "backward_queries"))
+    return kept + most_of([made, count * (packed + vectors + sums) + most_of(found)])
 
 
-def _values(
-    attention: Attention, sizes: tuple[Number, Number], lists: Lists, programs: Number, kernel: str, more: Number
-) -> Number:
-    """Return the bytes of one launch: its descriptors, what the score reads of one row or key, and ``more``.
-
-    The sizes are those of all queries and of the keys of all sources.
-    """
+def _descriptors(attention: Attention, lists: Lists, programs: Number, kernel: str) -> Number:
+    """Return the bytes of the descriptors that one launch makes."""
     if attention.path == "plain":
-        return more
+        return 0
+    return programs * _heads(attention) * scratch_bytes(getattr(attention.module, kernel), has_low=lists.has_low)
+
+
+def _values(attention: Attention, tokens: Number, sources: Sequence[Lists]) -> tuple[Number, Number]:
+    """Return the bytes of what the score reads of one row or key, and those that the forest's take while it is made."""
+    if attention.path == "plain" or not (attention.code.row_values or attention.code.column_values):
+        return 0, 0
     batch, heads = attention.inputs.q.shape[0], attention.inputs.q.shape[1]
-    values = [len(attention.code.row_values), len(attention.code.column_values)]
-    (tokens, keys), rows = sizes, sizes[0] * attention.group
-    kept = values[0] * _heads(attention) * _padded(rows) + values[1] * batch * _padded(lists.keys)
-    launched = programs * _heads(attention) * scratch_bytes(getattr(attention.module, kernel), has_low=lists.has_low)
-    if not any(values):
-        return more + launched
-    # They are made while the sums of parts are there already.
+    keys = sum(_padded(lists.keys) for lists in sources)
     made = _OPERATION * _results(attention) * (tokens + keys) + _WORD * _COPIES * (heads * tokens + keys)
-    return more + _WORD * kept + most_of([batch * made, launched])
+    return value_bytes(attention, tokens, keys), batch * made
 
 
 def _results(attention: Attention) -> int:

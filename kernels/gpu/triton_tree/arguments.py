@@ -7,18 +7,22 @@ tiles.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treefx.kernels.common import make_indices
-from treefx.kernels.score import Expr, evaluate
+from treefx.kernels.common import Inputs, make_indices
+from treefx.kernels.score import Expr, Score, evaluate, loads
+from treefx.kernels.tiles.hosted import host_copies
 
 __all__ = [
     "ColumnValues",
     "RowValues",
+    "buffer_arguments",
     "copy_rows",
     "dense_features",
+    "forest_numbers",
     "padded",
     "padded_length",
     "scratch",
@@ -61,6 +65,25 @@ def strides(name: str, tensor: Tensor) -> dict[str, int]:
     """Return the strides over batch, heads and tokens of a ``[B, H, N, D]`` tensor with dense features."""
     batch, head, token, _ = tensor.stride()
     return {f"{name}_batch": batch, f"{name}_head": head, f"{name}_token": token}
+
+
+def buffer_arguments(buffers: Sequence[Tensor], numbers: Sequence[int]) -> dict[str, Any]:
+    """Return some of the buffers that a score reads, with strides and sizes."""
+    arguments: dict[str, Any] = {}
+    for number in numbers:
+        buffer = buffers[number]
+        # A pointer to booleans is one to bits in Triton.
+        arguments[f"buffer_{number}"] = buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
+        for dim in range(buffer.ndim):
+            arguments[f"buffer_{number}_stride_{dim}"] = buffer.stride(dim)
+            arguments[f"buffer_{number}_size_{dim}"] = buffer.shape[dim]
+    return arguments
+
+
+def forest_numbers(inputs: Inputs, score: Score) -> tuple[int, ...]:
+    """Return the numbers of the buffers that belong to the forest: the condition's, and what the host has sent."""
+    sent = (number for number in loads(score.value) if host_copies([inputs.buffers[number]]) is not None)
+    return tuple(sorted({*loads(score.visible), *sent}))
 
 
 def dense_features(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from treefx.kernels.common import Inputs, empty_heads_inside, empty_outputs
 from treefx.kernels.gpu.replays import Recorder, replayed
-from treefx.kernels.gpu.triton_tree.arguments import dense_features
+from treefx.kernels.gpu.triton_tree.arguments import dense_features, forest_numbers
 from treefx.kernels.gpu.triton_tree.buffer_gradients import buffer_gradients
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, usable_shared_memory
-from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch, forest_numbers
+from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.gpu.triton_tree.paths import checked, forced_path, on_path, path_of_keys
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish
 from treefx.kernels.gpu.triton_tree.support import interpreted
@@ -123,7 +123,10 @@ def forward_from(attention: Attention, sources: Sequence[KeySource]) -> tuple[Te
     out, lse = empty_outputs(inputs.q, inputs.v)
     previous: tuple[Tensor, Tensor] | None = None
     used = [source for source in sources if attention.is_seen(source)] or list(sources[-1:])
+    used, values = attention.with_values(used)
     with _device_of(inputs.q):
+        for launch in values:
+            launch.run()
         for source in used[:-1]:
             result = out.new_empty(out.shape, dtype=torch.float32), torch.empty_like(lse)
             attention.forward(source, *result, previous).run()
@@ -149,8 +152,9 @@ def backward_from(
         ``sum(grad_out * out)``, ``[B, H, N]``.
     """
     dq = empty_heads_inside(attention.inputs.q, attention.inputs.q.shape[-1])
+    sources, values = attention.with_values(sources)
     with _device_of(dq):
-        prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse)
+        prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse, values)
         prologue.run()
         keys_on = path_of_keys(attention)
         pairs = [_backward_keys(keys_on, source, of_keys) for source in sources]

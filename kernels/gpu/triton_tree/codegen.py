@@ -35,6 +35,10 @@ _GLUON_IMPORTS = (
     ")",
 )
 """Its language has the names of Triton's, which statements of scores use; tensors have layouts."""
+_PACKED = {"plain": (), "values": ("packed_rows", "packed_columns")} | dict.fromkeys(
+    ("warp", "gluon"), ("packed_rows", "packed_keys")
+)
+"""How far vectors of rows and of keys lie apart, by path."""
 _lock = Lock()
 
 
@@ -48,7 +52,7 @@ class Request:
         head_dim: width of queries and keys.
         value_dim: width of values.
         chunk_widths: the narrowest and the widest piece of a head in one product, powers of two.
-        path: ``"plain"``, ``"warp"`` or ``"gluon"``, a template.
+        path: ``"plain"``, ``"warp"``, ``"gluon"``, or ``"values"`` of which the two before read, a template.
         origin: the line of the model that the attention comes from, or ``""``.
     """
 
@@ -98,9 +102,8 @@ def kernel_source(request: Request) -> str:
         InputError: it does not fit the buffers.
     """
     score = score_code(request.score, request.buffers)
-    plain = request.path == "plain"
-    lengths = ["queries", "keys", "query_base", "key_base", *([] if plain else ["packed_rows", "packed_keys"])]
-    for number in score.used if plain else ():
+    lengths = ["queries", "keys", "query_base", "key_base", *_PACKED[request.path]]
+    for number in score.used if request.path in ("plain", "values") else ():
         for dim in range(request.buffers[number].ndim):
             last = dim == request.buffers[number].ndim - 1
             lengths += [f"buffer_{number}_size_{dim}", *([] if last else [f"buffer_{number}_stride_{dim}"])]
@@ -153,6 +156,7 @@ def _header(request: Request) -> str:
         "from treefx.kernels.gpu.triton_tree.device import (",
         *(f"    {name}," for name in _device_names()),
         ")",
+        *(["from treefx.kernels.gpu.triton_tree.row_kernels import prologue as lay_rows"] * (request.path == "values")),
         "",
         "LOG2_E = tl.constexpr(1.4426950408889634)",
         "",

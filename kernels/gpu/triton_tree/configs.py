@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.score import Expr, Score
 
 __all__ = [
     "SHARED_MEMORY",
@@ -16,6 +17,7 @@ __all__ = [
     "chunk_widths",
     "default_config",
     "one_pass_fits",
+    "operations_of",
     "usable_shared_memory",
 ]
 
@@ -78,6 +80,18 @@ def usable_shared_memory(arch: int) -> int:
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes that a program may use, by compute capability times 10; Triton's compiler does not check them."""
+
+
+@lru_cache(maxsize=256)
+def operations_of(score: Score) -> str:
+    """Return the names of a score's operations, each once: those of the logit, then those of the condition."""
+    parts = [sorted(_names(part)) for part in (score.value, score.visible) if part is not None]
+    return "|".join(",".join(names) for names in parts)
+
+
+def _names(expr: Expr) -> set[str]:
+    inner = [item for item in expr[1:] if isinstance(item, tuple)]
+    return set().union({expr[0]} if inner or expr[0] == "load" else (), *(_names(item) for item in inner))
 
 
 def chunk_widths(dtype: torch.dtype) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """The launches of one attention: which kernels with which arguments, on which lists of tiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -11,16 +11,29 @@ from torch import Tensor
 
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.replays import of_forest, perform
-from treefx.kernels.gpu.triton_tree.arguments import ColumnValues, RowValues, copy_rows, padded_length, strides
+from treefx.kernels.gpu.triton_tree.arguments import (
+    ColumnValues,
+    RowValues,
+    buffer_arguments,
+    copy_rows,
+    forest_numbers,
+    padded_length,
+    strides,
+)
 from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, reads_row_pairs, row_width
-from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config
-from treefx.kernels.gpu.triton_tree.expressions import ScoreCode, kinds_of, score_code
-from treefx.kernels.gpu.triton_tree.small_launches import Launch, launch_prologue, launch_sums
-from treefx.kernels.score import Expr, Score, loads
-from treefx.kernels.tiles.hosted import host_copies
+from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config, operations_of
+from treefx.kernels.gpu.triton_tree.expressions import HoistedValue, ScoreCode, kinds_of, score_code
+from treefx.kernels.gpu.triton_tree.small_launches import (
+    Launch,
+    join_values,
+    launch_prologue,
+    launch_sums,
+    launch_values,
+)
+from treefx.kernels.score import Score, loads
 from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks, remembered
 
-__all__ = ["Attention", "KeySource", "Launch", "forest_numbers"]
+__all__ = ["Attention", "KeySource", "Launch"]
 
 
 @dataclass(frozen=True)
@@ -33,12 +46,14 @@ class KeySource:
         keys: which queries see them.
         rows: int32 ``[K]``: where in the pool each key lies; ``None``: key j is row j. Keys of ancestors are used in
             place this way, without a gathered copy.
+        values: what a specialised form reads of the score, see :meth:`Attention.with_values`.
     """
 
     k: Tensor
     v: Tensor
     keys: Keys
     rows: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys.high)
@@ -118,7 +133,7 @@ class Attention:
             self.code.loads_pairs,
             self.node_length,
             self.shared_limit,
-            _operations(self.score),
+            operations_of(self.score),
         )
 
     def config(self, kernel: str) -> Config:
@@ -252,7 +267,7 @@ class Attention:
             "start": lists.start,
             "middle": lists.middle,
             "tiles": lists.tiles,
-            **(self.buffers() if self.path == "plain" else self.vectors(source)),
+            **self.read_by_score(source),
             **strides("q", q),
             **strides("k", source.k),
             **strides("v", source.v),
@@ -268,11 +283,13 @@ class Attention:
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }
 
-    def prologue(self, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
+    def prologue(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, values: Sequence[Launch] = ()
+    ) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
         """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
 
         All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles. In one
-        pass there is room for the sums of the gradient of the queries, and it is zeroed.
+        pass there is room for the sums of the gradient of the queries, and it is zeroed. ``values`` are made there too.
         """
         q = self.inputs.q
         width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
@@ -285,28 +302,92 @@ class Attention:
         packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
+        if len(values) == 1:
+            launch = join_values(self._value_kernels, launch, values[0])
+        else:
+            launch = replace(launch, after=tuple(values))
         return launch, packed, in_place if self.path == "plain" else packed
 
-    def vectors(self, source: KeySource) -> dict[str, Any]:
-        """Return what the score reads of one query or one key alone, evaluated, in the order of the tiles."""
-        sides = ("Row", RowValues, self.code.row_values), ("Column", ColumnValues, self.code.column_values)
-        q, first = self.inputs.q, source.keys.base
-        found: dict[str, Any] = {}
-        for side, make, values in sides:
-            for hoisted in values:
-                value = make(hoisted.expr, q.shape, self.inputs.outside, q.device, self.group, first, len(source))
-                found[f"{side}_{hoisted.name}"] = self.value(value)
-        rows = q.shape[2] * self.group
-        return {**found, "packed_rows": padded_length(rows), "packed_keys": padded_length(len(source))}
+    def with_values(self, sources: Sequence[KeySource]) -> tuple[list[KeySource], list[Launch]]:
+        """Return key sources with what a specialised form reads of the score, and the launches that make it.
 
-    def value(self, make: RowValues | ColumnValues) -> Tensor:
-        """Return values of the score: made for a forest where they read nothing else, for this layer otherwise."""
-        buffers, read = self.inputs.buffers, loads(make.expr)
-        if not {*read} <= {*forest_numbers(self.inputs, self.score)}:
-            return perform(make, {f"buffer_{number}": buffer for number, buffer in enumerate(buffers)})
-        forest = (self.inputs.subtree_end, *(buffers[number] for number in read))
+        It is what the score says of one query or one key alone, evaluated, in the order of the tiles. What follows from
+        the forest is there already; what reads anything else may change from layer to layer.
+
+        Args:
+            sources: the own keys come last; nothing is made of those that nobody sees.
+        """
+        if self.path == "plain" or not (self.code.row_values or self.code.column_values):
+            return list(sources), []
+        batch, _, queries, _ = self.inputs.q.shape
+        rows = self._values(RowValues, self.code.row_values, (self.heads, queries * self.group))
+        found, launches = [], []
+        for source in sources:
+            if not self.is_seen(source):
+                found.append(source)
+                continue
+            columns = self._values(ColumnValues, self.code.column_values, (batch, len(source)), source.keys.base)
+            made = {name: made for name, (_, made) in columns.items()}
+            made |= {name: made if source is sources[-1] else None for name, (_, made) in rows.items()}
+            if any(tensor is not None for tensor in made.values()):
+                launches.append(launch_values(self._value_kernels, self._read_by_values(source, made), self.heads))
+            values = {f"Row_{name}": value for name, (value, _) in rows.items()}
+            values |= {f"Column_{name}": value for name, (value, _) in columns.items()}
+            found.append(replace(source, values=values))
+        return found, launches
+
+    @property
+    def _value_kernels(self) -> ModuleType:
+        return kernel_module(replace(self.request, path="values"))
+
+    def _values(
+        self,
+        side: type[RowValues | ColumnValues],
+        values: Sequence[HoistedValue],
+        size: tuple[int, int],
+        first: int = 0,
+    ) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Return values of one side, by name, and each of them again if a launch has to make it for this layer."""
+        q, known = self.inputs.q, {*forest_numbers(self.inputs, self.score)}
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for value in values:
+            make = side(value.expr, q.shape, self.inputs.outside, q.device, self.group, first, size[1])
+            dtype = torch.float32 if value.kind == "float" else torch.int32
+            if {*loads(value.expr)} <= known:
+                found[value.name] = self.of_forest(make), None
+            else:
+                made = q.new_empty((size[0], padded_length(size[1])), dtype=dtype)
+                found[value.name] = made, made
+        return found
+
+    def _read_by_values(self, source: KeySource, made: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """Return the arguments of the kernels that make values; ``None`` stands for what is there already."""
+        return {
+            **{f"Made_{name}": tensor for name, tensor in made.items()},
+            **buffer_arguments(self.inputs.buffers, self.code.used),
+            "packed_rows": padded_length(self.inputs.q.shape[2] * self.group),
+            "packed_columns": padded_length(len(source)),
+            "queries": self.inputs.q.shape[2],
+            "keys": len(source),
+            "query_base": source.keys.query_base,
+            "key_base": source.keys.base,
+            "kv_heads": source.k.shape[1],
+            "GROUP": self.group,
+        }
+
+    def of_forest(self, make: RowValues | ColumnValues) -> Tensor:
+        """Return values of the score that read nothing but the forest, made once for all its layers."""
+        buffers = self.inputs.buffers
+        forest = (self.inputs.subtree_end, *(buffers[number] for number in loads(make.expr)))
         # By its text: 1 and 1.0 are equal, and make values of other types.
         return of_forest(remembered(("values", repr(make)), forest, lambda: make(*buffers)))
+
+    def read_by_score(self, source: KeySource) -> dict[str, Any]:
+        """Return buffers, or what a specialised form reads in their stead, and how far the rows of it lie apart."""
+        if self.path == "plain":
+            return buffer_arguments(self.inputs.buffers, self.code.used)
+        rows = self.inputs.q.shape[2] * self.group
+        return {**source.values, "packed_rows": padded_length(rows), "packed_keys": padded_length(len(source))}
 
     def rows(self) -> dict[str, Any]:
         """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.
@@ -318,33 +399,3 @@ class Attention:
         if self.path != "plain" and self.group > 1:
             q = perform(copy_rows, {"Q": q, "GROUP": self.group})
         return {"Q": q, **strides("q", q)}
-
-    def buffers(self) -> dict[str, Any]:
-        """Return the buffers that the score reads, with strides and sizes."""
-        arguments: dict[str, Any] = {}
-        for number in self.code.used:
-            buffer = self.inputs.buffers[number]
-            # A pointer to booleans is one to bits in Triton.
-            arguments[f"buffer_{number}"] = buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
-            for dim in range(buffer.ndim):
-                arguments[f"buffer_{number}_stride_{dim}"] = buffer.stride(dim)
-                arguments[f"buffer_{number}_size_{dim}"] = buffer.shape[dim]
-        return arguments
-
-
-def forest_numbers(inputs: Inputs, score: Score) -> tuple[int, ...]:
-    """Return the numbers of the buffers that belong to the forest: the condition's, and what the host has sent."""
-    sent = (number for number in loads(score.value) if host_copies([inputs.buffers[number]]) is not None)
-    return tuple(sorted({*loads(score.visible), *sent}))
-
-
-@lru_cache(maxsize=256)
-def _operations(score: Score) -> str:
-    """Return the names of a score's operations, each once: those of the logit, then those of the condition."""
-    parts = [sorted(_names(part)) for part in (score.value, score.visible) if part is not None]
-    return "|".join(",".join(names) for names in parts)
-
-
-def _names(expr: Expr) -> set[str]:
-    inner = [item for item in expr[1:] if isinstance(item, tuple)]
-    return set().union({expr[0]} if inner or expr[0] == "load" else (), *(_names(item) for item in inner))

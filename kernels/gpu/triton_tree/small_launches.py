@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, str
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
 
-__all__ = ["Launch", "launch_finish", "launch_prologue", "launch_sums", "scratch_bytes"]
+__all__ = [
+    "Launch",
+    "join_values",
+    "launch_finish",
+    "launch_prologue",
+    "launch_sums",
+    "launch_values",
+    "scratch_bytes",
+]
 
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
@@ -115,8 +124,8 @@ def launch_prologue(
 
     Returns:
         The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedHalves`` int64
-        ``[B * Hkv, N * group and more]``, the bits of the log-sum-exp and above them those of minus delta; both as float32 in
-        ``PackedLse`` and ``PackedDelta``, and in ``PackedPairs``, if these are read; zeros in ``SumsQ``
+        ``[B * Hkv, N * group and more]``, the bits of the log-sum-exp and above them those of minus delta; both as
+        float32 in ``PackedLse`` and ``PackedDelta``, and in ``PackedPairs``, if these are read; zeros in ``SumsQ``
         ``[.., sums_width]`` of them; and where a group has several heads ``PackedQ`` and ``PackedGrad``
         ``[B, Hkv, N * group, features]``.
     """
@@ -162,6 +171,24 @@ def _room(
         "PackedPairs": lse.new_empty(shape[0], 2 * shape[1]) if row_pairs else None,
         "SumsQ": None if sums_width is None else lse.new_empty(*shape, sums_width),
     }
+
+
+def launch_values(kernels: ModuleType, arguments: dict[str, Any], heads: int) -> Launch:
+    """Return the launch of what a score reads of one query or one key alone.
+
+    Args:
+        kernels: those that write it.
+        arguments: what they take.
+        heads: key heads, of all elements of the batch.
+    """
+    grid = (max(arguments["packed_rows"], arguments["packed_columns"]) // _PROLOGUE_ROWS, heads)
+    return Launch(kernels.values, grid, {**arguments, "ROWS": _PROLOGUE_ROWS}, Config(_PROLOGUE_ROWS, 0, 4, 1))
+
+
+def join_values(kernels: ModuleType, prologue: Launch, values: Launch) -> Launch:
+    """Return one launch that does what the two of :func:`launch_prologue` and :func:`launch_values` do."""
+    grid = (max(prologue.grid[0], values.grid[0]), prologue.grid[1])
+    return Launch(kernels.prologue, grid, {**prologue.arguments, **values.arguments}, prologue.config)
 
 
 def launch_finish(sums: Tensor, dq: Tensor, factor: float, kv_heads: int) -> Launch:

@@ -259,8 +259,8 @@ def _without_factor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_PLACES: dict[str, tuple[str, str]] = {
     "members of a group in one row": (
-        "add_rows(SumsQ, first_row *",
-        "add_rows(SumsQ, first_row // GROUP *",
+        "add_rows(SumsQ, block.to(tl.int64) *",
+        "add_rows(SumsQ, block.to(tl.int64) // GROUP *",
     ),
     "all heads in the first": ("SumsQ += tl.program_id(1)", "SumsQ += 0 * tl.program_id(1)"),
     "once for full tiles": ("{{ keys_tile(False, queries_too)", "{{ keys_tile(False, False)"),

@@ -45,7 +45,7 @@ def verdicts(arch: int, *cases: Case, paths: tuple[str, ...] = ("plain", "warp")
 
 def test_hopper_in_both_forms() -> None:
     found = verdicts(90, Case(BF16, 128, 128, 7, EVERYTHING))
-    assert len(found) == 5 + specialises_keys(EVERYTHING)
+    assert len(found) == 7 + specialises_keys(EVERYTHING), "beside products, what the score reads of rows is made"
     assert not any(found.values()), found
 
 
@@ -267,6 +267,8 @@ def test_a_new_length_compiles_nothing(path: str, features: tuple[str, ...], mon
         expected.remove("backward_keys")
     if path == "warp" and "bias" in features:
         expected.clear()
+    if path == "warp" and "alibi" in features:
+        expected += ["values", "prologue"]
     for tokens in (256, 333, 1008, 1001):
         monkeypatch.setattr(bench_kernel, "_TOKENS", tokens)
         launches = list(bench_kernel._launches(Case(BF16, 64, 64, 4, features), path, 90))

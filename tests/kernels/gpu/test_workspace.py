@@ -24,6 +24,7 @@ from treefx.kernels.tiles import hosted, tree_blocks
 FORMS = {"two passes": "plain", "one pass": "plain", "specialised": "warp"}
 """And the path of each."""
 WINDOW = make_score(scale=0.125, window=50, depth=0)
+ALIBI = make_score(scale=0.125, depth=0, alibi=1)
 
 
 def part(seed: int, score: Score = SCORE) -> Inputs:
@@ -38,7 +39,8 @@ def part(seed: int, score: Score = SCORE) -> Inputs:
     widths = width, width if seed % 3 else 64
     boundary = outside(seed, tokens, kv_heads, widths, generator) if seed % 2 else None
     total = tokens + (0 if boundary is None else boundary.k.shape[2])
-    buffers = [torch.zeros(total, dtype=torch.int64)] if score is WINDOW else []
+    buffers = [torch.zeros(total, dtype=torch.int64)] if score is not SCORE else []
+    buffers += [torch.ones(group * kv_heads)] if score is ALIBI else []
     shapes = (group * kv_heads, width), (kv_heads, width), (kv_heads, widths[1])
     return Inputs(*(heads(tokens, *shape) for shape in shapes), ends, buffers, None, boundary)
 
@@ -215,6 +217,22 @@ def test_values_of_a_score_are_never_counted_too_low(
     assert values and sum(value.nbytes for value in values) <= kept
     least = counted(given)
     assert forward <= least[0] + kept <= 3 * forward and backward <= least[1] + kept <= 3 * backward
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_values_of_a_layer_are_never_counted_too_low(
+    seed: int,
+    device: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slopes and depths that nobody has sent: launches make what is read of them, and no operator of torch does."""
+    inputs = in_form("specialised", part(seed, ALIBI), monkeypatch)
+    forward, backward, _ = taken(inputs, ALIBI)
+    given = runner(inputs, ALIBI, "specialised")
+    least = counted(given)
+    assert forward <= least[0] <= 4 * forward and backward <= least[1] <= 4 * backward
+    monkeypatch.setattr(workspace, "_values", lambda *_: (0, 0))
+    assert counted(given)[0] < forward and counted(given)[1] < backward
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -47,7 +47,7 @@ __all__ = [
 
 ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
-_WITHOUT_PRODUCTS = ("prologue", "sum_parts", "finish_queries")
+_WITHOUT_PRODUCTS = ("prologue", "values", "sum_parts", "finish_queries")
 _MULTIPLYING_WARPS = 8
 """Of a specialised kernel: two groups of four, which share a tile."""
 _GLUON_LOOPS = 4
@@ -284,12 +284,12 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     if not has_form(case, path, arch):
         return
     attention = _attention(case, path, arch)
-    sources = _sources(attention)
+    sources, values = attention.with_values(_sources(attention))
     inputs = attention.inputs
     heads, row = inputs.q.shape[1], torch.empty(1, inputs.q.shape[1], _TOKENS)
     out, wide = (_heads(heads, case.value_dim, dtype) for dtype in (case.dtype, torch.float32))
     dq, wide_dq = inputs.q, _heads(heads, case.head_dim, torch.float32)
-    prologue, of_keys, of_queries = attention.prologue(out, out, row)
+    prologue, of_keys, of_queries = attention.prologue(out, out, row, values)
     for number, source in enumerate(sources):  # the last one goes on from what the others have left
         last, before = number == len(sources) - 1, number > 0
         yield attention.forward(source, out if last else wide, row, (wide, row) if before else None)
@@ -300,7 +300,9 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
         attention = replace(attention, once=True)
         prologue, of_keys, _ = attention.prologue(out, out, row)
         yield attention.backward_keys(sources[0], of_keys, inputs.k, inputs.v)
-    if path != "gluon" and not case.features and case.group == 1:
+    if path != "gluon":
+        yield from values[:1]
+    if path != "gluon" and (values or (not case.features and case.group == 1)):
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
         config = attention.config("backward_keys")
