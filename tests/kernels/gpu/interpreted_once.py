@@ -165,7 +165,7 @@ def with_nan_behind(x: torch.Tensor) -> torch.Tensor:
 
 
 UNBOUNDED: dict[str, tuple[str, str, tuple[int, ...]]] = {
-    "rows": ("inside = tl.minimum(row, queries * GROUP - 1)", "inside = row", (3, 4)),
+    "rows": ('"tl.minimum(row, queries * GROUP - 1)" if masked', '"row" if masked', (3, 4)),
     "keys": ("existing = tl.minimum(key, keys - 1)", "existing = key", (0, 2)),
 }
 
