@@ -13,6 +13,7 @@ the score is decided per tile by :mod:`treefx.kernels.tiles.tile_bounds`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from threading import Lock
 from typing import Any
 
@@ -225,8 +226,8 @@ class _Entry:
     settings: tuple[object, ...]
     given: tuple[Known, ...]
     """The caller's tensors, which may belong to the memory of a captured graph: nothing of that is kept."""
-    copies: tuple[Tensor, ...]
-    """None of those that the host has sent."""
+    copies: tuple[Tensor | None, ...]
+    """Of those that the host has sent ``None``; nothing where it has sent all."""
     on_device: bool
     made: Made | None
     """When, on a device with streams."""
@@ -362,10 +363,11 @@ def _recall(settings: tuple[object, ...], given: tuple[Tensor, ...]) -> _Entry |
 
 
 def _keep(settings: tuple[object, ...], given: tuple[Tensor, ...], value: Any) -> _Entry:
-    known = is_on_device(given[0]) and host_copies(given) is not None
-    copies = () if known else tuple(tensor.clone() for tensor in given)
+    known = [is_on_device(tensor) and host_copies([tensor]) is not None for tensor in given]
+    copies = tuple(None if sent else tensor.clone() for sent, tensor in zip(known, given, strict=True))
     made = Made.now(given[0].device)
-    new = _Entry(settings, tuple(map(Known.of, given)), copies, is_on_device(given[0]), made, value)
+    held = () if all(known) else copies
+    new = _Entry(settings, tuple(map(Known.of, given)), held, is_on_device(given[0]), made, value)
     _recent[:] = [new, *(entry for entry in _recent if not _is_over(entry))][:_CACHED]
     return new
 
@@ -378,13 +380,18 @@ def _is_over(entry: _Entry) -> bool:
 def _same(entry: _Entry, given: tuple[Tensor, ...]) -> bool:
     if entry.copies and (not is_on_device(given[0]) or any(tensor.is_inference() for tensor in given)):
         entry.wait()
-        return all(_alike(copy, new) and torch.equal(copy, new) for copy, new in zip(entry.copies, given, strict=True))
+        return all(starmap(_is_content, zip(entry.given, entry.copies, given, strict=True)))
     if not all(known.is_still(new) for known, new in zip(entry.given, given, strict=True)):
         return False
     entry.wait()
     for copy, new in zip(entry.copies, given, strict=bool(entry.copies)):
-        torch._assert_async((copy == new).all(), _OVERWRITTEN)
+        if copy is not None:
+            torch._assert_async((copy == new).all(), _OVERWRITTEN)
     return True
+
+
+def _is_content(known: Known, copy: Tensor | None, new: Tensor) -> bool:
+    return known.is_still(new) if copy is None else _alike(copy, new) and torch.equal(copy, new)
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

@@ -41,7 +41,7 @@ def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[T
         out, lse = launch()
     else:
         with _device_of(inputs.q):
-            out, lse = replayed(kind, _forest(inputs, score), _given(inputs), launch)
+            out, lse = replayed(kind, _forest(inputs, kind), _given(inputs), launch)
     return out, lse
 
 
@@ -76,7 +76,7 @@ def backward(
     else:
         given = {**_given(inputs), "grad": grad_out, "out": out, "lse": lse}
         with _device_of(inputs.q):
-            found = replayed(kind, _forest(inputs, score), given, launch)
+            found = replayed(kind, _forest(inputs, kind), given, launch)
     delta, dq, dk, dv, *rest = found
     if inputs.sinks is not None:
         weight = torch.exp(inputs.sinks.to(lse.dtype)[None, :, None] - lse)
@@ -86,8 +86,11 @@ def backward(
     return dq, dk, dv, rest
 
 
-def _kind(name: str, inputs: Inputs, score: Score) -> tuple[object, ...] | None:
-    """Return what decides which kernels run, beside the forest and how tensors lie.
+_Kind = tuple[str, str, bool, str | None, tuple[int, ...]]
+
+
+def _kind(name: str, inputs: Inputs, score: Score) -> _Kind | None:
+    """Return what decides which kernels run, beside the forest and how tensors lie; the forest's buffers come last.
 
     ``None``: they differ from call to call, with keys from outside or while configurations are tried out.
     """
@@ -97,9 +100,9 @@ def _kind(name: str, inputs: Inputs, score: Score) -> tuple[object, ...] | None:
     return name, score.to_json(), deterministic, forced_path(), forest_numbers(inputs, score)
 
 
-def _forest(inputs: Inputs, score: Score) -> tuple[Tensor, ...]:
+def _forest(inputs: Inputs, kind: _Kind) -> tuple[Tensor, ...]:
     """Return the vectors of the forest: lists of tiles and values of the score are made from them."""
-    return (inputs.subtree_end, *(inputs.buffers[number] for number in forest_numbers(inputs, score)))
+    return (inputs.subtree_end, *(inputs.buffers[number] for number in kind[-1]))
 
 
 def _given(inputs: Inputs) -> dict[str, Tensor]:

@@ -5,7 +5,10 @@ The device is a stand-in: its tensors lie on the CPU, and every operator that wo
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -21,7 +24,7 @@ from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.inspection.stand_in import on_device
 from treefx.kernels.gpu.replays import Recorder as StepRecorder
-from treefx.kernels.gpu.replays import note
+from treefx.kernels.gpu.replays import note, perform, replayed
 from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.arguments import RowValues
 from treefx.kernels.gpu.triton_tree.launch import Attention
@@ -247,6 +250,35 @@ def test_what_a_score_reads_of_the_forest_is_made_once(kind: str, deterministic:
     else:
         assert others[0] == (3, 4, 0), "a kernel more forward than a product; backward the prologue makes them"
         assert run(forest(1040, sent=True), deterministic, score, [torch.arange(1040), slopes])[1:] == others
+
+
+def test_only_what_nobody_sent_is_watched(device: None) -> None:
+    """Of a forest that was sent with depths that were not, the depths: one comparison."""
+    score, _ = KINDS["window"]
+    _, *others = run(forest(1040, sent=True), True, score, [torch.arange(1040)])
+    assert others == [(5, 6, 0)] * 2
+    _, *others = run(forest(1040, sent=False), True, score, [torch.arange(1040)])
+    assert others == [(8, 9, 0)] * 2
+
+
+def test_threads_write_down_what_is_theirs(device: None) -> None:
+    """Two at once, of one kind and one forest: the autograd engine has a thread for every device."""
+    ends, both = forest(64, sent=True), Barrier(2)
+
+    def double(q: Tensor) -> Tensor:
+        both.wait(10)  # the other one is in the middle of it too
+        return 2 * q
+
+    def launch(given: Tensor, recorder: StepRecorder) -> list[Tensor]:
+        with recorder.recording():
+            return [perform(double, {"Q": perform(double, {"Q": given})})]
+
+    def run_twice(number: int) -> list[float]:
+        layers = [torch.full((3,), float(number + layer)) for layer in (0, 10)]
+        return [float(replayed(("kind",), (ends,), {"q": q}, partial(launch, q))[0][0]) for q in layers]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run_twice, (1, 2))) == [[4.0, 44.0], [8.0, 48.0]]
 
 
 def test_a_forest_that_nobody_sent_is_read_and_watched(device: None) -> None:

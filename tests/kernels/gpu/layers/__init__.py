@@ -1,0 +1,1 @@
+"""What layers after the first of a forest launch, and with what."""
