@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.progress import track
 
+from treefx.bench.job.failures import what_failed
 from treefx.errors import TreefxError
 from treefx.output import notes
 
@@ -73,7 +74,7 @@ def run(*, json_output: bool = False, inner: str = "inductor", cases: Sequence[M
         measurement, ``raw_tokens``, ``tokens`` and ``sharing_ratio`` of the batch.
 
     Raises:
-        MeasurementError: A process failed; the message ends with what it wrote.
+        MeasurementError: A process failed; the message ends with its error.
     """
     bar = track(cases, description="one process each", disable=json_output, console=notes, transient=True)
     return [_measure_apart(case, inner) for case in bar]
@@ -83,7 +84,7 @@ def _measure_apart(case: MemoryCase, inner: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "treefx.bench.memory", json.dumps({**asdict(case), "inner": inner})]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise MeasurementError(f"measuring {case.name!r} in its own process failed:\n{done.stderr[-2000:]}")
+        raise MeasurementError(f"measuring {case.name!r} in its own process failed:\n{what_failed(done.stderr)}")
     record: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return record
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from treefx.bench.job.failures import what_failed
 from treefx.errors import TreefxError
 
 __all__ = ["ONE_COMPILER", "check_same", "empty_caches", "in_process", "logged_sharing"]
@@ -43,7 +44,7 @@ def in_process(module: str, case: Any, environment: Mapping[str, str], error: ty
     command = [sys.executable, "-m", module, json.dumps(asdict(case))]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(environment))
     if done.returncode != 0:
-        raise error(f"{case.name!r} failed in its own process:\n{done.stderr[-2000:]}")
+        raise error(f"{case.name!r} failed in its own process:\n{what_failed(done.stderr)}")
     record: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return record
 

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from typing import Any
 
+from treefx.bench.job.failures import what_failed
 from treefx.bench.overlap.rank import RANKS, OverlapCase
 from treefx.errors import TreefxError
 
@@ -74,7 +75,7 @@ def _collect(cases: list[OverlapCase], seconds: float) -> list[dict[str, Any]]:
                 rank.kill()
     printed = [ending.result() for ending in endings]
     if failed:
-        told = [f"rank {at}: {printed[at][1][-2000:]}" for at in failed]
+        told = [f"rank {at}: {what_failed(printed[at][1])}" for at in failed]
         raise OverlapError("\n".join(["expected all ranks to end well, but:", *told]))
     if late:
         raise OverlapError(f"expected the ranks to end within {seconds:g} seconds; one still ran")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from treefx.bench.job.failures import what_failed
 from treefx.bench.job.ways import check_same, empty_caches, logged_sharing
 from treefx.bench.trainers.environment import make_environment
 from treefx.bench.trainers.material import Material, make_material
@@ -147,7 +148,7 @@ def train(recipe: Recipe, way: str, programs: Path, material: Material) -> dict[
     if done.returncode != 0 or not numbers:
         raise TrainersError(
             f"{recipe.name} with {way} was expected to train, but its command ended with status {done.returncode} "
-            f"after {len(log)} steps:\n{(done.stdout + done.stderr)[-3000:]}"
+            f"after {len(log)} steps:\n{what_failed(done.stdout + done.stderr)}"
         )
     return {"way": f"{recipe.name} with {way}", "whole_seconds": seconds, "numbers": numbers, "log": log}
 
