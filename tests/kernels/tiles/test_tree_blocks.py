@@ -35,8 +35,10 @@ def dense_mask(low: Tensor, high: Tensor, queries: int, visible: Expr | None, de
     return mask
 
 
-def check_lists(lists: TileLists, mask: Tensor, rows: int, columns: int, *, exact: bool, ragged: int) -> None:
-    """``mask`` with the listing side first; ``ragged`` is the dimension of the keys."""
+def check_lists(
+    lists: TileLists, mask: Tensor, rows: int, columns: int, *, exact: bool, whole: tuple[int, ...]
+) -> None:
+    """``mask`` with the listing side first; in dimensions ``whole`` no block of a full tile is ragged."""
     blocks = -(-mask.shape[0] // rows)
     assert sorted(lists.order.tolist()) == list(range(blocks))
     lengths = (lists.start[1:] - lists.start[:-1])[lists.order.long()]
@@ -46,16 +48,16 @@ def check_lists(lists: TileLists, mask: Tensor, rows: int, columns: int, *, exac
         full, partial = lists.tiles[start:middle].tolist(), lists.tiles[middle:stop].tolist()
         for other in range(-(-mask.shape[1] // columns)):
             tile = mask[block * rows : (block + 1) * rows, other * columns : (other + 1) * columns]
-            whole = bool(tile.all()) and tile.shape[ragged] == (rows, columns)[ragged]
-            assert other not in full or whole
+            fills = bool(tile.all()) and all(tile.shape[dim] == (rows, columns)[dim] for dim in whole)
+            assert other not in full or fills
             assert bool(tile.any()) <= (other in full or other in partial)
             if exact:
-                assert (other in full, other in partial) == (whole, bool(tile.any()) and not whole)
+                assert (other in full, other in partial) == (fills, bool(tile.any()) and not fills)
 
 
 def check(blocks: TreeBlocks, mask: Tensor, *, exact: bool) -> None:
-    check_lists(blocks.by_query, mask, blocks.query_block, blocks.key_block, exact=exact, ragged=1)
-    check_lists(blocks.by_key, mask.T, blocks.key_block, blocks.query_block, exact=exact, ragged=0)
+    check_lists(blocks.by_query, mask, blocks.query_block, blocks.key_block, exact=exact, whole=(1,))
+    check_lists(blocks.by_key, mask.T, blocks.key_block, blocks.query_block, exact=exact, whole=(0, 1))
 
 
 @given(
