@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import sympy
 
 from treefx.kernels.gpu.triton_tree.arguments import padded_length
-from treefx.kernels.gpu.triton_tree.codegen import reads_row_pairs, row_width
+from treefx.kernels.gpu.triton_tree.codegen import row_vectors, row_width
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.paths import path_of_keys
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
@@ -163,11 +163,10 @@ def backward_bytes(
     q, request = attention.inputs.q, attention.request
     count, rows = _heads(attention), tokens * attention.group
     packed = rows * (request.head_dim + request.value_dim) * q.element_size() if attention.group > 1 else 0
-    forms = 1 + (attention.path != "plain") + reads_row_pairs(request)
-    vectors = (2 * forms * _padded(rows) + rows) * _WORD
     sums = _padded(rows) * row_width(request.head_dim, request.chunk_widths) * _WORD if attention.once else 0
     carried = count * rows * request.head_dim * _WORD if carries else 0
     keys_on, kernel = path_of_keys(attention), attention.of_keys
+    vectors = (sum(row_vectors(request, keys_on.path).values()) * _padded(rows) + rows) * _WORD
     kept, made = _values(attention, tokens, [lists for lists, _ in sources])
     found = []
     for of_keys, of_queries in sources:

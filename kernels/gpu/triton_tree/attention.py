@@ -157,9 +157,9 @@ def backward_from(
     dq = empty_heads_inside(attention.inputs.q, attention.inputs.q.shape[-1])
     sources, values = attention.with_values(sources)
     with _device_of(dq):
-        prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse, values)
-        prologue.run()
         keys_on = path_of_keys(attention)
+        prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse, values, keys_on.path)
+        prologue.run()
         pairs = [_backward_keys(keys_on, source, of_keys) for source in sources]
         if attention.once:
             launch_finish(of_keys["SumsQ"], dq, attention.code.factor, attention.inputs.k.shape[1]).run()

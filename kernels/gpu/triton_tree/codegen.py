@@ -23,7 +23,7 @@ from treefx.kernels.expression_text import format_condition, format_expression
 from treefx.kernels.gpu.triton_tree.expressions import BufferKind, score_code
 from treefx.kernels.score import Score
 
-__all__ = ["Request", "cache_folder", "kernel_module", "kernel_source", "reads_row_pairs", "row_width"]
+__all__ = ["Request", "cache_folder", "kernel_module", "kernel_source", "reads_row_pairs", "row_vectors", "row_width"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _IMPORTS = ("import triton", "import triton.language as tl")
@@ -91,6 +91,18 @@ def reads_row_pairs(request: Request) -> bool:
     """
     pieces = head_chunks(request.head_dim, *request.chunk_widths)
     return request.path == "warp" and len(pieces) > 1 and Score.from_json(request.score).visible is None
+
+
+def row_vectors(request: Request, keys_path: str) -> dict[str, int]:
+    """Return how the backward kernels read the log-sum-exp and minus delta of rows, with the words of a row.
+
+    Args:
+        request: the kernels.
+        keys_path: of dk and dv, which may have no other form than the plain one.
+    """
+    pairs = {"PackedPairs": 2} if reads_row_pairs(request) else {}
+    of_keys = {"PackedHalves": 2} if keys_path == "plain" else pairs
+    return of_keys if request.path == "plain" else {"PackedLse": 1, "PackedDelta": 1, **of_keys}
 
 
 @lru_cache(maxsize=256)

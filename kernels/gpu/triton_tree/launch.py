@@ -20,10 +20,11 @@ from treefx.kernels.gpu.triton_tree.arguments import (
     padded_length,
     strides,
 )
-from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, reads_row_pairs, row_width
+from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, row_vectors, row_width
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config, operations_of
 from treefx.kernels.gpu.triton_tree.expressions import HoistedValue, ScoreCode, kinds_of, score_code
 from treefx.kernels.gpu.triton_tree.small_launches import (
+    ROW_VECTORS,
     Launch,
     join_values,
     launch_prologue,
@@ -284,28 +285,26 @@ class Attention:
         }
 
     def prologue(
-        self, grad_out: Tensor, out: Tensor, lse: Tensor, values: Sequence[Launch] = ()
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, values: Sequence[Launch] = (), keys_path: str = ""
     ) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
         """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
 
         All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles. In one
-        pass there is room for the sums of the gradient of the queries, and it is zeroed. ``values`` are made there too.
+        pass there is room for the sums of the gradient of the queries, and it is zeroed. ``values`` are made there too;
+        ``keys_path`` is that of dk and dv, if another.
         """
         q = self.inputs.q
         width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
-        forms = {"apart": self.path != "plain", "row_pairs": reads_row_pairs(self.request)}
-        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1], width, **forms)
+        read = row_vectors(self.request, keys_path or self.path)
+        launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1], width, read)
         made = launch.arguments
         rows, grads = (q, grad_out) if made["PackedQ"] is None else (made["PackedQ"], made["PackedGrad"])
-        names = "PackedHalves", "PackedLse", "PackedDelta", "PackedPairs", "packed_rows", "SumsQ"
-        packed = {name: made[name] for name in names}
+        packed = {name: made[name] for name in (*ROW_VECTORS, "packed_rows", "SumsQ")}
         packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
-        if len(values) == 1:
-            launch = join_values(self._value_kernels, launch, values[0])
-        else:
-            launch = replace(launch, after=tuple(values))
+        alone = len(values) == 1
+        launch = join_values(self._value_kernels, launch, *values) if alone else replace(launch, after=tuple(values))
         return launch, packed, in_place if self.path == "plain" else packed
 
     def with_values(self, sources: Sequence[KeySource]) -> tuple[list[KeySource], list[Launch]]:

@@ -72,8 +72,9 @@ def prologue(
     lse = tl.load(Lse + lse_row, mask=valid, other=float("-inf"))
     seen = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     place = tl.program_id(1).to(tl.int64) * packed_rows + row
-    halves = seen.to(tl.uint32, bitcast=True).to(tl.int64) | (-delta).to(tl.uint32, bitcast=True).to(tl.int64) << 32
-    tl.store(PackedHalves + place, halves, mask=row < packed_rows)
+    if PackedHalves is not None:
+        halves = seen.to(tl.uint32, bitcast=True).to(tl.int64) | (-delta).to(tl.uint32, bitcast=True).to(tl.int64) << 32
+        tl.store(PackedHalves + place, halves, mask=row < packed_rows)
     if PackedLse is not None:
         tl.store(PackedLse + place, seen, mask=row < packed_rows)
         tl.store(PackedDelta + place, -delta, mask=row < packed_rows)

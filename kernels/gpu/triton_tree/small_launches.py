@@ -4,7 +4,7 @@ A launch can be run, or compiled ahead of time without a device, from the same a
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -20,6 +20,7 @@ from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
 
 __all__ = [
+    "ROW_VECTORS",
     "Launch",
     "join_values",
     "launch_finish",
@@ -29,6 +30,8 @@ __all__ = [
     "scratch_bytes",
 ]
 
+ROW_VECTORS = "PackedHalves", "PackedLse", "PackedDelta", "PackedPairs"
+"""Forms of the log-sum-exp and minus delta of rows."""
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
 _MOST_HEADS = 65_535
@@ -106,9 +109,7 @@ def launch_prologue(
     lse: Tensor,
     kv_heads: int,
     sums_width: int | None = None,
-    *,
-    apart: bool = False,
-    row_pairs: bool = False,
+    read: Collection[str] = ("PackedHalves",),
 ) -> Launch:
     """Return the launch of what the backward needs of every row of queries, with room for its results.
 
@@ -119,13 +120,12 @@ def launch_prologue(
         lse: ``[B, H, N]``.
         kv_heads: key heads.
         sums_width: features of a row of ``SumsQ``, where gradients of the queries will be added up; ``None``: nowhere.
-        apart: whether ``PackedLse`` and ``PackedDelta`` are read.
-        row_pairs: whether ``PackedPairs`` is read.
+        read: in which of the forms below the log-sum-exp and minus delta are read.
 
     Returns:
-        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedHalves`` int64
-        ``[B * Hkv, N * group and more]``, the bits of the log-sum-exp and above them those of minus delta; both as
-        float32 in ``PackedLse`` and ``PackedDelta``, and in ``PackedPairs``, if these are read; zeros in ``SumsQ``
+        The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedLse`` and (minus delta)
+        ``PackedDelta`` ``[B * Hkv, N * group and more]``; in ``PackedPairs`` the first of two rows before the second of
+        both; in ``PackedHalves`` int64 the bits of the first and above them those of the second; zeros in ``SumsQ``
         ``[.., sums_width]`` of them; and where a group has several heads ``PackedQ`` and ``PackedGrad``
         ``[B, Hkv, N * group, features]``.
     """
@@ -134,7 +134,7 @@ def launch_prologue(
     batch, heads, queries, width = q.shape
     group, value_width = heads // kv_heads, grad_out.shape[-1]
     rows = queries * group
-    room = _room(lse, (batch * kv_heads, padded_length(rows)), sums_width, apart, row_pairs)
+    room = _room(lse, (batch * kv_heads, padded_length(rows)), sums_width, read)
     copies = [x.new_empty(batch, kv_heads, rows, x.shape[-1]) if group > 1 else None for x in (q, grad_out)]
     arguments = {
         "Q": q,
@@ -161,16 +161,18 @@ def launch_prologue(
 
 
 def _room(
-    lse: Tensor, shape: tuple[int, int], sums_width: int | None, apart: bool, row_pairs: bool
+    lse: Tensor, shape: tuple[int, int], sums_width: int | None, read: Collection[str]
 ) -> dict[str, Tensor | None]:
     """Return room for what a row has in the order of the tiles."""
-    return {
-        "PackedHalves": lse.new_empty(shape, dtype=torch.int64),
-        "PackedLse": lse.new_empty(shape) if apart else None,
-        "PackedDelta": lse.new_empty(shape) if apart else None,
-        "PackedPairs": lse.new_empty(shape[0], 2 * shape[1]) if row_pairs else None,
-        "SumsQ": None if sums_width is None else lse.new_empty(*shape, sums_width),
+    kinds = {
+        "PackedLse": (shape, torch.float32),
+        "PackedDelta": (shape, torch.float32),
+        "PackedPairs": ((shape[0], 2 * shape[1]), torch.float32),
+        "PackedHalves": (shape, torch.int64),
     }
+    vectors = {name: lse.new_empty(size, dtype=dtype) for name, (size, dtype) in kinds.items() if name in read}
+    sums = None if sums_width is None else lse.new_empty(*shape, sums_width)
+    return {**dict.fromkeys(kinds), **vectors, "SumsQ": sums}
 
 
 def launch_values(kernels: ModuleType, arguments: dict[str, Any], heads: int) -> Launch:

@@ -233,7 +233,9 @@ def test_where_one_pass_fits(change: dict[str, Any], fits: bool) -> None:
 def test_what_runs_before_the_backward(arch: int) -> None:
     """With queries and gradients copied in the order of rows, of a group that is no power of two."""
     q, out = (torch.empty(1, 64, 10, width, dtype=BF16).transpose(1, 2) for width in (80, 128))
-    launch = launch_prologue(q, out, out, torch.empty(1, 10, 64), 2, row_pairs=True)
+    launch = launch_prologue(
+        q, out, out, torch.empty(1, 10, 64), 2, read=("PackedLse", "PackedDelta", "PackedPairs", "PackedHalves")
+    )
     assert launch.arguments["PackedQ"].shape == (1, 2, 320, 80)
     report = compile_launch(launch, arch)
     assert report.spill_bytes == 0 and report.registers <= 128

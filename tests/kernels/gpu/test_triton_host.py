@@ -54,7 +54,7 @@ def test_both_forms_are_compared_once_and_the_fast_one_stays(compiled: list[str]
     LAUNCHED.clear()
     attend(200)
     assert LAUNCHED == ["forward", *BACKWARD]
-    assert len(compiled) == 7 and list(paths._verdicts.values()) == [True, True]
+    assert len(compiled) == 8 and list(paths._verdicts.values()) == [True, True]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 50, "softcap": 5.0}], ids=["plain", "window, softcap"])
