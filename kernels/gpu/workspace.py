@@ -27,7 +27,7 @@ from treefx.kernels.gpu.triton_tree.arguments import padded_length
 from treefx.kernels.gpu.triton_tree.codegen import row_vectors, row_width
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.paths import path_of_keys
-from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
+from treefx.kernels.gpu.triton_tree.small_launches import OF_KEYS, scratch_bytes
 from treefx.kernels.tiles.hosted import ALIGNED
 from treefx.kernels.tiles.key_programs import MOST_SLOTS
 from treefx.kernels.tiles.tree_blocks import TreeBlocks
@@ -162,22 +162,25 @@ def backward_bytes(
     """
     q, request = attention.inputs.q, attention.request
     count, rows = _heads(attention), tokens * attention.group
-    packed = rows * (request.head_dim + request.value_dim) * q.element_size() if attention.group > 1 else 0
-    sums = _padded(rows) * row_width(request.head_dim, request.chunk_widths) * _WORD if attention.once else 0
+    copies = rows * (request.head_dim + request.value_dim) * q.element_size() if attention.group > 1 else 0
     carried = count * rows * request.head_dim * _WORD if carries else 0
     keys_on, kernel = path_of_keys(attention), attention.of_keys
-    vectors = (sum(row_vectors(request, keys_on.path).values()) * _padded(rows) + rows) * _WORD
+    words = row_vectors(request, keys_on.path)
+    alone = sum(words.pop(name, 0) for name in OF_KEYS) * _padded(rows) * _WORD
+    laid = count * (copies + sum(words.values()) * _padded(rows) * _WORD)
+    sums = _padded(rows) * row_width(request.head_dim, request.chunk_widths) * _WORD if attention.once else 0
     kept, made = _values(attention, tokens, [lists for lists, _ in sources])
     found = []
     for of_keys, of_queries in sources:
         widths = request.head_dim + request.value_dim if of_keys.slots != 0 else 2
         slots = of_keys.slots if of_keys.slots != 0 else 1
-        parts = slots * count * keys_on.config(kernel).block_n * widths * _WORD
-        found.append(parts + _descriptors(keys_on, of_keys, of_keys.programs, kernel))
-        if not attention.once:
+        parts = count * (alone + sums + slots * keys_on.config(kernel).block_n * widths * _WORD)
+        found.append(laid + parts + _descriptors(keys_on, of_keys, of_keys.programs, kernel))
+        if not attention.once:  # the plain kernel of dq reads its rows in place
             programs = _blocks(rows, attention.config("backward_queries").block_m)
-            found.append(carried + _descriptors(attention, of_queries, programs, "backward_queries"))
-    return kept + most_of([made, count * (packed + vectors + sums) + most_of(found)])
+            descriptors = _descriptors(attention, of_queries, programs, "backward_queries")
+            found.append(carried + (0 if attention.path == "plain" else laid) + descriptors)
+    return kept + most_of([made, count * rows * _WORD + most_of(found)])
 
 
 def _descriptors(attention: Attention, lists: Lists, programs: Number, kernel: str) -> Number:

@@ -160,12 +160,14 @@ def backward_from(
         keys_on = path_of_keys(attention)
         prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse, values, keys_on.path)
         prologue.run()
+        delta, sums = prologue.arguments["Delta"], prologue.arguments["SumsQ"]
         pairs = [_backward_keys(keys_on, source, of_keys) for source in sources]
+        del prologue, of_keys  # what dk and dv alone read makes room for dq
         if attention.once:
-            launch_finish(of_keys["SumsQ"], dq, attention.code.factor, attention.inputs.k.shape[1]).run()
+            launch_finish(sums, dq, attention.code.factor, attention.inputs.k.shape[1]).run()
         else:
             _backward_queries(attention, [one for one in sources if attention.is_seen(one)], of_queries, dq)
-    return dq, pairs, prologue.arguments["Delta"]
+    return dq, pairs, delta
 
 
 def _backward_keys(attention: Attention, source: KeySource, gradients: dict[str, Any]) -> tuple[Tensor, Tensor]:

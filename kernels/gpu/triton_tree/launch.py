@@ -24,6 +24,7 @@ from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, row_v
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config, operations_of
 from treefx.kernels.gpu.triton_tree.expressions import HoistedValue, ScoreCode, kinds_of, score_code
 from treefx.kernels.gpu.triton_tree.small_launches import (
+    OF_KEYS,
     ROW_VECTORS,
     Launch,
     join_values,
@@ -289,9 +290,8 @@ class Attention:
     ) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
         """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
 
-        All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles. In one
-        pass there is room for the sums of the gradient of the queries, and it is zeroed. ``values`` are made there too;
-        ``keys_path`` is that of dk and dv, if another.
+        All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles. In one pass the
+        sums of dq are zeroed. ``values`` are made there too; ``keys_path`` is that of dk and dv, if another.
         """
         q = self.inputs.q
         width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
@@ -303,9 +303,9 @@ class Attention:
         packed |= {"Q": rows, "GradOut": grads, **strides("q", rows), **strides("grad", grads)}
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
-        alone = len(values) == 1
-        launch = join_values(self._value_kernels, launch, *values) if alone else replace(launch, after=tuple(values))
-        return launch, packed, in_place if self.path == "plain" else packed
+        launch = join_values(self._value_kernels, launch, values) if values else launch
+        of_both = {name: value for name, value in packed.items() if name not in OF_KEYS}
+        return launch, packed, in_place if self.path == "plain" else of_both
 
     def with_values(self, sources: Sequence[KeySource]) -> tuple[list[KeySource], list[Launch]]:
         """Return key sources with what a specialised form reads of the score, and the launches that make it.

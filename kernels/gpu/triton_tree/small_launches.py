@@ -5,7 +5,7 @@ A launch can be run, or compiled ahead of time without a device, from the same a
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
 
 __all__ = [
+    "OF_KEYS",
     "ROW_VECTORS",
     "Launch",
     "join_values",
@@ -30,8 +31,9 @@ __all__ = [
     "scratch_bytes",
 ]
 
-ROW_VECTORS = "PackedHalves", "PackedLse", "PackedDelta", "PackedPairs"
-"""Forms of the log-sum-exp and minus delta of rows."""
+OF_KEYS = "PackedHalves", "PackedPairs"
+ROW_VECTORS = "PackedLse", "PackedDelta", *OF_KEYS
+"""Forms of the log-sum-exp and minus delta of rows; those that only the kernels of dk and dv read."""
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
 _MOST_HEADS = 65_535
@@ -187,10 +189,15 @@ def launch_values(kernels: ModuleType, arguments: dict[str, Any], heads: int) ->
     return Launch(kernels.values, grid, {**arguments, "ROWS": _PROLOGUE_ROWS}, Config(_PROLOGUE_ROWS, 0, 4, 1))
 
 
-def join_values(kernels: ModuleType, prologue: Launch, values: Launch) -> Launch:
-    """Return one launch that does what the two of :func:`launch_prologue` and :func:`launch_values` do."""
-    grid = (max(prologue.grid[0], values.grid[0]), prologue.grid[1])
-    return Launch(kernels.prologue, grid, {**prologue.arguments, **values.arguments}, prologue.config)
+def join_values(kernels: ModuleType, prologue: Launch, values: Sequence[Launch]) -> Launch:
+    """Return one launch that does what those of :func:`launch_prologue` and :func:`launch_values` do.
+
+    Where there are values of several sources, each is made after it.
+    """
+    if len(values) > 1:
+        return replace(prologue, after=tuple(values))
+    grid = (max(prologue.grid[0], values[0].grid[0]), prologue.grid[1])
+    return Launch(kernels.prologue, grid, {**prologue.arguments, **values[0].arguments}, prologue.config)
 
 
 def launch_finish(sums: Tensor, dq: Tensor, factor: float, kv_heads: int) -> Launch:
