@@ -24,6 +24,12 @@ pytestmark = pytest.mark.sample(4)
 
 SHAPES = [(3, 7), (5, 23), (6, 6), (1, 9), (4, 50), (2, 2), (23, 5)]
 _asked: list[bool] = []
+_META = torch.empty(1, 1, 1, 8, dtype=torch.float64, device="meta")
+SDPA_IN_FLOAT64 = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(_META, _META, _META)[1].dtype == _META.dtype
+)
+"""PyTorch 2.11 traces its log-sum-exp as float32, and the backward that inductor makes of it, with treefx or without,
+ends with "expected scalar type Double but found Float"."""
 
 
 def ordinary(model: nn.Module, inner: str, shapes: Sequence[tuple[int, int]] = SHAPES) -> Any:
@@ -39,8 +45,14 @@ def ordinary(model: nn.Module, inner: str, shapes: Sequence[tuple[int, int]] = S
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sample(12))])
 def test_steps_of_many_shapes(inner: str) -> None:
     """One compilation for all, and one each for the first batch and for a single row."""
-    compiled = ordinary(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1).double(), inner)
+    compiled = ordinary(with_sdpa(inner), inner)
     assert treefx_compiles(compiled) <= 4
+
+
+def with_sdpa(inner: str) -> nn.Module:
+    if inner == "inductor" and not SDPA_IN_FLOAT64:
+        pytest.skip("this PyTorch's inductor cannot compile the backward of SDPA on the CPU in float64")
+    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=1).double()
 
 
 def treefx_compiles(compiled: Any) -> int:
@@ -219,7 +231,7 @@ def test_sizes_that_are_no_numbers_among_the_inputs_are_left_to_dynamo() -> None
 
 def kept_graphs(inner: str, shapes: Sequence[tuple[int, int]]) -> None:
     """Each backward runs twice; nothing is shared."""
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1).double()
+    model = with_sdpa(inner)
     compiled = compile_with(model, inner=inner, min_sharing=100.0)
     for rows, columns in shapes:
         batch = shared_batch(rows=rows, length=columns, shared=min(3, columns), vocab=61, padding=None)
