@@ -21,6 +21,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import treefx
+from tests.backend.life.test_ordinary import SDPA_IN_FLOAT64
 from tests.backend.support import assert_packed
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import TinyLM, zoo
@@ -140,6 +141,8 @@ def test_weights_and_models_are_saved_as_if_not_compiled(tmp_path: Path) -> None
 @pytest.mark.parametrize(("mode", "rows"), [("reduce-overhead", 4), ("max-autotune", 2)])
 def test_modes_of_inductor(mode: str, rows: int) -> None:
     """They decide how the rewritten graph is compiled, and the ordinary one where nothing is shared."""
+    if rows == 2 and not SDPA_IN_FLOAT64:
+        pytest.skip("this PyTorch's inductor cannot compile the backward of SDPA on the CPU in float64")
     seen = []
 
     def record(graph: torch.fx.Graph) -> None:

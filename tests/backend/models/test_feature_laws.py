@@ -13,6 +13,7 @@ from tests.models import TinyLM
 from tests.spellings import SPELLINGS
 
 WIDTH, VOCAB = 32, 61
+DIFFERENTIATES_AMINMAX = type(torch.aminmax(torch.ones(2, requires_grad=True)).min.grad_fn).__name__ != "NotImplemented"
 
 
 class Between(nn.Module):
@@ -37,8 +38,15 @@ def groups(x: Tensor, weight: Tensor) -> Tensor:
     return x + F.group_norm(x.reshape(-1, WIDTH), 4, weight, weight).view_as(x)
 
 
+def extrema(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest feature; PyTorch 2.11 differentiates no ``aminmax``."""
+    if DIFFERENTIATES_AMINMAX:
+        return torch.aminmax(x, dim=-1, keepdim=True)
+    return x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+
+
 def order_statistics(x: Tensor, weight: Tensor) -> Tensor:
-    lowest, highest = torch.aminmax(x, dim=-1, keepdim=True)
+    lowest, highest = extrema(x)
     deviation, mean = torch.std_mean(x, -1, keepdim=True)
     x = (x - mean) / deviation * weight + x.median(-1, keepdim=True).values + highest - lowest
     x = x - x.kthvalue(3, keepdim=True).values + x.cummax(-1).values + x.nanmean(-1, keepdim=True)

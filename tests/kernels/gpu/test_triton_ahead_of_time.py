@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.kernels.gpu.planting import planted, template
-from tests.kernels.gpu.versions import is_old, specialises_keys
+from tests.kernels.gpu.versions import specialises_keys
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
@@ -188,19 +188,19 @@ def test_bits_of_a_tile_by_hand() -> None:
 def test_one_pass_takes_fewer_instructions_than_two() -> None:
     """In all loops of either form, and for five products instead of seven; it is within the bounds of all kernels.
 
-    15.6 and 18.3, with 48 bytes of spills.
+    15.3 and 18.1, and 15.9 and 20.1 in Triton 3.6, where dq changed hands before it was added, and the log-sum-exp and
+    delta of a row were two numbers.
     """
-    most = 21 if is_old() else 19
     found = {(r["path"], r["kernel"]): r for r in run(90, cases=[Case(BF16, 128, 128, 4)])}
     loops = {key: record["instructions_per_logit"] for key, record in found.items()}
     once = loops["plain", "backward_once"]
-    assert len(once) == 2 and 0 < once[0] < once[1] < most
+    assert len(once) == 2 and 0 < once[0] < once[1]
     for path in ("plain", "warp"):
         assert max(once) < min(loops[path, "backward_keys"]) + min(loops[path, "backward_queries"])
     assert found["plain", "backward_once"]["spill_bytes"] <= 64
     assert found["warp", "backward_keys"]["spill_bytes"] <= 64
     assert max(loops["warp", "backward_keys"]) <= 12.0
-    for kernel in ("forward", "backward_keys", "backward_queries"):
+    for kernel in ("forward", "backward_keys", "backward_queries", "backward_once"):
         assert all(number <= bound for number, bound in zip(loops["plain", kernel], (12.0, 16.0), strict=True))
     assert not any(record["problems"] for record in found.values())
 
