@@ -160,7 +160,7 @@ def backward_from(
         keys_on = path_of_keys(attention)
         prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse, values, keys_on.path)
         prologue.run()
-        delta, sums = prologue.arguments["Delta"], prologue.arguments["SumsQ"]
+        delta, sums = prologue.arguments["Delta"], of_keys["SumsQ"]
         pairs = [_backward_keys(keys_on, source, of_keys) for source in sources]
         del prologue, of_keys  # what dk and dv alone read makes room for dq
         if attention.once:
