@@ -128,10 +128,10 @@ def finish_queries(
     token = row // GROUP
     feature = tl.arange(0, FEATURES)
     inside = (token < queries)[:, None] & (feature < WIDTH)[None, :]
-    of_head = SumsQ + tl.program_id(1).to(tl.int64) * packed_rows * ROW_WIDTH
-    sums = tl.load(
-        of_head + sums_offsets(row.to(tl.int64)[:, None], feature[None, :], ROW_WIDTH), mask=inside, other=0.0
-    )
+    # ROWS is a multiple of the rows that lie together.
+    first = tl.program_id(1).to(tl.int64) * packed_rows + tl.program_id(0) * ROWS
+    offsets = sums_offsets(tl.arange(0, ROWS)[:, None], feature[None, :], ROW_WIDTH)
+    sums = tl.load(SumsQ + first * ROW_WIDTH + offsets, mask=inside, other=0.0)
     head = kv_head * GROUP + row % GROUP
     target = GradQ + batch * dq_batch + token.to(tl.int64) * dq_token + head.to(tl.int64) * dq_head
     tl.store(target[:, None] + feature[None, :], (sums * factor).to(GradQ.dtype.element_ty), mask=inside)

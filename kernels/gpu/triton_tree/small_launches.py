@@ -224,10 +224,10 @@ def launch_finish(sums: Tensor, dq: Tensor, factor: float, kv_heads: int) -> Lau
         "WIDTH": width,
         "FEATURES": 1 << (width - 1).bit_length(),
         "ROW_WIDTH": sums.shape[-1],
-        "ROWS": _PROLOGUE_ROWS,
+        "ROWS": _SUMMED_ROWS,
     }
-    grid = (sums.shape[1] // _PROLOGUE_ROWS, sums.shape[0])
-    return Launch(finish_queries, grid, arguments, Config(_PROLOGUE_ROWS, 0, 4, 1))
+    grid = (sums.shape[1] // _SUMMED_ROWS, sums.shape[0])
+    return Launch(finish_queries, grid, arguments, Config(_SUMMED_ROWS, 0, 4, 1))
 
 
 def launch_sums(work: KeyPrograms, config: Config, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> Launch:
