@@ -240,7 +240,7 @@ class _Program:
         return {
             "tl": self.language,
             "gluon": SimpleNamespace(jit=_undecorated),
-            "triton": SimpleNamespace(jit=_undecorated),
+            "triton": SimpleNamespace(jit=_undecorated, constexpr_function=_undecorated),
             "mbarrier": self.barriers,
             "tma": self.copies,
             "fence_async_shared": lambda: None,
