@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.kernels.gpu.triton_tree import device
+from treefx.kernels.gpu.triton_tree import device, row_kernels
 from treefx.kernels.gpu.triton_tree.small_launches import Launch
 
 __all__ = ["ORDERS", "run_by_hand"]
@@ -359,6 +359,10 @@ def _of_numbers(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return made
 
 
+def _without_imports(source: str) -> str:
+    return re.sub(r"^(import|from) (\(\n[^)]*\)|[^\n(]*(\([^)]*\))?)", "", source, flags=re.MULTILINE)
+
+
 def run_by_hand(launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str | None = None) -> None:
     """Run a launch of a kernel in Gluon, or of one without products, and the launches after it.
 
@@ -370,11 +374,13 @@ def run_by_hand(launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str |
     file = sys.modules[launch.kernel.fn.__module__].__file__
     assert file is not None
     source = text or Path(file).read_text(encoding="utf-8")
-    functions = re.sub(r"^(import|from) (\(\n[^)]*\)|[^\n(]*(\([^)]*\))?)", "", source, flags=re.MULTILINE)
+    functions, of_rows = _without_imports(source), _without_imports(inspect.getsource(row_kernels))
     helpers = inspect.getsource(device).partition("@triton.jit")
     for place in ((first, second) for second in range(launch.grid[1]) for first in range(launch.grid[0])):
         names = _Program(place, launch.grid, order).names()
         exec("".join(helpers[1:]), names)
+        exec(of_rows, names)
+        names["lay_rows"] = names["prologue"]  # as kernels of values call it
         exec(functions, names)
         given = {
             name: Pointer(one, one.storage_offset()) if isinstance(one, Tensor) else one

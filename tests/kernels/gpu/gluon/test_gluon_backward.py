@@ -20,7 +20,7 @@ from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
 from treefx.kernels.gpu.triton_tree import attention, paths
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
-from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
+from treefx.kernels.gpu.triton_tree.small_launches import ROW_VECTORS, scratch_bytes
 from treefx.kernels.score import Score
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
@@ -47,6 +47,9 @@ def by_hand(
             if change[0] not in text:
                 raise ValueError(f"the kernel must hold {change[0]!r}")
             text = text.replace(*change)
+        for name in ROW_VECTORS:
+            if isinstance(numbers := launch.arguments.get(name), Tensor):
+                numbers.data = numbers.double()  # in full, as everything here: a device has 32 bits
         run_by_hand(launch, order=order, text=text)
 
     monkeypatch.setattr(Launch, "run", carry_out)
