@@ -19,7 +19,7 @@ from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
 from treefx.errors import InputError
-from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised, compile_launch
+from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised, compile_kernel, compile_launch
 from treefx.kernels.gpu.inspection.instructions import instructions_of_loops
 from treefx.kernels.gpu.triton_tree import device
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, Problem, one_pass_fits
@@ -183,6 +183,22 @@ def test_bits_of_a_tile_by_hand() -> None:
     assert wrong(ptx) == 0
     assert wrong(ptx.replace("not.b32 after, after;", "")) > 0
     assert wrong(ptx.replace("bits, 0xFFFFFFFF, $16", "bits, 0xFFFFFFFF, $17")) > 0
+
+
+@pytest.mark.sample(4)
+def test_a_threads_logits_come_in_the_order_that_their_bits_have() -> None:
+    """What Triton hands to the assembler's text: first those of one key, with the bits of its queries, then the other.
+
+    All kernels of dk and dv have that text, so none of them would notice if the order were another.
+    """
+    launches = bench_kernel._launches(Case(BF16, 64, 64), "plain", 90)
+    (launch,) = (one for one in launches if one.kernel.__name__ == "backward_keys")
+    (text,) = re.findall(r"\{ \.reg \.pred seen.*?\}", compile_kernel(launch, 90)[1].asm["ptx"], flags=re.DOTALL)
+    firsts, ends = (re.findall(rf"shl\.b32 {name}, 0xFFFFFFFF, (\S+);", text) for name in ("bits", "after"))
+    bounds = list(zip(firsts, ends, strict=True))
+    bits = re.findall(r"and\.b32 bits, bits, ([^a]\S*);", text)
+    assert len(bits) == len(bounds) == 32 and len({*bits[:16]}) == 16 and bits[:16] == bits[16:]
+    assert len({*bounds[:16]}) == len({*bounds[16:]}) == 1 and bounds[0] != bounds[16]
 
 
 def test_one_pass_takes_fewer_instructions_than_two() -> None:
