@@ -46,7 +46,7 @@ FEATURES = [
 
 def paths() -> list[str]:
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return ["plain", "warp"] if hopper else ["plain"]
+    return ["plain", "gluon"] if hopper else ["plain"]
 
 
 def heads(count: int, tokens: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -68,8 +68,8 @@ def draw(tree: Tree, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tu
 def test_no_further_off_than_separate_rows(
     tree: str, shape: str, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if path == "warp" and shape == "256":
-        pytest.skip("heads are too wide for the specialised form")
+    if path == "gluon" and shape == "256":
+        pytest.skip("heads are too wide for the form in Gluon")
     monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     ends, leaves, grad = draw(TREES[tree], SHAPES[shape], dtype)
     sample = Sample(ends, [row.cuda() for row in TREES[tree].rows()], leaves, grad)
@@ -80,8 +80,8 @@ def test_no_further_off_than_separate_rows(
 @pytest.mark.parametrize("path", paths())
 @pytest.mark.parametrize(("features", "dtype"), FEATURES)
 def test_features(features: tuple[str, ...], path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if path == "warp" and dtype == FP32:
-        pytest.skip("the specialised form has 16-bit types")
+    if path == "gluon" and dtype == FP32:
+        pytest.skip("the form in Gluon has 16-bit types")
     monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     ends, leaves, grad = draw(TREES["thought"], SHAPES["128"], dtype)
     options: dict[str, Any] = {

@@ -11,6 +11,7 @@ from treefx.bench.attention.sample import Sample, rounded
 from treefx.bench.attention.trees import Tree, repeated_nodes, thought_nodes
 from treefx.bench.gpu.scale import Heads, Scale, draw
 from treefx.kernels import tree_attention
+from treefx.kernels.gpu.triton_tree.arguments import scratch
 
 __all__ = ["CORRECT", "FORMS", "SANITIZE", "Attention", "correct", "rehearsed", "sanitize"]
 
@@ -34,7 +35,7 @@ class Attention:
         return f"{self.tree.name}, {self.heads}, {self.form}"
 
 
-FORMS = {"one pass": ("plain", False), "two passes": ("plain", True), "specialised": ("warp", True)}
+FORMS = {"one pass": ("plain", False), "two passes": ("plain", True), "Gluon": ("gluon", True)}
 """The path of kernels, and whether gradients must be the same bits every time: if not, long rows take one pass."""
 _PREFIX = Tree("prefix", repeated_nodes(1, 1500, 5, 211))
 _TREES = (
@@ -68,6 +69,7 @@ def sanitize(scale: Scale, case: Attention) -> dict[str, Any]:
     """
     import triton
 
+    triton.set_allocator(scratch)  # the sanitizer has kernels keep notes in memory of the device, plain ones too
     results = [_run(scale, case) for _ in range(2)]
     same = [torch.equal(*pair) for pair in zip(*results, strict=True)]
     if not FORMS[case.form][1]:

@@ -26,7 +26,7 @@ __all__ = ["KERNELS", "PROLOGUE", "RATES", "Form", "keep", "prologue", "rates", 
 
 KERNELS = {
     "plain": ("forward", "backward_keys", "backward_queries", "backward_once"),
-    "warp": ("forward", "backward_keys", "backward_queries"),
+    "gluon": ("forward", "backward_keys", "backward_queries"),
 }
 """By the path."""
 _BY_KEY = ("backward_keys", "backward_once")
@@ -150,7 +150,7 @@ def _attention(scale: Scale, tree: Tree, form: Form) -> tuple[Attention, str]:
     q, k, v = (leaf.detach() for leaf in leaves)
     attention = attention_of(Inputs(q, k, v, ends), make_score(scale=form.heads.width**-0.5))
     attention = replace(attention, path=form.path, once=form.kernel == "backward_once")
-    return attention, (warp_refusal(attention) or "") if form.path == "warp" else ""
+    return attention, (warp_refusal(attention) or "") if form.path == "gluon" else ""
 
 
 def _with(attention: Attention, config: Config) -> Attention:
