@@ -26,7 +26,7 @@ from treefx.forests.forest import Forest
 
 pytestmark = pytest.mark.sample(6)
 
-COUNTS = {"sanitize": 3, "correct": 3, "prologue": 5, "rates": 2, "attention": 2, "step": 1, "large": 1}
+COUNTS = {"sanitize": 3, "correct": 3, "prologue": 4, "rates": 2, "attention": 2, "step": 1, "large": 1}
 FIGURES = {
     "sanitize": {"same_bits"},
     "correct": {"rows_errors", "tree_errors"},

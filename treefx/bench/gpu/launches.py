@@ -150,7 +150,9 @@ def _attention(scale: Scale, tree: Tree, form: Form) -> tuple[Attention, str]:
     q, k, v = (leaf.detach() for leaf in leaves)
     attention = attention_of(Inputs(q, k, v, ends), make_score(scale=form.heads.width**-0.5))
     attention = replace(attention, path=form.path, once=form.kernel == "backward_once")
-    return attention, (warp_refusal(attention) or "") if form.path == "gluon" else ""
+    if form.path != "gluon":
+        return attention, ""
+    return attention, "Triton's interpreter runs no Gluon" if scale.rehearsal else warp_refusal(attention) or ""
 
 
 def _with(attention: Attention, config: Config) -> Attention:
