@@ -25,7 +25,7 @@ from treefx.planning.cost.model import Bytes
 DISTANCE: Expr = ("sub", ("q",), ("k",))
 NEAR = Score(SCORE.value, ("lt", DISTANCE, ("const", 64.0)))
 TWICE = Score(("sub", SCORE.value, ("mul", DISTANCE, ("const", 0.5))), NEAR.visible)
-"""What both its statements read of query and key keeps boundaries from the warp-specialised form, not from Gluon."""
+"""Both its statements read the same of query and key."""
 OPERATORS = {
     "forward": torch.ops.treefx.tree_attention.default,
     "backward": torch.ops.treefx.tree_attention_backward.default,
@@ -83,21 +83,22 @@ def test_never_less_than_launches_allocate(seed: int, form: str, device: None) -
 
 
 @pytest.mark.parametrize("of", [SCORE, TWICE])
-def test_gluon_is_counted_where_it_is_asked_for(
+def test_gluon_is_counted_unless_the_plain_form_is_asked_for(
     of: Score,
     device: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Queries in the order of its rows, where no other form takes them too."""
+    """Queries in the order of its rows, also of a boundary whose score shares values of pairs."""
     inputs = next(inputs for inputs in map(part, range(1, 20, 2)) if inputs.q.shape[1] > inputs.k.shape[1])
     given = replace(runner(inputs, of, "two passes"), path="gluon")
     assert inputs.boundary is not None and given.code.shares_pairs == (of is TWICE)
     _, node, sizes = graph_of("forward", inputs, of=of)
-    without = at(device_workspace(node), sizes, inputs)
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "gluon")
-    asked = at(device_workspace(node), sizes, inputs)
-    assert asked >= counted_forward(given)
-    assert (asked - without >= inputs.q.nbytes) == (of is TWICE)
+    counts = {}
+    for path in ("", "gluon", "plain"):
+        monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+        counts[path] = at(device_workspace(node), sizes, inputs)
+    assert counts[""] == counts["gluon"] >= counted_forward(given)
+    assert counts[""] - counts["plain"] >= inputs.q.nbytes
 
 
 ROWS = {"forward": forward_rows, "backward": lambda graphs, sizes: backward_rows(graphs, sizes)[0]}
@@ -143,7 +144,7 @@ def test_float64_is_left_to_the_measured_parts(device: None) -> None:  # noqa: F
 def test_one_pass_is_counted_where_it_may_be_taken(device: None) -> None:  # noqa: F811
     """Its sums are float32 ``[B * Hkv, rows, features]``; whoever wants the same bits every time pays none of them.
 
-    But for the descriptors of the specialised form, which one pass has not.
+    But for the descriptors of Gluon, which one pass has not.
     """
     inputs = part(0)
     _, node, sizes = graph_of("backward", inputs)

@@ -1,11 +1,11 @@
-"""Which form of a kernel runs: warp-specialised (Hopper, 16-bit types) or plain; and, backward, in one pass or in two.
+"""Which form of a kernel runs: in Gluon (Hopper, 16-bit types) or plain; and, backward, in one pass or in two.
 
-The warp-specialised form, and one pass, which has a plain form only, are checked against the plain kernels in two
-passes, on the first of the tokens at hand, when a process first uses them for an attention of its kind, and again for
-longer lists of tiles. What cannot be compiled, or differs anywhere, gives way to the plain form with one warning.
+Gluon has two passes, whose results are the same bits every time. It, and one pass, which has a plain form only, are
+checked against the plain kernels in two passes, on the first of the tokens at hand, when a process first uses them for
+an attention of its kind, and again for longer lists of tiles. What cannot be compiled, or differs anywhere, gives way
+to the plain form with one warning.
 
-A third form, in Gluon, backward in two passes, runs where ``TREEFX_KERNEL_PATH=gluon`` asks for it, checked like the
-others.
+A third form, specialised by warps by Triton's own pass, runs where ``TREEFX_KERNEL_PATH=warp`` asks for it, unchecked.
 """
 
 import os
@@ -28,6 +28,7 @@ __all__ = [
     "checked",
     "forced_path",
     "form_refusal",
+    "gluon_refusal",
     "in_one_pass",
     "keys_refusal",
     "on_path",
@@ -65,12 +66,12 @@ def forced_path() -> str | None:
 
 
 def in_one_pass(attention: Attention) -> bool:
-    """Return whether the backward of an attention visits every tile once, and adds up dq in no fixed order.
+    """Return whether a plain backward of an attention visits every tile once, and adds up dq in no fixed order.
 
     It does where that costs less, unless the caller, or ``torch.use_deterministic_algorithms``, wants the same bits
-    every time. The specialised form, if it is demanded, has kernels of their own for dk and dv and for dq.
+    every time.
     """
-    if attention.inputs.deterministic or torch.are_deterministic_algorithms_enabled() or forced_path() == "warp":
+    if attention.inputs.deterministic or torch.are_deterministic_algorithms_enabled():
         return False
     if not one_pass_fits(attention.problem("backward_once")):
         return False
@@ -93,6 +94,11 @@ def warp_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | 
     if inputs.boundary is not None and inputs.boundary.lo.data_ptr() % _ALIGNMENT:
         return f"lo of the keys from outside does not start at a multiple of {_ALIGNMENT} bytes"
     return None
+
+
+def gluon_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | None:
+    """Return why Gluon cannot run this attention, or ``None`` if it can; see :func:`warp_refusal`."""
+    return warp_refusal(replace(attention, path="gluon"), tensors)
 
 
 def _read_by_boxes(inputs: Inputs) -> list[Tensor]:
@@ -168,45 +174,33 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
         run: runs it.
 
     Raises:
-        UnsupportedError: ``TREEFX_KERNEL_PATH`` demands what cannot be run.
+        UnsupportedError: ``TREEFX_KERNEL_PATH`` demands what cannot be run; but a backward whose gradient lies so that
+            Gluon cannot read it takes the plain form.
     """
     forced = forced_path()
-    if forced == "gluon":
-        found = _in_gluon(name, attention, tensors, run)
-        if found is not None:
-            return found
-        forced = None
+    if forced in (None, "gluon"):
+        refusal = "Triton's interpreter runs no Gluon" if interpreted() else gluon_refusal(attention, tensors[:1])
+        if forced == "gluon" and name == "forward" and refusal is not None:
+            raise UnsupportedError(f"TREEFX_KERNEL_PATH=gluon must meet an attention that path can run, but {refusal}")
+        fast = replace(attention, path="gluon")
+        if refusal is None and _is_right("Gluon", name, fast, tensors, run):
+            return run(fast, tensors)
+    if forced == "warp":
+        return _specialised(name, replace(attention, path="warp"), tensors, run)
+    once = replace(attention, path="plain", once=name == "backward")
+    if once.once and in_one_pass(once) and (interpreted() or _is_right("one-pass", name, once, tensors, run)):
+        return run(once, tensors)
+    return run(replace(attention, path="plain"), tensors)
+
+
+def _specialised(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> list[Tensor]:
+    """Run an attention in the form that Triton's own pass specialises by warps, unchecked."""
     refusal = warp_refusal(attention, tensors[:1])
-    if forced == "warp" and name == "backward" and not interpreted():
+    if name == "backward" and not interpreted():
         refusal = refusal or keys_refusal(attention)
-    if forced == "warp" and refusal is not None:
-        raise UnsupportedError(f"TREEFX_KERNEL_PATH=warp must meet an attention that path can run, but {refusal}")
-    if name == "backward":
-        once = replace(attention, path="plain", once=True)
-        if in_one_pass(once) and (interpreted() or _is_right("one-pass", name, once, tensors, run)):
-            return run(once, tensors)
-    if forced is not None:
-        return run(replace(attention, path=forced), tensors)
-    if refusal is not None or interpreted():
-        return run(replace(attention, path="plain"), tensors)
-    fast = replace(attention, path="warp")
-    right = _is_right("warp-specialised", name, fast, tensors, run)
-    return run(fast if right else replace(attention, path="plain"), tensors)
-
-
-def _in_gluon(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> list[Tensor] | None:
-    """Run an attention in Gluon, or in the plain form if it is found to be wrong.
-
-    ``None``: it is a backward that Gluon cannot run, because of how its gradient lies; other forms can.
-    """
-    attention = replace(attention, path="gluon")
-    refusal = "Triton's interpreter runs no Gluon" if interpreted() else warp_refusal(attention, tensors[:1])
-    if refusal is not None and name == "backward":
-        return None
     if refusal is not None:
-        raise UnsupportedError(f"TREEFX_KERNEL_PATH=gluon must meet an attention that path can run, but {refusal}")
-    right = _is_right("Gluon", name, attention, tensors, run)
-    return run(attention if right else replace(attention, path="plain"), tensors)
+        raise UnsupportedError(f"TREEFX_KERNEL_PATH=warp must meet an attention that path can run, but {refusal}")
+    return run(attention, tensors)
 
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:

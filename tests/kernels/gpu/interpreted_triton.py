@@ -320,29 +320,29 @@ def test_what_is_wrong_is_left_to_flex_with_one_warning(damage: str, monkeypatch
 
 
 def test_first_use_compares_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a device does, with both forms interpreted: the specialised one is taken over only if it agrees."""
+    """What a device does, with the plain kernels in Gluon's place: it is taken over only if it agrees."""
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(paths, "interpreted", lambda: False)
-    monkeypatch.setattr(paths, "warp_refusal", lambda attention, tensors: None)
+    monkeypatch.setattr(paths, "gluon_refusal", lambda attention, tensors: None)
     case = draw(*SMALL)
     runner = Attention(case.narrow, SCORES["window"], choose=attention._interpreted_config)
     taken: list[str] = []
 
     def run(chosen: Attention, tensors: Sequence[Tensor], *, factor: float = 1.0) -> list[Tensor]:
         taken.append(chosen.path)
-        out, lse = attention.forward_from(chosen, chosen.sources())
-        return [out, lse * (factor if chosen.path == "warp" else 1.0)]
+        out, lse = attention.forward_from(replace(chosen, path="plain"), chosen.sources())
+        return [out, lse * (factor if chosen.path == "gluon" else 1.0)]
 
     for _ in range(2):
         paths.checked("forward", runner, [], run)
-    assert taken == ["plain", "warp", "warp", "warp"], "both on the first tokens, then what was called"
+    assert taken == ["plain", "gluon", "gluon", "gluon"], "both on the first tokens, then what was called"
     for factor in (1.5, float("nan")):
         taken.clear()
-        with pytest.warns(RuntimeWarning, match="warp-specialised .* is switched off") as caught:
+        with pytest.warns(RuntimeWarning, match="Gluon .* is switched off") as caught:
             for _ in range(2):
                 paths.checked(f"wrong by {factor}", runner, [], partial(run, factor=factor))
         assert sum("is switched off" in str(warning.message) for warning in caught) == 1
-        assert taken == ["plain", "warp", "plain", "plain"]
+        assert taken == ["plain", "gluon", "plain", "plain"]
 
 
 def test_the_check_sees_one_wrong_row_of_many() -> None:
@@ -358,7 +358,7 @@ def test_the_check_sees_one_wrong_row_of_many() -> None:
 def test_longer_lists_are_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(paths, "interpreted", lambda: False)
-    monkeypatch.setattr(paths, "warp_refusal", lambda attention, tensors: None)
+    monkeypatch.setattr(paths, "gluon_refusal", lambda attention, tensors: None)
     monkeypatch.setattr(paths, "_CHECKED_TOKENS", 100)
     lengths: list[int] = []
 

@@ -147,13 +147,18 @@ def run(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_launches_and_waits_of_a_new_forest(deterministic: bool, device: None) -> None:
+@pytest.mark.parametrize("path", ["", "plain"])
+def test_launches_and_waits_of_a_new_forest(
+    deterministic: bool, path: str, device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     run(forest(1024, sent=True), deterministic=deterministic)  # which also compares the forms of the kernels
     first, *others = run(forest(1040, sent=True), deterministic=deterministic)
-    assert first == (2, 4, 0), "Q in the order of rows and the forward; prologue, dk and dv with their sums, and dq"
+    forward = 1 if path else 2  # Q in the order of rows
+    assert first == (forward, 4, 0), "beside the forward; prologue, dk and dv with their sums, and dq"
     assert others == [first, first]
     passes = ["backward_keys", "sum_parts", "backward_queries"], ["backward_once", "sum_parts", "finish_queries"]
-    assert LAUNCHED == ["forward", "prologue", *passes[not deterministic]]
+    assert LAUNCHED == ["forward", "prologue", *passes[path == "plain" and not deterministic]]
 
 
 KINDS: dict[str, tuple[Score, int]] = {

@@ -22,7 +22,7 @@ from treefx.kernels import tree_attention  # noqa: E402
 from treefx.kernels.common import Boundary, Inputs  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
 from treefx.kernels.gpu.inspection.stand_in import standing_in  # noqa: E402
-from treefx.kernels.gpu.triton_tree import paths  # noqa: E402
+from treefx.kernels.gpu.triton_tree import attention, paths  # noqa: E402
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch  # noqa: E402
 from treefx.kernels.score import make_score  # noqa: E402
 
@@ -50,7 +50,7 @@ def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
 
 def test_both_forms_are_compared_once_and_the_fast_one_stays(compiled: list[str]) -> None:
     attend(200)
-    assert LAUNCHED == [*["forward"] * 3, *BACKWARD * 3], "plain and specialised on the first tokens, then the call"
+    assert LAUNCHED == [*["forward"] * 3, *BACKWARD * 3], "plain and in Gluon on the first tokens, then the call"
     LAUNCHED.clear()
     attend(200)
     assert LAUNCHED == ["forward", *BACKWARD]
@@ -69,14 +69,15 @@ def test_a_new_length_compiles_nothing(options: dict[str, Any], compiled: list[s
     assert len([name for name in compiled if name != "sum_parts"]) == found
 
 
-def test_long_forests_take_one_pass(compiled: list[str]) -> None:
+def test_long_forests_take_one_pass(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compared with the plain kernels once for a length; neither another length nor a new forest compiles it."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "plain")
     attend(400)
     assert "backward_once" not in LAUNCHED
     LAUNCHED.clear()
     attend(1008)
-    both = ["forward", "forward", "forward", *BACKWARD, *ONCE, *ONCE]
-    assert LAUNCHED == both, "the forms of the forward, then those of the backward, and what was called"
+    both = ["forward", *BACKWARD, *ONCE, *ONCE]
+    assert LAUNCHED == both, "the forward, the forms of the backward, and what was called"
     found = len(compiled)
     LAUNCHED.clear()
     attend(999)
@@ -87,56 +88,49 @@ def test_long_forests_take_one_pass(compiled: list[str]) -> None:
     assert "backward_once" not in LAUNCHED
 
 
+def test_long_forests_take_gluon_where_it_runs(compiled: list[str]) -> None:
+    """Two passes of it cost less than one of the plain form, which is not even tried."""
+    for tokens in (1008, 999):
+        LAUNCHED.clear()
+        attend(tokens)
+    assert LAUNCHED == ["forward", *BACKWARD] and "backward_once" not in compiled
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("damage", ["wrong", "a crash"])
-def test_one_pass_that_is_wrong_is_switched_off(
-    damage: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("form", ["Gluon", "one-pass"])
+def test_a_backward_that_is_wrong_is_switched_off(
+    form: str, damage: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Launch.run
+    """Instead of Gluon long forests take one pass, instead of that two of the plain form."""
+    run, wrong, checked = Launch.run, [0], paths.checked
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "plain" if form == "one-pass" else "")
 
     def damaged(launch: Launch) -> None:
-        if launch.kernel.__name__ == "backward_once" and damage == "a crash":
-            raise RuntimeError("PassManager::run failed")
+        in_gluon = "packed_keys" in launch.arguments
+        if launch.kernel.__name__ == ("backward_keys" if form == "Gluon" else "backward_once"):
+            if damage == "a crash" and in_gluon == (form == "Gluon"):
+                raise RuntimeError("PassManager::run failed")
         run(launch)
 
-    monkeypatch.setattr(Launch, "run", damaged)
-    wrong = iter([0.0, 0.0, *[float("nan")] * 4] if damage == "wrong" else [])
-    monkeypatch.setattr(paths, "largest_error", lambda got, wanted: next(wrong, 0.0))
-    with pytest.warns(RuntimeWarning, match="one-pass backward kernel is switched off"):
-        attend(1008)
+    def errors_of_backward(name: str, *given: Any) -> Any:
+        wrong[0] = 4 if name == "backward" and damage == "wrong" else 0
+        return checked(name, *given)
+
+    def largest_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+        wrong[0] -= 1
+        return float("nan") if wrong[0] >= 0 else 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "run", damaged)
+        patch.setattr(attention, "checked", errors_of_backward)
+        patch.setattr(paths, "largest_error", largest_error)
+        with pytest.warns(RuntimeWarning, match=f"{form} backward kernel is switched off") as caught:
+            attend(1008)
+    assert sum("is switched off" in str(warning.message) for warning in caught) == 1
     LAUNCHED.clear()
     attend(1008)
-    assert LAUNCHED == ["forward", *BACKWARD]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
-def test_dk_and_dv_are_plain_where_triton_cannot_specialise_them(
-    version: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a word, and without a try that would fail; dq and the forward stay specialised."""
-    monkeypatch.setattr(triton, "__version__", version)
-    seen: dict[str, bool] = {}
-    run = Launch.run
-
-    def watched(launch: Launch) -> None:
-        seen[launch.kernel.__name__] = "packed_keys" in launch.arguments
-        run(launch)
-
-    monkeypatch.setattr(Launch, "run", watched)
-    for _ in range(2):
-        attend(200, window=50, alibi_slopes=torch.ones(4))
-    keys = version != "3.6.0"
-    without = {"prologue": False, "values": False}
-    assert seen == {**without, "forward": True, "backward_keys": keys, "backward_queries": True}
-    attend(200, window=50)
-    assert seen["backward_keys"], "a window alone can be specialised"
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
-    if keys:
-        attend(200, window=50, alibi_slopes=torch.ones(4))
-    else:
-        with pytest.raises(UnsupportedError, match="3.6.0 cannot specialise dk and dv"):
-            attend(200, window=50, alibi_slopes=torch.ones(4))
+    assert LAUNCHED == ["forward", *(ONCE if form == "Gluon" else BACKWARD)]
 
 
 def test_one_token_that_steps_oddly_is_read_in_the_plain_form(compiled: list[str]) -> None:
@@ -196,7 +190,7 @@ def test_the_program_keeps_its_own_allocator(compiled: list[str]) -> None:
     q = torch.zeros(1, 4, 200, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
-        assert len(taken) == 2 and min(taken) > 0, "the specialised form, tried and taken"
+        assert len(taken) == 2 and min(taken) > 0, "Gluon, tried and taken"
         _allocation._allocator.reset(token)
         tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
     assert len(taken) == 2 and LAUNCHED[-1] == "forward"
@@ -217,7 +211,7 @@ def test_tuning_measures_every_configuration_once(
     attend(200)
     measured = len(compiled)
     findings = json.loads((tmp_path / "tuning.json").read_text())
-    assert len(findings) == 3 and all("warp" in key and "Hopper that is not there" in key for key in findings)
+    assert len(findings) == 3 and all("gluon" in key and "Hopper that is not there" in key for key in findings)
     attend(200)
     attend(211)
     assert len(compiled) == measured > 7

@@ -21,7 +21,7 @@ from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, l
 from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted, tree_blocks
 
-FORMS = {"two passes": "plain", "one pass": "plain", "specialised": "warp"}
+FORMS = {"two passes": "plain", "one pass": "plain", "Gluon": "gluon"}
 """And the path of each."""
 WINDOW = make_score(scale=0.125, window=50, depth=0)
 ALIBI = make_score(scale=0.125, depth=0, alibi=1)
@@ -179,9 +179,9 @@ def test_the_parts_are_of_all_kinds(device: None) -> None:  # noqa: F811
 
 
 WRONG: dict[tuple[str, str], Callable[..., Any]] = {
-    ("specialised", "_packs"): lambda attention: False,
-    ("specialised", "_padded"): lambda length: length,
-    ("specialised", "scratch_bytes"): lambda kernel, has_low: 0,
+    ("Gluon", "_packs"): lambda attention: False,
+    ("Gluon", "_padded"): lambda length: length,
+    ("Gluon", "scratch_bytes"): lambda kernel, has_low: 0,
     ("one pass", "row_width"): lambda width, chunks: width // 2,
     ("one pass", "_padded"): lambda length: length,
 }
@@ -208,10 +208,10 @@ def test_values_of_a_score_are_never_counted_too_low(
     device: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = in_form("specialised", part(seed, WINDOW), monkeypatch)
+    inputs = in_form("Gluon", part(seed, WINDOW), monkeypatch)
     hosted.remember(inputs.buffers[0].clone(), inputs.buffers[0])  # as a batch sends them: without copies to compare
     forward, backward, _ = taken(inputs, WINDOW, first=True)
-    given = runner(inputs, WINDOW, "specialised")
+    given = runner(inputs, WINDOW, "Gluon")
     kept = value_bytes(given, inputs.q.shape[2], len(inputs.intervals()[0]))
     values = [entry.value for entry in tree_blocks._recent if isinstance(entry.value, torch.Tensor)]
     assert values and sum(value.nbytes for value in values) <= kept
@@ -226,9 +226,9 @@ def test_values_of_a_layer_are_never_counted_too_low(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slopes and depths that nobody has sent: launches make what is read of them, and no operator of torch does."""
-    inputs = in_form("specialised", part(seed, ALIBI), monkeypatch)
+    inputs = in_form("Gluon", part(seed, ALIBI), monkeypatch)
     forward, backward, _ = taken(inputs, ALIBI)
-    given = runner(inputs, ALIBI, "specialised")
+    given = runner(inputs, ALIBI, "Gluon")
     least = counted(given)
     assert forward <= least[0] <= 4 * forward and backward <= least[1] <= 4 * backward
     monkeypatch.setattr(workspace, "_values", lambda *_: (0, 0))

@@ -94,7 +94,7 @@ def _bytes(form: Attention, kernels: tuple[str, ...]) -> sympy.Expr:
 
 
 def _attention(node: fx.Node) -> Attention | None:
-    """The attention of a node on a CUDA device, specialised where it can be; None where no kernel runs it."""
+    """The attention of a node on a CUDA device, in Gluon where that can run; None where no kernel runs it."""
     if node.target not in _BOUNDARY:
         return None
     place = int(node.target is _BACKWARD)
@@ -107,9 +107,8 @@ def _attention(node: fx.Node) -> Attention | None:
     capability = torch.cuda.get_device_capability(q.device)
     limit = usable_shared_memory(10 * capability[0] + capability[1])
     attention = Attention(inputs, score, "plain", shared_limit=limit)
-    fast = "gluon" if forced_path() == "gluon" else "warp"
-    chosen = replace(attention, path=fast)
-    return attention if form_refusal(chosen, capability) else chosen
+    chosen = replace(attention, path=forced_path() or "gluon")
+    return attention if chosen.path == "plain" or form_refusal(chosen, capability) else chosen
 
 
 def _value(item: Any) -> Any:

@@ -252,8 +252,8 @@ def test_who_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("interpreter runs no Gluon")
 
 
-def test_nobody_runs_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the forward nor the backward."""
+def test_it_runs_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, wherever it can; the plain form alone where that is asked for."""
     monkeypatch.delenv("TREEFX_KERNEL_PATH", raising=False)
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -265,6 +265,18 @@ def test_nobody_runs_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(used.path)
         return [half.q]
 
-    paths.checked("forward", chosen, [], answer)
-    paths.checked("backward", chosen, [half.q], answer)
-    assert set(taken) == {"plain", "warp"}
+    def run(used: Attention = chosen) -> list[str]:
+        taken.clear()
+        for name, given in (("forward", []), ("backward", [half.q])):
+            paths.checked(name, used, given, answer)
+        return taken
+
+    assert run() == ["plain", "gluon", "gluon"] * 2, "both, then what was called"
+    assert run() == ["gluon", "gluon"]
+    assert {*run(replace(chosen, inputs=draw(*SMALL).narrow))} == {"plain"}, "float32"
+    assert {*run(replace(chosen, score=SCORES["bias"]))} == {"plain"}
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "plain")
+    assert {*run()} == {"plain"}
+    monkeypatch.delenv("TREEFX_KERNEL_PATH")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert {*run()} == {"plain"}

@@ -186,9 +186,10 @@ def test_the_guard_follows_its_barriers(name: str, launches: dict[str, tuple[Lau
     assert any("is read by ttng.warp_group_dot when not held" in text for text in races(rows))
 
 
-def test_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is asked for, compared with the plain form; a gradient that no box reads takes another, in silence."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "gluon")
+@pytest.mark.parametrize("path", ["", "gluon"])
+def test_when_it_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared with the plain form; a gradient that no box reads takes another, in silence, asked for or not."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
@@ -196,7 +197,7 @@ def test_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = ""
 
     def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
-        taken.append(used.path)
+        taken.append("one pass" if used.once else used.path)
         return [half.q * (1.5 if used.path == wrong else 1.0)]
 
     paths.checked("backward", chosen, [half.q], answer)
@@ -204,10 +205,10 @@ def test_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     taken.clear()
     shifted = torch.empty(half.q.numel() + 1, dtype=half.q.dtype)[1:].view_as(half.q)
     paths.checked("backward", chosen, [shifted], answer)
-    assert set(taken) == {"plain"}
+    assert taken == (in_one_pass := ["plain", "one pass", "one pass"]), "its rows are long enough; no Gluon is tried"
     taken.clear()
     wrong = "gluon"
     monkeypatch.setattr(paths, "_verdicts", {})
     with pytest.warns(RuntimeWarning, match="the Gluon backward kernel is switched off"):
         paths.checked("backward", chosen, [half.q], answer)
-    assert taken == ["plain", "gluon", "plain"]
+    assert taken == ["plain", "gluon", *in_one_pass]
