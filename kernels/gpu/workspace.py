@@ -5,8 +5,8 @@ those that the launches take: exactly, where the score reads nothing of one quer
 polynomial that is never less, none of whose symbols is negative.
 
 ============  ==========================================================================================================
-forward       Q in the order of rows (specialised forms, several heads per group), output and log-sum-exp of a boundary
-              in float32, and what follows
+forward       Q in the order of rows (path ``"warp"``, several heads per group), output and log-sum-exp of a boundary in
+              float32, and what follows
 backward      Q and the gradient in the order of rows (several heads per group), log-sum-exp and delta twice, the sums
               of lists of tiles that were cut, and what follows; in one pass the sums of dq in float32, in two passes
               dq of a boundary in float32
@@ -216,7 +216,7 @@ def _mentions(expr: Any, name: str) -> bool:
 
 
 def _packs(attention: Attention) -> bool:
-    return attention.path != "plain" and attention.group > 1
+    return attention.path == "warp" and attention.group > 1
 
 
 def _heads(attention: Attention) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.inspection.barriers import races, unmet_releases, unmet_stores
 from treefx.kernels.gpu.inspection.instructions import disassembled, instructions_of_loops
 from treefx.kernels.gpu.inspection.operands import beside_products, overwritten_operands
 from treefx.kernels.gpu.inspection.pipeline import copies_ahead
@@ -135,6 +135,7 @@ def _report(log: str, compiled: Any) -> CompileReport:
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
     sass = disassembled(compiled.asm["cubin"])
     specialised = "ttg.warp_specialize(" in ttgir
+    unmet = (*unmet_releases(ptx), *unmet_stores(ptx))
     registers = re.findall(r"Used (\d+) registers", log)
     spills = re.findall(r"(\d+) bytes spill stores", log)
     return CompileReport(
@@ -146,7 +147,7 @@ def _report(log: str, compiled: Any) -> CompileReport:
         mma=len(re.findall(r"\bmma\.sync", ptx)),
         setmaxnreg="setmaxnreg" in ptx,
         warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
-        races=(*races(ttgir), *unmet_releases(ptx), *overwritten_operands(sass)) if specialised else None,
+        races=(*races(ttgir), *unmet, *overwritten_operands(sass)) if specialised else None,
         prefetch=None if specialised else copies_ahead(ttgir),
         loop_instructions=instructions_of_loops(sass),
         overlap=beside_products(sass),

@@ -3,7 +3,8 @@
 The warps that load wait until a buffer is empty, and copy into it; the copy completes its *full* barrier. The warps
 that multiply wait for that, read, and arrive at the *empty* barrier. Where they arrive is the choice of a pass of
 Triton's. So here every group of warps is run through on paper, its loops twice: a buffer may be read only between the
-wait for it and its release, and products that are still under way count as readers.
+wait for it and its release, and products that are still under way count as readers. What a group stores itself is read
+by products after a fence only.
 
 What cannot be followed is reported, not passed over.
 """
@@ -12,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["races", "unmet_releases"]
+__all__ = ["races", "unmet_releases", "unmet_stores"]
 
 _LOCATION = re.compile(r' loc\((?:"[^"]*"[^()]*(?:\([^()]*\))?|[^()]*)\)')
 _VALUE = re.compile(r"%[\w$.-]+")
@@ -79,7 +80,7 @@ def races(ttgir: str) -> list[str]:
     again = [one for one in buffers.values() if one.copies > 1]
     found += [f"{one.source} is copied without a wait for an empty buffer" for one in again if not one.empty]
     for group in groups:
-        found += [f"{group.kind}: {problem}" for problem in _run_through(group, buffers)]
+        found += [f"{group.kind}: {problem}" for problem in (*_run_through(group, buffers), *_unfenced(group))]
     return list(dict.fromkeys(found))
 
 
@@ -107,6 +108,25 @@ def unmet_releases(ptx: str) -> list[str]:
         elif "mbarrier.arrive.shared" in line and (under_way or apart):
             missing = "its product is complete" if under_way else "all warps of the group met"
             found.append(f"line {number} of the PTX releases a buffer before {missing}")
+    return found
+
+
+def unmet_stores(ptx: str) -> list[str]:
+    """Return the products in PTX before which not all warps of their group have met since their stores, in words.
+
+    Every thread makes its own stores seen by products (``fence.proxy.async``), and then all meet (``bar.sync``).
+    """
+    found, stored, apart = [], False, False
+    for number, line in enumerate(ptx.splitlines(), 1):
+        if re.search(r"\b(st\.shared|stmatrix)", line):
+            stored = True
+        elif "fence.proxy.async" in line:
+            stored, apart = False, apart or stored
+        elif re.search(r"\bbar(rier)?\.sync", line):
+            apart = False
+        elif "wgmma.mma_async" in line and apart:
+            found.append(f"line {number} of the PTX multiplies what not all warps of the group may have stored")
+            apart = False
     return found
 
 
@@ -198,3 +218,16 @@ def _run_through(group: _Block, buffers: dict[str, _Buffer]) -> Iterator[str]:
             yield from (f"{buffers[root].source} is read by {step.name} when not held" for root in sorted(read - held))
             if "isAsync = true" in step.text:
                 under_way.append(set(step.memory))
+
+
+def _unfenced(group: _Block) -> Iterator[str]:
+    """Yield what a group of warps stores and multiplies without a fence between."""
+    stored = set[str]()
+    for step in group.steps():
+        if step.name == "ttg.local_store":
+            stored |= set(step.memory)
+        elif step.name == "ttng.fence_async_shared":
+            stored.clear()
+        elif step.name == "ttng.warp_group_dot":
+            read = sorted(stored.intersection(step.memory))
+            yield from (f"{root} is stored and read by {step.name} without a fence" for root in read)

@@ -391,10 +391,10 @@ class Attention:
     def rows(self) -> dict[str, Any]:
         """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.
 
-        The forms that are specialised by warps take a copy in the order of their rows where a group has several heads;
-        everything else is read in place.
+        Path ``"warp"`` takes a copy in the order of their rows where a group has several heads; everything else is read
+        in place.
         """
         q = self.inputs.q
-        if self.path != "plain" and self.group > 1:
+        if self.path == "warp" and self.group > 1:
             q = perform(copy_rows, {"Q": q, "GROUP": self.group})
         return {"Q": q, **strides("q", q)}

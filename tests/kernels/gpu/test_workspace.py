@@ -165,8 +165,8 @@ def test_the_forward_in_gluon_allocates_what_is_counted(
     forward, _, _ = taken(inputs, SCORE)
     given = replace(runner(inputs, SCORE, "two passes"), path="gluon")
     assert counted_forward(given) == forward
-    monkeypatch.setattr(workspace, "_packs", lambda attention: attention.path == "warp")
-    assert counted_forward(given) < forward or given.group == 1
+    monkeypatch.setattr(workspace, "_packs", lambda attention: True)
+    assert counted_forward(given) > forward, "as if queries were copied"
 
 
 def test_the_parts_are_of_all_kinds(device: None) -> None:  # noqa: F811

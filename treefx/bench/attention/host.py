@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.inspection.stand_in import on_device, standing_in
 from treefx.kernels.gpu.triton_tree import attention
-from treefx.kernels.gpu.triton_tree.arguments import copy_rows
 from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted
 
@@ -38,7 +36,7 @@ def run() -> Iterator[dict[str, Any]]:
     Yields:
         One record per kind: ``kernels`` that a layer launches, and the thread's processor time in milliseconds:
         ``first_forward_ms, first_backward_ms`` of the first layer of a forest, ``forward_ms, backward_ms`` of a layer
-        after it, and ``moved_ms``, the part of ``forward_ms`` in which the processor moves rows of Q for the device.
+        after it.
     """
     for kind in KINDS:
         launched: list[str] = []
@@ -60,16 +58,7 @@ def _measure(score: Score, group: int, deterministic: bool, launched: list[str])
     return {
         "kernels": kernels,
         **{name: statistics.median(x["backward" in name] for x in found) for name, found in times.items()},
-        "moved_ms": _moved(group) if group > 1 else 0.0,
     }
-
-
-def _moved(group: int) -> float:
-    """Return the milliseconds that copying all rows of Q takes longer than calling the copy for one."""
-    q = torch.zeros(1, _TOKENS, group * _KEY_HEADS, _WIDTH, dtype=torch.bfloat16).transpose(1, 2)
-    times = [[_timed(partial(copy_rows, x, group))[0] for x in (q, q[:, :, :1])] for _ in range(_LAYERS)]
-    every, one = (statistics.median(found) for found in zip(*times, strict=True))
-    return float(every - one)
 
 
 def _layer(score: Score, group: int, deterministic: bool, ends: Tensor) -> tuple[float, float]:

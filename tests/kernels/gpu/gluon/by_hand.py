@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,9 @@ class Barriers:
 
 
 class Shared:
-    """Shared memory; fresh it holds nothing that could be used."""
+    """Shared memory; fresh it holds nothing that could be used, and nobody sees what a thread stores before a fence."""
+
+    stored: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def __init__(self, data: Tensor, layout: Any = None) -> None:
         self.data, self.layout, self.dtype = data, layout, data.dtype
@@ -108,6 +111,14 @@ class Shared:
 
     def load(self, layout: Any) -> Any:
         return value(self.data.clone())
+
+    def store(self, data: Tensor) -> None:
+        self.stored[threading.get_ident()].append((self.data, data))
+
+    @classmethod
+    def fence(cls) -> None:
+        for room, data in cls.stored.pop(threading.get_ident(), ()):
+            room.copy_(data)
 
 
 class Product:
@@ -231,6 +242,7 @@ class _Program:
         self.language.NVMMASharedLayout = _SharedLayout
         numbers = {"float32": torch.float64, "int32": torch.int64, "int64": torch.int64, "uint32": "uint32"}
         vars(self.language).update({"constexpr": lambda number: number, "static_range": range, **numbers})
+        vars(self.language).update({"max": torch.amax, "sum": torch.sum, "num_programs": grid.__getitem__})
         self.barriers = SimpleNamespace(
             **{name[8:]: getattr(self, name) for name in dir(self) if name[:8] == "barrier_"}
         )
@@ -243,7 +255,7 @@ class _Program:
             "triton": SimpleNamespace(jit=_undecorated, constexpr_function=_undecorated),
             "mbarrier": self.barriers,
             "tma": self.copies,
-            "fence_async_shared": lambda: None,
+            "fence_async_shared": Shared.fence,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.settle,
             "INTERPRETED": True,
@@ -252,23 +264,18 @@ class _Program:
     def tl_program_id(self, axis: int) -> Any:
         return value(self.place[axis])
 
-    def tl_num_programs(self, axis: int) -> int:
-        return self.grid[axis]
-
     def tl_arange(self, start: int, stop: int, layout: Any = None) -> Any:
         return value(torch.arange(start, stop))
 
     def tl_full(self, shape: Any, number: float, dtype: Any, layout: Any) -> Any:
         return value(torch.full(shape, number, dtype=dtype))
 
+    def tl_multiple_of(self, numbers: Any, factor: int) -> Any:
+        assert not (numbers % factor).any()
+        return numbers
+
     def tl_zeros(self, shape: Any, dtype: Any, layout: Any = None) -> Any:
         return value(torch.zeros(shape, dtype=dtype))
-
-    def tl_max(self, data: Any, axis: int) -> Any:
-        return data.amax(axis)
-
-    def tl_sum(self, data: Any, axis: int) -> Any:
-        return data.sum(axis)
 
     def tl_convert_layout(self, data: Any, layout: Any) -> Any:
         return data

@@ -22,7 +22,7 @@ from treefx.bench.attention.kernel import CASES, MORE_CASES, has_form, run
 from treefx.errors import UnsupportedError
 from treefx.kernels import reference
 from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
-from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
+from treefx.kernels.gpu.inspection.barriers import races, unmet_releases, unmet_stores
 from treefx.kernels.gpu.inspection.operands import beside_products, overwritten_operands
 from treefx.kernels.gpu.triton_tree import attention, paths
 from treefx.kernels.gpu.triton_tree.configs import Config
@@ -94,6 +94,22 @@ def test_shapes_and_orders(
     assert_equal(got, list(reference.forward(case.wide, SCORES["plain"])), 1e-10)
 
 
+@pytest.mark.parametrize("change", [None, ("(feature < 24)", "(feature < 32)")])
+def test_queries_lie_anywhere(change: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heads of a token side by side, and behind each of them no numbers, of which zeros of keys make no zeros."""
+    case = draw(*BRANCH_AT_57, heads=(6, 2), widths=(24, 16), batch=2)
+    memory = torch.full((2, case.wide.q.shape[2] + 1, 7, 32), torch.nan, dtype=torch.float64)
+    q = memory[:, 1:, :6, :24].transpose(1, 2)
+    case = replace(case, wide=replace(case.wide, q=q.copy_(case.wide.q)))
+    assert Attention(case.wide, SCORES["plain"], "gluon").rows()["Q"] is q
+    got = by_hand(case, SCORES["plain"], monkeypatch, change=change)
+    wanted = list(reference.forward(case.wide, SCORES["plain"]))
+    if change is None:
+        assert_equal(got, wanted, 1e-10)
+    else:
+        assert got[0].isnan().any()
+
+
 MISTAKES = {
     "keys are released before their product": (
         "dot = warpgroup_mma_wait(1, deps=[dot])",
@@ -128,6 +144,8 @@ MISTAKES = {
         "out_0 = out_0 + 0 * tl.convert_layout(rescale",
     ),
     "both groups have the first rows": ("WHO * ROWS", "0 * ROWS"),
+    "products do not see the queries": ("q_0.store(queries_0)\n    fence_async_shared()", "q_0.store(queries_0)"),
+    "all heads read the first one's queries": ("head_number.to(tl.int64) * q_head", "0"),
 }
 
 
@@ -192,6 +210,17 @@ def test_the_guard_follows_its_barriers(texts: tuple[str, str]) -> None:
     assert any("is read by ttng.warp_group_dot when not held" in text for text in races(values))
     full = changed(ttgir, find(ttgir, "wait_barrier", after=find(ttgir, "scf.for", after=find(ttgir, "partition1("))))
     assert any("is waited for again before it is released" in text for text in races(full))
+
+
+def test_the_guard_follows_the_queries(texts: tuple[str, str]) -> None:
+    """Each group stores its own: the first one's fence left out, or the meeting of its warps after it."""
+    ttgir, ptx = texts
+    assert unmet_stores(ptx) == []
+    (text,) = races(changed(ttgir, find(ttgir, "fence_async_shared", after=find(ttgir, "default {"))))
+    assert text == "default: %first_q_0 is stored and read by ttng.warp_group_dot without a fence"
+    fence = find(ptx, "fence.proxy.async", after=find(ptx, "st.shared", after=find(ptx, "setmaxnreg.dec")))
+    (text,) = unmet_stores(changed(ptx, find(ptx, "bar.sync", after=fence)))
+    assert "multiplies what not all warps of the group may have stored" in text
 
 
 def test_a_wait_that_leaves_all_products_is_none() -> None:
