@@ -28,6 +28,7 @@ from treefx.kernels.gpu.triton_tree.codegen import row_vectors, row_width
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.paths import path_of_keys
 from treefx.kernels.gpu.triton_tree.small_launches import OF_KEYS, scratch_bytes
+from treefx.kernels.gpu.triton_tree.support import processors, programs_per_head
 from treefx.kernels.tiles.hosted import ALIGNED
 from treefx.kernels.tiles.key_programs import MOST_SLOTS
 from treefx.kernels.tiles.tree_blocks import TreeBlocks
@@ -143,9 +144,9 @@ def forward_bytes(attention: Attention, tokens: Number, sources: Sequence[Lists]
     count, rows = _heads(attention), tokens * attention.group
     packed = rows * count * attention.request.head_dim * q.element_size() if _packs(attention) else 0
     carried = rows * count * (value_width + 1) * _WORD if carries else 0
-    programs = [(_blocks(rows, attention.config("forward").block_m), lists) for lists in sources]
+    programs = _query_programs(attention, rows, "forward")
     kept, made = _values(attention, tokens, sources)
-    launched = most_of(_descriptors(attention, lists, number, "forward") for number, lists in programs)
+    launched = most_of(_descriptors(attention, lists, programs, "forward") for lists in sources)
     return kept + most_of([made, carried + packed + launched])
 
 
@@ -177,10 +178,16 @@ def backward_bytes(
         parts = count * (alone + sums + slots * keys_on.config(kernel).block_n * widths * _WORD)
         found.append(laid + parts + _descriptors(keys_on, of_keys, of_keys.programs, kernel))
         if not attention.once:  # the plain kernel of dq reads its rows in place
-            programs = _blocks(rows, attention.config("backward_queries").block_m)
+            programs = _query_programs(attention, rows, "backward_queries")
             descriptors = _descriptors(attention, of_queries, programs, "backward_queries")
             found.append(carried + (0 if attention.path == "plain" else laid) + descriptors)
     return kept + most_of([made, count * rows * _WORD + most_of(found)])
+
+
+def _query_programs(attention: Attention, rows: Number, kernel: str) -> Number:
+    """Return how many programs of a kernel in Gluon share the queries of one key head; of others they make nothing."""
+    blocks = _blocks(rows, attention.config(kernel).block_m)
+    return programs_per_head(blocks, _heads(attention), processors()) if isinstance(blocks, int) else blocks
 
 
 def _descriptors(attention: Attention, lists: Lists, programs: Number, kernel: str) -> Number:

@@ -36,9 +36,9 @@ _GLUON_IMPORTS = (
 )
 """Its language has the names of Triton's, which statements of scores use; tensors have layouts."""
 _PACKED = {"plain": (), "values": ("packed_rows", "packed_columns")} | dict.fromkeys(
-    ("warp", "gluon"), ("packed_rows", "packed_keys")
+    ("warp", "gluon"), ("packed_rows", "packed_keys", "lists")
 )
-"""How far vectors of rows and of keys lie apart, by path."""
+"""How far vectors of rows and of keys lie apart, by path; and how many lists of tiles there are."""
 _lock = Lock()
 
 

@@ -32,6 +32,7 @@ from treefx.kernels.gpu.triton_tree.small_launches import (
     launch_sums,
     launch_values,
 )
+from treefx.kernels.gpu.triton_tree.support import processors, programs_per_head
 from treefx.kernels.score import Score, loads
 from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks, remembered
 
@@ -250,10 +251,11 @@ class Attention:
         )
 
     def launch(self, name: str, lists: int, arguments: dict[str, Any], config: Config) -> Launch:
-        """Return a launch with one program per list of tiles and key head."""
+        """Return a launch with one program per list of tiles and key head, or for several where the kernel says so."""
         kernel = getattr(self.module, name)
         taken = {parameter: arguments[parameter] for parameter in kernel.arg_names}
-        return Launch(kernel, (lists, self.heads), taken, config)
+        programs = programs_per_head(lists, self.heads, processors()) if "lists" in taken else lists
+        return Launch(kernel, (programs, self.heads), taken, config)
 
     def shared(self, source: KeySource, config: Config, blocks: TreeBlocks, lists: TileLists) -> dict[str, Any]:
         """Return the arguments that the three big kernels have in common."""
@@ -266,6 +268,7 @@ class Attention:
             "Size": blocks.size,
             "pool_row": source.rows,
             "order": lists.order,
+            "lists": len(lists.order),
             "start": lists.start,
             "middle": lists.middle,
             "tiles": lists.tiles,

@@ -1,14 +1,18 @@
-"""What the generated kernels cannot run, in words."""
+"""What the generated kernels cannot run, in words; and how many of their programs run side by side."""
 
 import importlib.util
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["interpreted", "kind_refusal", "refusal", "triton_version"]
+__all__ = ["interpreted", "kind_refusal", "processors", "programs_per_head", "refusal", "triton_version"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = (8, 0)
+_HOPPER = 132
+_BUSY, _WAVES = 0.9, 8
+"""The share of the processors that have to have a program, and how many programs of one processor are tried for it."""
 
 
 def refusal(q: Tensor) -> str | None:
@@ -60,3 +64,24 @@ def triton_version() -> tuple[int, ...]:
     import triton
 
     return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+@lru_cache(maxsize=1)
+def processors() -> int:
+    """Return how many processors the device has; those of a Hopper where there is none."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else _HOPPER
+
+
+def programs_per_head(lists: int, heads: int, processors: int) -> int:
+    """Return how many programs share the lists of tiles of one key head, where a program may run several.
+
+    So many that the programs of all heads keep the processors busy, and no more: each makes boxes and loads first keys.
+
+    Args:
+        lists: of one head.
+        heads: key heads, of all elements of the batch.
+        processors: of the device.
+    """
+    shares = [waves * processors // heads for waves in range(1, _WAVES + 1)]
+    busy = [share for waves, share in enumerate(shares, 1) if share * heads >= _BUSY * waves * processors]
+    return max(1, min(lists, *(busy[:1] or [lists])))

@@ -36,6 +36,7 @@ from torch import Tensor
 from treefx.kernels.gpu.triton_tree.codegen import cache_folder
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
+from treefx.kernels.gpu.triton_tree.support import processors
 from treefx.kernels.tiles.hosted import host_copies
 from treefx.kernels.tiles.tile_counts import Rates, count_tiles, predict_time
 from treefx.kernels.tiles.tree_blocks import forget_blocks, remembered
@@ -84,11 +85,11 @@ class BestConfig:
 
         def choose() -> Config:
             (ends,) = host_copies([self.ends]) or [self.ends]
-            processors, by_key = _processors(), problem.kernel in ("backward_keys", "backward_once")
+            by_key = problem.kernel in ("backward_keys", "backward_once")
 
             def time(config: Config) -> float:
                 counts = count_tiles(ends, config.block_m, config.block_n, problem.group, by_key=by_key)
-                return predict_time(counts, Rates(*rates[tile_name(config)]), self.heads, processors, cut=by_key)
+                return predict_time(counts, Rates(*rates[tile_name(config)]), self.heads, processors(), cut=by_key)
 
             return min((config for config in choices if tile_name(config) in rates), key=time)
 
@@ -152,11 +153,6 @@ def _key(problem: Problem) -> str:
 
 def _device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-@lru_cache(maxsize=1)
-def _processors() -> int:
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
 
 
 def rates_key(problem: Problem) -> str:
