@@ -310,9 +310,10 @@ class _Program:
         barrier.arrived += 1
         barrier.settle()
 
-    def barrier_arrive(self, barrier: Barrier, count: int) -> None:
-        barrier.arrived += count
-        barrier.settle()
+    def barrier_arrive(self, barrier: Barrier, count: int, pred: Any = True) -> None:
+        if pred:
+            barrier.arrived += count
+            barrier.settle()
 
     def barrier_wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:
         if pred:

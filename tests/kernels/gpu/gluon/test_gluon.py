@@ -43,8 +43,13 @@ def by_hand(
     config: Config = Config(32, 16, 4, 2),
     order: Sequence[int] = ORDERS[0],
     change: tuple[str, str] | None = None,
+    side_by_side: int = 3,
 ) -> list[Tensor]:
-    """Return output and log-sum-exp of all keys of a case, of a kernel with a change in its text."""
+    """Return output and log-sum-exp of all keys of a case, of a kernel with a change in its text.
+
+    By so few programs ``side_by_side`` that each has several lists of tiles.
+    """
+    monkeypatch.setattr("treefx.kernels.gpu.triton_tree.launch.processors", lambda: side_by_side)
 
     def carry_out(launch: Launch) -> None:
         file = sys.modules[launch.kernel.fn.__module__].__file__
@@ -144,7 +149,13 @@ MISTAKES = {
         "out_0 = out_0 + 0 * tl.convert_layout(rescale",
     ),
     "both groups have the first rows": ("WHO * ROWS", "0 * ROWS"),
-    "products do not see the queries": ("q_0.store(queries_0)\n    fence_async_shared()", "q_0.store(queries_0)"),
+    "products do not see the queries": ("q_0.store(queries_0)\n        fence_async_shared()", "q_0.store(queries_0)"),
+    "the next list's first keys are not waited for": ("(entry + 1 < last) | more", "entry + 1 < last"),
+    "tiles of the lists before are not counted": ("before_all = first - done", "before_all = first"),
+    "the last values of a list are kept": (
+        "mbarrier.arrive(v_empty.index(stage), count=1)\n        if GOES_ON",
+        "if GOES_ON",
+    ),
     "all heads read the first one's queries": ("head_number.to(tl.int64) * q_head", "0"),
 }
 
@@ -208,7 +219,8 @@ def test_the_guard_follows_its_barriers(texts: tuple[str, str]) -> None:
     assert any("is released while a product of it is under way" in text for text in races(idle))
     values = changed(ttgir, find(ttgir, "wait_barrier", after=loop))
     assert any("is read by ttng.warp_group_dot when not held" in text for text in races(values))
-    full = changed(ttgir, find(ttgir, "wait_barrier", after=find(ttgir, "scf.for", after=find(ttgir, "partition1("))))
+    tiles = find(ttgir, "scf.for", after=find(ttgir, "scf.for", after=find(ttgir, "partition1(")))
+    full = changed(ttgir, find(ttgir, "wait_barrier", after=tiles))
     assert any("is waited for again before it is released" in text for text in races(full))
 
 

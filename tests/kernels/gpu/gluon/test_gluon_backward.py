@@ -36,8 +36,13 @@ def by_hand(
     *,
     order: Sequence[int] = ORDERS[0],
     change: tuple[str, str] | None = None,
+    side_by_side: int = 3,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the kernels make of a case and what is right: the gradients of q, k, v and those of the boundary."""
+    """Return what the kernels make of a case and what is right: the gradients of q, k, v and those of the boundary.
+
+    By so few programs ``side_by_side`` that each of dq has several lists of tiles.
+    """
+    monkeypatch.setattr("treefx.kernels.gpu.triton_tree.launch.processors", lambda: side_by_side)
 
     def carry_out(launch: Launch) -> None:
         text = None
@@ -103,13 +108,13 @@ RELEASED = "mbarrier.arrive(empty.index(stage), count=1)"
 OF_QUERIES, KEYS_FREE = "dq_0 = warpgroup_mma_wait(0, deps=[dq_0, ])", "mbarrier.arrive(k_empty.index(stage), count=1)"
 
 
-def swapped(first: str, second: str) -> tuple[str, str]:
-    indented = "\n        "
+def swapped(first: str, second: str, depth: int) -> tuple[str, str]:
+    indented = "\n" + 4 * depth * " "
     return first + indented + second, second + indented + first
 
 
 MISTAKES = {
-    "rows are released before their products": swapped(SETTLED, RELEASED),
+    "rows are released before their products": swapped(SETTLED, RELEASED, 2),
     "slopes are used before their product": ("warpgroup_mma_wait(1, deps=[dp])", "warpgroup_mma_wait(2, deps=[dp])"),
     "nobody waits for gradients": ("mbarrier.wait(grad_full.index(stage), phase)", "pass"),
     "rows are waited for by the wrong phase": ("(q_full.index(stage), phase)", "(q_full.index(stage), 1 - phase)"),
@@ -120,9 +125,13 @@ MISTAKES = {
     "partial tiles are left out": ("range(first_partial, last)", "range(last, last)"),
     "full tiles are left out": ("range(first, first_partial)", "range(first, first)"),
     "both groups have the first keys": ("WHO * KEYS", "0 * KEYS"),
-    "keys are released before their product": swapped(OF_QUERIES, KEYS_FREE),
-    "nobody waits for the gradients of queries": ("mbarrier.wait(grad_full, 0)", "pass"),
+    "keys are released before their product": swapped(OF_QUERIES, KEYS_FREE, 3),
+    "nobody waits for the gradients of queries": ("mbarrier.wait(grad_full, number & 1)", "pass"),
     "both groups have the first gradients": ("block * BLOCK_M + BLOCK_M // 2", "block * BLOCK_M"),
+    "rows of the next list are copied over those in use": ("mbarrier.wait(rows_empty, (number & 1) ^ 1)", "pass"),
+    "one group gives up the rows of both": ("init(rows_empty, count=2)", "init(rows_empty, count=1)"),
+    "rows of the next list are not waited for": ("mbarrier.wait(q_full, number & 1)", "mbarrier.wait(q_full, 0)"),
+    "tiles of the lists before are not counted": ("entry - first + done", "entry - first"),
     "the softmax is not differentiated": ("ds = slope * (dp - row_delta)", "ds = slope * dp"),
 }
 
