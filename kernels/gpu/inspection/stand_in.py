@@ -7,6 +7,7 @@ which kernels a host would launch, with which arguments, and what that costs the
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -94,6 +95,7 @@ def standing_in(compiled: Callable[[str], object], launched: Callable[[str], obj
         (driver, "_active", Driver()),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there"),
+        (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)),
         (torch.cuda, "is_available", lambda: True),
         (fake_tensor, "init_gpu_context", lambda device: None),  # PyTorch 2.11 would start the driver
         (support, "refusal", lambda q: None),
