@@ -10,7 +10,8 @@ from torch import Tensor
 from treefx.bench.attention.sample import Sample
 from treefx.bench.attention.trees import Tree, repeated_nodes, thought_nodes
 from treefx.kernels import reference, tree_attention
-from treefx.kernels.common import Inputs, relative_error
+from treefx.kernels.common import Boundary, Inputs, relative_error
+from treefx.kernels.ops import attend
 from treefx.kernels.score import make_score
 
 pytestmark = [
@@ -98,6 +99,27 @@ def test_features(features: tuple[str, ...], path: str, dtype: torch.dtype, monk
         results.append([out, *torch.autograd.grad(out, wanted, grad)])
     bound = 2e-2 if dtype == BF16 else 1e-4
     assert all(relative_error(*pair) < bound for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("path", paths())
+@pytest.mark.parametrize("window", [None, 900])
+@pytest.mark.parametrize("shape", ["128", "64", "group 7"])
+def test_keys_from_outside(shape: str, window: int | None, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of tokens above, some of which nobody sees: one launch goes on from another."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    ends, leaves, grad = draw(TREES["thought"], SHAPES[shape], BF16)
+    tokens, outside, (_, kv_heads, width, _) = len(ends), 700, SHAPES[shape]
+    lo, length = (torch.randint(0, tokens, (2, outside), generator=torch.Generator().manual_seed(9))).int().cuda()
+    hi = (lo + length).clamp(max=tokens)
+    hi[::7] = lo[::7] - 2
+    above = [heads(kv_heads, outside, width, BF16, seed) for seed in (5, 6)]
+    score = make_score(scale=width**-0.5, **({} if window is None else {"window": window, "depth": 0}))
+    depth = torch.cat([torch.arange(outside), outside + torch.arange(tokens)]).cuda()
+    results = []
+    for impl in ("triton", "reference"):
+        out = attend(*leaves, ends, score, [depth], impl=impl, boundary=Boundary(*above, lo, hi))
+        results.append([out, *torch.autograd.grad(out, [*leaves, *above], grad)])
+    assert all(relative_error(*pair) < 2e-2 for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("path", paths())
