@@ -88,7 +88,7 @@ def test_gluon_is_counted_unless_the_plain_form_is_asked_for(
     device: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Queries in the order of its rows, also of a boundary whose score shares values of pairs."""
+    """Its descriptors, also of a boundary whose score shares values of pairs; queries are read where they lie."""
     inputs = next(inputs for inputs in map(part, range(1, 20, 2)) if inputs.q.shape[1] > inputs.k.shape[1])
     given = replace(runner(inputs, of, "two passes"), path="gluon")
     assert inputs.boundary is not None and given.code.shares_pairs == (of is TWICE)
@@ -98,7 +98,7 @@ def test_gluon_is_counted_unless_the_plain_form_is_asked_for(
         monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
         counts[path] = at(device_workspace(node), sizes, inputs)
     assert counts[""] == counts["gluon"] >= counted_forward(given)
-    assert counts[""] - counts["plain"] >= inputs.q.nbytes
+    assert 0 < counts[""] - counts["plain"] < inputs.q.nbytes
 
 
 ROWS = {"forward": forward_rows, "backward": lambda graphs, sizes: backward_rows(graphs, sizes)[0]}
