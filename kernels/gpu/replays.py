@@ -20,7 +20,7 @@ from treefx.kernels.tiles.tree_blocks import keep, recall
 __all__ = ["Recorder", "Replay", "Step", "note", "of_forest", "perform", "replayed"]
 
 _WRITTEN = {
-    "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedHalves", "PackedLse", "PackedDelta", "PackedPairs", "SumsQ",
+    "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedHalves", "PackedLse", "PackedDelta", "SumsQ",
     "GradQ", "GradK", "GradV", "PartsK", "PartsV",
 }  # fmt: skip
 """Parameters that a step writes before anything reads them: whatever lies there is made anew."""

@@ -5,12 +5,11 @@ those that the launches take: exactly, where the score reads nothing of one quer
 polynomial that is never less, none of whose symbols is negative.
 
 ============  ==========================================================================================================
-forward       Q in the order of rows (path ``"warp"``, several heads per group), output and log-sum-exp of a boundary in
-              float32, and what follows
+forward       output and log-sum-exp of a boundary in float32, and what follows
 backward      Q and the gradient in the order of rows (several heads per group), log-sum-exp and delta twice, the sums
               of lists of tiles that were cut, and what follows; in one pass the sums of dq in float32, in two passes
               dq of a boundary in float32
-both          values of the score per row and per key, descriptors of the specialised forms
+both          values of the score per row and per key, descriptors, of Gluon
 ============  ==========================================================================================================
 
 Lists of tiles stay for all layers of a forest, and so does what a score reads of it: :func:`list_bytes`,
@@ -26,8 +25,7 @@ import sympy
 from treefx.kernels.gpu.triton_tree.arguments import padded_length
 from treefx.kernels.gpu.triton_tree.codegen import row_vectors, row_width
 from treefx.kernels.gpu.triton_tree.launch import Attention
-from treefx.kernels.gpu.triton_tree.paths import path_of_keys
-from treefx.kernels.gpu.triton_tree.small_launches import OF_KEYS, scratch_bytes
+from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.gpu.triton_tree.support import processors, programs_per_head
 from treefx.kernels.tiles.hosted import ALIGNED
 from treefx.kernels.tiles.key_programs import MOST_SLOTS
@@ -122,7 +120,7 @@ def value_bytes(attention: Attention, tokens: Number, keys: Number) -> Number:
     """Return the bytes of what a score reads of one row or key, which stays for all layers where it is the forest's.
 
     Args:
-        attention: the specialised form.
+        attention: on the path ``"gluon"``.
         tokens: queries.
         keys: of all sources.
     """
@@ -140,14 +138,12 @@ def forward_bytes(attention: Attention, tokens: Number, sources: Sequence[Lists]
         sources: of the keys that are attended to, in this order; lists of the configuration.
         carries: whether there is more than one of them.
     """
-    q, value_width = attention.inputs.q, attention.request.value_dim
     count, rows = _heads(attention), tokens * attention.group
-    packed = rows * count * attention.request.head_dim * q.element_size() if _packs(attention) else 0
-    carried = rows * count * (value_width + 1) * _WORD if carries else 0
+    carried = rows * count * (attention.request.value_dim + 1) * _WORD if carries else 0
     programs = _query_programs(attention, rows, "forward")
     kept, made = _values(attention, tokens, sources)
     launched = most_of(_descriptors(attention, lists, programs, "forward") for lists in sources)
-    return kept + most_of([made, carried + packed + launched])
+    return kept + most_of([made, carried + launched])
 
 
 def backward_bytes(
@@ -165,18 +161,15 @@ def backward_bytes(
     count, rows = _heads(attention), tokens * attention.group
     copies = rows * (request.head_dim + request.value_dim) * q.element_size() if attention.group > 1 else 0
     carried = count * rows * request.head_dim * _WORD if carries else 0
-    keys_on, kernel = path_of_keys(attention), attention.of_keys
-    words = row_vectors(request, keys_on.path)
-    alone = sum(words.pop(name, 0) for name in OF_KEYS) * _padded(rows) * _WORD
-    laid = count * (copies + sum(words.values()) * _padded(rows) * _WORD)
+    laid = count * (copies + sum(row_vectors(attention.path).values()) * _padded(rows) * _WORD)
     sums = _padded(rows) * row_width(request.head_dim, request.chunk_widths) * _WORD if attention.once else 0
     kept, made = _values(attention, tokens, [lists for lists, _ in sources])
-    found = []
+    found, kernel = [], attention.of_keys
     for of_keys, of_queries in sources:
         widths = request.head_dim + request.value_dim if of_keys.slots != 0 else 2
         slots = of_keys.slots if of_keys.slots != 0 else 1
-        parts = count * (alone + sums + slots * keys_on.config(kernel).block_n * widths * _WORD)
-        found.append(laid + parts + _descriptors(keys_on, of_keys, of_keys.programs, kernel))
+        parts = count * (sums + slots * attention.config(kernel).block_n * widths * _WORD)
+        found.append(laid + parts + _descriptors(attention, of_keys, of_keys.programs, kernel))
         if not attention.once:  # the plain kernel of dq reads its rows in place
             programs = _query_programs(attention, rows, "backward_queries")
             descriptors = _descriptors(attention, of_queries, programs, "backward_queries")
@@ -220,10 +213,6 @@ def _size(expr: Any) -> int:
 
 def _mentions(expr: Any, name: str) -> bool:
     return expr[0] == name or any(_mentions(item, name) for item in expr if isinstance(item, tuple))
-
-
-def _packs(attention: Attention) -> bool:
-    return attention.path == "warp" and attention.group > 1
 
 
 def _heads(attention: Attention) -> int:

@@ -159,7 +159,7 @@ def scripted(task: Task, note: Note) -> tuple[dict[str, Any], bool]:
 
 @pytest.mark.parametrize("heads", [4, 2], ids=["crash", "spoiled"])
 def test_a_lost_device_costs_one_measurement(heads: int) -> None:
-    """It is measured again without warp specialisation, and so are all that follow, in a fresh process."""
+    """It is measured again in the plain form, and so are all that follow, in a fresh process."""
     settings = [replace(SETTING, head_dim=width, heads=heads) for width in (16, 32, 64)]
     records = list(bench_attention_apart.run(settings, device="cpu", work=scripted, method="fork"))
     names = [setting.name for setting in settings]

@@ -1,10 +1,10 @@
 """Whether a warp-specialised kernel overwrites what is still being read: its buffers, followed through the TTGIR.
 
 The warps that load wait until a buffer is empty, and copy into it; the copy completes its *full* barrier. The warps
-that multiply wait for that, read, and arrive at the *empty* barrier. Where they arrive is the choice of a pass of
-Triton's. So here every group of warps is run through on paper, its loops twice: a buffer may be read only between the
-wait for it and its release, and products that are still under way count as readers. What a group stores itself is read
-by products after a fence only.
+that multiply wait for that, read, and arrive at the *empty* barrier. Kernels in Gluon say where; in others it is the
+choice of a pass of Triton's. So here every group of warps is run through on paper, its loops twice: a buffer may be
+read only between the wait for it and its release, and products that are still under way count as readers. What a group
+stores itself is read by products after a fence only.
 
 What cannot be followed is reported, not passed over.
 """

@@ -1,6 +1,6 @@
 """How tensors are handed to kernels: strides, dense features, aligned rows, scratch memory, values of a score.
 
-What a score reads of one query, or of one key, alone is evaluated before a specialised kernel, in the order of its
+What a score reads of one query, or of one key, alone is evaluated before a kernel in Gluon, in the order of its
 tiles.
 """
 
@@ -20,7 +20,6 @@ __all__ = [
     "ColumnValues",
     "RowValues",
     "buffer_arguments",
-    "copy_rows",
     "dense_features",
     "forest_numbers",
     "padded",
@@ -54,11 +53,6 @@ def padded(matrix: Tensor) -> Tensor:
 def split_heads(tensor: Tensor, group: int) -> Tensor:
     """Return ``[B, H, ...]`` as ``[B, H / group, group, ...]``."""
     return tensor.view(tensor.shape[0], -1, group, *tensor.shape[2:])
-
-
-def copy_rows(heads: Tensor, group: int) -> Tensor:
-    """Return ``[B, H, N, D]`` as ``[B, H / group, N * group, D]``: the heads of a group side by side."""
-    return split_heads(heads, group).transpose(2, 3).flatten(2, 3)
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:

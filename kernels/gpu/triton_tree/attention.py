@@ -15,7 +15,7 @@ from treefx.kernels.gpu.triton_tree.arguments import dense_features, forest_numb
 from treefx.kernels.gpu.triton_tree.buffer_gradients import buffer_gradients
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
-from treefx.kernels.gpu.triton_tree.paths import checked, forced_path, on_path, path_of_keys
+from treefx.kernels.gpu.triton_tree.paths import checked, forced_path, on_path
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish
 from treefx.kernels.gpu.triton_tree.support import interpreted
 from treefx.kernels.gpu.triton_tree.tuning import BestConfig, tuned, tuning_wanted
@@ -157,11 +157,10 @@ def backward_from(
     dq = empty_heads_inside(attention.inputs.q, attention.inputs.q.shape[-1])
     sources, values = attention.with_values(sources)
     with _device_of(dq):
-        keys_on = path_of_keys(attention)
-        prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse, values, keys_on.path)
+        prologue, of_keys, of_queries = attention.prologue(grad_out, out, lse, values)
         prologue.run()
         delta, sums = prologue.arguments["Delta"], of_keys["SumsQ"]
-        pairs = [_backward_keys(keys_on, source, of_keys) for source in sources]
+        pairs = [_backward_keys(attention, source, of_keys) for source in sources]
         del prologue, of_keys  # what dk and dv alone read makes room for dq
         if attention.once:
             launch_finish(sums, dq, attention.code.factor, attention.inputs.k.shape[1]).run()

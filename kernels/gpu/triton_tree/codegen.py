@@ -23,7 +23,7 @@ from treefx.kernels.expression_text import format_condition, format_expression
 from treefx.kernels.gpu.triton_tree.expressions import BufferKind, score_code
 from treefx.kernels.score import Score
 
-__all__ = ["Request", "cache_folder", "kernel_module", "kernel_source", "reads_row_pairs", "row_vectors", "row_width"]
+__all__ = ["Request", "cache_folder", "kernel_module", "kernel_source", "row_vectors", "row_width"]
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _IMPORTS = ("import triton", "import triton.language as tl")
@@ -35,9 +35,11 @@ _GLUON_IMPORTS = (
     ")",
 )
 """Its language has the names of Triton's, which statements of scores use; tensors have layouts."""
-_PACKED = {"plain": (), "values": ("packed_rows", "packed_columns")} | dict.fromkeys(
-    ("warp", "gluon"), ("packed_rows", "packed_keys", "lists")
-)
+_PACKED = {
+    "plain": (),
+    "gluon": ("packed_rows", "packed_keys", "lists"),
+    "values": ("packed_rows", "packed_columns"),
+}
 """How far vectors of rows and of keys lie apart, by path; and how many lists of tiles there are."""
 _lock = Lock()
 
@@ -52,7 +54,7 @@ class Request:
         head_dim: width of queries and keys.
         value_dim: width of values.
         chunk_widths: the narrowest and the widest piece of a head in one product, powers of two.
-        path: ``"plain"``, ``"warp"``, ``"gluon"``, or ``"values"`` of which the two before read, a template.
+        path: a template: ``"plain"``, ``"gluon"``, or ``"values"``, which Gluon reads.
         origin: the line of the model that the attention comes from, or ``""``.
     """
 
@@ -82,27 +84,9 @@ def row_width(width: int, chunk_widths: tuple[int, int]) -> int:
     return start + size
 
 
-@lru_cache(maxsize=256)
-def reads_row_pairs(request: Request) -> bool:
-    """Return whether dk and dv read the log-sum-exp and minus delta of a tile's rows at once, as ``PackedPairs``.
-
-    They are waited for and released once instead of twice, as each piece of a head is: what heads of several need most.
-    Beside a condition there are no registers for both at once: it spills 92 bytes, and 128 in Triton 3.6.
-    """
-    pieces = head_chunks(request.head_dim, *request.chunk_widths)
-    return request.path == "warp" and len(pieces) > 1 and Score.from_json(request.score).visible is None
-
-
-def row_vectors(request: Request, keys_path: str) -> dict[str, int]:
-    """Return how the backward kernels read the log-sum-exp and minus delta of rows, with the words of a row.
-
-    Args:
-        request: the kernels.
-        keys_path: of dk and dv, which may have no other form than the plain one.
-    """
-    pairs = {"PackedPairs": 2} if reads_row_pairs(request) else {}
-    of_keys = {"PackedHalves": 2} if keys_path == "plain" else pairs
-    return of_keys if request.path == "plain" else {"PackedLse": 1, "PackedDelta": 1, **of_keys}
+def row_vectors(path: str) -> dict[str, int]:
+    """Return how backward kernels of a path read the log-sum-exp and minus delta of rows, with the words of a row."""
+    return {"PackedHalves": 2} if path == "plain" else {"PackedLse": 1, "PackedDelta": 1}
 
 
 @lru_cache(maxsize=256)
@@ -128,7 +112,6 @@ def kernel_source(request: Request) -> str:
             key_chunks=head_chunks(request.head_dim, *request.chunk_widths),
             value_chunks=head_chunks(request.value_dim, *request.chunk_widths),
             lengths=lengths,
-            row_pairs=reads_row_pairs(request),
             row_width=row_width(request.head_dim, request.chunk_widths),
             value_row_width=row_width(request.value_dim, request.chunk_widths),
         )

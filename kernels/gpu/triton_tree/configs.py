@@ -45,7 +45,7 @@ class Problem:
 
     Attributes:
         kernel: ``"forward"``, ``"backward_keys"``, ``"backward_queries"`` or ``"backward_once"``.
-        path: ``"plain"``, ``"warp"`` or ``"gluon"``.
+        path: ``"plain"`` or ``"gluon"``.
         dtype: of q, k and v.
         head_dim: width of queries and keys.
         value_dim: width of values.
@@ -127,8 +127,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     """
     width = max(problem.head_dim, problem.value_dim)
     plain = _FLOAT32 if problem.dtype == torch.float32 else _SIXTEEN_BITS
-    table = _SPECIALISED.get(problem.path, plain)
-    found = table[problem.kernel]
+    found = (_GLUON if problem.path == "gluon" else plain)[problem.kernel]
     bound = next((bound for bound in found if width <= bound), max(found))
     choices = found[bound]
     if problem.heavy and problem.kernel in _BY_KEY:
@@ -137,7 +136,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     if problem.loads_pairs and problem.kernel == "forward":
         choices = tuple(config for config in choices if config.block_n <= _LOADING_KEYS)
     choices = (*_wide_tile(problem), *_first_elsewhere(problem), *choices)
-    others = () if problem.path in _SPECIALISED else _SMALL
+    others = () if problem.path == "gluon" else _SMALL
     fitting = [config for config in (*choices, *others) if _fits(problem, config)]
     if not fitting:
         raise UnsupportedError(
@@ -148,10 +147,10 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
 
 
 def _wide_tile(problem: Problem) -> tuple[Config, ...]:
-    """Return the first choice on Hopper, of the forward or dq in Gluon, for long nodes and a product alone.
+    """Return the first choice on Hopper, of the plain forward or dq in Gluon, for long nodes and a product alone.
 
-    Of twice as many keys a tile takes a fifth fewer instructions per logit (11.0 instead of 13.9 specialised, 9.5
-    instead of 12.3 in full tiles of the plain form); conditions and slopes spill in it, short nodes fill little of it.
+    Of twice as many keys a tile takes a fifth fewer instructions per logit (9.5 instead of 12.3 in full tiles of the
+    plain form); conditions and slopes spill in it, short nodes fill little of it.
     """
     width, bare = max(problem.head_dim, problem.value_dim), not problem.heavy and "|" not in problem.operations
     hopper = problem.shared_limit == SHARED_MEMORY[90] and problem.dtype != torch.float32
@@ -160,7 +159,7 @@ def _wide_tile(problem: Problem) -> tuple[Config, ...]:
         return ()
     if problem.node_length < _LONG_NODE:
         return ()
-    if problem.path != "plain":
+    if problem.path == "gluon":
         return (Config(128, 128, 4, 3 if width <= 64 else 2),)
     return (Config(128, 128, 8, 3),)
 
@@ -170,7 +169,7 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
 
     Before it, products are made warp by warp, with all sums in registers; after it, sums have a memory of their own.
     """
-    if problem.path in _SPECIALISED or problem.dtype == torch.float32:
+    if problem.path == "gluon" or problem.dtype == torch.float32:
         return ()
     both = problem.head_dim + problem.value_dim
     if problem.shared_limit >= usable_shared_memory(100):
@@ -241,21 +240,6 @@ _SIXTEEN_BITS: _Table = {
         256: (Config(128, 32, 8, 3), Config(64, 32, 8, 3)),
     },
 }
-_WARP: _Table = {
-    "forward": {
-        128: (Config(128, 64, 4, 3), Config(128, 128, 4, 2)),
-        192: (Config(128, 64, 4, 3), Config(128, 64, 4, 2)),
-    },
-    "backward_keys": {
-        128: (Config(64, 128, 4, 2), Config(32, 128, 4, 2)),
-        192: (Config(32, 128, 4, 2),),
-    },
-    "backward_queries": {
-        128: (Config(128, 64, 4, 2), Config(128, 32, 4, 2)),
-        192: (Config(128, 32, 4, 2),),
-    },
-}
-"""Four warps: Triton adds a second group of them and one that loads."""
 _GLUON: _Table = {
     "forward": {
         64: (Config(128, 128, 4, 3), Config(128, 64, 4, 3)),
@@ -272,7 +256,6 @@ _GLUON: _Table = {
     },
 }
 """Four warps: the kernel adds a second group of them and one that loads."""
-_SPECIALISED = {"warp": _WARP, "gluon": _GLUON}
 _FLOAT32: _Table = {
     "forward": {
         64: (Config(64, 32, 4, 3), Config(32, 32, 4, 3)),

@@ -73,7 +73,6 @@ class ScoreCode:
         used: numbers of the buffers that are read.
         soft: whether finite constants mask, so that their sum must not become an infinity.
         loads_pairs: whether ``pair`` loads.
-        shares_pairs: whether a part that reads a key is read by several statements.
         row_values: variables of ``uniform`` and ``row`` that later statements read, with what they are.
         column_values: those of ``column``.
     """
@@ -93,7 +92,6 @@ class ScoreCode:
     used: tuple[int, ...]
     soft: bool
     loads_pairs: bool
-    shares_pairs: bool
     row_values: tuple["HoistedValue", ...]
     column_values: tuple["HoistedValue", ...]
 
@@ -153,7 +151,6 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
         used=tuple(sorted(writer.used)),
         soft=writer.soft,
         loads_pairs="tl.load" in " ".join(writer.statements["pair"]),
-        shares_pairs=_shares_pairs(later, read),
         row_values=writer.values_read(read, ("row", "uniform")),
         column_values=writer.values_read(read, ("column",)),
     )
@@ -163,15 +160,6 @@ def _scale_of(logit: Any, dot: Any) -> float | None:
     """Return the positive number that an expression is ``dot`` times, or ``None`` if it is something else."""
     scale = logit.coeff(dot) if logit.free_symbols == {dot} else sympy.Integer(0)
     return float(scale) if scale.is_number and scale.is_positive and logit == scale * dot else None
-
-
-def _shares_pairs(text: str, read: Iterable[str]) -> bool:
-    """Whether a value of pairs, or of keys beside them, is read more than once."""
-    return any(
-        len(re.findall(rf"\b{name}\b", text)) > 1 + name.startswith("pair")
-        for name in read
-        if name.startswith(("pair_", "column_"))
-    )
 
 
 def _split(shared: list[tuple[Any, Any]], logit: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.replays import of_forest, perform
+from treefx.kernels.gpu.replays import of_forest
 from treefx.kernels.gpu.triton_tree.arguments import (
     ColumnValues,
     RowValues,
     buffer_arguments,
-    copy_rows,
     forest_numbers,
     padded_length,
     strides,
@@ -24,7 +23,6 @@ from treefx.kernels.gpu.triton_tree.codegen import Request, kernel_module, row_v
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, chunk_widths, default_config, operations_of
 from treefx.kernels.gpu.triton_tree.expressions import HoistedValue, ScoreCode, kinds_of, score_code
 from treefx.kernels.gpu.triton_tree.small_launches import (
-    OF_KEYS,
     ROW_VECTORS,
     Launch,
     join_values,
@@ -49,7 +47,7 @@ class KeySource:
         keys: which queries see them.
         rows: int32 ``[K]``: where in the pool each key lies; ``None``: key j is row j. Keys of ancestors are used in
             place this way, without a gathered copy.
-        values: what a specialised form reads of the score, see :meth:`Attention.with_values`.
+        values: what Gluon reads of the score, see :meth:`Attention.with_values`.
     """
 
     k: Tensor
@@ -69,7 +67,7 @@ class Attention:
     Attributes:
         inputs: the tensors; the boundary is a key source of its own.
         score: the score.
-        path: ``"plain"``, ``"warp"`` or ``"gluon"``.
+        path: ``"plain"`` or ``"gluon"``.
         once: whether the kernel of dk and dv also adds up dq, in no fixed order; on the plain path only.
         choose: the configuration of each problem.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
@@ -151,7 +149,6 @@ class Attention:
         blocks = self.blocks(source, config)
         arguments = {
             **self.shared(source, config, blocks, blocks.by_query),
-            **self.rows(),
             "Out": out,
             "Lse": lse,
             "PreviousOut": None if previous is None else previous[0],
@@ -289,16 +286,16 @@ class Attention:
         }
 
     def prologue(
-        self, grad_out: Tensor, out: Tensor, lse: Tensor, values: Sequence[Launch] = (), keys_path: str = ""
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, values: Sequence[Launch] = ()
     ) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
         """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
 
         All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles. In one pass the
-        sums of dq are zeroed. ``values`` are made there too; ``keys_path`` is that of dk and dv, if another.
+        sums of dq are zeroed. ``values`` are made there too.
         """
         q = self.inputs.q
         width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
-        read = row_vectors(self.request, keys_path or self.path)
+        read = row_vectors(self.path)
         launch = launch_prologue(q, grad_out, out, lse, self.inputs.k.shape[1], width, read)
         made = launch.arguments
         rows, grads = (q, grad_out) if made["PackedQ"] is None else (made["PackedQ"], made["PackedGrad"])
@@ -307,11 +304,10 @@ class Attention:
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
         launch = join_values(self._value_kernels, launch, values) if values else launch
-        of_both = {name: value for name, value in packed.items() if name not in OF_KEYS}
-        return launch, packed, in_place if self.path == "plain" else of_both
+        return launch, packed, in_place if self.path == "plain" else packed
 
     def with_values(self, sources: Sequence[KeySource]) -> tuple[list[KeySource], list[Launch]]:
-        """Return key sources with what a specialised form reads of the score, and the launches that make it.
+        """Return key sources with what Gluon reads of the score, and the launches that make it.
 
         It is what the score says of one query or one key alone, evaluated, in the order of the tiles. What follows from
         the forest is there already; what reads anything else may change from layer to layer.
@@ -385,19 +381,8 @@ class Attention:
         return of_forest(remembered(("values", repr(make)), forest, lambda: make(*buffers)))
 
     def read_by_score(self, source: KeySource) -> dict[str, Any]:
-        """Return buffers, or what a specialised form reads in their stead, and how far the rows of it lie apart."""
+        """Return buffers, or what Gluon reads in their stead, and how far the rows of it lie apart."""
         if self.path == "plain":
             return buffer_arguments(self.inputs.buffers, self.code.used)
         rows = self.inputs.q.shape[2] * self.group
         return {**source.values, "packed_rows": padded_length(rows), "packed_keys": padded_length(len(source))}
-
-    def rows(self) -> dict[str, Any]:
-        """Return queries as a tile of them reads them, ``[B, Hkv, N * group, D]``.
-
-        Path ``"warp"`` takes a copy in the order of their rows where a group has several heads; everything else is read
-        in place.
-        """
-        q = self.inputs.q
-        if self.path == "warp" and self.group > 1:
-            q = perform(copy_rows, {"Q": q, "GROUP": self.group})
-        return {"Q": q, **strides("q", q)}

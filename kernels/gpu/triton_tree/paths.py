@@ -4,8 +4,6 @@ Gluon has two passes, whose results are the same bits every time. It, and one pa
 checked against the plain kernels in two passes, on the first of the tokens at hand, when a process first uses them for
 an attention of its kind, and again for longer lists of tiles. What cannot be compiled, or differs anywhere, gives way
 to the plain form with one warning.
-
-A third form, specialised by warps by Triton's own pass, runs where ``TREEFX_KERNEL_PATH=warp`` asks for it, unchecked.
 """
 
 import os
@@ -20,7 +18,7 @@ from treefx.errors import InputError, UnsupportedError
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention
-from treefx.kernels.gpu.triton_tree.support import interpreted, triton_version
+from treefx.kernels.gpu.triton_tree.support import interpreted
 from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
 
 __all__ = [
@@ -30,13 +28,10 @@ __all__ = [
     "form_refusal",
     "gluon_refusal",
     "in_one_pass",
-    "keys_refusal",
     "on_path",
-    "path_of_keys",
-    "warp_refusal",
 ]
 
-PATHS = ("plain", "warp", "gluon")
+PATHS = ("plain", "gluon")
 _WIDEST, _WIDEST_TOGETHER = 192, 320
 """Features of a head, and of a key and a value together, above which the gradients of both spill registers."""
 _TOLERANCE = 0.02
@@ -78,15 +73,17 @@ def in_one_pass(attention: Attention) -> bool:
     return attention.keys_met("backward_once") >= ONE_PASS_KEYS
 
 
-def warp_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | None:
-    """Return why the warp-specialised form cannot run this attention, or ``None`` if it can.
+def gluon_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | None:
+    """Return why Gluon cannot run this attention, or ``None`` if it can.
 
     Args:
         attention: the attention.
         tensors: what is read beside q, k and v: the gradient, in the backward.
     """
+    if interpreted():
+        return "Triton's interpreter runs no Gluon"
     inputs = attention.inputs
-    refusal = form_refusal(attention, None if interpreted() else torch.cuda.get_device_capability(inputs.q.device))
+    refusal = form_refusal(attention, torch.cuda.get_device_capability(inputs.q.device))
     if refusal is not None:
         return refusal
     if not all(_aligned(tensor) for tensor in (*_read_by_boxes(inputs), *tensors)):
@@ -96,61 +93,34 @@ def warp_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | 
     return None
 
 
-def gluon_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | None:
-    """Return why Gluon cannot run this attention, or ``None`` if it can; see :func:`warp_refusal`."""
-    return warp_refusal(replace(attention, path="gluon"), tensors)
-
-
 def _read_by_boxes(inputs: Inputs) -> list[Tensor]:
     outside = inputs.boundary
     return [inputs.q, inputs.k, inputs.v, *([] if outside is None else [outside.k, outside.v])]
 
 
-def form_refusal(attention: Attention, capability: tuple[int, int] | None) -> str | None:
-    """Return why an attention of this kind has no form that is specialised by warps, or ``None`` if it has.
+def form_refusal(attention: Attention, capability: tuple[int, int]) -> str | None:
+    """Return why Gluon runs no attention of this kind, however its tensors lie, or ``None`` if it does.
 
     Args:
-        attention: the attention, on the path ``"gluon"`` where that form is meant; how its tensors lie does not matter.
-        capability: of the device, or ``None`` for Triton's interpreter.
+        attention: the attention.
+        capability: of the device.
     """
-    if capability is not None:
-        if capability != (9, 0):
-            return "it needs compute capability 9.0"
-        if attention.inputs.q.dtype == torch.float32:
-            return "it needs a 16-bit type"
-        if attention.path != "gluon" and attention.inputs.boundary is not None and attention.code.shares_pairs:
-            return "Triton cannot specialise keys from outside of a score that shares values of pairs"
+    if capability != (9, 0):
+        return "it needs compute capability 9.0"
+    if attention.inputs.q.dtype == torch.float32:
+        return "it needs a 16-bit type"
     if attention.code.loads_pairs:
         return "the score loads by query and key"
     return _refused_widths(attention.request.head_dim, attention.request.value_dim)
 
 
 def _refused_widths(head_dim: int, value_dim: int) -> str | None:
-    """Return why no form that is specialised by warps can run heads of these widths, or ``None`` if it can."""
+    """Return why Gluon runs no heads of these widths, or ``None`` if it does."""
     if max(head_dim, value_dim) > _WIDEST or head_dim + value_dim > _WIDEST_TOGETHER:
         return f"heads have more than {_WIDEST} features, or more than {_WIDEST_TOGETHER} of keys and values together"
     if head_dim % _FEATURES or value_dim % _FEATURES:
         return f"a head has no multiple of {_FEATURES} features"
     return None
-
-
-def keys_refusal(attention: Attention) -> str | None:
-    """Return why dk and dv have no warp-specialised form although the other kernels do, or ``None`` if they have.
-
-    Triton 3.6 fails to divide them between warps where several statements read a value of query and key, such as the
-    distance that both a window and ALiBi take.
-    """
-    import triton
-
-    if attention.code.shares_pairs and triton_version() < (3, 7):
-        return f"Triton {triton.__version__} cannot specialise dk and dv of a score that shares values of pairs"
-    return None
-
-
-def path_of_keys(attention: Attention) -> Attention:
-    """Return the attention on the path of dk and dv: the plain one where only they have no other."""
-    specialised = attention.path == "warp" and not interpreted()
-    return replace(attention, path="plain") if specialised and keys_refusal(attention) else attention
 
 
 def _aligned(tensor: Tensor) -> bool:
@@ -179,28 +149,16 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
     """
     forced = forced_path()
     if forced in (None, "gluon"):
-        refusal = "Triton's interpreter runs no Gluon" if interpreted() else gluon_refusal(attention, tensors[:1])
+        refusal = gluon_refusal(attention, tensors[:1])
         if forced == "gluon" and name == "forward" and refusal is not None:
             raise UnsupportedError(f"TREEFX_KERNEL_PATH=gluon must meet an attention that path can run, but {refusal}")
         fast = replace(attention, path="gluon")
         if refusal is None and _is_right("Gluon", name, fast, tensors, run):
             return run(fast, tensors)
-    if forced == "warp":
-        return _specialised(name, replace(attention, path="warp"), tensors, run)
     once = replace(attention, path="plain", once=name == "backward")
     if once.once and in_one_pass(once) and (interpreted() or _is_right("one-pass", name, once, tensors, run)):
         return run(once, tensors)
     return run(replace(attention, path="plain"), tensors)
-
-
-def _specialised(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> list[Tensor]:
-    """Run an attention in the form that Triton's own pass specialises by warps, unchecked."""
-    refusal = warp_refusal(attention, tensors[:1])
-    if name == "backward" and not interpreted():
-        refusal = refusal or keys_refusal(attention)
-    if refusal is not None:
-        raise UnsupportedError(f"TREEFX_KERNEL_PATH=warp must meet an attention that path can run, but {refusal}")
-    return run(attention, tensors)
 
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:

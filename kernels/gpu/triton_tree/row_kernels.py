@@ -25,7 +25,6 @@ def prologue(
     PackedHalves,
     PackedLse,
     PackedDelta,
-    PackedPairs,
     SumsQ,
     q_batch,
     q_head,
@@ -51,8 +50,8 @@ def prologue(
 
     And, where there is room for them, queries, gradients, minus delta and the log-sum-exp (times log2(e), infinite
     where a row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member
-    r % GROUP. The last two as halves of one number, delta above; by themselves; or the log-sum-exps of two rows before
-    minus delta of both. And zeros where gradients of the queries will be added up.
+    r % GROUP. The last two as halves of one number, delta above, or by themselves. And zeros where gradients of the
+    queries will be added up.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1) % kv_heads
@@ -78,10 +77,6 @@ def prologue(
     if PackedLse is not None:
         tl.store(PackedLse + place, seen, mask=row < packed_rows)
         tl.store(PackedDelta + place, -delta, mask=row < packed_rows)
-    if PackedPairs is not None:
-        pair = 2 * (place - row % 2) + row % 2
-        tl.store(PackedPairs + pair, seen, mask=row < packed_rows)
-        tl.store(PackedPairs + pair + 2, -delta, mask=row < packed_rows)
     if SumsQ is not None:
         ROOM: tl.constexpr = triton.next_power_of_2(ROW_WIDTH)
         feature = tl.arange(0, ROOM)

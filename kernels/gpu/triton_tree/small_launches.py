@@ -20,7 +20,6 @@ from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
 
 __all__ = [
-    "OF_KEYS",
     "ROW_VECTORS",
     "Launch",
     "join_values",
@@ -31,9 +30,8 @@ __all__ = [
     "scratch_bytes",
 ]
 
-OF_KEYS = "PackedHalves", "PackedPairs"
-ROW_VECTORS = "PackedLse", "PackedDelta", *OF_KEYS
-"""Forms of the log-sum-exp and minus delta of rows; those that only the kernels of dk and dv read."""
+ROW_VECTORS = "PackedLse", "PackedDelta", "PackedHalves"
+"""Forms of the log-sum-exp and minus delta of rows; the last is read by the plain kernels of dk and dv alone."""
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
 _MOST_HEADS = 65_535
@@ -96,7 +94,7 @@ def scratch_bytes(kernel: Any, *, has_low: bool) -> int:
     """Return the bytes of device memory in which each program of a kernel makes its descriptors.
 
     Args:
-        kernel: a kernel of the specialised form, or in Gluon.
+        kernel: a kernel in Gluon.
         has_low: whether its keys are those of a boundary, whose first queries it reads too.
     """
     made = kernel.src.count("make_tensor_descriptor(")
@@ -126,10 +124,9 @@ def launch_prologue(
 
     Returns:
         The launch. It writes ``Delta`` ``[B, H, N]``; in the order of the tiles' rows ``PackedLse`` and (minus delta)
-        ``PackedDelta`` ``[B * Hkv, N * group and more]``; in ``PackedPairs`` the first of two rows before the second of
-        both; in ``PackedHalves`` int64 the bits of the first and above them those of the second; zeros in ``SumsQ``
-        ``[.., sums_width]`` of them; and where a group has several heads ``PackedQ`` and ``PackedGrad``
-        ``[B, Hkv, N * group, features]``.
+        ``PackedDelta`` ``[B * Hkv, N * group and more]``, or int64 ``PackedHalves``, the bits of the first and above
+        them those of the second; zeros in ``SumsQ`` ``[.., sums_width]`` of them; and where a group has several heads
+        ``PackedQ`` and ``PackedGrad`` ``[B, Hkv, N * group, features]``.
     """
     from treefx.kernels.gpu.triton_tree.row_kernels import prologue  # only here: it imports Triton
 
@@ -166,13 +163,8 @@ def _room(
     lse: Tensor, shape: tuple[int, int], sums_width: int | None, read: Collection[str]
 ) -> dict[str, Tensor | None]:
     """Return room for what a row has in the order of the tiles."""
-    kinds = {
-        "PackedLse": (shape, torch.float32),
-        "PackedDelta": (shape, torch.float32),
-        "PackedPairs": ((shape[0], 2 * shape[1]), torch.float32),
-        "PackedHalves": (shape, torch.int64),
-    }
-    vectors = {name: lse.new_empty(size, dtype=dtype) for name, (size, dtype) in kinds.items() if name in read}
+    kinds = {"PackedLse": torch.float32, "PackedDelta": torch.float32, "PackedHalves": torch.int64}
+    vectors = {name: lse.new_empty(shape, dtype=dtype) for name, dtype in kinds.items() if name in read}
     sums = None if sums_width is None else lse.new_empty(*shape, sums_width)
     return {**dict.fromkeys(kinds), **vectors, "SumsQ": sums}
 

@@ -16,8 +16,8 @@ Why not ``triton.autotune``: the lists of tiles are arguments whose contents dep
 configuration needs a hook that exchanges them, and Triton's autotuner does not keep its findings on disk where a
 configuration has a hook (``Autotuner.check_disk_cache``). It also measures unasked, even a single configuration that
 pruning has left; it knows a kind of attention only by arguments of the kernel, of which the length of the nodes is
-none; and of a configuration that cannot be compiled it takes three types of exception, while the passes that
-specialise warps raise others.
+none; and of a configuration that cannot be compiled it takes three types of exception, while passes of the compiler
+raise others.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Keys from outside in Triton's interpreter, in both forms of the kernels, against the dense reference in float64.
+"""Keys from outside in Triton's interpreter against the dense reference in float64.
 
 Not collected by itself: test_triton_interpreter.py runs it in a process with TRITON_INTERPRET=1.
 """
@@ -16,31 +16,23 @@ from tests.kernels.gpu.interpreted_cases import (
     draw,
     expected,
 )
-from tests.kernels.gpu.planting import planted, template
 from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.ops import attend
 from treefx.kernels.tiles.tree_blocks import Keys
 
-PATHS = ["plain", "warp"]
 _OF_HEADS = 7
 """Results: the output, the log-sum-exp, dq, dk, dv, and the gradients of the boundary's keys and values."""
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [(name, path) for name in ("plain", "window", "negative", "softcap") for path in PATHS] + [("bias", "plain")],
-)
+@pytest.mark.parametrize("name", ["plain", "window", "negative", "softcap", "bias"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_boundary(name: str, path: str, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundary(name: str, sinks: bool) -> None:
     """The first queries that see a key are read beside the last; values of keys are those from its own place on."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     check(draw(*SMALL, heads=(6, 2), outside=70, sinks=sinks), SCORES[name])
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_boundary_of_many_tiles(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+def test_a_boundary_of_many_tiles() -> None:
     case = draw(*BRANCH_AT_57, heads=(4, 1), widths=(24, 16), outside=200)
     check(case, SCORES["softcap"])
     # Without the gradients of slopes, which test_buffer_gradients.py compares by what their large terms allow.
@@ -92,10 +84,8 @@ def test_sources_may_be_empty() -> None:
     assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1])
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_boundary_that_nobody_sees_takes_no_launch(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_boundary_that_nobody_sees_takes_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts without ancestors have two such keys: sizes of at least two serve all parts."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     case, ran = draw(*SMALL, outside=2, sinks=True), []
     run = Launch.run
     monkeypatch.setattr(Launch, "run", lambda launch: (ran.append(launch.kernel.__name__), run(launch))[1])
@@ -108,19 +98,3 @@ def test_a_boundary_that_nobody_sees_takes_no_launch(path: str, monkeypatch: pyt
     case.narrow.boundary.hi[1] = 1  # which both inputs read
     check(case, SCORES["plain"])
     assert ran.count("forward") == ran.count("backward_keys") == ran.count("backward_queries") == 2
-
-
-@pytest.mark.parametrize("heads", [(7, 1), (4, 2)])
-def test_rows_that_lie_by_pairs(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For specialised dk and dv of heads of two pieces; not taken apart, half of the log-sum-exps are deltas."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
-    case, score = draw(*BRANCH_AT_57, heads=heads, widths=(80, 40), outside=5), SCORES["softcap"]
-    wanted = expected(case, score)
-    assert_equal(computed(case, score), wanted)
-    old = "pairs.permute(0, 1, 3, 2).split()"
-    assert template("warp").count(old) == 1
-    with planted("warp", template("warp").replace(old, "pairs.split()")):
-        got = computed(case, score)
-    assert_equal(got[:3], wanted[:3])
-    with pytest.raises(AssertionError, match="3"):
-        assert_equal(got, wanted)

@@ -205,8 +205,7 @@ def leaves() -> list[torch.Tensor]:
         (False, True, None, TWICE),
         (True, False, None, TWICE),
         (False, False, "plain", ONCE),
-        (False, False, "warp", TWICE),
-        (False, True, "warp", TWICE),
+        (False, True, "plain", TWICE),
     ],
 )
 def test_who_chooses(
@@ -217,7 +216,7 @@ def test_who_chooses(
     launched: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The switch of torch, the argument, and a demand for the specialised form, which has two passes only."""
+    """The switch of torch and the argument, whether the plain form is asked for or not."""
     if path:
         monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     monkeypatch.setattr(paths, "ONE_PASS_KEYS", 40)

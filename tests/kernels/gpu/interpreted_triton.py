@@ -68,7 +68,7 @@ def test_head_widths(widths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "name", "path"),
-    [((7, 1), "window", "plain"), ((7, 1), "alibi", "warp"), ((4, 2), "softcap", "warp"), ((4, 2), "alibi", "once")],
+    [((7, 1), "window", "plain"), ((7, 1), "alibi", "plain"), ((4, 2), "softcap", "plain"), ((4, 2), "alibi", "once")],
 )
 def test_layers_after_the_first(heads: tuple[int, int], name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They launch what the first one has launched: their own numbers count, and those of their own slopes and sinks."""
@@ -105,11 +105,10 @@ def test_one_tensor_in_two_places_is_not_taken_for_two() -> None:
     check(of(k.transpose(1, 2).contiguous().transpose(1, 2), v), SCORES["plain"])
 
 
-@pytest.mark.parametrize(("path", "name"), [("plain", "window"), ("warp", "alibi")])
+@pytest.mark.parametrize("name", ["window", "alibi"])
 @pytest.mark.parametrize("heads", [*((2 * group, 2) for group in range(1, 17)), (24, 1), (71, 1), (128, 1)])
-def test_groups(heads: tuple[int, int], path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups(heads: tuple[int, int], name: str) -> None:
     """Groups that are no power of two, that take several tiles, and tiles that begin in the middle of a token."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     check(draw(*SMALL, heads=heads), SCORES[name])
 
 
@@ -117,40 +116,14 @@ def test_half_precision() -> None:
     check(draw(*BRANCH_AT_57, heads=(2, 1), widths=(64, 64), sinks=True, dtype=torch.float16), SCORES["softcap"], 2e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in SCORES if name not in ("bias", "relative", "clamped")])
-def test_warp_specialised_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loads are through tensor descriptors, which step by multiples of 16 bytes."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
-    check(draw(*SMALL, heads=(6, 2), batch=2, sinks=name in ("plain", "softcap")), SCORES[name])
-
-
-@pytest.mark.parametrize(
-    ("heads", "widths", "name"),
-    [
-        ((7, 1), (64, 64), "window"),
-        ((24, 1), (80, 40), "window"),
-        ((2, 2), (192, 128), "window"),
-        ((20, 1), (16, 16), "softcap"),
-        ((5, 1), (128, 128), "softcap"),
-        ((6, 2), (80, 80), "chunked"),
-    ],
-)
-def test_warp_specialised_shapes(
-    heads: tuple[int, int], widths: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles of several tokens: groups that are padded, groups of several tiles (of which the last token is ragged)."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
-    monkeypatch.setattr(attention, "_interpreted_config", lambda problem: Config(128, 32, 4, 1))
-    check(draw(*BRANCH_AT_57, heads=heads, widths=widths, batch=2, sinks=name != "window"), SCORES[name])
-
-
 def test_forced_paths_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "warp")
-    with pytest.raises(UnsupportedError, match="must meet an attention.*loads by query and key"):
-        computed(draw(*SMALL), SCORES["bias"])
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "fast")
-    with pytest.raises(InputError, match="one of plain, warp, gluon, or unset, got 'fast'"):
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "gluon")
+    with pytest.raises(UnsupportedError, match="must meet an attention.*interpreter runs no Gluon"):
         computed(draw(*SMALL), SCORES["plain"])
+    for unknown in ("fast", "warp"):
+        monkeypatch.setenv("TREEFX_KERNEL_PATH", unknown)
+        with pytest.raises(InputError, match=f"one of plain, gluon, or unset, got '{unknown}'"):
+            computed(draw(*SMALL), SCORES["plain"])
 
 
 @pytest.mark.parametrize("config", [Config(16, 16, 4, 1), Config(32, 64, 4, 1), Config(128, 32, 4, 1)])
@@ -160,19 +133,15 @@ def test_tile_sizes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
-@pytest.mark.parametrize("path", ["plain", "warp"])
-def test_rows_that_do_not_exist_have_no_slope(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of 7 fills a tile of 8 with a row of zeros, where the slope of this score is infinite."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+def test_rows_that_do_not_exist_have_no_slope() -> None:
+    """The last tile is filled with rows of zeros, where the slope of this score is infinite."""
     squared = Score(("log", ("mul", ("dot",), ("dot",))))
     check(draw(*forest([[*range(150)]]), heads=(7, 1)), squared)
 
 
-@pytest.mark.parametrize("path", ["plain", "warp"])
 @pytest.mark.parametrize("heads", [(2, 1), (6, 2)])
-def test_long_lists_are_cut_into_parts(heads: tuple[int, int], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lists_are_cut_into_parts(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Here every list of more than one tile is cut; the last block of keys is ragged, and the parts are uneven."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
     monkeypatch.setattr(attention, "_interpreted_config", lambda problem: Config(16, 16, 4, 1))
     monkeypatch.setattr(key_programs, "_SHORTEST", 1)
     monkeypatch.setattr(key_programs, "_EVEN", 1 << 20)

@@ -138,8 +138,8 @@ def test_one_token_that_steps_oddly_is_read_in_the_plain_form(compiled: list[str
     score, ends = make_score(scale=1.0), torch.ones(1, dtype=torch.int32)
     even = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
     odd = torch.zeros(1000, dtype=torch.bfloat16).as_strided((1, 4, 1, 64), (256, 64, 3, 1))
-    assert paths.warp_refusal(Attention(Inputs(even, even, even, ends), score)) is None
-    assert "does not step by multiples" in str(paths.warp_refusal(Attention(Inputs(odd, even, even, ends), score)))
+    assert paths.gluon_refusal(Attention(Inputs(even, even, even, ends), score)) is None
+    assert "does not step by multiples" in str(paths.gluon_refusal(Attention(Inputs(odd, even, even, ends), score)))
 
 
 def test_keys_from_outside_that_start_oddly_are_read_in_the_plain_form(compiled: list[str]) -> None:
@@ -149,26 +149,11 @@ def test_keys_from_outside_that_start_oddly_are_read_in_the_plain_form(compiled:
     refusals = []
     for first in (0, 1):
         outside = Boundary(even, even, places[first : first + 8], places[:8])
-        refusals.append(paths.warp_refusal(Attention(Inputs(even, even, even, ends, boundary=outside), score)))
+        refusals.append(paths.gluon_refusal(Attention(Inputs(even, even, even, ends, boundary=outside), score)))
     outside = replace(outside, lo=places[:8], k=even.transpose(2, 3).contiguous().transpose(2, 3)[:, :, ::2])
-    refusals.append(paths.warp_refusal(Attention(Inputs(even, even, even, ends, boundary=outside), score)))
+    refusals.append(paths.gluon_refusal(Attention(Inputs(even, even, even, ends, boundary=outside), score)))
     assert refusals[0] is None and "does not start at a multiple of 16" in str(refusals[1])
     assert "does not step by multiples" in str(refusals[2])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"), [({"window": 5}, None), ({"window": 5, "alibi": 1}, "shares values of pairs")]
-)
-def test_keys_from_outside_that_triton_cannot_specialise(
-    options: dict[str, int], said: str | None, compiled: list[str]
-) -> None:
-    even, places = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
-    inputs = Inputs(even, even, even, places, [torch.zeros(16, dtype=torch.int64), torch.ones(4)])
-    score = make_score(scale=1.0, depth=0, **options)
-    assert paths.warp_refusal(Attention(inputs, score)) is None
-    inputs = replace(inputs, boundary=Boundary(even, even, places, places))
-    refusal = paths.warp_refusal(Attention(inputs, score))
-    assert refusal is None if said is None else said in str(refusal)
 
 
 def test_more_heads_than_a_device_counts_are_refused(compiled: list[str]) -> None:

@@ -107,7 +107,7 @@ def runner(inputs: Inputs, score: Score, form: str) -> Attention:
 
 def in_form(form: str, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     """The inputs as they are given where all that runs takes one form."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", FORMS.get(form, form.lower()))
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", FORMS[form])
     monkeypatch.setattr(paths, "ONE_PASS_KEYS", 0)
     return replace(inputs, deterministic=form == "two passes")
 
@@ -121,7 +121,7 @@ def lists_of(given: Attention, kernel: str, seen: Sequence[KeySource]) -> list[L
 
 
 def counted_forward(given: Attention) -> int:
-    """The bytes of the forward alone: in Gluon there is nothing else."""
+    """The bytes of the forward alone."""
     lists = lists_of(given, "forward", [source for source in given.sources() if given.is_seen(source)])
     return forward_bytes(given, given.inputs.q.shape[2], lists, carries=len(lists) > 1)
 
@@ -155,20 +155,6 @@ def test_launches_allocate_what_is_counted(
     assert ("backward_once" in LAUNCHED) == (form == "one pass") != ("backward_queries" in LAUNCHED[-3:])
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_forward_in_gluon_allocates_what_is_counted(
-    seed: int,
-    device: None,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    inputs = in_form("Gluon", part(seed), monkeypatch)
-    forward, _, _ = taken(inputs, SCORE)
-    given = replace(runner(inputs, SCORE, "two passes"), path="gluon")
-    assert counted_forward(given) == forward
-    monkeypatch.setattr(workspace, "_packs", lambda attention: True)
-    assert counted_forward(given) > forward, "as if queries were copied"
-
-
 def test_the_parts_are_of_all_kinds(device: None) -> None:  # noqa: F811
     """Or the test above compares little: cut lists, boundaries that are seen or not, groups of one and more."""
     found = [runner(part(seed), SCORE, "two passes") for seed in range(20)]
@@ -179,7 +165,6 @@ def test_the_parts_are_of_all_kinds(device: None) -> None:  # noqa: F811
 
 
 WRONG: dict[tuple[str, str], Callable[..., Any]] = {
-    ("Gluon", "_packs"): lambda attention: False,
     ("Gluon", "_padded"): lambda length: length,
     ("Gluon", "scratch_bytes"): lambda kernel, has_low: 0,
     ("one pass", "row_width"): lambda width, chunks: width // 2,
@@ -230,7 +215,8 @@ def test_values_of_a_layer_are_never_counted_too_low(
     forward, backward, _ = taken(inputs, ALIBI)
     given = runner(inputs, ALIBI, "Gluon")
     least = counted(given)
-    assert forward <= least[0] <= 4 * forward and backward <= least[1] <= 4 * backward
+    # The forward holds little else, and counts operators of torch that would make the same values.
+    assert forward <= least[0] <= 8 * forward and backward <= least[1] <= 4 * backward
     monkeypatch.setattr(workspace, "_values", lambda *_: (0, 0))
     assert counted(given)[0] < forward and counted(given)[1] < backward
 

@@ -28,7 +28,7 @@ from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, compile_launch
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, one_pass_fits, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
-from treefx.kernels.gpu.triton_tree.paths import PATHS, form_refusal, keys_refusal
+from treefx.kernels.gpu.triton_tree.paths import PATHS, form_refusal
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_sums
 from treefx.kernels.score import Expr, Score, make_score
 from treefx.output import make_table
@@ -49,7 +49,7 @@ ARCHITECTURES = (80, 90, 100)
 _TOKENS, _KV_HEADS = 256, 2
 _WITHOUT_PRODUCTS = ("prologue", "values", "sum_parts", "finish_queries")
 _MULTIPLYING_WARPS = 8
-"""Of a specialised kernel: two groups of four, which share a tile."""
+"""Of a kernel in Gluon: two groups of four, which share a tile."""
 _GLUON_LOOPS = 4
 """Two in each group of warps."""
 _OF_ROWS = 8
@@ -113,7 +113,7 @@ def run_with_progress(
 
     Args:
         arch: ``"sm_80"``, ``"sm_90"`` or ``"sm_100"``.
-        path: ``"plain"``, ``"warp"``, ``"gluon"`` or ``"all"``.
+        path: ``"plain"``, ``"gluon"`` or ``"all"``.
         quick: every tenth case only.
         full: :data:`MORE_CASES` as well.
         json: a program reads the result, so no progress bar is shown.
@@ -195,7 +195,7 @@ def run(arch: int = 90, *, paths: Sequence[str] = PATHS, cases: Iterable[Case] =
 
     Args:
         arch: compute capability times 10; one of :data:`ARCHITECTURES`.
-        paths: which forms of the kernels; ``"warp"`` and ``"gluon"`` exist for 16-bit types on 90 only.
+        paths: which forms of the kernels; ``"gluon"`` exists for 16-bit types on 90 only.
         cases: what to compile.
 
     Yields:
@@ -260,7 +260,7 @@ def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, 
     if report.setmaxnreg != (specialised := path != "plain" and kernel not in _WITHOUT_PRODUCTS):
         found.append("is not warp-specialised" if specialised else "is warp-specialised")
     found += report.races or ()
-    if path == "gluon" and sum(number > _OF_ROWS for number in report.overlap) < _GLUON_LOOPS:
+    if specialised and sum(number > _OF_ROWS for number in report.overlap) < _GLUON_LOOPS:
         found.append("a loop computes no exponentials while it multiplies")
     if 0 in (report.prefetch or ()):
         found.append("a loop loads nothing ahead: it waits for every tile")
@@ -293,16 +293,14 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     for number, source in enumerate(sources):  # the last one goes on from what the others have left
         last, before = number == len(sources) - 1, number > 0
         yield attention.forward(source, out if last else wide, row, (wide, row) if before else None)
-        if path != "warp" or keys_refusal(attention) is None:
-            yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
+        yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
         yield attention.backward_queries(source, of_queries, dq if last else wide_dq, wide_dq if before else None)
     if path == "plain" and one_pass_fits(attention.problem("backward_once")):
         attention = replace(attention, once=True)
         prologue, of_keys, _ = attention.prologue(out, out, row)
         yield attention.backward_keys(sources[0], of_keys, inputs.k, inputs.v)
-    if path != "gluon":
-        yield from values[:1]
-    if path != "gluon" and (values or (not case.features and case.group == 1)):
+    yield from values[:1]
+    if values or (not case.features and case.group == 1):
         yield prologue
     if path == "plain" and not case.features and case.group == 1:
         config = attention.config("backward_keys")

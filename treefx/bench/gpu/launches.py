@@ -17,7 +17,7 @@ from treefx.kernels.common import Inputs, empty_outputs
 from treefx.kernels.gpu.triton_tree.attention import attention_of
 from treefx.kernels.gpu.triton_tree.configs import Config, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
-from treefx.kernels.gpu.triton_tree.paths import warp_refusal
+from treefx.kernels.gpu.triton_tree.paths import gluon_refusal
 from treefx.kernels.gpu.triton_tree.tuning import keep_rates, rates_key, tile_name
 from treefx.kernels.score import make_score
 from treefx.planning.execution.nonnegative import fit_nonnegative
@@ -150,9 +150,7 @@ def _attention(scale: Scale, tree: Tree, form: Form) -> tuple[Attention, str]:
     q, k, v = (leaf.detach() for leaf in leaves)
     attention = attention_of(Inputs(q, k, v, ends), make_score(scale=form.heads.width**-0.5))
     attention = replace(attention, path=form.path, once=form.kernel == "backward_once")
-    if form.path != "gluon":
-        return attention, ""
-    return attention, "Triton's interpreter runs no Gluon" if scale.rehearsal else warp_refusal(attention) or ""
+    return attention, (gluon_refusal(attention) or "") if form.path == "gluon" else ""
 
 
 def _with(attention: Attention, config: Config) -> Attention:

@@ -37,7 +37,7 @@ def attention(
     GRPO, DPO, agent and tree-of-thought forests of 4,000 to 130,000 tokens, against FlexAttention with the same tree
     (its fastest variant) and SDPA on separate rows, with the matrix product the device reaches. Results are compared
     first; no time is printed of one that is wrong. A kernel that crashes or hangs costs its own case: the others run
-    in a fresh process, without warp specialisation.
+    in a fresh process, in the plain form.
     """
     # Registers the operators of the kernels: only this benchmark needs them without a model.
     from treefx.bench.attention import cpu as bench_attention
@@ -81,7 +81,7 @@ def _out_of_time(record: dict[str, Any]) -> bool:
 @bench.command()
 def kernel(
     arch: Annotated[str, typer.Option(help="The GPU to compile for: sm_80, sm_90 or sm_100.")] = "sm_90",
-    path: Annotated[str, typer.Option(help="plain, warp, gluon (both sm_90 only) or all.")] = "all",
+    path: Annotated[str, typer.Option(help="plain, gluon (sm_90 only) or all.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="A tenth of the table.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every type, width, group and feature.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compile at once.")] = os.cpu_count() or 1,

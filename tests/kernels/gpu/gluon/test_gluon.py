@@ -33,6 +33,8 @@ from treefx.kernels.score import Score
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 COMPILED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "gluon", 90)]
 BARE = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
+OF_SCORES = [name for name in SCORES if name not in ("bias", "relative", "clamped")]
+"""Those that load nothing by query and key."""
 
 
 def by_hand(
@@ -66,7 +68,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("outside", [0, 70])
-@pytest.mark.parametrize("name", ["plain", "window", "softcap", "alibi", "chunked", "masked", "no product", "negative"])
+@pytest.mark.parametrize("name", OF_SCORES)
 def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys from outside, of which nobody sees some, the second launch goes on from what the first found."""
     case = draw(*SMALL, heads=(6, 2), batch=2, outside=outside, sinks=name in ("plain", "softcap"))
@@ -106,7 +108,8 @@ def test_queries_lie_anywhere(change: tuple[str, str] | None, monkeypatch: pytes
     memory = torch.full((2, case.wide.q.shape[2] + 1, 7, 32), torch.nan, dtype=torch.float64)
     q = memory[:, 1:, :6, :24].transpose(1, 2)
     case = replace(case, wide=replace(case.wide, q=q.copy_(case.wide.q)))
-    assert Attention(case.wide, SCORES["plain"], "gluon").rows()["Q"] is q
+    chosen = Attention(case.wide, SCORES["plain"], "gluon")
+    assert chosen.forward(chosen.own_keys(), q, q).arguments["Q"] is q
     got = by_hand(case, SCORES["plain"], monkeypatch, change=change)
     wanted = list(reference.forward(case.wide, SCORES["plain"]))
     if change is None:
@@ -176,14 +179,17 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_compiled_within_bounds(case: bench_kernel.Case) -> None:
-    records = list(run(90, paths=("gluon",), cases=[case]))
+    """And what runs before them: of keys from outside once for them, and once for the own keys."""
+    found = list(run(90, paths=("gluon",), cases=[case]))
+    assert not any(record["problems"] for record in found)
+    records = [record for record in found if record["kernel"] not in ("prologue", "values")]
     kernels = ["forward", "backward_keys", "backward_queries"] * (1 + ("boundary" in case.features))
     assert [record["kernel"] for record in records] == kernels
     for record in records:
-        assert not record["problems"] and record["race_free"]
+        assert record["race_free"]
         assert record["spill_bytes"] <= (0 if record["kernel"] == "backward_queries" else 64)
 
 

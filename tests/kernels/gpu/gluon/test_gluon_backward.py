@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.gpu.gluon.by_hand import ORDERS, run_by_hand
+from tests.kernels.gpu.gluon.test_gluon import OF_SCORES
 from tests.kernels.gpu.interpreted_cases import BRANCH_AT_57, SCORES, SMALL, Case, assert_equal, draw, expected
 from tests.kernels.gpu.test_barriers import changed, find
 from treefx.bench.attention import kernel as bench_kernel
@@ -68,7 +69,7 @@ def by_hand(
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("outside", [0, 70])
-@pytest.mark.parametrize("name", ["plain", "window", "softcap", "alibi", "chunked", "masked", "no product", "negative"])
+@pytest.mark.parametrize("name", OF_SCORES)
 def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys from outside, of which nobody sees some, the second launch of dq goes on from the first."""
     case = draw(*SMALL, heads=(4, 1), batch=2, outside=outside, sinks=name in ("plain", "softcap"))
