@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treefx.kernels.tiles.tree_blocks import keep, recall
 
-__all__ = ["Recorder", "Replay", "Step", "note", "of_forest", "perform", "replayed"]
+__all__ = ["Recorder", "Replay", "Step", "note", "of_forest", "replayed"]
 
 _WRITTEN = {
     "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedHalves", "PackedLse", "PackedDelta", "SumsQ",
@@ -51,22 +51,20 @@ class _Made:
 
 @dataclass(frozen=True)
 class Step:
-    """One call, of a kernel or of a function that returns a tensor; tensors have names.
+    """One call of a kernel; tensors have names.
 
     Attributes:
         run: takes the values in this order.
         values: with ``None`` in the places of tensors.
         places: of tensors, and their names.
         makes: memory that is there from this step on.
-        returns: the name of what a function returns.
         frees: what nobody reads after it.
     """
 
-    run: Callable[..., Any]
+    run: Callable[..., object]
     values: list[Any]
     places: list[tuple[int, str]]
     makes: list[tuple[str, _Made]]
-    returns: str | None = None
     frees: tuple[str, ...] = ()
 
 
@@ -95,9 +93,7 @@ class Replay:
             values = step.values.copy()
             for place, name in step.places:
                 values[place] = tensors[name]
-            returned = step.run(*values)
-            if step.returns is not None:
-                tensors[step.returns] = returned
+            step.run(*values)
             for name in step.frees:
                 del tensors[name]
         return [tensors[name] for name in self.results]
@@ -136,7 +132,7 @@ class Recorder:
         finally:
             _tape.recorder = before
 
-    def add(self, run: Callable[..., Any], arguments: Mapping[str, Any], returned: Tensor | None = None) -> None:
+    def add(self, run: Callable[..., object], arguments: Mapping[str, Any]) -> None:
         """Write a step down."""
         step = Step(run, list(arguments.values()), [], [])
         for place, (parameter, value) in enumerate(arguments.items()):
@@ -150,7 +146,7 @@ class Recorder:
                 step.values[place] = None
             elif parameter not in _LISTS and not self._belongs(value):
                 self._complete = False
-        self._steps.append(step if returned is None else replace(step, returns=self._named(returned)))
+        self._steps.append(step)
 
     def keep(self, tensor: Tensor) -> None:
         """Let a tensor be the forest's, which stays what it is for all layers."""
@@ -186,7 +182,7 @@ class Recorder:
 def _freed(steps: Sequence[Step], results: Sequence[str]) -> list[Step]:
     """Return the steps such that each frees what it is the last to use."""
     last = {name: number for number, step in enumerate(steps) for _, name in step.places}
-    made = {name for step in steps for name in (step.returns, *(name for name, _ in step.makes))} - set(results)
+    made = {name for step in steps for name, _ in step.makes} - set(results)
     return [
         replace(step, frees=tuple(name for name, at in last.items() if at == number and name in made))
         for number, step in enumerate(steps)
@@ -200,16 +196,15 @@ class _Tape(threading.local):
 _tape = _Tape()
 
 
-def note(run: Callable[..., Any], arguments: Mapping[str, Any], returned: Tensor | None = None) -> None:
+def note(run: Callable[..., object], arguments: Mapping[str, Any]) -> None:
     """Let a step that was run be written down, if this thread records.
 
     Args:
         run: runs it again; takes the arguments by position.
         arguments: by parameter.
-        returned: what it returned.
     """
     if _tape.recorder is not None:
-        _tape.recorder.add(run, arguments, returned)
+        _tape.recorder.add(run, arguments)
 
 
 def of_forest(tensor: Tensor) -> Tensor:
@@ -217,13 +212,6 @@ def of_forest(tensor: Tensor) -> Tensor:
     if _tape.recorder is not None:
         _tape.recorder.keep(tensor)
     return tensor
-
-
-def perform(run: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:
-    """Run a function that takes the arguments by position, as a step."""
-    returned = run(*arguments.values())
-    note(run, arguments, returned)
-    return returned
 
 
 def replayed(

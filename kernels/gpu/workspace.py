@@ -140,9 +140,8 @@ def forward_bytes(attention: Attention, tokens: Number, sources: Sequence[Lists]
     """
     count, rows = _heads(attention), tokens * attention.group
     carried = rows * count * (attention.request.value_dim + 1) * _WORD if carries else 0
-    programs = _query_programs(attention, rows, "forward")
     kept, made = _values(attention, tokens, sources)
-    launched = most_of(_descriptors(attention, lists, programs, "forward") for lists in sources)
+    launched = most_of(_descriptors(attention, lists, _sharing(attention, lists), "forward") for lists in sources)
     return kept + most_of([made, carried + launched])
 
 
@@ -171,16 +170,17 @@ def backward_bytes(
         parts = count * (sums + slots * attention.config(kernel).block_n * widths * _WORD)
         found.append(laid + parts + _descriptors(attention, of_keys, of_keys.programs, kernel))
         if not attention.once:  # the plain kernel of dq reads its rows in place
-            programs = _query_programs(attention, rows, "backward_queries")
+            programs = _sharing(attention, of_queries)
             descriptors = _descriptors(attention, of_queries, programs, "backward_queries")
             found.append(carried + (0 if attention.path == "plain" else laid) + descriptors)
     return kept + most_of([made, count * rows * _WORD + most_of(found)])
 
 
-def _query_programs(attention: Attention, rows: Number, kernel: str) -> Number:
-    """Return how many programs of a kernel in Gluon share the queries of one key head; of others they make nothing."""
-    blocks = _blocks(rows, attention.config(kernel).block_m)
-    return programs_per_head(blocks, _heads(attention), processors()) if isinstance(blocks, int) else blocks
+def _sharing(attention: Attention, lists: Lists) -> Number:
+    """Return how many programs share the lists of queries of one key head in Gluon: never more than there are lists."""
+    if not isinstance(lists.query_blocks, int) or not isinstance(lists.tiles, int):
+        return lists.query_blocks
+    return programs_per_head(lists.query_blocks, lists.tiles, _heads(attention), processors())
 
 
 def _descriptors(attention: Attention, lists: Lists, programs: Number, kernel: str) -> Number:

@@ -251,8 +251,9 @@ class Attention:
         """Return a launch with one program per list of tiles and key head, or for several where the kernel says so."""
         kernel = getattr(self.module, name)
         taken = {parameter: arguments[parameter] for parameter in kernel.arg_names}
-        programs = programs_per_head(lists, self.heads, processors()) if "lists" in taken else lists
-        return Launch(kernel, (programs, self.heads), taken, config)
+        if "lists" in taken:
+            lists = programs_per_head(lists, len(taken["tiles"]), self.heads, processors())
+        return Launch(kernel, (lists, self.heads), taken, config)
 
     def shared(self, source: KeySource, config: Config, blocks: TreeBlocks, lists: TileLists) -> dict[str, Any]:
         """Return the arguments that the three big kernels have in common."""

@@ -99,7 +99,7 @@ class BestConfig:
 
 def configs_of_forest(attention: Attention, kernels: Sequence[str]) -> tuple[Config, ...]:
     """Return the configurations of kernels, if other forests of this kind of attention may have others."""
-    return tuple(map(attention.config, kernels)) if _rates() else ()
+    return tuple(map(attention.config, kernels)) if _rates().get(_device()) else ()
 
 
 def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]) -> Launch:
