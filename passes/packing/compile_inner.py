@@ -89,9 +89,15 @@ def compile_inner(
 
 
 def _for_regions(gm: fx.GraphModule) -> dict[str, Any]:
-    """Settings for a graph with subgraphs. A pass of the user's in that place stays, and costs cache hits."""
+    """Settings for a graph with subgraphs. A pass of the user's in that place stays, and costs cache hits.
+
+    Calls of one subgraph need operands of equal strides, which padding (done for GPUs only) gives some of them and not
+    others; and inductor looks for padded results before it, where ``own_results`` has left None.
+    """
+    if not subgraphs(gm):
+        return {}
     free = torch._inductor.config.joint_custom_post_pass is None
-    return {"joint_custom_post_pass": LoadableSizes()} if free and subgraphs(gm) else {}
+    return {"comprehensive_padding": False, **({"joint_custom_post_pass": LoadableSizes()} if free else {})}
 
 
 class _CacheKey(CustomGraphPass):

@@ -78,6 +78,16 @@ def test_one_body_for_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.sample(8)
+def test_calls_of_a_body_have_equal_strides_where_inductor_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does for GPUs: what the first layer reads was padded and what the next ones read was not."""
+    seen = Seen(monkeypatch)
+    model = double("llama", num_hidden_layers=4, hidden_size=20, intermediate_size=44, head_dim=10)
+    with torch._inductor.config.patch(disable_padding_cpu=False, padding_stride_threshold=0, pad_dynamic_shapes=True):
+        checked(model, BATCHES, dynamic=True)
+    assert seen.bodies == [1, 1]
+
+
+@pytest.mark.sample(8)
 def test_layers_are_compiled_once_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     model = double("llama", num_hidden_layers=4)
