@@ -39,7 +39,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point():
+                tensor.detach().fill_(torch.nan)  # a leaf that requires grad takes nothing in place
+            return tensor
 
         return allocate_poisoned
 

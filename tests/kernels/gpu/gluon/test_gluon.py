@@ -28,6 +28,7 @@ from treefx.kernels.gpu.triton_tree import attention, paths
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
+from treefx.kernels.gpu.triton_tree.support import triton_version
 from treefx.kernels.score import Score
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
@@ -190,7 +191,8 @@ def test_compiled_within_bounds(case: bench_kernel.Case) -> None:
     assert [record["kernel"] for record in records] == kernels
     for record in records:
         assert record["race_free"]
-        assert record["spill_bytes"] <= 64
+        # Triton 3.6 spills 76 bytes of a window with keys from outside, none in the loop over full tiles.
+        assert record["spill_bytes"] <= (64 if triton_version() >= (3, 7) else 76)
 
 
 def test_what_a_logit_takes() -> None:
