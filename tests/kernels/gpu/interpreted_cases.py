@@ -39,6 +39,14 @@ SCORES: dict[str, Score] = {
     "no product": Score(("float", ("neg", ("sub", DEPTH_Q, DEPTH_K)))),
 }
 
+ODD_ROWS: dict[str, Rows] = {
+    "one token": [[0]],
+    "one row": [[*range(33)]],
+    "all shared": [[*range(17)]] * 3,
+    "leaves of one token": [[0, leaf] for leaf in range(1, 40)],
+    "nothing shared": [[0], [1, 2], [3]],
+}
+
 
 @dataclass
 class Case:

@@ -215,8 +215,9 @@ def test_values_of_a_layer_are_never_counted_too_low(
     forward, backward, _ = taken(inputs, ALIBI)
     given = runner(inputs, ALIBI, "Gluon")
     least = counted(given)
-    # The forward holds little else, and counts operators of torch that would make the same values.
-    assert forward <= least[0] <= 8 * forward and backward <= least[1] <= 4 * backward
+    # Counted are operators of torch that would make the same values; the forward holds little else.
+    room = 0 if given.group == 1 else 3 * inputs.q.nbytes
+    assert forward <= least[0] <= 4 * forward + room and backward <= least[1] <= 4 * backward
     monkeypatch.setattr(workspace, "_values", lambda *_: (0, 0))
     assert counted(given)[0] < forward and counted(given)[1] < backward
 

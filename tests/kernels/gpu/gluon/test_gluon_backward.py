@@ -12,7 +12,17 @@ pytest.importorskip("triton")
 
 from tests.kernels.gpu.gluon.by_hand import ORDERS, run_by_hand
 from tests.kernels.gpu.gluon.test_gluon import OF_SCORES
-from tests.kernels.gpu.interpreted_cases import BRANCH_AT_57, SCORES, SMALL, Case, assert_equal, draw, expected
+from tests.kernels.gpu.interpreted_cases import (
+    BRANCH_AT_57,
+    ODD_ROWS,
+    SCORES,
+    SMALL,
+    Case,
+    assert_equal,
+    draw,
+    expected,
+    forest,
+)
 from tests.kernels.gpu.test_barriers import changed, find
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import run
@@ -102,6 +112,15 @@ def test_shapes_and_orders(
     got, wanted = by_hand(case, SCORES["plain"], monkeypatch, config, order=order)
     assert_equal(got, wanted, exact)
     assert_equal(got[:1], wanted[:1], IN_FULL)
+
+
+@pytest.mark.parametrize("name", ODD_ROWS)
+@pytest.mark.parametrize("side_by_side", [1, 1000])
+def test_odd_forests(name: str, side_by_side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program for all lists, and one for each."""
+    case = draw(*forest(ODD_ROWS[name]), heads=(6, 2), sinks=True)
+    got, wanted = by_hand(case, SCORES["plain"], monkeypatch, Config(16, 32, 4, 2), side_by_side=side_by_side)
+    assert_equal(got, wanted, IN_FULL)
 
 
 SETTLED = "dk_0, dv_0 = warpgroup_mma_wait(0, deps=[dk_0, dv_0, ])"

@@ -66,15 +66,6 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tree_blocks.forget_blocks()
 
 
-@pytest.fixture
-def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for every pass that did not repeat what another has launched."""
-    found: list[int] = []
-    whole = attention.attention_of
-    monkeypatch.setattr(attention, "attention_of", lambda *given: (found.append(1), whole(*given))[1])
-    return found
-
-
 def computed(case: Case, score: Score) -> list[Tensor]:
     out, lse = attention.forward(case.wide, score)
     *grads, _ = attention.backward(case.grad, case.wide, out, lse, score, [False] * 4)

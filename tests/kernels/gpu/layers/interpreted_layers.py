@@ -43,15 +43,6 @@ def nothing_is_known() -> Iterator[None]:
     tree_blocks.forget_blocks()
 
 
-@pytest.fixture
-def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for every pass that did not repeat what another has launched."""
-    found: list[int] = []
-    whole = attention.attention_of
-    monkeypatch.setattr(attention, "attention_of", lambda *given: (found.append(1), whole(*given))[1])
-    return found
-
-
 def test_layers_of_several_kinds_in_turn(worked_out: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows in every other layer, sinks in some, halves of precision, other heads; in one pass and in two."""
     monkeypatch.setattr(paths, "ONE_PASS_KEYS", 0)
