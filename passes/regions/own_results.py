@@ -1,8 +1,8 @@
 """Results of subgraphs with memory of their own, which is what inductor takes all of them for.
 
 Partitioned for a backward, a subgraph also returns what it keeps: its operands among it, or views of what it returns
-anyway. Inductor (of torch 2.13) gives the memory of a result away after its last use, whatever else lies in it: a layer
-then overwrites what another has kept, and gradients are wrong although the loss is right.
+anyway. Inductor (of torch 2.11 and 2.13) gives the memory of a result away after its last use, whatever else lies in
+it: a layer then overwrites what another has kept, and gradients are wrong although the loss is right.
 """
 
 from __future__ import annotations

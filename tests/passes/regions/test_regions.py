@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from treefx.passes.packing import compile_inner
 from treefx.passes.packing.compile_inner import Inner
 from treefx.passes.pipeline import build_passes
 from treefx.passes.regions.find_regions import LEAST, find_regions, pays_off
@@ -239,6 +241,39 @@ def test_what_subgraphs_keep_is_read_where_it_lies() -> None:
     torch.testing.assert_close(gm(*inputs), expected, rtol=0, atol=0)
     values = [node.meta["val"] for node in next(iter(gm.graph.find_nodes(op="output"))).args[0]]
     assert [(x.shape, x.stride()) for x in values] == [(x.shape, x.stride()) for x in expected]
+
+
+def used_and_kept() -> tuple[fx.GraphModule, list[Tensor]]:
+    """A subgraph whose result is read for the last time while a view of it, and it itself again, are kept."""
+    inner = Stack()
+    x, w = inner.placeholder(3, 4), inner.placeholder(4, 4)
+    y = inner(aten.mm.default, x, w)
+    results = (y, inner(aten.permute.default, y, [1, 0]), y)
+    outer = Stack()
+    outer.mode = inner.mode
+    operands = outer.placeholder(3, 4), outer.placeholder(4, 4)
+    body = outer.graph.get_attr("body")
+    call = outer.graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, "body", *operands))
+    call.meta["val"] = tuple(node.meta["val"] for node in results)
+    h, *kept = (outer(operator.getitem, call, i) for i in range(len(results)))
+    outer.graph.output((outer(aten.sin.default, h), *kept))
+    return fx.GraphModule({"body": inner.module(*results)}, outer.graph), outer.inputs
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("owned", [True, False])
+def test_inductor_gives_the_memory_of_a_result_away(monkeypatch: pytest.MonkeyPatch, owned: bool) -> None:
+    """After the last use of it, whatever else lies there: without results of their own, what is kept is overwritten."""
+    if not owned:
+        monkeypatch.setattr(compile_inner, "own_results", lambda gm: None)
+    gm, inputs = used_and_kept()
+    expected: Any = gm(*inputs)
+    fake = [node.meta["val"].detach() for node in gm.graph.find_nodes(op="placeholder")]
+    compile_graph = compile_inner._observed_inductor(lambda stage, graph: None)
+    with torch.no_grad(), V.set_fake_mode(fake[0].fake_mode), torch._inductor.config.patch(force_disable_caches=True):
+        got = compile_graph(gm, fake)(list(inputs))
+    right = [torch.allclose(x, y, rtol=1e-12, atol=0) for x, y in zip(got, expected, strict=True)]
+    assert right == [True, owned, owned]
 
 
 def test_fills_of_a_backward_are_loaded_from_code() -> None:
