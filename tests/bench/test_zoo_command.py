@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from treefx.bench.zoo import run as zoo
 from treefx.bench.zoo.batches import zoo_batches
-from treefx.bench.zoo.exact import in_float64
+from treefx.bench.zoo.exact import in_float64, sizes_of_sums
 from treefx.bench.zoo.flop_share import flop_share
 from treefx.bench.zoo.models import VOCABULARY, WithLoss, ZooModel, zoo_models
 from treefx.cli.app import app
+from treefx.data import IGNORED, Batch
 from treefx.errors import UnsupportedError
 from treefx.runtime.report import find
 
@@ -181,3 +182,25 @@ def test_casts_to_float32_are_lifted() -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
     got = in_float64(Casts(), lambda model: model(x))
     torch.testing.assert_close(got, x.softmax(-1), rtol=1e-15, atol=0)
+
+
+def test_sizes_of_what_rows_contribute_to_one_number() -> None:
+    """Two rows of one label and three, which pull a number to either side; a matrix has no such size."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.weight = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(2, 2))
+
+    model = Scaled()
+    batch = Batch(
+        torch.zeros(2, 4).long(), torch.ones(2, 4).long(), torch.tensor([[-100, -100, -100, 8], [-100, 1, 1, 1]])
+    )
+
+    def gradients_of(part: Batch) -> dict[str, Tensor]:
+        counted = part.labels[part.labels != IGNORED].double()
+        return {"scale": (counted - 2).mean(), "weight": torch.ones(2, 2)}
+
+    assert float(gradients_of(batch)["scale"]) == 0.75
+    assert sizes_of_sums(model, gradients_of, batch) == {"scale": (6 + 3) / 4}
+    assert sizes_of_sums(nn.Linear(2, 2), gradients_of, batch) == {}

@@ -1,16 +1,19 @@
-"""A step of a model in float64 throughout: what two float32 results are judged by where they differ."""
+"""What two float32 results are judged by where they differ: a step in float64 throughout, and the size of sums."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["in_float64"]
+from treefx.data import IGNORED, Batch
+
+__all__ = ["in_float64", "sizes_of_sums"]
 
 _T = TypeVar("_T")
 
@@ -45,3 +48,27 @@ def in_float64(model: nn.Module, step: Callable[[nn.Module], _T]) -> _T:
             return step(twin)
     finally:
         torch.set_default_dtype(before)
+
+
+def sizes_of_sums(
+    model: nn.Module, gradients_of: Callable[[Batch], Mapping[str, Tensor]], batch: Batch
+) -> dict[str, float]:
+    """Of every parameter that is one number: the sum of the sizes of what the rows contribute to its gradient.
+
+    In one number the contributions may all but cancel, and its rounding is that of what is summed. Where a parameter
+    has many, the largest of them stands for that.
+
+    Args:
+        model: Its loss is the mean over labels.
+        gradients_of: Gradients of the loss on a batch, by parameter name.
+        batch: Its rows contribute by their shares of the labels.
+    """
+    sizes = {name: 0.0 for name, parameter in model.named_parameters() if parameter.numel() == 1}
+    counted = (batch.labels != IGNORED).sum(dim=1)
+    for row in counted.nonzero().flatten().tolist() if sizes else ():
+        labels = torch.full_like(batch.labels, IGNORED)
+        labels[row] = batch.labels[row]
+        gradients = gradients_of(replace(batch, labels=labels))
+        share = float(counted[row] / counted.sum())
+        sizes = {name: size + share * abs(float(gradients[name])) for name, size in sizes.items()}
+    return sizes

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import treefx
 from treefx.bench.job.processes import Failure, Note, each_apart
 from treefx.bench.zoo.batches import zoo_batches
-from treefx.bench.zoo.exact import in_float64
+from treefx.bench.zoo.exact import in_float64, sizes_of_sums
 from treefx.bench.zoo.flop_share import FlopShare, flop_share
 from treefx.bench.zoo.models import ZooModel, zoo_models
 from treefx.data import Batch
@@ -66,7 +67,8 @@ class ZooBatch:
     note: str | None = None
     """Why nothing ran packed, or why there is no result."""
     float64_errors: tuple[float, float] | None = None
-    """Largest gradient error of treefx and of eager against float64; measured where they differ beyond 1e-5."""
+    """Largest gradient error of treefx and of eager against float64; measured where they differ beyond 1e-5. That of a
+    parameter of one number is relative to the sum of the sizes of what the rows contribute to it."""
     compiles: int = 0
     """Compilations up to and with this batch: the first is compiled for its shape, the next for all."""
 
@@ -255,15 +257,25 @@ def _spread(model: nn.Module) -> nn.Module:
 def _compare(original: nn.Module, twin: nn.Module, compiled: Any, shape: str, batch: Batch) -> ZooBatch:
     expected, got = _step(original, original, batch), _step(twin, compiled, batch)
     errors = _errors(got, expected)
-    exact = None if max(errors) <= _TOLERANCE else in_float64(original, lambda model: _step(model, model, batch))
-    float64_errors = None if exact is None else (max(_errors(got, exact)), max(_errors(expected, exact)))
-    return _result(twin, compiled, shape, batch, errors, float64_errors)
+    apart = None if max(errors) <= _TOLERANCE else _float64_errors(original, batch, (got, expected))
+    return _result(twin, compiled, shape, batch, errors, apart)
 
 
-def _errors(got: _Step, expected: _Step) -> tuple[float, float]:
-    """Of the loss, and the largest of the gradients."""
-    largest = max(float(grad.abs().max()) for grad in expected[1].values())
-    errors = [_relative(got[1].get(name), grad, _SMALLEST * largest) for name, grad in expected[1].items()]
+def _float64_errors(original: nn.Module, batch: Batch, steps: tuple[_Step, _Step]) -> tuple[float, float]:
+    """The largest error of each of two steps against float64."""
+
+    def exact(part: Batch) -> _Step:
+        return in_float64(original, lambda model: _step(model, model, part))
+
+    expected, sizes = exact(batch), sizes_of_sums(original, lambda part: exact(part)[1], batch)
+    first, second = (max(_errors(step, expected, sizes)) for step in steps)
+    return first, second
+
+
+def _errors(got: _Step, expected: _Step, sizes: Mapping[str, float] = MappingProxyType({})) -> tuple[float, float]:
+    """Of the loss, and the largest of the gradients, those with a size in ``sizes`` judged against it at least."""
+    floor = _SMALLEST * max(float(grad.abs().max()) for grad in expected[1].values())
+    errors = [_relative(got[1].get(name), grad, max(floor, sizes.get(name, 0.0))) for name, grad in expected[1].items()]
     return _relative(got[0], expected[0], 0.0), max(errors)
 
 
