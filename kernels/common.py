@@ -17,9 +17,13 @@ __all__ = [
     "heads_inside",
     "make_indices",
     "owned",
+    "random_gradient",
     "relative_error",
     "sink_gradient",
 ]
+
+_SOFT_MASK = -1e30
+"""A log-sum-exp below it: the row saw nothing but masking constants, so its gradients mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,15 @@ class Inputs:
         return self.v if self.boundary is None else torch.cat([self.boundary.v, self.v], dim=2)
 
     def first_tokens(self, tokens: int, outside: int = 2048) -> "Inputs":
-        """Return the first tokens of the batch's first element, which are a forest, and the first keys from outside."""
-        q, k, v = (x[:1, :, :tokens] for x in (self.q, self.k, self.v))
+        """Return the first tokens of the batch's first element, which are a forest, and the first keys from outside.
+
+        Numbers that are not finite are zeros there: implementations are compared on them, and each spreads such numbers
+        to other rows.
+        """
+        q, k, v = (_finite(x[:1, :, :tokens]) for x in (self.q, self.k, self.v))
         boundary = self.boundary
         if boundary is not None:
-            keys, values = (x[:1, :, :outside] for x in (boundary.k, boundary.v))
+            keys, values = (_finite(x[:1, :, :outside]) for x in (boundary.k, boundary.v))
             boundary = Boundary(keys, values, boundary.lo[:outside], boundary.hi[:outside].clamp(max=tokens))
         ends = self.subtree_end[:tokens].clamp(max=tokens)
         return replace(self, q=q, k=k, v=v, subtree_end=ends, boundary=boundary)
@@ -145,6 +153,11 @@ class Inputs:
         return make_indices(self.q.shape, self.outside, self.q.device, start, stop)
 
 
+def _finite(tensor: Tensor) -> Tensor:
+    """Return the tensor as it lies, unless a number of it is not finite."""
+    return tensor if bool(tensor.isfinite().all()) else tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
 def make_indices(
     shape: Sequence[int], outside: int, device: torch.device, start: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -198,6 +211,21 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
     weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return (-(weight * delta).sum(dim=(0, 2))).to(sinks.dtype)
+
+
+def random_gradient(grad: Tensor, lse: Tensor) -> Tensor:
+    """Return normal numbers in a gradient's place, the same every time, by which implementations are compared.
+
+    The gradient at hand may show nothing: of a prompt without loss it is zero in the last layer, and of a loss that was
+    scaled too far it is not finite. Rows that saw nothing but masking constants get zeros.
+
+    Args:
+        grad: ``[B, H, N, Dv]``; the numbers lie as it does.
+        lse: ``[B, H, N]``.
+    """
+    generator = torch.Generator(grad.device).manual_seed(0)  # not the program's own random numbers
+    numbers = torch.empty_like(grad).normal_(generator=generator)
+    return numbers.masked_fill_((lse < _SOFT_MASK)[..., None], 0.0)
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:

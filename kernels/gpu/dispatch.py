@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import reference
-from treefx.kernels.common import Inputs, relative_error
+from treefx.kernels.common import Inputs, random_gradient, relative_error
 from treefx.kernels.gpu import flex
 from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.score import Score
@@ -26,8 +26,6 @@ _CHECKED_TOKENS = 512
 _TOLERANCE = {torch.float32: 1e-3}
 _SIXTEEN_BITS_TOLERANCE = 0.02
 """Relative error of a whole result; a wrong tile is off by far more."""
-_SOFT_MASK = -1e30
-"""A log-sum-exp below it: the row saw nothing but masking constants, so its gradients mean nothing."""
 
 _problems: dict[Hashable, str | None] = {}
 
@@ -114,9 +112,7 @@ def _errors(inputs: Inputs, score: Score) -> dict[str, float]:
 
     unmarked = [False] * len(inputs.buffers)
     wanted, lse = reference.forward(inputs, score)
-    generator = torch.Generator(wanted.device).manual_seed(0)  # not the program's own random numbers
-    grad = torch.randn(wanted.shape, generator=generator, device=wanted.device).to(wanted.dtype)
-    grad = grad.masked_fill((lse < _SOFT_MASK)[..., None], 0.0)
+    grad = random_gradient(wanted, lse)
     *wanted_grads, others = reference.backward(grad, inputs, wanted, lse, score, unmarked)
     got, got_lse = attention.forward(inputs, score, path="plain")
     *grads, rest = attention.backward(grad, inputs, got, got_lse, score, unmarked, path="plain")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
-from treefx.kernels.common import Inputs
+from treefx.kernels.common import Inputs, random_gradient
 from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted
@@ -140,7 +140,8 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
     Args:
         name: what is run, for the warning; forward and backward are judged apart.
         attention: the attention.
-        tensors: what is read of every query beside q, ``[B, H, N, ...]``; the first of them by descriptors.
+        tensors: what is read of every query beside q, ``[B, H, N, ...]``; in the backward its gradient first, which
+            descriptors read, and the log-sum-exp last.
         run: runs it.
 
     Raises:
@@ -170,7 +171,10 @@ def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tens
     kernels = ["forward"] if name == "forward" else backward
     key = (form, name, kind, configs_of_forest(attention, kernels), q.dtype, q.device, length)
     if key not in _verdicts:
-        _verdicts[key] = _judge(form, name, attention, tensors, run)
+        verdict = _judge(form, name, attention, tensors, run)
+        if verdict is None:
+            return False
+        _verdicts[key] = verdict
     return _verdicts[key]
 
 
@@ -179,10 +183,16 @@ def on_path(attention: Attention, path: str) -> Attention:
     return replace(attention, path=path, choose=attention.choose if interpreted() else default_config)
 
 
-def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
-    """Run a form and the plain kernels on the first tokens and compare them, in every block of rows."""
+def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool | None:
+    """Run a form and the plain kernels on the first tokens and compare them, in every block of rows.
+
+    ``None``: there was no room for it, which says nothing of the form.
+    """
     few = replace(attention, inputs=attention.inputs.first_tokens(_CHECKED_TOKENS))
     parts, problem = [x[:1, :, :_CHECKED_TOKENS] for x in tensors], ""
+    if name == "backward":
+        grad, *_, lse = parts
+        parts[0] = random_gradient(grad, lse)
     plain = run(replace(on_path(few, "plain"), once=False), parts)
     try:
         if tuning_wanted():
@@ -191,6 +201,8 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
         errors = [largest_error(*pair) for pair in zip(fast, plain, strict=True)]
         if not all(error <= _TOLERANCE for error in errors):  # NaN fails too
             problem = f"its results differ by {', '.join(f'{error:.1e}' for error in errors)}"
+    except torch.OutOfMemoryError:
+        return None
     except Exception as reason:  # whatever the compiler raises: the other form is there
         problem = f"{type(reason).__name__}: {str(reason)[:200]}"
     if problem:

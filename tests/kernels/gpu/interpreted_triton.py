@@ -261,6 +261,20 @@ def test_inference_mode_is_no_reason_for_flex(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("fresh_verdicts")
+@pytest.mark.filterwarnings("error:treefx")
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_first_batch_that_is_not_finite_is_no_reason_for_flex(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels spread it to a tile, the reference to all rows."""
+    monkeypatch.setattr(cuda.flex, "forward", None)
+    case = draw(*SMALL, outside=20)
+    assert case.narrow.boundary is not None
+    case.narrow.v[0, 0, 9, 1] = case.narrow.k[0, 1, 0, 0] = case.narrow.boundary.v[0, 0, 3, 2] = number
+    out, _ = cuda.forward(case.narrow, SCORES["plain"])
+    assert list(cuda._problems.values()) == [None] and not out.isfinite().all()
+
+
+@pytest.mark.usefixtures("fresh_verdicts")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("damage", ["wrong output", "wrong gradient", "NaN", "a crash", "no derivative"])
 def test_what_is_wrong_is_left_to_flex_with_one_warning(damage: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ def test_it_runs_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(used: Attention = chosen) -> list[str]:
         taken.clear()
-        for name, given in (("forward", []), ("backward", [half.q])):
+        for name, given in (("forward", []), ("backward", [half.q, torch.zeros(half.q.shape[:3])])):
             paths.checked(name, used, given, answer)
         return taken
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -229,15 +230,58 @@ def test_when_it_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append("one pass" if used.once else used.path)
         return [half.q * (1.5 if used.path == wrong else 1.0)]
 
-    paths.checked("backward", chosen, [half.q], answer)
+    lse = torch.zeros(half.q.shape[:3])
+    paths.checked("backward", chosen, [half.q, lse], answer)
     assert taken == ["plain", "gluon", "gluon"], "both, then what was called"
     taken.clear()
     shifted = torch.empty(half.q.numel() + 1, dtype=half.q.dtype)[1:].view_as(half.q)
-    paths.checked("backward", chosen, [shifted], answer)
+    paths.checked("backward", chosen, [shifted, lse], answer)
     assert taken == (in_one_pass := ["plain", "one pass", "one pass"]), "its rows are long enough; no Gluon is tried"
     taken.clear()
     wrong = "gluon"
     monkeypatch.setattr(paths, "_verdicts", {})
     with pytest.warns(RuntimeWarning, match="the Gluon backward kernel is switched off"):
-        paths.checked("backward", chosen, [half.q], answer)
+        paths.checked("backward", chosen, [half.q, lse], answer)
     assert taken == ["plain", "gluon", *in_one_pass]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("first", [0.0, 1.0, torch.inf])
+def test_the_gradient_at_hand_decides_nothing(first: float, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long prompt it is zero in the last layer, and any kernel right; a scaled loss spreads what is not finite."""
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
+    lse = torch.zeros(half.q.shape[:3])
+    lse[0, 0, 1] = -1e38
+
+    def answer(used: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if used.path == "gluon":  # as tiles of another size do
+            return [tensors[0] * (1.5 if wrong else 1.0) + 0 * tensors[0].sum()]
+        assert tensors[0][0, 0, 1].abs().max() == 0 or tensors[0] is grad, "what saw masking constants alone"
+        return [tensors[0]]
+
+    grad = torch.full_like(half.q, first)
+    with pytest.warns(RuntimeWarning, match="the Gluon backward") if wrong else nullcontext():
+        paths.checked("backward", Attention(half, SCORES["plain"]), [grad, lse], answer)
+    assert [verdict for key, verdict in paths._verdicts.items() if key[0] == "Gluon"] == [not wrong]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_without_room_says_nothing_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the plain form, and the next one compares them."""
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    chosen = Attention(draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow, SCORES["plain"])
+    full, taken = [True, False], list[str]()
+
+    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
+        taken.append(used.path)
+        if used.path == "gluon" and full and full.pop(0):
+            raise torch.OutOfMemoryError
+        return [chosen.inputs.q]
+
+    for _ in range(2):
+        paths.checked("forward", chosen, [], answer)
+    assert taken == ["plain", "gluon", "plain", "plain", "gluon", "gluon"]
