@@ -171,10 +171,10 @@ def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tens
     kernels = ["forward"] if name == "forward" else backward
     key = (form, name, kind, configs_of_forest(attention, kernels), q.dtype, q.device, length)
     if key not in _verdicts:
-        verdict = _judge(form, name, attention, tensors, run)
-        if verdict is None:
+        try:
+            _verdicts[key] = _judge(form, name, attention, tensors, run)
+        except torch.OutOfMemoryError:  # it says nothing of the form, which a later step compares
             return False
-        _verdicts[key] = verdict
     return _verdicts[key]
 
 
@@ -183,11 +183,8 @@ def on_path(attention: Attention, path: str) -> Attention:
     return replace(attention, path=path, choose=attention.choose if interpreted() else default_config)
 
 
-def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool | None:
-    """Run a form and the plain kernels on the first tokens and compare them, in every block of rows.
-
-    ``None``: there was no room for it, which says nothing of the form.
-    """
+def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
+    """Run a form and the plain kernels on the first tokens and compare them, in every block of rows."""
     few = replace(attention, inputs=attention.inputs.first_tokens(_CHECKED_TOKENS))
     parts, problem = [x[:1, :, :_CHECKED_TOKENS] for x in tensors], ""
     if name == "backward":
@@ -202,7 +199,7 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
         if not all(error <= _TOLERANCE for error in errors):  # NaN fails too
             problem = f"its results differ by {', '.join(f'{error:.1e}' for error in errors)}"
     except torch.OutOfMemoryError:
-        return None
+        raise
     except Exception as reason:  # whatever the compiler raises: the other form is there
         problem = f"{type(reason).__name__}: {str(reason)[:200]}"
     if problem:
