@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,22 @@ def test_a_wrong_attention_is_said_to_be_wrong(monkeypatch: pytest.MonkeyPatch) 
     (case,) = [one for one in stages.STAGES["correct"].cases[3:4] if isinstance(one, Attention)]
     record = correct(Scale(True), stages.STAGES["correct"].rehearsed(case))
     assert any("out of tree must be off by at most 1.5" in text for text in record["wrong"])
+
+
+def test_a_form_that_gives_way_to_another_is_not_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own results would be those of the other."""
+    from treefx.kernels import tree_attention
+
+    def gives_way(*given: Any, deterministic: bool, **options: Any) -> Any:
+        warnings.warn("treefx: the Gluon forward kernel is switched off for this attention", RuntimeWarning)
+        return tree_attention(*given, impl="reference")
+
+    monkeypatch.setattr("treefx.bench.gpu.kernels.tree_attention", gives_way)
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", "plain")
+    case = next(one for one in stages.STAGES["correct"].cases if isinstance(one, Attention) and one.form == "Gluon")
+    with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match="is switched off"):
+        warnings.simplefilter("ignore")
+        correct(Scale(True), stages.STAGES["correct"].rehearsed(case))
 
 
 def test_batches_share_what_their_names_say() -> None:

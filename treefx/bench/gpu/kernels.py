@@ -1,6 +1,9 @@
 """The first two stages: nothing is overwritten while it is read, and all forms are as right as SDPA on rows."""
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,18 +87,26 @@ def sanitize(scale: Scale, case: Attention) -> dict[str, Any]:
 
 
 def _run(scale: Scale, case: Attention) -> list[Tensor]:
-    os.environ["TREEFX_KERNEL_PATH"], deterministic = FORMS[case.form]
     ends, leaves, grad = draw(scale, case.tree, case.heads)
     q, k, v = leaves
-    out = tree_attention(q, k, v, ends, impl="triton", deterministic=deterministic)
-    results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    with _in_form(case.form) as deterministic:
+        out = tree_attention(q, k, v, ends, impl="triton", deterministic=deterministic)
+        results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     scale.synchronize()
     return results
 
 
+@contextmanager
+def _in_form(form: str) -> Iterator[bool]:
+    """Let attention run in a form, and in no other: where one gives way to another, the warning is an error."""
+    os.environ["TREEFX_KERNEL_PATH"], deterministic = FORMS[form]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*treefx.*is switched off")
+        yield deterministic
+
+
 def correct(scale: Scale, case: Attention) -> dict[str, Any]:
     """Compare out, dq, dk and dv of sampled tokens with float64; the errors may be 1.5 times those of SDPA on rows."""
-    os.environ["TREEFX_KERNEL_PATH"], deterministic = FORMS[case.form]
     ends, leaves, grad = draw(scale, case.tree, case.heads)
     rows = [row.to(scale.device) for row in case.tree.rows()]
     sample = Sample(ends, rows, leaves, grad)
@@ -105,5 +116,6 @@ def correct(scale: Scale, case: Attention) -> dict[str, Any]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tree_attention(q, k, v, ends, impl="triton", deterministic=deterministic)
 
-    record["wrong"] = sample.judge("tree", attend, limits, _ALLOWED, record)
+    with _in_form(case.form) as deterministic:
+        record["wrong"] = sample.judge("tree", attend, limits, _ALLOWED, record)
     return record
