@@ -19,7 +19,7 @@ import torch
 from treefx.errors import UnsupportedError
 from treefx.kernels.gpu.triton_tree.mathematics import Mathematics
 from treefx.kernels.gpu.triton_tree.sympy_text import to_text
-from treefx.kernels.score import Expr, Score, evaluate
+from treefx.kernels.score import Expr, Score, evaluate, walk
 
 __all__ = ["BufferKind", "HoistedValue", "ScoreCode", "kinds_of", "score_code"]
 
@@ -73,6 +73,7 @@ class ScoreCode:
         used: numbers of the buffers that are read.
         soft: whether finite constants mask, so that their sum must not become an infinity.
         loads_pairs: whether ``pair`` loads.
+        multiplies_whole: whether whole numbers are multiplied, whose products need more bits than positions do.
         row_values: variables of ``uniform`` and ``row`` that later statements read, with what they are.
         column_values: those of ``column``.
     """
@@ -92,6 +93,7 @@ class ScoreCode:
     used: tuple[int, ...]
     soft: bool
     loads_pairs: bool
+    multiplies_whole: bool
     row_values: tuple["HoistedValue", ...]
     column_values: tuple["HoistedValue", ...]
 
@@ -151,9 +153,14 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
         used=tuple(sorted(writer.used)),
         soft=writer.soft,
         loads_pairs="tl.load" in " ".join(writer.statements["pair"]),
+        multiplies_whole=any(item[0] in ("mul", "pow") and writer.kind(item) == "int" for item in _parts(parsed)),
         row_values=writer.values_read(read, ("row", "uniform")),
         column_values=writer.values_read(read, ("column",)),
     )
+
+
+def _parts(score: Score) -> list[Expr]:
+    return walk(score.value) + ([] if score.visible is None else walk(score.visible))
 
 
 def _scale_of(logit: Any, dot: Any) -> float | None:

@@ -15,7 +15,20 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.gpu.gluon.by_hand import ORDERS, run_by_hand
-from tests.kernels.gpu.interpreted_cases import BRANCH_AT_57, ODD_ROWS, SCORES, SMALL, Case, assert_equal, draw, forest
+from tests.kernels.gpu.interpreted_cases import (
+    BRANCH_AT_57,
+    DEPTH_K,
+    DEPTH_Q,
+    ODD_ROWS,
+    SCALED,
+    SCORES,
+    SMALL,
+    Case,
+    assert_equal,
+    const,
+    draw,
+    forest,
+)
 from tests.kernels.gpu.test_barriers import changed, find
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import CASES, MORE_CASES, has_form, run
@@ -29,12 +42,15 @@ from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.score import Score
+from treefx.kernels.tiles import hosted
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 COMPILED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "gluon", 90)]
 BARE = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
 OF_SCORES = [name for name in SCORES if name not in ("bias", "relative", "clamped")]
 """Those that load nothing by query and key."""
+FAR = Score(SCALED, ("le", ("mul", DEPTH_Q, const(10**9)), ("add", ("mul", DEPTH_K, const(10**9)), const(10**9))))
+"""Two keys along the path, in numbers of more than 32 bits."""
 
 
 def by_hand(
@@ -99,6 +115,20 @@ def test_shapes_and_orders(
     case = draw(*BRANCH_AT_57, heads=heads, widths=widths, sinks=True)
     got = by_hand(case, SCORES["plain"], monkeypatch, config=config, order=order)
     assert_equal(got, list(reference.forward(case.wide, SCORES["plain"])), 1e-10)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_products_of_whole_numbers_would_be_wrong(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of a query or a key have 32 bits, and so have pairs of them; the first tokens would not show it."""
+    case = draw(*SMALL, heads=(2, 1))
+    case = replace(case, wide=replace(case.wide, buffers=[depth := case.wide.buffers[0].long()]))
+    if sent:
+        hosted.remember(depth.clone(), depth)
+    wanted = list(reference.forward(case.wide, FAR))
+    with pytest.raises(AssertionError):
+        assert_equal(by_hand(case, FAR, monkeypatch), wanted, 1e-10)
+    bare = [Attention(case.narrow, SCORES[name], "gluon").code.multiplies_whole for name in OF_SCORES]
+    assert [name for name, found in zip(OF_SCORES, bare, strict=True) if found] == ["powers"]
 
 
 @pytest.mark.parametrize("name", ODD_ROWS)
@@ -295,6 +325,7 @@ def test_who_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     refused("needs a 16-bit type", replace(chosen, inputs=draw(*SMALL).narrow))
     refused("loads by query and key", replace(chosen, score=SCORES["bias"]))
+    refused("multiplies whole numbers", replace(chosen, score=FAR))
     wide = draw(*SMALL, widths=(256, 256), dtype=torch.bfloat16).narrow
     refused("more than 192 features", replace(chosen, inputs=wide))
     paths.checked("forward", chosen, [], answer)
