@@ -166,9 +166,11 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
     """Return whether a form gives what the plain kernels in two passes do; asked once for a kind of attention."""
-    q, sinks = attention.inputs.q, attention.inputs.sinks
+    q, sinks, outside = attention.inputs.q, attention.inputs.sinks, attention.inputs.boundary
     length = min(q.shape[2], _CHECKED_TOKENS).bit_length()
-    kind = (attention.request, attention.inputs.boundary is None, attention.group, sinks is None, attention.node_length)
+    # Keys from outside that nobody sees, as the first part of a plan has, are not launched.
+    goes_on = outside is not None and attention.is_seen(attention.boundary_keys())
+    kind = (attention.request, goes_on, attention.group, sinks is None, attention.node_length)
     backward = ["backward_once"] if attention.once else ["backward_keys", "backward_queries"]
     kernels = ["forward"] if name == "forward" else backward
     key = (form, name, kind, configs_of_forest(attention, kernels), q.dtype, q.device, length)

@@ -340,6 +340,24 @@ def test_who_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("interpreter runs no Gluon")
 
 
+def test_keys_from_outside_are_judged_where_they_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part of a plan has two that nobody sees: it says nothing of launches that go on from others."""
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    half, taken = draw(*SMALL, outside=2, dtype=torch.bfloat16).narrow, list[str]()
+    assert half.boundary is not None
+
+    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
+        taken.append(used.path)
+        return [half.q]
+
+    for seen in (0, 1, 1, 0):
+        ends = [torch.tensor([0, last], dtype=torch.int32) for last in (0, seen)]
+        outside = replace(half.boundary, lo=ends[0], hi=ends[1])
+        paths.checked("forward", Attention(replace(half, boundary=outside), SCORES["plain"]), [], answer)
+    assert taken == [*["plain", "gluon", "gluon"] * 2, "gluon", "gluon"]
+
+
 def test_it_runs_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, wherever it can; the plain form alone where that is asked for."""
     monkeypatch.delenv("TREEFX_KERNEL_PATH", raising=False)
