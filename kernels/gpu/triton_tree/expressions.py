@@ -73,7 +73,7 @@ class ScoreCode:
         used: numbers of the buffers that are read.
         soft: whether finite constants mask, so that their sum must not become an infinity.
         loads_pairs: whether ``pair`` loads.
-        multiplies_whole: whether whole numbers are multiplied, whose products need more bits than positions do.
+        leaves_32_bits: whether whole numbers need more bits although positions do not: products, and large constants.
         row_values: variables of ``uniform`` and ``row`` that later statements read, with what they are.
         column_values: those of ``column``.
     """
@@ -93,7 +93,7 @@ class ScoreCode:
     used: tuple[int, ...]
     soft: bool
     loads_pairs: bool
-    multiplies_whole: bool
+    leaves_32_bits: bool
     row_values: tuple["HoistedValue", ...]
     column_values: tuple["HoistedValue", ...]
 
@@ -153,7 +153,7 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
         used=tuple(sorted(writer.used)),
         soft=writer.soft,
         loads_pairs="tl.load" in " ".join(writer.statements["pair"]),
-        multiplies_whole=any(item[0] in ("mul", "pow") and writer.kind(item) == "int" for item in _parts(parsed)),
+        leaves_32_bits=any(map(writer.leaves_32_bits, _parts(parsed))),
         row_values=writer.values_read(read, ("row", "uniform")),
         column_values=writer.values_read(read, ("column",)),
     )
@@ -242,6 +242,12 @@ class _Writer:
             return "bool"
         kinds = {self.kind(item) for item in (arguments[1:] if op == "where" else arguments)}
         return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+
+    def leaves_32_bits(self, expr: Expr) -> bool:
+        """Whether this operation makes, or is, a whole number that may have more bits than those it is made of."""
+        if self.kind(expr) != "int":
+            return False
+        return expr[0] in ("mul", "pow") or (expr[0] == "const" and not -(2**31) <= expr[1] < 2**31)
 
     def check_load(self, expr: Expr) -> None:
         """Raise unless every dimension of an existing buffer is indexed (the message is evaluate's)."""

@@ -111,8 +111,8 @@ def form_refusal(attention: Attention, capability: tuple[int, int]) -> str | Non
         return "it needs a 16-bit type"
     if attention.code.loads_pairs:
         return "the score loads by query and key"
-    if attention.code.multiplies_whole:
-        return "the score multiplies whole numbers, of which it keeps 32 bits"
+    if attention.code.leaves_32_bits:
+        return "the score multiplies whole numbers or has large ones, and it keeps 32 bits of them"
     return _refused_widths(attention.request.head_dim, attention.request.value_dim)
 
 

@@ -49,8 +49,11 @@ COMPILED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "gluon", 90
 BARE = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
 OF_SCORES = [name for name in SCORES if name not in ("bias", "relative", "clamped")]
 """Those that load nothing by query and key."""
-FAR = Score(SCALED, ("le", ("mul", DEPTH_Q, const(10**9)), ("add", ("mul", DEPTH_K, const(10**9)), const(10**9))))
-"""Two keys along the path, in numbers of more than 32 bits."""
+FAR = {
+    "product": Score(SCALED, ("le", ("mul", DEPTH_Q, const(10**9)), ("mul", DEPTH_K, const(10**9)))),
+    "constant": Score(SCALED, ("le", ("where", ("eq", DEPTH_K, const(1)), const(2**62), DEPTH_K), DEPTH_Q)),
+}
+"""Whole numbers of more than 32 bits: of the query's own depth, of all depths but 1."""
 
 
 def by_hand(
@@ -118,17 +121,18 @@ def test_shapes_and_orders(
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_products_of_whole_numbers_would_be_wrong(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", FAR)
+def test_whole_numbers_of_more_bits_would_be_wrong(name: str, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of a query or a key have 32 bits, and so have pairs of them; the first tokens would not show it."""
     case = draw(*SMALL, heads=(2, 1))
     case = replace(case, wide=replace(case.wide, buffers=[depth := case.wide.buffers[0].long()]))
     if sent:
         hosted.remember(depth.clone(), depth)
-    wanted = list(reference.forward(case.wide, FAR))
+    wanted = list(reference.forward(case.wide, FAR[name]))
     with pytest.raises(AssertionError):
-        assert_equal(by_hand(case, FAR, monkeypatch), wanted, 1e-10)
-    bare = [Attention(case.narrow, SCORES[name], "gluon").code.multiplies_whole for name in OF_SCORES]
-    assert [name for name, found in zip(OF_SCORES, bare, strict=True) if found] == ["powers"]
+        assert_equal(by_hand(case, FAR[name], monkeypatch), wanted, 1e-10)
+    codes = {other: Attention(case.narrow, SCORES[other], "gluon").code for other in OF_SCORES}
+    assert [other for other, code in codes.items() if code.leaves_32_bits] == ["powers"]
 
 
 @pytest.mark.parametrize("name", ODD_ROWS)
@@ -325,7 +329,8 @@ def test_who_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     refused("needs a 16-bit type", replace(chosen, inputs=draw(*SMALL).narrow))
     refused("loads by query and key", replace(chosen, score=SCORES["bias"]))
-    refused("multiplies whole numbers", replace(chosen, score=FAR))
+    for far in FAR.values():
+        refused("keeps 32 bits", replace(chosen, score=far))
     wide = draw(*SMALL, widths=(256, 256), dtype=torch.bfloat16).narrow
     refused("more than 192 features", replace(chosen, inputs=wide))
     paths.checked("forward", chosen, [], answer)
