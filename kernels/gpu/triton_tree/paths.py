@@ -20,6 +20,7 @@ from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted
 from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
+from treefx.kernels.score import loads
 
 __all__ = [
     "PATHS",
@@ -202,6 +203,8 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
         errors = [largest_error(*pair) for pair in zip(fast, plain, strict=True)]
         if not all(error <= _TOLERANCE for error in errors):  # NaN fails too
             problem = f"its results differ by {', '.join(f'{error:.1e}' for error in errors)}"
+        if not _has_32_bits(attention):
+            problem = "whole numbers that the score reads need more than the 32 bits it keeps"
     except torch.OutOfMemoryError:
         raise
     except Exception as reason:  # whatever the compiler raises: the other form is there
@@ -214,6 +217,14 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
             stacklevel=2,
         )
     return not problem
+
+
+def _has_32_bits(attention: Attention) -> bool:
+    """Whether the buffers at hand hold no whole number of more bits than Gluon keeps, the first tokens' or others'."""
+    values = [*attention.code.row_values, *attention.code.column_values] if attention.path == "gluon" else []
+    read = {number for value in values if value.kind == "int" for number in loads(value.expr)}
+    wide = [x for x in (attention.inputs.buffers[number] for number in read) if x.dtype == torch.int64]
+    return all(bool((x == x.to(torch.int32)).all()) for x in wide)
 
 
 def largest_error(got: Tensor, wanted: Tensor) -> float:

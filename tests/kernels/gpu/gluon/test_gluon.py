@@ -1,4 +1,4 @@
-"""The forward in Gluon: its arithmetic and its barriers by hand in float64, its machine code, and who may run it.
+"""The forward in Gluon: its arithmetic and its barriers by hand in float64, and its machine code.
 
 No interpreter of Triton's runs Gluon, and no GPU is at hand: by_hand.py runs the generated text itself.
 """
@@ -32,12 +32,11 @@ from tests.kernels.gpu.interpreted_cases import (
 from tests.kernels.gpu.test_barriers import changed, find
 from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import CASES, MORE_CASES, has_form, run
-from treefx.errors import UnsupportedError
 from treefx.kernels import reference
 from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases, unmet_stores
 from treefx.kernels.gpu.inspection.operands import beside_products, overwritten_operands
-from treefx.kernels.gpu.triton_tree import attention, paths
+from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
@@ -305,89 +304,3 @@ def test_operands_of_products_under_way() -> None:
     assert overwritten_operands("\n".join([product, earlier, settled.replace("0x0", "0x1"), pack])) == []
     assert len(overwritten_operands("\n".join([earlier, product, settled.replace("0x0", "0x1"), pack]))) == 1
     assert beside_products("\n".join([product, exponential, exponential, settled])) == (2,)
-
-
-def test_who_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by name where it does not fit; else compared with the plain form, which follows where it is wrong."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "gluon")
-    monkeypatch.setattr(paths, "_verdicts", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
-    chosen = Attention(half, SCORES["plain"], choose=lambda problem: Config(32, 16, 4, 2))
-    taken: list[str] = []
-
-    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
-        taken.append(used.path)
-        return [half.q * (factor if used.path == "gluon" else 1.0)]
-
-    def refused(text: str, used: Attention = chosen) -> None:
-        with pytest.raises(UnsupportedError, match=f"TREEFX_KERNEL_PATH=gluon must meet an attention.*{text}"):
-            paths.checked("forward", used, [], answer)
-
-    factor = 1.0
-    refused("needs compute capability 9.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    refused("needs a 16-bit type", replace(chosen, inputs=draw(*SMALL).narrow))
-    refused("loads by query and key", replace(chosen, score=SCORES["bias"]))
-    for far in FAR.values():
-        refused("keeps 32 bits", replace(chosen, score=far))
-    wide = draw(*SMALL, widths=(256, 256), dtype=torch.bfloat16).narrow
-    refused("more than 192 features", replace(chosen, inputs=wide))
-    paths.checked("forward", chosen, [], answer)
-    assert taken == ["plain", "gluon", "gluon"], "both, then what was called"
-    taken.clear()
-    factor = 1.5
-    monkeypatch.setattr(paths, "_verdicts", {})
-    with pytest.warns(RuntimeWarning, match="the Gluon forward kernel is switched off"):
-        paths.checked("forward", chosen, [], answer)
-    assert taken == ["plain", "gluon", "plain"]
-    monkeypatch.setattr(paths, "interpreted", lambda: True)
-    refused("interpreter runs no Gluon")
-
-
-def test_keys_from_outside_are_judged_where_they_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first part of a plan has two that nobody sees: it says nothing of launches that go on from others."""
-    monkeypatch.setattr(paths, "_verdicts", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    half, taken = draw(*SMALL, outside=2, dtype=torch.bfloat16).narrow, list[str]()
-    assert half.boundary is not None
-
-    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
-        taken.append(used.path)
-        return [half.q]
-
-    for seen in (0, 1, 1, 0):
-        ends = [torch.tensor([0, last], dtype=torch.int32) for last in (0, seen)]
-        outside = replace(half.boundary, lo=ends[0], hi=ends[1])
-        paths.checked("forward", Attention(replace(half, boundary=outside), SCORES["plain"]), [], answer)
-    assert taken == [*["plain", "gluon", "gluon"] * 2, "gluon", "gluon"]
-
-
-def test_it_runs_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, wherever it can; the plain form alone where that is asked for."""
-    monkeypatch.delenv("TREEFX_KERNEL_PATH", raising=False)
-    monkeypatch.setattr(paths, "_verdicts", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
-    chosen = Attention(half, SCORES["plain"])
-    taken: list[str] = []
-
-    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
-        taken.append(used.path)
-        return [half.q]
-
-    def run(used: Attention = chosen) -> list[str]:
-        taken.clear()
-        for name, given in (("forward", []), ("backward", [half.q, torch.zeros(half.q.shape[:3])])):
-            paths.checked(name, used, given, answer)
-        return taken
-
-    assert run() == ["plain", "gluon", "gluon"] * 2, "both, then what was called"
-    assert run() == ["gluon", "gluon"]
-    assert {*run(replace(chosen, inputs=draw(*SMALL).narrow))} == {"plain"}, "float32"
-    assert {*run(replace(chosen, score=SCORES["bias"]))} == {"plain"}
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", "plain")
-    assert {*run()} == {"plain"}
-    monkeypatch.delenv("TREEFX_KERNEL_PATH")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert {*run()} == {"plain"}

@@ -1,8 +1,7 @@
-"""The backward in Gluon: its arithmetic and its barriers by hand in float64, its machine code, and when it runs."""
+"""The backward in Gluon: its arithmetic and its barriers by hand in float64, and its machine code."""
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from treefx.bench.attention import kernel as bench_kernel
 from treefx.bench.attention.kernel import run
 from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
 from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
-from treefx.kernels.gpu.triton_tree import attention, paths
+from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import ROW_VECTORS, scratch_bytes
@@ -214,75 +213,3 @@ def test_the_guard_follows_its_barriers(name: str, launches: dict[str, tuple[Lau
     assert any("is released while a product of it is under way" in text for text in races(idle))
     rows = changed(ttgir, find(ttgir, "wait_barrier", after=loop))
     assert any("is read by ttng.warp_group_dot when not held" in text for text in races(rows))
-
-
-@pytest.mark.parametrize("path", ["", "gluon"])
-def test_when_it_runs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared with the plain form; a gradient that no box reads takes another, in silence, asked for or not."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
-    monkeypatch.setattr(paths, "_verdicts", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
-    chosen, taken = Attention(half, SCORES["plain"]), list[str]()
-    wrong = ""
-
-    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
-        taken.append("one pass" if used.once else used.path)
-        return [half.q * (1.5 if used.path == wrong else 1.0)]
-
-    lse = torch.zeros(half.q.shape[:3])
-    paths.checked("backward", chosen, [half.q, lse], answer)
-    assert taken == ["plain", "gluon", "gluon"], "both, then what was called"
-    taken.clear()
-    shifted = torch.empty(half.q.numel() + 1, dtype=half.q.dtype)[1:].view_as(half.q)
-    paths.checked("backward", chosen, [shifted, lse], answer)
-    assert taken == (in_one_pass := ["plain", "one pass", "one pass"]), "its rows are long enough; no Gluon is tried"
-    taken.clear()
-    wrong = "gluon"
-    monkeypatch.setattr(paths, "_verdicts", {})
-    with pytest.warns(RuntimeWarning, match="the Gluon backward kernel is switched off"):
-        paths.checked("backward", chosen, [half.q, lse], answer)
-    assert taken == ["plain", "gluon", *in_one_pass]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("first", [0.0, 1.0, torch.inf])
-def test_the_gradient_at_hand_decides_nothing(first: float, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long prompt it is zero in the last layer, and any kernel right; a scaled loss spreads what is not finite."""
-    monkeypatch.setattr(paths, "_verdicts", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
-    lse = torch.zeros(half.q.shape[:3])
-    lse[0, 0, 1] = -1e38
-
-    def answer(used: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if used.path == "gluon":  # as tiles of another size do
-            return [tensors[0] * (1.5 if wrong else 1.0) + 0 * tensors[0].sum()]
-        assert tensors[0][0, 0, 1].abs().max() == 0 or tensors[0] is grad, "what saw masking constants alone"
-        return [tensors[0]]
-
-    grad = torch.full_like(half.q, first)
-    with pytest.warns(RuntimeWarning, match="the Gluon backward") if wrong else nullcontext():
-        paths.checked("backward", Attention(half, SCORES["plain"]), [grad, lse], answer)
-    assert [verdict for key, verdict in paths._verdicts.items() if key[0] == "Gluon"] == [not wrong]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("tried", [["plain"], ["plain", "gluon"]])
-def test_a_step_without_room_says_nothing_of_a_form(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the plain form, and the next one compares them."""
-    monkeypatch.setattr(paths, "_verdicts", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    chosen = Attention(draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow, SCORES["plain"])
-    taken = list[str]()
-
-    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
-        taken.append(used.path)
-        if taken == tried:
-            raise torch.OutOfMemoryError
-        return [chosen.inputs.q]
-
-    for _ in range(2):
-        paths.checked("forward", chosen, [], answer)
-    assert taken == [*tried, "plain", "plain", "gluon", "gluon"]
