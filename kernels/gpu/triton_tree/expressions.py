@@ -32,6 +32,8 @@ _LEAVES = {
 _FLOATING = ("exp", "log", "tanh", "sigmoid", "sqrt")
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _ARITHMETIC = {"add": "+", "sub": "-", "mul": "*"}
+_TOKENS = 2**24
+"""More than there are in a forest."""
 _SOFT = 1e30
 """A finite constant below minus this masks softly: a row that sees nothing else weighs all its keys alike."""
 
@@ -73,7 +75,7 @@ class ScoreCode:
         used: numbers of the buffers that are read.
         soft: whether finite constants mask, so that their sum must not become an infinity.
         loads_pairs: whether ``pair`` loads.
-        leaves_32_bits: whether whole numbers need more bits although positions do not: products, and large constants.
+        leaves_32_bits: whether whole numbers may need more bits although positions do not: products, large constants.
         row_values: variables of ``uniform`` and ``row`` that later statements read, with what they are.
         column_values: those of ``column``.
     """
@@ -244,10 +246,21 @@ class _Writer:
         return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
 
     def leaves_32_bits(self, expr: Expr) -> bool:
-        """Whether this operation makes, or is, a whole number that may have more bits than those it is made of."""
-        if self.kind(expr) != "int":
-            return False
-        return expr[0] in ("mul", "pow") or (expr[0] == "const" and not -(2**31) <= expr[1] < 2**31)
+        """Whether a whole number may need more bits although those that are loaded count tokens."""
+        return self.kind(expr) == "int" and self._largest(expr) >= 2**31
+
+    def _largest(self, expr: Expr) -> int:
+        op, *operands = expr
+        if self.kind(expr) != "int" or op in ("load", *_LEAVES):
+            return 1 if self.kind(expr) == "bool" else _TOKENS
+        if op == "const":
+            return int(abs(operands[0]))
+        sizes = [self._largest(item) for item in operands[op == "where" :]]
+        if op == "pow":
+            return int(sizes[0] ** sizes[1])
+        if op in ("add", "sub", "mul"):
+            return sizes[0] * sizes[1] if op == "mul" else sizes[0] + sizes[1]
+        return sizes[-1] if op == "mod" else sizes[0] if op == "floordiv" else max(sizes)
 
     def check_load(self, expr: Expr) -> None:
         """Raise unless every dimension of an existing buffer is indexed (the message is evaluate's)."""

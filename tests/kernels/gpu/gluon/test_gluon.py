@@ -48,11 +48,14 @@ COMPILED = [case for case in (*CASES, *MORE_CASES) if has_form(case, "gluon", 90
 BARE = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
 OF_SCORES = [name for name in SCORES if name not in ("bias", "relative", "clamped")]
 """Those that load nothing by query and key."""
+_SEEN = ("where", ("ne", DEPTH_K, const(0)), const(1), const(0))
 FAR = {
     "product": Score(SCALED, ("le", ("mul", DEPTH_Q, const(10**9)), ("mul", DEPTH_K, const(10**9)))),
     "constant": Score(SCALED, ("le", ("where", ("eq", DEPTH_K, const(1)), const(2**62), DEPTH_K), DEPTH_Q)),
 }
 """Whole numbers of more than 32 bits: of the query's own depth, of all depths but 1."""
+OF_BLOOM = Score(("add", SCALED, ("mul", ("load", 3, ("head",)), ("mul", ("sub", DEPTH_K, const(1)), _SEEN))))
+"""Places under a mask of 0 and 1."""
 
 
 def by_hand(
@@ -124,13 +127,15 @@ def test_shapes_and_orders(
 def test_whole_numbers_of_more_bits_would_be_wrong(name: str, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of a query or a key have 32 bits, and so have pairs of them; the first tokens would not show it."""
     case = draw(*SMALL, heads=(2, 1))
-    case = replace(case, wide=replace(case.wide, buffers=[depth := case.wide.buffers[0].long()]))
+    depth, *others = case.wide.buffers
+    case = replace(case, wide=replace(case.wide, buffers=[depth := depth.long(), *others]))
     if sent:
         hosted.remember(depth.clone(), depth)
     wanted = list(reference.forward(case.wide, FAR[name]))
     with pytest.raises(AssertionError):
         assert_equal(by_hand(case, FAR[name], monkeypatch), wanted, 1e-10)
-    codes = {other: Attention(case.narrow, SCORES[other], "gluon").code for other in OF_SCORES}
+    scores = {name: SCORES[name] for name in OF_SCORES} | {"of bloom": OF_BLOOM}
+    codes = {other: Attention(case.narrow, score, "gluon").code for other, score in scores.items()}
     assert [other for other, code in codes.items() if code.leaves_32_bits] == ["powers"]
 
 
