@@ -1,9 +1,9 @@
 """Which form of a kernel runs: in Gluon (Hopper, 16-bit types) or plain; and, backward, in one pass or in two.
 
 Gluon has two passes, whose results are the same bits every time. It, and one pass, which has a plain form only, are
-checked against the plain kernels in two passes, on the first of the tokens at hand, when a process first uses them for
-an attention of its kind, and again for longer lists of tiles. What cannot be compiled, or differs anywhere, gives way
-to the plain form with one warning.
+checked against the plain kernels in two passes, on the first of the tokens at hand and a gradient of random numbers,
+when a process first uses them for an attention of its kind, and again for longer lists of tiles. What cannot be
+compiled, or differs anywhere, gives way to the plain form with one warning.
 """
 
 import os
