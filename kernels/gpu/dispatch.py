@@ -53,6 +53,7 @@ def _chosen(inputs: Inputs, score: Score) -> ModuleType:
     buffers = tuple((buffer.dtype, buffer.ndim) for buffer in inputs.buffers)
     key = score.to_json(), buffers, q.dtype, q.device, shape, inputs.sinks is None, inputs.boundary is None
     if key not in _problems:
+        support.refuse_capture()
         _problems[key] = problem = _problem_of(inputs, score)
         if problem is not None:
             warnings.warn(

@@ -97,6 +97,7 @@ def standing_in(compiled: Callable[[str], object], launched: Callable[[str], obj
         (torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there"),
         (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)),
         (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (fake_tensor, "init_gpu_context", lambda device: None),  # PyTorch 2.11 would start the driver
         (support, "refusal", lambda q: None),
         (small_launches, "scratch", lambda size, *_: torch.empty(size, dtype=torch.int8)),

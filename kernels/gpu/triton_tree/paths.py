@@ -18,7 +18,7 @@ from treefx.errors import InputError, UnsupportedError
 from treefx.kernels.common import Inputs, random_gradient
 from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention
-from treefx.kernels.gpu.triton_tree.support import interpreted
+from treefx.kernels.gpu.triton_tree.support import interpreted, refuse_capture
 from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
 from treefx.kernels.score import loads
 
@@ -176,6 +176,7 @@ def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tens
     kernels = ["forward"] if name == "forward" else backward
     key = (form, name, kind, configs_of_forest(attention, kernels), q.dtype, q.device, length)
     if key not in _verdicts:
+        refuse_capture()
         try:
             _verdicts[key] = _judge(form, name, attention, tensors, run)
         except torch.OutOfMemoryError:  # it says nothing of the form, which a later step compares

@@ -6,7 +6,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["interpreted", "kind_refusal", "processors", "programs_per_head", "refusal", "triton_version"]
+from treefx.errors import UnsupportedError
+
+__all__ = [
+    "interpreted",
+    "kind_refusal",
+    "processors",
+    "programs_per_head",
+    "refusal",
+    "refuse_capture",
+    "triton_version",
+]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = (8, 0)
@@ -52,6 +62,19 @@ def _refusal_on_cpu(q: Tensor) -> str | None:
             "must not get bfloat16 under Triton's interpreter, whose products of it are wrong: use float32 or float16"
         )
     return None
+
+
+def refuse_capture() -> None:
+    """Raise where kernels cannot be compared, and what failed would count as wrong from then on.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "attention must not be of a new kind while a CUDA graph is captured: its kernels are compared before they "
+            "are used; run the step once before the capture"
+        )
 
 
 def interpreted() -> bool:

@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 from tests.kernels.gpu.gluon.test_gluon import FAR
 from tests.kernels.gpu.interpreted_cases import SCORES, SMALL, draw
 from treefx.errors import UnsupportedError
+from treefx.kernels.gpu import dispatch
 from treefx.kernels.gpu.triton_tree import paths
-from treefx.kernels.gpu.triton_tree.configs import Config
+from treefx.kernels.gpu.triton_tree.configs import Config, default_config
 from treefx.kernels.gpu.triton_tree.launch import Attention
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
@@ -195,3 +196,22 @@ def test_a_step_without_room_says_nothing_of_a_form(tried: list[str], monkeypatc
     for _ in range(2):
         paths.checked("forward", chosen, [], answer)
     assert taken == [*tried, "plain", "plain", "gluon", "gluon"]
+
+
+def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are errors there, which would count as those of a kernel for good."""
+    capturing = True
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(dispatch, "_problems", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a Hopper that is not there")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow
+    chosen = Attention(half, SCORES["plain"], choose=default_config)
+    with pytest.raises(UnsupportedError, match="run the step once before the capture"):
+        dispatch.forward(half, SCORES["plain"])
+    for capturing in (True, False, True):
+        with pytest.raises(UnsupportedError) if capturing and not paths._verdicts else nullcontext():
+            paths.checked("forward", chosen, [], lambda used, _: [half.q])
+    assert list(paths._verdicts.values()) == [True] and not dispatch._problems
