@@ -2,8 +2,14 @@
 
 import os
 import time
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from treefx.bench.gpu.turns import Turn
 from treefx.bench.job.processes import Failure, Note, each_apart
 
 SEEN: list[str] = []
@@ -41,3 +47,48 @@ def test_what_became_of_a_piece_may_decide_on_the_next() -> None:
     for _, outcome in each_apart(work, pieces(), seconds=30.0, method="fork"):
         outcomes.append(outcome)
     assert outcomes == [["a"], ["a", "b"]]
+
+
+def meet(piece: tuple[str, str], note: Note) -> tuple[Any, bool]:
+    """Two pieces that each wait for the other's mark; a third that dies beside them."""
+    folder, name = Path(piece[0]), piece[1]
+    SEEN.append(name)
+    if name == "die":
+        os._exit(7)
+    (folder / name).touch()
+    until = time.monotonic() + 30
+    while len(list(folder.iterdir())) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    return (list(SEEN), len(list(folder.iterdir()))), True
+
+
+def test_pieces_side_by_side(tmp_path: Path) -> None:
+    pieces = [(str(tmp_path), name) for name in ("die", "a", "b")]
+    found = {name: result for (_, name), result in each_apart(meet, pieces, seconds=60.0, method="fork", jobs=2)}
+    assert "died in the start, exit code 7" in found["die"]
+    assert found["a"] == (["a"], 2) and found["b"] == (["b"], 2), "each in a process of its own, at the same time"
+
+
+def measure_in_turn(path: str, note: Note) -> tuple[Any, bool]:
+    """Note when the device is taken and given: when compiled code runs first, not when it compiles."""
+    model = torch.nn.Linear(2, 2)
+    turn = Turn(Path(path), model)
+    with turn.taken_when_compiled():
+        compiled = torch.compile(model)
+        before = turn.taken
+        compiled(torch.ones(2, 2)).sum().backward()
+        began = time.monotonic()
+    taken = turn.taken
+    time.sleep(1.0)
+    turn.give()
+    return (before, taken, began, time.monotonic(), model.weight.grad is None), True
+
+
+@pytest.mark.sample(4)
+def test_processes_take_turns(tmp_path: Path) -> None:
+    pieces = [str(tmp_path / "turn")] * 2
+    (a, b) = sorted(
+        (found for _, found in each_apart(measure_in_turn, pieces, seconds=300.0, jobs=2)), key=itemgetter(2)
+    )
+    assert a[:2] == b[:2] == (False, True) and a[4] and b[4]
+    assert a[3] <= b[2] + 0.05, "the second begins when the first has given the device"

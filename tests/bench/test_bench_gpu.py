@@ -16,25 +16,27 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
 from treefx.bench.gpu import launches, stages
+from treefx.bench.gpu.batches import SHARING, make_batch, shortened
+from treefx.bench.gpu.comparison import compare_steps
 from treefx.bench.gpu.kernels import Attention, correct
 from treefx.bench.gpu.launches import Form
 from treefx.bench.gpu.packed_rows import pack_rows
 from treefx.bench.gpu.scale import Scale
-from treefx.bench.gpu.steps import STEP, _batch, rehearsed, step
+from treefx.bench.gpu.steps import STEP, Run, rehearsed, step
 from treefx.cli.app import app
 from treefx.errors import InputError, UnsupportedError
 from treefx.forests.forest import Forest
 
 pytestmark = pytest.mark.sample(6)
 
-COUNTS = {"sanitize": 3, "correct": 3, "prologue": 4, "rates": 2, "attention": 2, "step": 1, "large": 1}
+COUNTS = {"sanitize": 3, "correct": 3, "prologue": 4, "rates": 2, "attention": 2, "step": 4, "large": 1}
 FIGURES = {
     "sanitize": {"same_bits"},
     "correct": {"rows_errors", "tree_errors"},
     "prologue": {"us_per_turn", "programs", "tile"},
     "rates": {"rates"},
     "attention": {"tree_forward_ms", "tree_backward_tflops"},
-    "step": {"speed_up_of_padded_rows", "of_bound", "treefx_peak_mib", "packed_rows_raw_tokens_per_s"},
+    "step": {"steps", "graphs"},
     "large": {"parts", "row_by_row", "uncut"},
 }
 
@@ -53,8 +55,12 @@ def test_rehearsal(stage: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, (result.output, out.read_text() if out.exists() else None)
     found = json.loads(out.read_text())
     assert (found["stage"], found["rehearsal"], found["device"]) == (stage, True, "cpu")
-    assert len(found["records"]) == COUNTS[stage] and "mean nothing" in result.output
-    for record in found["records"]:
+    records, more = found["records"][: COUNTS[stage]], found["records"][COUNTS[stage] :]
+    assert len(records) == COUNTS[stage] and "mean nothing" in result.output
+    assert [{"times_packed_rows", "times_padded_rows", "of_bound"} <= record.keys() for record in more] == (
+        [True, True] if stage == "step" else []
+    )
+    for record in records:
         assert record["wrong"] == [] and FIGURES[stage] <= record.keys()
     assert dict(os.environ) == before
 
@@ -132,11 +138,12 @@ def test_a_form_that_gives_way_to_another_is_not_right(monkeypatch: pytest.Monke
 
 def test_batches_share_what_their_names_say() -> None:
     shared = {}
-    for case in (rehearsed(case) for case in STEP if not case.checkpointing):
-        batch = _batch(Scale(True), case)
+    for name, rows in SHARING.items():
+        rows = shortened(rows)
+        batch = make_batch(Scale(True), rows, 512)
         forest = Forest.from_padded(batch.input_ids, batch.attention_mask)
-        shared[case.sharing] = forest.overlap_ratio
-        distinct = {(row[: place + 1]) for row in case.rows for place in range(len(row))}
+        shared[name] = forest.overlap_ratio
+        distinct = {(row[: place + 1]) for row in rows for place in range(len(row))}
         assert forest.num_tokens == sum(pieces[-1][1] for pieces in distinct)
     assert shared["overlap 0 %"] < shared["overlap 20 %"] < shared["overlap 60 %"] < shared["overlap 92 %"]
 
@@ -149,11 +156,15 @@ def test_forms_are_named_for_people() -> None:
         assert len(set(names)) == len(names)
 
 
+def _concluded(*ways: str) -> list[dict[str, Any]]:
+    runs = [rehearsed(Run("0.6B", False, way, ("overlap 60 %",))) for way in ways]
+    return list(compare_steps(Scale(True), [step(Scale(True), run) for run in runs]))
+
+
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("wrong", ["position_ids", "labels", "lengths"])
 def test_packed_rows_are_compared(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in one without positions, that predict each other's first token, or that are cut elsewhere are seen."""
-    case = rehearsed(STEP[0])
 
     def spoiled(batch: Any) -> dict[str, Any]:
         inputs = pack_rows(batch)
@@ -167,23 +178,46 @@ def test_packed_rows_are_compared(wrong: str, monkeypatch: pytest.MonkeyPatch) -
             "treefx.bench.gpu.steps.attend_packed_rows", lambda model, rows: attend_packed_rows(model, [sum(rows)])
         )
     monkeypatch.setattr("treefx.bench.gpu.steps.pack_rows", spoiled)
-    assert any("apart at most" in text for text in step(Scale(True), case)["wrong"])
+    (record,) = _concluded("treefx", "packed rows")
+    assert any("apart at most" in text for text in record["wrong"])
+
+
+@pytest.mark.parametrize("spoiled", ["loss", "one gradient", "no gradient", "nan"])
+def test_steps_that_differ_are_said_to_differ(spoiled: str) -> None:
+    """A loss, or the gradient of one small parameter, that is off on one way alone; one that is not there."""
+
+    def record(way: str) -> dict[str, Any]:
+        measured = {"raw_tokens": 20, "tokens": 10, "seconds": 1.0, "loss": 2.0, "norms": {"large": 1.0, "small": 0.01}}
+        return {"model": "Qwen3", "way": way, "steps": {"overlap 60 %": measured}, "wrong": []}
+
+    records = [record("treefx"), record("packed rows"), record("padded rows")]
+    (right,) = compare_steps(Scale(True), records)
+    assert right["wrong"] == [] and right["token_bound"] == 2.0 and right["of_bound"] == 0.5
+    measured = records[1]["steps"]["overlap 60 %"]
+    if spoiled == "loss":
+        measured["loss"] = 2.001
+    elif spoiled == "no gradient":
+        del measured["norms"]["small"]
+    else:
+        measured["norms"]["small"] = float("nan") if spoiled == "nan" else 0.0101
+    (wrong,) = compare_steps(Scale(True), records)
+    assert any("apart at most" in text for text in wrong["wrong"])
 
 
 @pytest.mark.sample(4)
 def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from treefx.bench.gpu import steps
 
-    measure, full = steps._measure, {"padded_rows"}
+    measure, full = steps._measure, {"padded rows"}
 
-    def tight(scale: Scale, case: Any, batch: Any, way: str) -> dict[str, float]:
-        if way in full:
+    def tight(scale: Scale, run: Run, *args: Any) -> dict[str, Any]:
+        if run.way in full:
             raise torch.OutOfMemoryError("full")
-        return measure(scale, case, batch, way)
+        return measure(scale, run, *args)
 
     monkeypatch.setattr(steps, "_measure", tight)
-    record = step(Scale(True), rehearsed(STEP[0]))
-    assert record["wrong"] == [] and record["padded_rows"] == "does not fit the device"
-    assert {"speed_up_of_packed_rows", "of_bound"} <= record.keys() and "speed_up_of_padded_rows" not in record
+    (record,) = _concluded("treefx", "packed rows", "padded rows")
+    assert record["wrong"] == [] and "times_packed_rows" in record and "times_padded_rows" not in record
     full.add("treefx")
-    assert step(Scale(True), rehearsed(STEP[0]))["wrong"] == ["treefx must fit the device, and does not"]
+    found = step(Scale(True), rehearsed(STEP[0]))
+    assert found["wrong"][0] == "treefx must fit the device, and does not: overlap 60 %"

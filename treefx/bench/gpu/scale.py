@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ class Scale:
 
     Attributes:
         rehearsal: on the CPU, generated kernels in Triton's interpreter: every line runs, no figure means anything.
+        turn: a file by which processes side by side agree who has the device.
     """
 
     rehearsal: bool
+    turn: Path | None = None
 
     @property
     def device(self) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +17,7 @@ from treefx.bench.attention import cuda as bench_cuda
 from treefx.bench.attention.settings import SETTINGS, Setting
 from treefx.bench.attention.trees import Tree
 from treefx.bench.gpu import kernels, launches, steps
+from treefx.bench.gpu.comparison import compare_steps
 from treefx.bench.gpu.scale import Scale
 from treefx.bench.job.processes import Failure, Note, each_apart
 from treefx.errors import InputError, UnsupportedError
@@ -48,6 +49,8 @@ class Stage:
         rehearsed: makes a case so small that it runs on the CPU.
         environment: variables that are set before anything is imported.
         seconds: after which a case counts as hanging.
+        jobs: cases at once: more than one where nothing is timed, or where they take turns.
+        conclude: what all records together say, as further records.
     """
 
     about: str
@@ -56,6 +59,8 @@ class Stage:
     rehearsed: Callable[[Any], Any]
     environment: dict[str, str] = field(default_factory=dict)
     seconds: float = 150.0
+    jobs: int = 1
+    conclude: Callable[[Scale, Sequence[dict[str, Any]]], Iterable[dict[str, Any]]] = lambda scale, records: ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ def _small_tree(case: _Large) -> _Large:
     return replace(case, tokens=24, limit=5 * _MIB)
 
 
+_UNSEEN = ("norms",)
+"""What only a file shows: hundreds of numbers."""
 _INTERPRETED = ("sanitize", "correct", "prologue", "rates")
 """Stages that run generated kernels: in rehearsal in Triton's interpreter."""
 STAGES: dict[str, Stage] = {
@@ -113,6 +120,8 @@ STAGES: dict[str, Stage] = {
         kernels.sanitize,
         kernels.rehearsed,
         {"TRITON_INSTRUMENTATION_MODE": "consan"},
+        seconds=400.0,
+        jobs=3,
     ),
     "correct": Stage(
         "all forms are as right as SDPA on separate rows", kernels.CORRECT, kernels.correct, kernels.rehearsed
@@ -122,7 +131,16 @@ STAGES: dict[str, Stage] = {
         "what a program and a tile cost in every configuration", launches.RATES, launches.rates, launches.rehearsed
     ),
     "attention": Stage("tree attention against FlexAttention and rows", SETTINGS, _attention, _small_setting),
-    "step": Stage("whole steps against inductor on padded and on packed rows", steps.STEP, steps.step, steps.rehearsed),
+    "step": Stage(
+        "whole steps against inductor on padded and on packed rows",
+        steps.STEP,
+        steps.step,
+        steps.rehearsed,
+        {"TORCHINDUCTOR_COMPILE_THREADS": "2"},
+        seconds=400.0,
+        jobs=12,
+        conclude=compare_steps,
+    ),
     "large": Stage("a tree larger than memory", (_Large(768), _Large(1536)), _large, _small_tree, seconds=400.0),
 }
 
@@ -130,7 +148,7 @@ STAGES: dict[str, Stage] = {
 def run(
     name: str, *, rehearsal: bool = False, minutes: float = _MINUTES, cases: int | None = None, method: str = "spawn"
 ) -> Iterator[dict[str, Any]]:
-    """Measure the cases of a stage in turn, each in a process that may die without taking the others with it.
+    """Measure the cases of a stage, each in a process that may die without taking the others with it.
 
     Args:
         name: one of `STAGES`.
@@ -140,7 +158,8 @@ def run(
         method: how processes start.
 
     Yields:
-        One record per case: ``case``, ``wrong`` (in words; empty if nothing is), ``seconds``, and what was measured.
+        One record per case, as they end: ``case``, ``wrong`` (in words; empty if nothing is), ``seconds``, and what was
+        measured; then those of what all together say.
 
     Raises:
         InputError: there is no such stage.
@@ -150,23 +169,28 @@ def run(
         raise InputError(f"--stage must be one of {', '.join(STAGES)}, got {name!r}")
     if not rehearsal and not torch.cuda.is_available():
         raise UnsupportedError("this stage must run on a CUDA device, and there is none: try --rehearse on the CPU")
-    start, before = time.perf_counter(), dict(os.environ)
+    stage, start, before = STAGES[name], time.perf_counter(), dict(os.environ)
     os.environ.update(_environment(name, rehearsal))
-    left = list(range(len(STAGES[name].cases)))[:cases]
+    left = list(range(len(stage.cases)))[:cases]
 
-    def pieces() -> Iterator[tuple[str, int, bool]]:
+    def pieces(turn: Path) -> Iterator[tuple[str, int, Scale]]:
         while left and time.perf_counter() - start <= 60 * minutes:
-            yield name, left.pop(0), rehearsal
+            yield name, left.pop(0), Scale(rehearsal, turn)
 
+    records = []
+    how: dict[str, Any] = {"seconds": stage.seconds, "method": method, "jobs": min(stage.jobs, 2 if rehearsal else 16)}
     try:
-        for (_, number, _), found in each_apart(_work, pieces(), seconds=STAGES[name].seconds, method=method):
-            record = {"wrong": [str(found)]} if isinstance(found, Failure) else found
-            yield {"case": STAGES[name].cases[number].name, **record}
+        with tempfile.TemporaryDirectory() as folder:
+            for (_, number, _), found in each_apart(_work, pieces(Path(folder, "turn")), **how):
+                record = {"wrong": [str(found)]} if isinstance(found, Failure) else found
+                records.append({"case": stage.cases[number].name, **record})
+                yield records[-1]
     finally:
         os.environ.clear()
         os.environ.update(before)
+    yield from stage.conclude(Scale(rehearsal), records)
     for number in left:
-        yield {"case": STAGES[name].cases[number].name, "wrong": [f"not measured: the {minutes:g} minutes are up"]}
+        yield {"case": stage.cases[number].name, "wrong": [f"not measured: the {minutes:g} minutes are up"]}
 
 
 def describe(name: str, rehearsal: bool, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -203,7 +227,7 @@ def rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
 
 def _brief(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_brief(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_brief(item)}" for name, item in value.items() if name not in _UNSEEN) + "}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -213,14 +237,14 @@ def _environment(name: str, rehearsal: bool) -> dict[str, str]:
     return {"TRITON_INTERPRET": "1"} if name in _INTERPRETED else {}
 
 
-def _work(piece: tuple[str, int, bool], note: Note) -> tuple[dict[str, Any], bool]:
-    name, number, rehearsal = piece
-    stage, scale = STAGES[name], Scale(rehearsal)
+def _work(piece: tuple[str, int, Scale], note: Note) -> tuple[dict[str, Any], bool]:
+    name, number, scale = piece
+    stage = STAGES[name]
     note(f"case {number + 1}")
     began = time.perf_counter()
-    case = stage.rehearsed(stage.cases[number]) if rehearsal else stage.cases[number]
+    case = stage.rehearsed(stage.cases[number]) if scale.rehearsal else stage.cases[number]
     try:
         record, good = stage.measure(scale, case), True
     except Exception as reason:  # of many types, of the device too: the other cases are worth having
-        record, good = {"wrong": [f"{type(reason).__name__}: {str(reason)[:300]}"]}, rehearsal
+        record, good = {"wrong": [f"{type(reason).__name__}: {str(reason)[:300]}"]}, scale.rehearsal
     return {**record, "seconds": round(time.perf_counter() - began, 2)}, good

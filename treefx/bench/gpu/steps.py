@@ -1,134 +1,121 @@
-"""The stage of whole training steps: treefx against inductor on padded and on packed rows, and the bound of tokens."""
+"""The stage of whole training steps: treefx against inductor on padded and on packed rows, and the bound of tokens.
+
+A model of 28 layers compiles for minutes and runs for a fraction of a second: models compile side by side, and take
+the device in turn.
+"""
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from treefx.bench.gpu.batches import SHARING, Rows, make_batch, shortened
 from treefx.bench.gpu.packed_rows import attend_packed_rows, pack_rows
 from treefx.bench.gpu.scale import Scale
+from treefx.bench.gpu.turns import Turn
 from treefx.bench.job.models import make_config, make_model, require_transformers
 from treefx.data import Batch
 from treefx.forests.forest import Forest
 from treefx.planning.cost.memory import track_peak
 
-__all__ = ["STEP", "WAYS", "Step", "rehearsed", "step"]
+__all__ = ["OURS", "ROWS", "STEP", "Run", "rehearsed", "step"]
 
 _VOCABULARY = 151_936
 _QWEN3 = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
-_REPEATS = 3
-WAYS = ("padded_rows", "packed_rows", "treefx")
-"""Padded rows, rows in one with flash attention, both compiled by inductor, and what they are held against."""
-_CLOSE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
-"""How far losses and norms of gradients of two ways may be apart, relative."""
-
-
-Rows = tuple[tuple[tuple[int, int], ...], ...]
-"""Of every row its pieces: a number that names the piece among those that follow the same ones, and its tokens."""
+_REPEATS = 5
+OURS = ("treefx", "treefx, regions")
+ROWS = ("packed rows", "padded rows")
+"""Rows in one with flash attention, and padded rows, both compiled by inductor: what treefx is held against."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One model on one batch.
+class Run:
+    """One model one way.
 
     Attributes:
         model: "0.6B" or "4B", the sizes of Qwen3; "tiny" in rehearsal.
-        sharing: which batch.
-        rows: of every row its pieces.
         checkpointing: whether activations are computed again in the backward.
+        way: one of treefx's, or of rows.
+        sharing: the batches. Treefx takes them all as they come; inductor is compiled for the shape of one.
     """
 
     model: str
-    sharing: str
-    rows: Rows
     checkpointing: bool
+    way: str
+    sharing: tuple[str, ...]
 
     @property
     def name(self) -> str:
         """As a table shows it."""
-        return f"Qwen3 {self.model}, {self.sharing}{', checkpointing' if self.checkpointing else ''}"
+        batches = self.sharing[0] if len(self.sharing) == 1 else f"{len(self.sharing)} batches"
+        return f"{self.of_model}, {self.way}, {batches}"
+
+    @property
+    def of_model(self) -> str:
+        """The model, in words."""
+        return f"Qwen3 {self.model}{', checkpointing' if self.checkpointing else ''}"
 
 
-def _overlap(percent: int, length: int = 2048) -> Rows:
-    prefix = length * percent // 100
-    return tuple(((0, prefix), (row, length - prefix)) for row in range(8))
+def _ways(model: str, checkpointing: bool, *sharing: str, ours: Sequence[str] = OURS) -> list[Run]:
+    runs = [Run(model, checkpointing, way, sharing) for way in ours]
+    return runs + [Run(model, checkpointing, way, (one,)) for one in sharing for way in ROWS]
 
 
-_SHARING: dict[str, Rows] = {
-    "tau-bench, 8 turns": tuple(tuple((0, 400) for _ in range(turn)) for turn in range(2, 10)),
-    "ToolBench, 4 x 2 branches": tuple(((0, 1200), (a, 500), (b, 300)) for a in range(4) for b in range(2)),
-    "GRPO 8 x 8": tuple(((prompt, 512), (answer, 512)) for prompt in range(8) for answer in range(8)),
-    **{f"overlap {percent} %": _overlap(percent) for percent in (92, 60, 20, 0)},
-}
+_PLAIN = tuple(name for name in SHARING if name != "GRPO 8 x 8")
 STEP = (
-    *(Step("0.6B", name, rows, False) for name, rows in _SHARING.items()),
-    Step("0.6B", "GRPO 8 x 8", _SHARING["GRPO 8 x 8"], True),
-    Step("4B", "tau-bench, 8 turns", _SHARING["tau-bench, 8 turns"], True),
-    Step("4B", "GRPO 8 x 8", _SHARING["GRPO 8 x 8"], True),
+    *_ways("0.6B", False, *_PLAIN),
+    *_ways("0.6B", True, "GRPO 8 x 8", ours=("treefx",)),
+    *_ways("4B", True, "tau-bench, 8 turns", "GRPO 8 x 8", ours=("treefx",)),
 )
 
 
-def rehearsed(case: Step) -> Step:
-    """Return the case with a tiny model, and a tenth of a tenth of its tokens."""
-    rows = tuple(tuple((number, max(1, length // 100)) for number, length in row) for row in case.rows)
-    return Step("tiny", case.sharing, rows, case.checkpointing)
+def rehearsed(run: Run) -> Run:
+    """Return the run with a tiny model; its batches get a hundredth of their tokens."""
+    return replace(run, model="tiny")
 
 
-def step(scale: Scale, case: Step) -> dict[str, Any]:
-    """Time forward and backward of the same rows with treefx and with inductor, and measure their peaks.
+def step(scale: Scale, run: Run) -> dict[str, Any]:
+    """Time forward and backward of the run's batches, and measure their peaks.
 
-    With inductor twice: padded, and behind each other in one row with flash attention.
+    Returns:
+        ``wrong``; ``graphs`` that were compiled; and in ``steps`` by batch what is compared: tokens, seconds of a step
+        and of the kernels in it, peak, loss, and the norms of the gradients before any update.
     """
-    batch = _batch(scale, case)
-    tokens = Forest.from_padded(batch.input_ids.cpu(), batch.attention_mask.cpu()).num_tokens
-    record: dict[str, Any] = {"raw_tokens": batch.raw_tokens, "tokens": tokens, "wrong": []}
-    ways: dict[str, dict[str, float]] = {}
-    for way in WAYS:
-        try:
-            ways[way] = _measure(scale, case, batch, way)
-        except torch.OutOfMemoryError:
-            record[way] = "does not fit the device"
-            if way == "treefx":
-                return {**record, "wrong": ["treefx must fit the device, and does not"]}
-    return record | _compared(ways, batch.raw_tokens, batch.raw_tokens / tokens, _CLOSE[scale.dtype])
-
-
-def _compared(ways: dict[str, dict[str, float]], raw_tokens: int, bound: float, close: float) -> dict[str, Any]:
-    """How far losses and norms are apart; if that is no more than allowed, the figures and how many times faster."""
-    record: dict[str, Any] = {"token_bound": round(bound, 3)}
-    ours, *others = reversed(ways.values())
-    for value in ("loss", "norm"):
-        apart = max((abs(ours[value] / other[value] - 1) for other in others), default=0.0)
-        record[f"{value}_apart"] = apart
-        if not apart <= close:  # NaN too
-            return {**record, "wrong": [f"{value} must be {close:.0e} apart at most, got {apart:.1e}"]}
-    for way, found in ways.items():
-        record |= {f"{way}_{name}": found[name] for name in ("seconds", "peak_mib", "first_step_s")}
-        record[f"{way}_raw_tokens_per_s"] = round(raw_tokens / found["seconds"])
-    times = {way: ways[way]["seconds"] / ours["seconds"] for way in ways if way != "treefx"}
-    record |= {f"speed_up_of_{way}": round(time, 3) for way, time in times.items()}
-    return record | ({"of_bound": round(min(times.values()) / bound, 3)} if times else {})
-
-
-def _measure(scale: Scale, case: Step, batch: Batch, way: str) -> dict[str, float]:
-    """Seconds (the median of some), peak, and loss and norm of gradients before any update; the first step compiles."""
     torch._dynamo.reset()
-    model: Any = make_model(_config(case), dtype=scale.dtype).to(scale.device)
-    if case.checkpointing:
+    with torch.device(scale.device):
+        model: Any = make_model(_config(run), dtype=scale.dtype)
+    if run.checkpointing:
         model.gradient_checkpointing_enable()
+    turn, steps, wrong = Turn(scale.turn, model), {}, []
+    with turn.taken_when_compiled():
+        for sharing in run.sharing:
+            try:
+                steps[sharing] = _measure(scale, run, sharing, model, turn)
+            except torch.OutOfMemoryError:
+                model.zero_grad(set_to_none=True)
+                steps[sharing] = {"problem": "does not fit the device"}
+                wrong += [f"treefx must fit the device, and does not: {sharing}"] if run.way in OURS else []
+    turn.give()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return {"model": run.of_model, "way": run.way, "graphs": graphs, "steps": steps, "wrong": wrong}
+
+
+def _measure(scale: Scale, run: Run, sharing: str, model: Any, turn: Turn) -> dict[str, Any]:
+    batch = make_batch(scale, _rows(run, sharing), model.config.vocab_size)
     inputs: dict[str, Any] = dict(batch.model_inputs())
-    if way == "packed_rows":
+    if run.way == "packed rows":
         attend_packed_rows(model, batch.attention_mask.sum(1).tolist())
         inputs = pack_rows(batch)
-    compiled: Any = torch.compile(model, **_compiler(scale, way))
+    compiled: Any = torch.compile(model, **_compiler(scale, run.way))
 
-    def run() -> float:
+    def once() -> float:
         model.zero_grad(set_to_none=True)
         loss = compiled(**inputs, use_cache=False).loss
         loss.backward()
@@ -136,51 +123,59 @@ def _measure(scale: Scale, case: Step, batch: Batch, way: str) -> dict[str, floa
         scale.synchronize()
         return value
 
+    once()  # compiles
+    turn.take()
+    once()
+    return {**_tokens(batch), **_timed(scale, once), "norms": _norms(model)}
+
+
+def _timed(scale: Scale, once: Callable[[], float]) -> dict[str, Any]:
+    """Seconds are the median of some; then the peak, and how long the device works."""
     seconds = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(_REPEATS):
         began = time.perf_counter()
-        run()
+        once()
         seconds.append(time.perf_counter() - began)
     with track_peak(scale.device) as peak:
-        loss = run()
-    norm = float(torch.nn.utils.get_total_norm([weight.grad for weight in model.parameters()]))
-    found = {"seconds": statistics.median(seconds[1:]), "first_step_s": round(seconds[0], 1)}
-    return {**found, "loss": loss, "norm": norm, "peak_mib": round(peak.bytes / 2**20, 1)}
+        once()
+    found = {"seconds": statistics.median(seconds), "peak_mib": round(peak.bytes / 2**20, 1)}
+    return {**found, "device_seconds": _device_seconds(scale, once), "loss": once()}
+
+
+def _tokens(batch: Batch) -> dict[str, int]:
+    distinct = Forest.from_padded(batch.input_ids.cpu(), batch.attention_mask.cpu()).num_tokens
+    return {"raw_tokens": batch.raw_tokens, "tokens": distinct}
+
+
+def _norms(model: torch.nn.Module) -> dict[str, float]:
+    norms = {name: weight.grad.float().norm() for name, weight in model.named_parameters() if weight.grad is not None}
+    return {name: float(norm) for name, norm in norms.items()}
+
+
+def _device_seconds(scale: Scale, call: Callable[[], object]) -> float:
+    """How long kernels run in a call, without what lies between them."""
+    kind = ProfilerActivity.CPU if scale.rehearsal else ProfilerActivity.CUDA
+    with profile(activities=[kind]) as trace:
+        call()
+    name = "self_cpu_time_total" if scale.rehearsal else "self_device_time_total"
+    return float(sum(getattr(event, name) for event in trace.key_averages())) / 1e6
+
+
+def _rows(run: Run, sharing: str) -> Rows:
+    return shortened(SHARING[sharing]) if run.model == "tiny" else SHARING[sharing]
 
 
 def _compiler(scale: Scale, way: str) -> dict[str, Any]:
     """In rehearsal nothing is generated: what inductor makes of a graph on the CPU is of no interest here."""
-    if way != "treefx":
-        return {"backend": "aot_eager" if scale.rehearsal else "inductor"}
-    return {"backend": way, "options": {"inner": "aot_eager"}} if scale.rehearsal else {"backend": way}
+    inner = "aot_eager" if scale.rehearsal else "inductor"
+    if way not in OURS:
+        return {"backend": inner}
+    return {"backend": "treefx", "options": {"inner": inner, "regions": True if way == OURS[1] else "auto"}}
 
 
-def _config(case: Step) -> Any:
-    if case.model == "tiny":
+def _config(run: Run) -> Any:
+    if run.model == "tiny":
         return make_config("qwen3", vocab_size=512, hidden_size=64, layers=1)
     same = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": _VOCABULARY, "max_position_embeddings": 40_960}
-    fields = {**_QWEN3[case.model], **same, "tie_word_embeddings": True, "use_cache": False}
+    fields = {**_QWEN3[run.model], **same, "tie_word_embeddings": True, "use_cache": False}
     return require_transformers().AutoConfig.for_model("qwen3", **fields)
-
-
-def _batch(scale: Scale, case: Step) -> Batch:
-    """Rows padded on the right; pieces with equal numbers behind equal pieces have equal tokens."""
-    vocabulary = 512 if case.model == "tiny" else _VOCABULARY
-    rows = [_tokens(row, vocabulary) for row in case.rows]
-    width = max(map(len, rows))
-    ids, mask = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
-    for number, row in enumerate(rows):
-        ids[number, : len(row)], mask[number, : len(row)] = torch.from_numpy(row), 1
-    ids, mask = ids.to(scale.device), mask.to(scale.device)
-    return Batch(ids, mask, ids.masked_fill(mask == 0, -100))
-
-
-def _tokens(row: tuple[tuple[int, int], ...], vocabulary: int) -> Any:
-    pieces = []
-    for place, (number, length) in enumerate(row):
-        random = np.random.default_rng([*(known for known, _ in row[:place]), number])
-        piece = random.integers(1, vocabulary, length)
-        if length:
-            piece[0] = 1 + number  # or pieces may begin alike by chance
-        pieces.append(piece)
-    return np.concatenate(pieces)

@@ -45,9 +45,8 @@ def make_config(
     """A transformers configuration.
 
     Args:
-        model: An architecture such as ``llama`` or ``qwen3``, made small by the other arguments; or the
-        path of a
-            ``config.json``, taken as it is, only its vocabulary raised to ``vocab_size`` where it is smaller.
+        model: An architecture such as ``llama`` or ``qwen3``, made small by the other arguments; or the path of
+            a ``config.json``, taken as it is, only its vocabulary raised to ``vocab_size`` where it is smaller.
         vocab_size: Number of token ids.
         hidden_size: Width, a multiple of 32 (heads of 32; two query heads per key head).
         layers: Number of blocks.
