@@ -18,9 +18,9 @@ from treefx.errors import TreefxError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.memory import install_allocator, track_peak
 
-__all__ = ["agent_tree", "run"]
+__all__ = ["QWEN3_600M", "agent_tree", "run"]
 
-_QWEN3_600M = {
+QWEN3_600M = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_hidden_layers": 28,
@@ -32,6 +32,7 @@ _QWEN3_600M = {
     "tie_word_embeddings": True,
     "use_cache": False,
 }
+"""Sizes of Qwen3 0.6B."""
 _BRANCHES = (1, 4, 4, 4)
 _UNCUT_ROWS = 4
 _PLENTY = 1e15
@@ -87,7 +88,7 @@ def run(
 
 
 def _default_config() -> Any:
-    return require_transformers().AutoConfig.for_model("qwen3", **_QWEN3_600M)
+    return require_transformers().AutoConfig.for_model("qwen3", **QWEN3_600M)
 
 
 def _in_parts(network: torch.nn.Module, forest: Forest, inner: str, limit: float | None) -> dict[str, Any]:
