@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
 from treefx.bench.gpu import launches, stages
-from treefx.bench.gpu.batches import SHARING, make_batch, shortened
+from treefx.bench.gpu.batches import SHARING, make_batch, shortened, tree_of
 from treefx.bench.gpu.comparison import compare_steps
 from treefx.bench.gpu.kernels import Attention, correct
 from treefx.bench.gpu.launches import Form
@@ -145,6 +145,7 @@ def test_batches_share_what_their_names_say() -> None:
         shared[name] = forest.overlap_ratio
         distinct = {(row[: place + 1]) for row in rows for place in range(len(row))}
         assert forest.num_tokens == sum(pieces[-1][1] for pieces in distinct)
+        assert sorted(forest.subtree_end.tolist()) == sorted(tree_of(rows).subtree_end().tolist())
     assert shared["overlap 0 %"] < shared["overlap 20 %"] < shared["overlap 60 %"] < shared["overlap 92 %"]
 
 

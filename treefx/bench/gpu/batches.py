@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from treefx.bench.attention.trees import Tree
 from treefx.bench.gpu.scale import Scale
 from treefx.data import Batch
 
-__all__ = ["SHARING", "Rows", "make_batch", "shortened"]
+__all__ = ["SHARING", "Rows", "make_batch", "shortened", "tree_of"]
 
 Rows = tuple[tuple[tuple[int, int], ...], ...]
 """Of every row its pieces: a number that names the piece among those that follow the same ones, and its tokens."""
@@ -41,6 +42,19 @@ SHARING: dict[str, Rows] = {
 def shortened(rows: Rows) -> Rows:
     """Return rows that share as these do, with a hundredth of their tokens."""
     return tuple(tuple((number, max(1, length // 100)) for number, length in row) for row in rows)
+
+
+def tree_of(rows: Rows) -> Tree:
+    """Return the tree of the rows' pieces, each once."""
+    places: dict[Any, int] = {(): -1}
+    nodes: list[tuple[int, int]] = []
+    for row in rows:
+        kept = tuple(piece for piece in row if piece[1])
+        for number, (_, length) in enumerate(kept):
+            if kept[: number + 1] not in places:
+                places[kept[: number + 1]] = len(nodes)
+                nodes.append((places[kept[:number]], length))
+    return Tree(f"{len(rows)} rows", tuple(nodes))
 
 
 def make_batch(scale: Scale, rows: Rows, vocabulary: int) -> Batch:

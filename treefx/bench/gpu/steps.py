@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from treefx.bench.gpu.batches import SHARING, Rows, make_batch, shortened
+from treefx.bench.gpu.batches import SHARING, Rows, make_batch, shortened, tree_of
 from treefx.bench.gpu.packed_rows import attend_packed_rows, pack_rows
-from treefx.bench.gpu.scale import Scale
+from treefx.bench.gpu.scale import Heads, Scale, draw
 from treefx.bench.gpu.turns import Turn
 from treefx.bench.job.models import make_config, make_model, require_transformers
 from treefx.data import Batch
 from treefx.forests.forest import Forest
+from treefx.kernels import tree_attention
 from treefx.planning.cost.memory import track_peak
 
 __all__ = ["OURS", "ROWS", "STEP", "Run", "rehearsed", "step"]
@@ -92,6 +93,8 @@ def step(scale: Scale, run: Run) -> dict[str, Any]:
         and of the kernels in it, peak, loss, and the norms of the gradients before any update.
     """
     torch._dynamo.reset()
+    if run.way in OURS:
+        _compile_kernels(scale, run)
     with torch.device(scale.device):
         model: Any = make_model(_config(run), dtype=scale.dtype)
     if run.checkpointing:
@@ -108,6 +111,15 @@ def step(scale: Scale, run: Run) -> dict[str, Any]:
     turn.give()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return {"model": run.of_model, "way": run.way, "graphs": graphs, "steps": steps, "wrong": wrong}
+
+
+def _compile_kernels(scale: Scale, run: Run) -> None:
+    """Call the attention of the model's layers once on every tree, while others still compile too."""
+    config = _config(run)
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
+    for sharing in run.sharing:
+        ends, (q, k, v), grad = draw(scale, tree_of(_rows(run, sharing)), heads)
+        torch.autograd.grad(tree_attention(q, k, v, ends), (q, k, v), grad)
 
 
 def _measure(scale: Scale, run: Run, sharing: str, model: Any, turn: Turn) -> dict[str, Any]:
