@@ -91,9 +91,12 @@ def by_hand(
 @pytest.mark.parametrize("outside", [0, 70])
 @pytest.mark.parametrize("name", OF_SCORES)
 def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With keys from outside, of which nobody sees some, the second launch goes on from what the first found."""
+    """With keys from outside, of which nobody sees some, the second launch goes on from what the first found.
+
+    One program has all lists of a head: it goes on from another place for each.
+    """
     case = draw(*SMALL, heads=(6, 2), batch=2, outside=outside, sinks=name in ("plain", "softcap"))
-    got = by_hand(case, SCORES[name], monkeypatch)
+    got = by_hand(case, SCORES[name], monkeypatch, side_by_side=1)
     rounded = outside or name == "softcap"  # what goes from launch to launch has 32 bits; a series stands for tanh
     assert_equal(got, list(reference.forward(case.wide, SCORES[name])), 1e-6 if rounded else 1e-10)
 

@@ -81,9 +81,12 @@ def by_hand(
 @pytest.mark.parametrize("outside", [0, 70])
 @pytest.mark.parametrize("name", OF_SCORES)
 def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With keys from outside, of which nobody sees some, the second launch of dq goes on from the first."""
+    """With keys from outside, of which nobody sees some, the second launch of dq goes on from the first.
+
+    One program has all lists of a head: it goes on from another place for each.
+    """
     case = draw(*SMALL, heads=(4, 1), batch=2, outside=outside, sinks=name in ("plain", "softcap"))
-    got, wanted = by_hand(case, SCORES[name], monkeypatch, Config(16, 32, 4, 2))
+    got, wanted = by_hand(case, SCORES[name], monkeypatch, Config(16, 32, 4, 2), side_by_side=1)
     exact = ROUNDED if name == "softcap" else IN_FULL
     assert_equal(got[:1], wanted[:1], ROUNDED if outside else exact)
     assert_equal(got[1:], wanted[1:], exact)
