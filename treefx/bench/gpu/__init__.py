@@ -1,9 +1,10 @@
 """``treefx bench gpu``: what is to be found out first on a GPU that nobody has run the kernels on, in stages.
 
 In: the name of a stage. Out: one record per case, as they come; a stage that a device cannot run is rehearsed on the
-CPU. Cases run in a process of their own, each stage in less than eight minutes.
+CPU. Cases run in a process of their own, each stage in less than eight minutes; where compiling takes most of them,
+side by side.
 
 Order of imports, each only of what stands before an arrow::
 
-    scale, packed_rows -> kernels, launches, steps -> stages
+    scale, packed_rows, turns -> batches, kernels, launches -> steps -> comparison -> stages
 """
