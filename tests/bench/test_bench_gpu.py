@@ -29,7 +29,7 @@ from treefx.forests.forest import Forest
 
 pytestmark = pytest.mark.sample(6)
 
-COUNTS = {"sanitize": 3, "correct": 3, "prologue": 4, "rates": 2, "attention": 2, "step": 4, "large": 1}
+COUNTS = {"sanitize": 3, "correct": 3, "prologue": 4, "rates": 2, "attention": 2, "step": 5, "large": 1}
 FIGURES = {
     "sanitize": {"same_bits"},
     "correct": {"rows_errors", "tree_errors"},
