@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from treefx.bench.gpu.batches import SHARING, Rows, make_batch, shortened, tree_of
 from treefx.bench.gpu.packed_rows import attend_packed_rows, pack_rows
 from treefx.bench.gpu.scale import Heads, Scale, draw
-from treefx.bench.gpu.turns import Turn
+from treefx.bench.gpu.turns import Turn, patiently
 from treefx.bench.job.models import make_config, make_model, require_transformers
 from treefx.data import Batch
 from treefx.forests.forest import Forest
@@ -94,23 +95,27 @@ def step(scale: Scale, run: Run) -> dict[str, Any]:
     """
     torch._dynamo.reset()
     if run.way in OURS:
-        _compile_kernels(scale, run)
-    with torch.device(scale.device):
-        model: Any = make_model(_config(run), dtype=scale.dtype)
-    if run.checkpointing:
-        model.gradient_checkpointing_enable()
+        patiently(lambda: _compile_kernels(scale, run))
+    model = patiently(lambda: _make_model(scale, run))
     turn, steps, wrong = Turn(scale.turn, model), {}, []
     with turn.taken_when_compiled():
         for sharing in run.sharing:
             try:
-                steps[sharing] = _measure(scale, run, sharing, model, turn)
+                steps[sharing] = patiently(partial(_measure, scale, run, sharing, model, turn), turn.give)
             except torch.OutOfMemoryError:
-                model.zero_grad(set_to_none=True)
                 steps[sharing] = {"problem": "does not fit the device"}
                 wrong += [f"treefx must fit the device, and does not: {sharing}"] if run.way in OURS else []
     turn.give()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return {"model": run.of_model, "way": run.way, "graphs": graphs, "steps": steps, "wrong": wrong}
+
+
+def _make_model(scale: Scale, run: Run) -> Any:
+    with torch.device(scale.device):
+        model: Any = make_model(_config(run), dtype=scale.dtype)
+    if run.checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
 
 
 def _compile_kernels(scale: Scale, run: Run) -> None:
@@ -138,6 +143,7 @@ def _measure(scale: Scale, run: Run, sharing: str, model: Any, turn: Turn) -> di
         scale.synchronize()
         return value
 
+    turn.take_again()
     once()  # compiles
     turn.take()
     once()

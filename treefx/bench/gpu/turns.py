@@ -2,15 +2,56 @@
 
 import fcntl
 import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-__all__ = ["Turn"]
+__all__ = ["Turn", "patiently"]
+
+_TRIES, _PAUSE_S, _CROWDED = 30, 5.0, 0.1
+_Found = TypeVar("_Found")
+
+
+def patiently(call: Callable[[], _Found], give: Callable[[], object] = lambda: None) -> _Found:
+    """Call, and again after a while where the device has no room for it because other processes are there.
+
+    Args:
+        call: what needs room.
+        give: gives back what a call has left.
+
+    Raises:
+        torch.OutOfMemoryError: it has no room although there is hardly anybody else, or there is still somebody.
+    """
+    for _ in range(_TRIES):
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            pass  # what it has left is in the traceback's hands
+        give()
+        _forget()
+        if not _crowded():
+            break
+        time.sleep(_PAUSE_S)
+    return call()
+
+
+def _crowded() -> bool:
+    """Whether others hold so much of the device that it matters."""
+    if not torch.cuda.is_available():
+        return False
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved() > _CROWDED * total
+
+
+def _forget() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class Turn:
@@ -27,26 +68,31 @@ class Turn:
     def __init__(self, path: Path | None, model: torch.nn.Module) -> None:
         self._file: Any = None if path is None else path.open("a")
         self._model = model
-        self.taken = False
+        self._devices = [parameter.device for parameter in model.parameters()]
+        self.taken = self._away = False
 
     def take(self) -> None:
         """Wait until no other process has the device; nothing happens if this one has it."""
         if self.taken or self._file is None:
             return
-        devices = [parameter.device for parameter in self._model.parameters()]
-        self._move("cpu" for _ in devices)
+        self._move(["cpu"] * len(self._devices))
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        self.taken = True
-        self._move(devices)
+        self.taken, self._away = True, False
+        self._move(self._devices)
 
     def give(self) -> None:
-        """Let the next one have it."""
+        """Let the next one have it, and the memory of gradients."""
+        self._model.zero_grad(set_to_none=True)
         if not self.taken:
             return
-        self._model.zero_grad(set_to_none=True)
-        self._move("cpu" for _ in self._model.parameters())
+        self._move(["cpu"] * len(self._devices))
         fcntl.flock(self._file, fcntl.LOCK_UN)
-        self.taken = False
+        self.taken, self._away = False, True
+
+    def take_again(self) -> None:
+        """Take the device if it was given: nothing is compiled for parameters that are elsewhere."""
+        if self._away:
+            self.take()
 
     @contextmanager
     def taken_when_compiled(self) -> Iterator[None]:
@@ -64,9 +110,7 @@ class Turn:
         finally:
             compiled.__call__ = call
 
-    def _move(self, places: Any) -> None:
+    def _move(self, places: Sequence[torch.device | str]) -> None:
         for parameter, place in zip(self._model.parameters(), places, strict=True):
             parameter.data = parameter.data.to(place)  # the same parameter: compiled code has it in its hands
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _forget()
