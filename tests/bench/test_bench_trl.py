@@ -38,7 +38,7 @@ def test_every_run_is_a_trainer_with_its_settings(name: str, material: Material,
     assert len(rows) == 9 or (case.name == "sft, packing" and 0 < len(rows) < 9)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", ["sft, padding free", "trainer, flattening"])
 def test_a_run_in_processes_of_its_own(name: str) -> None:
     (record,) = run.run([name], ways=("eager", "treefx"), rows=16, layers=1, hidden_size=64)

@@ -201,7 +201,7 @@ def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[0], ("sequence", "eager", False), ("tensor", "inductor", False)], ids=str)
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 def test_forests_and_plans(case: Any, tmp_path: Path) -> None:
     check_forests(case, WORLD, tmp_path)
 

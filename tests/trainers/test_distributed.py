@@ -182,7 +182,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_match_one_uncompiled_process(results: list[dict[str, Any]], name: str) -> None:
     check_ranks(results, name, llama(), CASES[name][1])

@@ -58,7 +58,7 @@ def steps(
 
 @pytest.mark.parametrize("gate", ["LigerSiLUMulFunction", "LigerGELUMulFunction"])
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-@pytest.mark.sample(8)
+@pytest.mark.sample(10)
 def test_llama(inner: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_llama(monkeypatch, gate)
     stats = steps(zoo("llama"), FLOAT32, "right", inner=inner)

@@ -370,6 +370,7 @@ print(json.dumps({"found": found, "hits": hits}))
 """
 
 
+@pytest.mark.sample(4)
 def test_one_compilation_on_inductor_and_a_warm_second_process(tmp_path: Path) -> None:
     """Fresh and from inductor's cache: the same compiled code for few tokens and for more than 4096.
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("interpreted_triton", "interpreted_once", "interpreted_boundary", "layers/interpreted_layers")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_in_the_interpreter(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TREEFX_CACHE_DIR": str(tmp_path), "PYTHONSAFEPATH": "1"}
