@@ -195,7 +195,7 @@ def check_forests(case: Any, world: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(6)
+@pytest.mark.sample(10)
 def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
     check_rows(case, WORLD, tmp_path)
 
@@ -213,7 +213,7 @@ def test_rows_of_four_ranks(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "world"), [("vocabulary", 4), ("sequence", 4), ("sequence", 3)])
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_forests_and_plans_of_more_ranks(name: str, world: int, tmp_path: Path) -> None:
     check_forests((name, "eager", False), world, tmp_path)
 

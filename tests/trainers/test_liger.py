@@ -36,7 +36,7 @@ from tests.trainers.liger import (
 )
 from treefx.runtime.whole import liger
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 SHAPES = [(4, 12), (6, 17), (3, 9)]
 

@@ -11,7 +11,7 @@ from tests.batches import FIRST_TOKEN, IGNORED, distinct_tokens, shared_batch
 from tests.models import double, zoo
 from tests.oracle import FLOAT64, Step, compare, compile_with, loss_of, outcome, relative_errors, stats_of
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 STEM = [11, 12, 13, 14, 15, 16]
 

@@ -20,7 +20,7 @@ from treefx.runtime.ways import ordinary as way
 from treefx.runtime.ways.free_sizes import Symbols
 from treefx.runtime.ways.ordinary import Ordinary
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 SHAPES = [(3, 7), (5, 23), (6, 6), (1, 9), (4, 50), (2, 2), (23, 5)]
 _asked: list[bool] = []

@@ -34,7 +34,7 @@ from treefx.runtime import dynamo
 from treefx.runtime.records import Records
 from treefx.runtime.ways.ordinary import Ordinary
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(4)
 
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61, padding=None)
 

@@ -14,7 +14,7 @@ from tests.batches import shared_batch
 from tests.models import TinyLM
 from tests.spellings import SPELLINGS
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(6)
 
 PATIENCE = 120.0
 """Seconds after which threads that wait for each other are found out."""

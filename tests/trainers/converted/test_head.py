@@ -26,7 +26,7 @@ from tests.batches import distinct_with_padding, shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, assert_close, outcome
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(6)
 
 BATCH = shared_batch(rows=4, length=12, shared=6)
 IDS, BARE = BATCH.input_ids, BATCH.without("labels").inputs()

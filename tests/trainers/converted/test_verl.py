@@ -25,7 +25,7 @@ from tests.oracle import FLOAT64, Outcome, assert_close
 from treefx.cli.run import environment_for
 from treefx.integrations import verl
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(6)
 
 _PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 13, 14], [20, 21, 22, 23])
 ROWS = [[*prompt, 30 + answer, *range(40, 42 + answer)] for answer in range(4) for prompt in _PROMPTS]

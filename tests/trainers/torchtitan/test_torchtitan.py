@@ -25,7 +25,7 @@ from treefx.integrations.torchtitan.attention import read_trees
 from treefx.integrations.torchtitan.conversion import convert
 from treefx.integrations.torchtitan.training import compile_blocks, convert_by_name, convert_trainers
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 START = [3, 4, 5, 6, 7, 8, 9]
 DOCUMENTS = [[*START[:n], *(10 + (5 * n + i) % 20 for i in range(2 + n % 3))] for n in (7, 7, 6, 5, 7, 6, 3, 4)]
