@@ -13,6 +13,7 @@ from treefx.bench.gpu import turns
 from treefx.bench.gpu.turns import Turn
 from treefx.bench.job.processes import Failure, Note, each_apart
 
+ROOT = Path(__file__).resolve().parents[2]
 SEEN: list[str] = []
 
 
@@ -90,7 +91,8 @@ def measure_in_turn(path: str, note: Note) -> tuple[Any, bool]:
 
 
 @pytest.mark.sample(4)
-def test_processes_take_turns(tmp_path: Path) -> None:
+def test_processes_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))  # which new processes get; a worker of xdist does not have it
     pieces = [str(tmp_path / "turn")] * 2
     (a, b) = sorted(
         (found for _, found in each_apart(measure_in_turn, pieces, seconds=300.0, jobs=2)), key=itemgetter(2)
