@@ -7,6 +7,7 @@ constants, differentiates it and finds common subexpressions.
 
 import ast
 import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -247,19 +248,25 @@ class _Writer:
 
     def leaves_32_bits(self, expr: Expr) -> bool:
         """Whether a whole number may need more bits although those that are loaded count tokens."""
-        return self.kind(expr) == "int" and self._largest(expr) >= 2**31
+        return self.kind(expr) == "int" and not self._largest(expr) < 2**31
 
-    def _largest(self, expr: Expr) -> int:
+    def _largest(self, expr: Expr) -> float:
+        """Of the sizes an expression may have; infinity where nothing is known, as of a float that is loaded."""
         op, *operands = expr
-        if self.kind(expr) != "int" or op in ("load", *_LEAVES):
-            return 1 if self.kind(expr) == "bool" else _TOKENS
-        if op == "const":
-            return int(abs(operands[0]))
+        kind = self.kind(expr)
+        if kind == "bool" or op == "const":
+            return 1 if kind == "bool" else abs(operands[0])
+        if op in _LEAVES or (op == "load" and kind == "int"):
+            return _TOKENS
+        if op in ("load", "dot", *_FLOATING) or (op in ("floordiv", "pow") and kind == "float"):
+            return math.inf
         sizes = [self._largest(item) for item in operands[op == "where" :]]
-        if op == "pow":
-            return int(sizes[0] ** sizes[1])
-        if op in ("add", "sub", "mul"):
-            return sizes[0] * sizes[1] if op == "mul" else sizes[0] + sizes[1]
+        if op == "div":
+            divisor = operands[1][1] if operands[1][0] == "const" else 0
+            return sizes[0] / abs(divisor) if divisor else math.inf
+        if op in ("add", "sub", "mul", "pow"):
+            size = {"mul": operator.mul, "pow": operator.pow}.get(op, operator.add)(sizes[0], sizes[1])
+            return float(size) if size < 2**64 else math.inf
         return sizes[-1] if op == "mod" else sizes[0] if op == "floordiv" else max(sizes)
 
     def check_load(self, expr: Expr) -> None:

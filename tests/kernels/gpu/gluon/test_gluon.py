@@ -52,8 +52,14 @@ _SEEN = ("where", ("ne", DEPTH_K, const(0)), const(1), const(0))
 FAR = {
     "product": Score(SCALED, ("le", ("mul", DEPTH_Q, const(10**9)), ("mul", DEPTH_K, const(10**9)))),
     "constant": Score(SCALED, ("le", ("where", ("eq", DEPTH_K, const(1)), const(2**62), DEPTH_K), DEPTH_Q)),
+    "cast": Score(
+        SCALED,
+        ("le", ("int", ("mul", ("float", DEPTH_K), const(1e9))), ("int", ("mul", ("float", DEPTH_Q), const(1e9)))),
+    ),
 }
-"""Whole numbers of more than 32 bits: of the query's own depth, of all depths but 1."""
+"""Whole numbers of more than 32 bits: of the query's own depth, of all depths but 1, of floats."""
+HALVES = ("int", ("div", DEPTH_K, const(2)))
+"""A float is made whole, and is no larger than a position."""
 OF_BLOOM = Score(("add", SCALED, ("mul", ("load", 3, ("head",)), ("mul", ("sub", DEPTH_K, const(1)), _SEEN))))
 """Places under a mask of 0 and 1."""
 
@@ -137,7 +143,8 @@ def test_whole_numbers_of_more_bits_would_be_wrong(name: str, sent: bool, monkey
     wanted = list(reference.forward(case.wide, FAR[name]))
     with pytest.raises(AssertionError):
         assert_equal(by_hand(case, FAR[name], monkeypatch), wanted, 1e-10)
-    scores = {name: SCORES[name] for name in OF_SCORES} | {"of bloom": OF_BLOOM}
+    halves = Score(SCALED, ("le", HALVES, DEPTH_Q))
+    scores = {name: SCORES[name] for name in OF_SCORES} | {"of bloom": OF_BLOOM, "halves": halves}
     codes = {other: Attention(case.narrow, score, "gluon").code for other, score in scores.items()}
     assert [other for other, code in codes.items() if code.leaves_32_bits] == ["powers"]
 
