@@ -17,14 +17,14 @@ from torch import Tensor
 
 from treefx.kernels.tiles.tree_blocks import keep, recall
 
-__all__ = ["Recorder", "Replay", "Step", "note", "of_forest", "replayed"]
+__all__ = ["VALUES", "Recorder", "Replay", "Step", "note", "of_forest", "replayed"]
 
 _WRITTEN = {
     "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedHalves", "PackedLse", "PackedDelta", "SumsQ",
     "GradQ", "GradK", "GradV", "PartsK", "PartsV",
 }  # fmt: skip
 """Parameters that a step writes before anything reads them: whatever lies there is made anew."""
-_VALUES = "Made_"
+VALUES = "Made_"
 """So are those with such a name: values of a score."""
 _LISTS = {"Low", "Size", "order", "start", "middle", "stop", "slot", "tiles", "split", "bounds"}
 """Parameters that belong to the forest."""
@@ -138,7 +138,7 @@ class Recorder:
         for place, (parameter, value) in enumerate(arguments.items()):
             if not isinstance(value, Tensor):
                 continue
-            if self._name(value) is None and (parameter in self._written or parameter.startswith(_VALUES)):
+            if self._name(value) is None and (parameter in self._written or parameter.startswith(VALUES)):
                 step.makes.append((self._named(value), _Made.like(value)))
             name = self._name(value)
             if name is not None:

@@ -91,9 +91,8 @@ def compile_kernel(launch: Launch, arch: int) -> tuple[str, Any]:
     signature, constants, attributes = _specialised(launch)
     language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = language(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
     with _assembler_log() as log:
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     return log.getvalue(), compiled
 
 

@@ -17,6 +17,7 @@ from treefx.kernels.score import Expr, Score, evaluate, loads
 from treefx.kernels.tiles.hosted import host_copies
 
 __all__ = [
+    "TOO_LARGE",
     "ColumnValues",
     "RowValues",
     "buffer_arguments",
@@ -28,6 +29,11 @@ __all__ = [
     "split_heads",
     "strides",
 ]
+
+TOO_LARGE = (
+    "whole numbers that a score reads must fit 32 bits in Gluon, got larger ones in a later batch than the first: "
+    "set TREEFX_KERNEL_PATH=plain"
+)
 
 _ALIGNED = 128
 """Vectors that are read by tiles have a multiple of this many elements, so that every one of them starts aligned."""
@@ -112,7 +118,10 @@ class _Values(ABC):
         q, k, head, number = make_indices(self.shape, self.outside, self.device, 0, self.shape[2])
         dot = torch.zeros((), device=self.device)
         value = evaluate(self.expr, dot=dot, q=q, k=k, head=head, batch=number, buffers=buffers).detach()
-        return padded(self._packed(value.to(torch.float32 if value.is_floating_point() else torch.int32)))
+        kept = value.to(torch.float32 if value.is_floating_point() else torch.int32)
+        if value.dtype == torch.int64:  # of a later forest than that on which forms were compared
+            torch._assert_async((kept == value).all(), TOO_LARGE)
+        return padded(self._packed(kept))
 
     @abstractmethod
     def _packed(self, value: Tensor) -> Tensor: ...

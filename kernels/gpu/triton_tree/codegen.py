@@ -20,6 +20,7 @@ import jinja2
 
 from treefx.kernels.dumps import dump
 from treefx.kernels.expression_text import format_condition, format_expression
+from treefx.kernels.gpu.triton_tree.arguments import TOO_LARGE
 from treefx.kernels.gpu.triton_tree.expressions import BufferKind, score_code
 from treefx.kernels.score import Score
 
@@ -112,6 +113,7 @@ def kernel_source(request: Request) -> str:
             key_chunks=head_chunks(request.head_dim, *request.chunk_widths),
             value_chunks=head_chunks(request.value_dim, *request.chunk_widths),
             lengths=lengths,
+            too_large=TOO_LARGE,
             row_width=row_width(request.head_dim, request.chunk_widths),
             value_row_width=row_width(request.value_dim, request.chunk_widths),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.replays import of_forest
+from treefx.kernels.gpu.replays import VALUES, of_forest
 from treefx.kernels.gpu.triton_tree.arguments import (
     ColumnValues,
     RowValues,
@@ -362,7 +362,7 @@ class Attention:
     def _read_by_values(self, source: KeySource, made: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """Return the arguments of the kernels that make values; ``None`` stands for what is there already."""
         return {
-            **{f"Made_{name}": tensor for name, tensor in made.items()},
+            **{f"{VALUES}{name}": tensor for name, tensor in made.items()},
             **buffer_arguments(self.inputs.buffers, self.code.used),
             "packed_rows": padded_length(self.inputs.q.shape[2] * self.group),
             "packed_columns": padded_length(len(source)),

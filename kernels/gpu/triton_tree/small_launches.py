@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.gpu.replays import note
+from treefx.kernels.gpu.replays import VALUES, note
 from treefx.kernels.gpu.triton_tree.arguments import padded_length, scratch, strides
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.tiles.key_programs import KeyPrograms
@@ -49,6 +49,13 @@ class Launch:
     config: Config
     after: "tuple[Launch, ...]" = ()
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it is compiled with beside its arguments; values of a score with the assertions in their text."""
+        asserts = any(name.startswith(VALUES) for name in self.arguments)
+        tiles = {"num_warps": self.config.warps, "num_stages": self.config.stages}
+        return {**tiles, "debug": True, "sanitize_overflow": False} if asserts else tiles
+
     def run(self) -> None:
         """Run it on the current device, and then the others.
 
@@ -68,10 +75,9 @@ class Launch:
         made_by_kernel = "packed_keys" in self.arguments  # its descriptors
         if made_by_kernel:
             _set_allocator()
-        options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
-        compiled = self.kernel[self.grid](**self.arguments, **options)
+        compiled = self.kernel[self.grid](**self.arguments, **self.options)
         if compiled is None:  # Triton's interpreter
-            return partial(self.kernel[self.grid], **options)
+            return partial(self.kernel[self.grid], **self.options)
         run: Callable[..., object] = compiled[(*self.grid, 1)]  # all three, where the kernel itself takes two
         return partial(_with_allocator, run) if made_by_kernel else run
 

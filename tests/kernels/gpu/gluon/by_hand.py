@@ -22,7 +22,7 @@ from torch import Tensor
 from treefx.kernels.gpu.triton_tree import device, row_kernels
 from treefx.kernels.gpu.triton_tree.small_launches import Launch
 
-__all__ = ["ORDERS", "run_by_hand"]
+__all__ = ["ORDERS", "Program", "run_by_hand"]
 
 ORDERS = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
 """The group of warps that loads goes on first, or last, or between the others."""
@@ -229,7 +229,7 @@ class Turns:
             raise self.failure or RuntimeError("no turn came")
 
 
-class _Program:
+class Program:
     """One program of a launch: what the names of Gluon mean in it."""
 
     def __init__(self, place: tuple[int, int], grid: tuple[int, int], order: Sequence[int]) -> None:
@@ -288,6 +288,9 @@ class _Program:
     def tl_store(self, pointer: Pointer, data: Any, mask: Any) -> None:
         mask, address, data = torch.broadcast_tensors(mask, pointer.offset, data)
         pointer.memory()[address[mask]] = data[mask].to(pointer.tensor.dtype)
+
+    def tl_device_assert(self, condition: Any, message: str) -> None:
+        assert torch.as_tensor(condition).all(), message
 
     def tl_allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
         if isinstance(layout, Barriers):
@@ -385,7 +388,7 @@ def run_by_hand(launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str |
     functions, of_rows = _without_imports(source), _without_imports(inspect.getsource(row_kernels))
     helpers = inspect.getsource(device).partition("@triton.jit")
     for place in ((first, second) for second in range(launch.grid[1]) for first in range(launch.grid[0])):
-        names = _Program(place, launch.grid, order).names()
+        names = Program(place, launch.grid, order).names()
         exec("".join(helpers[1:]), names)
         exec(of_rows, names)
         names["lay_rows"] = names["prologue"]  # as kernels of values call it

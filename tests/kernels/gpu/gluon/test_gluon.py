@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.gpu.gluon.by_hand import ORDERS, run_by_hand
+from tests.kernels.gpu.gluon.by_hand import ORDERS, Program, run_by_hand
 from tests.kernels.gpu.interpreted_cases import (
     BRANCH_AT_57,
     DEPTH_K,
@@ -62,6 +62,8 @@ HALVES = ("int", ("div", DEPTH_K, const(2)))
 """A float is made whole, and is no larger than a position."""
 OF_BLOOM = Score(("add", SCALED, ("mul", ("load", 3, ("head",)), ("mul", ("sub", DEPTH_K, const(1)), _SEEN))))
 """Places under a mask of 0 and 1."""
+LATER = {"of the forest": Score(SCALED, ("le", DEPTH_K, DEPTH_Q)), "of a layer": SCORES["no product"]}
+"""Scores that read whole numbers for what they are; a condition's belong to the forest."""
 
 
 def by_hand(
@@ -134,19 +136,56 @@ def test_shapes_and_orders(
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("name", FAR)
 def test_whole_numbers_of_more_bits_would_be_wrong(name: str, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of a query or a key have 32 bits, and so have pairs of them; the first tokens would not show it."""
+    """Values of a query or a key have 32 bits, and so have pairs of them; the first tokens would not show it.
+
+    They are asserted where they are made; what a pair makes of them is refused by its score.
+    """
     case = draw(*SMALL, heads=(2, 1))
     depth, *others = case.wide.buffers
     case = replace(case, wide=replace(case.wide, buffers=[depth := depth.long(), *others]))
     if sent:
         hosted.remember(depth.clone(), depth)
     wanted = list(reference.forward(case.wide, FAR[name]))
+    with pytest.raises((RuntimeError, AssertionError), match="must fit 32 bits"):
+        by_hand(case, FAR[name], monkeypatch)
+    asserting_nothing(monkeypatch)
     with pytest.raises(AssertionError):
         assert_equal(by_hand(case, FAR[name], monkeypatch), wanted, 1e-10)
     halves = Score(SCALED, ("le", HALVES, DEPTH_Q))
     scores = {name: SCORES[name] for name in OF_SCORES} | {"of bloom": OF_BLOOM, "halves": halves}
     codes = {other: Attention(case.narrow, score, "gluon").code for other, score in scores.items()}
     assert [other for other, code in codes.items() if code.leaves_32_bits] == ["powers"]
+
+
+def asserting_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant the mistake that nobody looks at numbers of later batches."""
+    monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
+    monkeypatch.setattr(Program, "tl_device_assert", lambda *_: None)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("last", [2**31 - 1, 2**31])
+def test_later_numbers_of_more_bits_are_refused(
+    last: int, name: str, sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits to look at them: what makes values of a score asserts that they fit, on the host or the device."""
+    case = draw(*SMALL, heads=(2, 1))
+    depth, *others = case.wide.buffers
+    depth = depth.long()
+    depth[-1] = last
+    case = replace(case, wide=replace(case.wide, buffers=[depth, *others]))
+    if sent:
+        hosted.remember(depth.clone(), depth)
+    wanted = list(reference.forward(case.wide, LATER[name]))
+    if last < 2**31:
+        assert_equal(by_hand(case, LATER[name], monkeypatch), wanted, 1e-10)
+        return
+    with pytest.raises((RuntimeError, AssertionError), match="must fit 32 bits"):
+        by_hand(case, LATER[name], monkeypatch)
+    asserting_nothing(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_equal(by_hand(case, LATER[name], monkeypatch), wanted, 1e-10)
 
 
 @pytest.mark.parametrize("name", ODD_ROWS)
