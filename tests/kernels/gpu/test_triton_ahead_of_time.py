@@ -277,6 +277,18 @@ def test_a_new_length_compiles_nothing(path: str, features: tuple[str, ...], mon
     assert all(key == keys[0] for key in keys)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_values_assert_what_they_keep(wide: bool) -> None:
+    """Where a buffer has 64 bits; no instruction is spent on one of 32."""
+    launches = bench_kernel._launches(Case(BF16, 64, 64, 4, ("alibi",)), "gluon", 90)
+    found = {launch.kernel.__name__: launch for launch in launches}
+    for launch in (found["values"], found["prologue"]):
+        depth = launch.arguments["buffer_0"]
+        given = {**launch.arguments, "buffer_0": depth.long() if wide else depth}
+        _, compiled = compile_kernel(replace(launch, arguments=given), 90)
+        assert ("call.uni __assertfail" in compiled.asm["ptx"]) == wide
+
+
 def test_lengths_are_arguments() -> None:
     """No length is a constant of the kernel or an assumption about its divisibility."""
     (launch, of_keys, *_) = bench_kernel._launches(Case(BF16, 64, 64), "plain", 90)
