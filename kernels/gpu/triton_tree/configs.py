@@ -111,10 +111,11 @@ def one_pass_fits(problem: Problem) -> bool:
     """Return whether the kernel that adds up dq beside dk and dv has room for both.
 
     A score with a slope of its own, or terms of pairs, spills 70 to 250 bytes of registers in it; wider heads more (on
-    an A100 96 features spill 672). And a tile of fewer keys than a head has features adds more bytes to dq than a
-    second pass would load.
+    an A100 96 features spill 672), or they take more columns of a Blackwell's tensor memory than it has (80 features
+    544 of 512). And a tile of fewer keys than a head has features adds more bytes to dq than a second pass would load.
     """
-    widest = _ONE_PASS_HEAD_BY_WARP if _by_warp(problem) else _ONE_PASS_HEAD
+    on_hopper = problem.shared_limit == SHARED_MEMORY[90]
+    widest = _ONE_PASS_HEAD if on_hopper else _ONE_PASS_HEAD_BY_WARP if _by_warp(problem) else _ONE_PASS_HEAD_BLACKWELL
     if problem.heavy or max(problem.head_dim, problem.value_dim) > widest:
         return False
     return candidates(problem)[0].block_n >= problem.head_dim
@@ -216,7 +217,7 @@ ONE_PASS_KEYS = 330
 
 Two passes make seven products of a tile, one makes five; but it zeroes sums of dq in float32 and reads them again, 8
 bytes per feature more. Where products run at 430 TFLOP/s and memory at 2.6 TB/s: 8 / 2.6e12 = keys * 4 / 430e12."""
-_ONE_PASS_HEAD, _ONE_PASS_HEAD_BY_WARP = 128, 80
+_ONE_PASS_HEAD, _ONE_PASS_HEAD_BY_WARP, _ONE_PASS_HEAD_BLACKWELL = 128, 80, 64
 _RESERVED = 3_000
 """For reductions, masks and barriers."""
 _ROWS_OF_WARPS = 128
