@@ -42,6 +42,10 @@ class Boundary:
     lo: Tensor
     hi: Tensor
 
+    def is_seen(self) -> bool:
+        """Return whether any own query sees any of them; waits for a device."""
+        return bool((self.hi > self.lo).any())
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -86,14 +90,17 @@ class Inputs:
     def first_tokens(self, tokens: int, outside: int = 2048) -> "Inputs":
         """Return the first tokens of the batch's first element, which are a forest, and the first keys from outside.
 
-        Numbers that are not finite are zeros there: implementations are compared on them, and each spreads such numbers
-        to other rows.
+        Implementations are compared on them. So numbers that are not finite are zeros there, as each implementation
+        spreads such numbers to other rows; and keys from outside that only other tokens see are seen by all of these.
         """
         q, k, v = (_finite(x[:1, :, :tokens]) for x in (self.q, self.k, self.v))
         boundary = self.boundary
         if boundary is not None:
             keys, values = (_finite(x[:1, :, :outside]) for x in (boundary.k, boundary.v))
-            boundary = Boundary(keys, values, boundary.lo[:outside], boundary.hi[:outside].clamp(max=tokens))
+            first = Boundary(keys, values, boundary.lo[:outside], boundary.hi[:outside].clamp(max=tokens))
+            if boundary.is_seen() and not first.is_seen():
+                first = replace(first, lo=torch.zeros_like(first.lo), hi=torch.full_like(first.hi, q.shape[2]))
+            boundary = first
         ends = self.subtree_end[:tokens].clamp(max=tokens)
         return replace(self, q=q, k=k, v=v, subtree_end=ends, boundary=boundary)
 

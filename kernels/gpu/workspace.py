@@ -180,7 +180,8 @@ def _sharing(attention: Attention, lists: Lists) -> Number:
     """Return how many programs share the lists of queries of one key head in Gluon: never more than there are lists."""
     if not isinstance(lists.query_blocks, int) or not isinstance(lists.tiles, int):
         return lists.query_blocks
-    return programs_per_head(lists.query_blocks, lists.tiles, _heads(attention), processors())
+    count = processors(attention.inputs.q.device)
+    return programs_per_head(lists.query_blocks, lists.tiles, _heads(attention), count)
 
 
 def _descriptors(attention: Attention, lists: Lists, programs: Number, kernel: str) -> Number:

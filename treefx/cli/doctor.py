@@ -16,6 +16,7 @@ from torch.nn import functional
 from treefx.bench.zoo.record import ZooRecord
 from treefx.bench.zoo.run import choose, run_zoo
 from treefx.bench.zoo.table import show_zoo
+from treefx.kernels.gpu.triton_tree import support
 from treefx.output import console, make_table, notes, print_json, print_line
 
 __all__ = ["doctor", "self_check"]
@@ -127,11 +128,21 @@ def _findings() -> dict[str, Any]:
             findings[library] = None
     findings["CPU threads"] = torch.get_num_threads()
     findings["CPU instructions"] = torch.backends.cpu.get_cpu_capability()
-    findings["GPU"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    found = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    findings["GPU"] = "; ".join(dict.fromkeys(_gpu(torch.device("cuda", number)) for number in found)) or None
     compilers = (os.environ.get("CXX"), "g++", "clang++")
     findings["C++ compiler"] = next((path for name in compilers if name and (path := shutil.which(name))), None)
     findings["backend registered"] = "treefx" in torch._dynamo.list_backends()
     return findings
+
+
+def _gpu(device: torch.device) -> str:
+    """Return what a device is called, and what runs attention on it; of several like it this is said once."""
+    capability = torch.cuda.get_device_capability(device)
+    refusal = support.device_refusal(device)
+    form = "in Gluon where it can" if capability == (9, 0) else "in the plain form"
+    way = f"generated kernels, {form}" if refusal is None else f"FlexAttention, as a generated kernel {refusal}"
+    return f"{support.device_name(device)}, {capability[0]}.{capability[1]}: {way}"
 
 
 def _show(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A Hopper that is not there: Triton binds arguments, specialises them and looks its kernels up as on a device.
+"""A device that is not there: Triton binds arguments, specialises them and looks its kernels up as on a device.
 
 Only the compiler and the launch are stand-ins, so tensors lie on the CPU and no result is written: what is seen is
 which kernels a host would launch, with which arguments, and what that costs the host.
@@ -7,6 +7,7 @@ which kernels a host would launch, with which arguments, and what that costs the
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -20,19 +21,40 @@ from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.tiles import hosted, tree_blocks
 from treefx.kernels.tiles.tree_blocks import forget_blocks
 
-__all__ = ["on_device", "standing_in"]
+__all__ = ["HOPPER", "Device", "on_device", "standing_in"]
 
 _BEFORE_ARGUMENTS = 5
 """What Triton's launcher gets between the stream and a kernel's arguments."""
 
 
+@dataclass(frozen=True)
+class Device:
+    """What there is to know of a device.
+
+    Attributes:
+        name: what it is called.
+        capability: for which it compiles.
+        processors: how many it has.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+
+
+HOPPER = Device("a Hopper that is not there", (9, 0), 132)
+
+
 class Driver:
     """Of a device that is not there."""
+
+    def __init__(self, device: Device) -> None:
+        self.arch = 10 * device.capability[0] + device.capability[1]
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -76,12 +98,15 @@ class Kernel:
 
 
 @contextmanager
-def standing_in(compiled: Callable[[str], object], launched: Callable[[str], object]) -> Iterator[None]:
+def standing_in(
+    compiled: Callable[[str], object], launched: Callable[[str], object], stands_for: Device = HOPPER
+) -> Iterator[None]:
     """Let Triton and treefx believe in the device.
 
     Args:
         compiled: is told the name of every kernel that is compiled.
         launched: is told the name of every kernel that is launched.
+        stands_for: the device.
     """
     import triton
     from triton.runtime import _allocation, driver
@@ -90,12 +115,13 @@ def standing_in(compiled: Callable[[str], object], launched: Callable[[str], obj
         compiled(src.fn.__name__)
         return Kernel(src.fn, launched)
 
-    stands_for: list[tuple[Any, str, Any]] = [
+    properties = SimpleNamespace(multi_processor_count=stands_for.processors, name=stands_for.name)
+    replaced: list[tuple[Any, str, Any]] = [
         (triton.compiler, "compile", compile),
-        (driver, "_active", Driver()),
-        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
-        (torch.cuda, "get_device_name", lambda device=None: "a Hopper that is not there"),
-        (torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)),
+        (driver, "_active", Driver(stands_for)),
+        (torch.cuda, "get_device_capability", lambda device=None: stands_for.capability),
+        (torch.cuda, "get_device_name", lambda device=None: stands_for.name),
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (fake_tensor, "init_gpu_context", lambda device: None),  # PyTorch 2.11 would start the driver
@@ -106,7 +132,7 @@ def standing_in(compiled: Callable[[str], object], launched: Callable[[str], obj
         (triton.testing, "do_bench", lambda run, **_: (run(), 1.0)[1]),
     ]
     with ExitStack() as stack:
-        for module, name, value in stands_for:
+        for module, name, value in replaced:
             stack.enter_context(patch.object(module, name, value))
         allocator = _allocation._allocator.set(_allocation.NullAllocator())
         _forget_kernels()

@@ -72,9 +72,9 @@ class Problem:
 
 def usable_shared_memory(arch: int) -> int:
     """Return the bytes of shared memory to plan with on compute capability ``arch / 10``."""
-    if arch >= 100:
+    if 100 <= arch < 120:
         # Products take their operands from there too.
-        return SHARED_MEMORY[100 if arch < 120 else 120] - 34_000
+        return SHARED_MEMORY[100] - 34_000
     return SHARED_MEMORY.get(arch, SHARED_MEMORY[86])
 
 
@@ -110,10 +110,13 @@ def default_config(problem: Problem) -> Config:
 def one_pass_fits(problem: Problem) -> bool:
     """Return whether the kernel that adds up dq beside dk and dv has room for both.
 
-    A score with a slope of its own, or terms of pairs, spills 70 to 250 bytes of registers in it; wider heads more. And
-    a tile of fewer keys than a head has features adds more bytes to dq than a second pass would load.
+    A score with a slope of its own, or terms of pairs, spills 70 to 250 bytes of registers in it; wider heads more (on
+    an A100 96 features spill 672), or they take more columns of a Blackwell's tensor memory than it has (80 features
+    544 of 512). And a tile of fewer keys than a head has features adds more bytes to dq than a second pass would load.
     """
-    if problem.heavy or max(problem.head_dim, problem.value_dim) > _ONE_PASS_HEAD:
+    on_hopper = problem.shared_limit == SHARED_MEMORY[90]
+    widest = _ONE_PASS_HEAD if on_hopper else _ONE_PASS_HEAD_BY_WARP if _by_warp(problem) else _ONE_PASS_HEAD_BLACKWELL
+    if problem.heavy or max(problem.head_dim, problem.value_dim) > widest:
         return False
     return candidates(problem)[0].block_n >= problem.head_dim
 
@@ -126,7 +129,8 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
         UnsupportedError: the heads are too wide for any tile.
     """
     width = max(problem.head_dim, problem.value_dim)
-    plain = _FLOAT32 if problem.dtype == torch.float32 else _SIXTEEN_BITS
+    plain = _BY_WARP if _by_warp(problem) else _SIXTEEN_BITS
+    plain = _FLOAT32 if problem.dtype == torch.float32 else plain
     found = (_GLUON if problem.path == "gluon" else plain)[problem.kernel]
     bound = next((bound for bound in found if width <= bound), max(found))
     choices = found[bound]
@@ -165,35 +169,47 @@ def _tile_of_nodes(problem: Problem) -> tuple[Config, ...]:
 
 
 def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
-    """Return a first choice where the tables' own spills, or does not fit the device: they are Hopper's.
+    """Return a first choice where a table's own spills.
 
-    Before it, products are made warp by warp, with all sums in registers; after it, sums have a memory of their own.
+    Beside Hopper, sums either lie in registers, all of them, or have a memory of their own.
     """
     if problem.path == "gluon" or problem.dtype == torch.float32:
         return ()
     both = problem.head_dim + problem.value_dim
-    if problem.shared_limit >= usable_shared_memory(100):
+    if not _by_warp(problem):
         return (Config(32, 64, 8, 3),) if problem.kernel in _BY_KEY and 320 < both <= 384 else ()
-    if problem.kernel == "backward_keys" and (problem.loads_pairs or 320 <= both <= 384):
-        return (Config(32, 64 if problem.loads_pairs and both <= 256 else 32, 8, 3),)
-    if problem.kernel == "backward_queries" and problem.loads_pairs:
+    if not problem.loads_pairs or problem.kernel == "backward_once":
+        return ()
+    if problem.kernel == "backward_queries":
         return (Config(64, 64, 8, 3),)
-    if problem.kernel == "forward" and (problem.loads_pairs or both > 384):
-        return (Config(64, 64 if problem.loads_pairs and both <= 256 else 32, 8, 3),)
-    return ()
+    rows, keys = (32, 64) if problem.kernel == "backward_keys" else (64, 64)
+    return (Config(rows, keys if both <= 256 else 32, 8, 3),)
+
+
+def _by_warp(problem: Problem) -> bool:
+    """Return whether a device multiplies warp by warp, with all sums in registers: before Hopper, and desktop GPUs."""
+    return problem.shared_limit < usable_shared_memory(100)
 
 
 def _shared_bytes(problem: Problem, config: Config) -> int:
     """Return about how many bytes of shared memory a program takes: its own tile and the pipeline of the others."""
     both = problem.head_dim + problem.value_dim
+    by_warp = _by_warp(problem) and problem.dtype != torch.float32
+    # Warps copy what they multiply to registers; warp groups still read a tile while the next ones are loaded.
+    tiles = max(1, config.stages - 1) if by_warp else config.stages
     if problem.kernel in _BY_KEY:
-        elements = config.block_n * both + config.stages * config.block_m * both
+        elements = config.block_n * both + tiles * config.block_m * both
     elif problem.kernel == "forward":
-        elements = config.block_m * problem.head_dim + config.stages * config.block_n * both
+        elements = config.block_m * problem.head_dim + tiles * config.block_n * both
     else:
-        elements = config.block_m * both + config.stages * config.block_n * both
+        elements = config.block_m * both + tiles * config.block_n * both
+    size = 4 if problem.dtype == torch.float32 else 2
+    # Weights change hands that have fewer rows than eight warps multiply, or meet what pairs load.
+    rows = config.block_n if problem.kernel in _BY_KEY else config.block_m
+    changes = by_warp and (rows < _ROWS_OF_WARPS or problem.loads_pairs)
+    changed = config.block_m * config.block_n if changes else 0
     sums = 4 * config.block_m * problem.head_dim if problem.kernel == "backward_once" else 0  # laid for wide additions
-    return elements * (4 if problem.dtype == torch.float32 else 2) + sums + _RESERVED
+    return (elements + changed) * size + sums + _RESERVED
 
 
 ONE_PASS_KEYS = 330
@@ -201,9 +217,10 @@ ONE_PASS_KEYS = 330
 
 Two passes make seven products of a tile, one makes five; but it zeroes sums of dq in float32 and reads them again, 8
 bytes per feature more. Where products run at 430 TFLOP/s and memory at 2.6 TB/s: 8 / 2.6e12 = keys * 4 / 430e12."""
-_ONE_PASS_HEAD = 128
+_ONE_PASS_HEAD, _ONE_PASS_HEAD_BY_WARP, _ONE_PASS_HEAD_BLACKWELL = 128, 80, 64
 _RESERVED = 3_000
 """For reductions, masks and barriers."""
+_ROWS_OF_WARPS = 128
 _LOADING_KEYS = 32
 """Keys of a tile of the forward that does not spill when every pair loads."""
 _LONG_NODE = 256
@@ -240,6 +257,27 @@ _SIXTEEN_BITS: _Table = {
         256: (Config(128, 32, 8, 3), Config(64, 32, 8, 3)),
     },
 }
+_BY_WARP: _Table = {
+    "forward": {
+        128: (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 64, 4, 3), Config(64, 32, 4, 3)),
+        192: (Config(128, 32, 8, 3), Config(64, 32, 4, 3)),
+        256: (Config(64, 32, 4, 3), Config(64, 32, 4, 2)),
+    },
+    "backward_keys": {
+        80: (Config(64, 128, 8, 3), Config(32, 128, 8, 3), Config(64, 64, 4, 3)),
+        96: (Config(32, 64, 4, 3), Config(32, 128, 8, 3)),
+        128: (Config(64, 64, 8, 3), Config(32, 64, 4, 3), Config(32, 128, 8, 3)),
+        192: (Config(64, 32, 4, 3), Config(32, 32, 4, 3), Config(32, 32, 8, 3)),
+        256: (Config(32, 32, 4, 3), Config(32, 32, 4, 2)),
+    },
+    "backward_once": {128: (Config(64, 128, 8, 3), Config(64, 64, 8, 3))},
+    "backward_queries": {
+        128: (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 4, 3)),
+        192: (Config(128, 32, 8, 3), Config(32, 32, 4, 3), Config(64, 32, 4, 2)),
+        256: (Config(64, 32, 4, 3), Config(32, 32, 4, 2)),
+    },
+}
+"""Where products are made warp by warp: A100, Ada and desktop GPUs."""
 _GLUON: _Table = {
     "forward": {
         64: (Config(128, 128, 4, 3), Config(128, 64, 4, 3)),

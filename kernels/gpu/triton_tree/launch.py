@@ -252,7 +252,7 @@ class Attention:
         kernel = getattr(self.module, name)
         taken = {parameter: arguments[parameter] for parameter in kernel.arg_names}
         if "lists" in taken:
-            lists = programs_per_head(lists, len(taken["tiles"]), self.heads, processors())
+            lists = programs_per_head(lists, len(taken["tiles"]), self.heads, processors(self.inputs.q.device))
         return Launch(kernel, (lists, self.heads), taken, config)
 
     def shared(self, source: KeySource, config: Config, blocks: TreeBlocks, lists: TileLists) -> dict[str, Any]:

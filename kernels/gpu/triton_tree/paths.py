@@ -79,7 +79,7 @@ def gluon_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str |
 
     Args:
         attention: the attention.
-        tensors: what is read beside q, k and v: the gradient, in the backward.
+        tensors: what is read by boxes beside q, k and v: the gradient, in the backward of a group of one.
     """
     if interpreted():
         return "Triton's interpreter runs no Gluon"
@@ -143,8 +143,8 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
     Args:
         name: what is run, for the warning; forward and backward are judged apart.
         attention: the attention.
-        tensors: what is read of every query beside q, ``[B, H, N, ...]``; in the backward its gradient first, which
-            descriptors read, and the log-sum-exp last.
+        tensors: what is read of every query beside q, ``[B, H, N, ...]``; in the backward its gradient first and the
+            log-sum-exp last.
         run: runs it.
 
     Raises:
@@ -153,7 +153,8 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
     """
     forced = forced_path()
     if forced in (None, "gluon"):
-        refusal = gluon_refusal(attention, tensors[:1])
+        # A group's gradients are laid anew before they are read by boxes.
+        refusal = gluon_refusal(attention, tensors[:1] if attention.group == 1 else [])
         if forced == "gluon" and name == "forward" and refusal is not None:
             raise UnsupportedError(f"TREEFX_KERNEL_PATH=gluon must meet an attention that path can run, but {refusal}")
         fast = replace(attention, path="gluon")

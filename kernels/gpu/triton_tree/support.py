@@ -1,7 +1,7 @@
 """What the generated kernels cannot run, in words; and how many of their programs run side by side."""
 
 import importlib.util
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch import Tensor
 from treefx.errors import UnsupportedError
 
 __all__ = [
+    "device_name",
+    "device_refusal",
     "interpreted",
     "kind_refusal",
     "processors",
@@ -32,11 +34,14 @@ def refusal(q: Tensor) -> str | None:
     reason = kind_refusal(q)
     if reason is not None:
         return reason
-    if q.device.type == "cpu":
-        return _refusal_on_cpu(q)
-    if q.device.type != "cuda" or torch.version.hip is not None:
-        return f"must get tensors on an NVIDIA device, got {q.device}: use impl='flex'"
-    capability = torch.cuda.get_device_capability(q.device)
+    return _refusal_on_cpu(q) if q.device.type == "cpu" else device_refusal(q.device)
+
+
+def device_refusal(device: torch.device) -> str | None:
+    """Return why the kernels run on no such device, or ``None`` if they do."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"must get tensors on an NVIDIA device, got {device}: use impl='flex'"
+    capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST:
         return f"must run on compute capability 8.0 or later, got {capability[0]}.{capability[1]}: use impl='flex'"
     return None
@@ -91,10 +96,24 @@ def triton_version() -> tuple[int, ...]:
     return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
-@lru_cache(maxsize=1)
-def processors() -> int:
-    """Return how many processors the device has; those of a Hopper where there is none."""
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else _HOPPER
+def processors(device: torch.device) -> int:
+    """Return how many processors a device has; those of a Hopper where there is none."""
+    return properties.multi_processor_count if (properties := _properties(device)) else _HOPPER
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called, ``"cpu"`` where there is none."""
+    return properties.name if (properties := _properties(device)) else "cpu"
+
+
+def _properties(device: torch.device) -> Any:
+    """Return what is known of a device, of the current one for tensors on the CPU; ``None`` where there is none.
+
+    A process may have several, one unlike the other.
+    """
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(device if device.type == "cuda" else None)
 
 
 def programs_per_head(lists: int, tiles: int, heads: int, processors: int) -> int:

@@ -36,7 +36,7 @@ from torch import Tensor
 from treefx.kernels.gpu.triton_tree.codegen import cache_folder
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
-from treefx.kernels.gpu.triton_tree.support import processors
+from treefx.kernels.gpu.triton_tree.support import device_name, processors
 from treefx.kernels.tiles.hosted import host_copies
 from treefx.kernels.tiles.tile_counts import Rates, count_tiles, predict_time
 from treefx.kernels.tiles.tree_blocks import forget_blocks, remembered
@@ -72,14 +72,14 @@ class BestConfig:
     def __call__(self, problem: Problem) -> Config:
         """Return the fastest that was found, else the one that is foretold to be, else the first guess."""
         choices, findings = candidates(problem), _findings()
-        found = findings.get(_key(problem)) if findings else None
+        found = findings.get(_key(problem, self.ends.device)) if findings else None
         known = next((config for config in choices if _numbers(config) == found), None)
         return known or self._foretold(problem, choices) or choices[0]
 
     def _foretold(self, problem: Problem, choices: Sequence[Config]) -> Config | None:
         if not _rates() or problem.operations != _BARE:
             return None
-        rates = _rates().get(_device(), {}).get(rates_key(problem), {})
+        rates = _rates().get(device_name(self.ends.device), {}).get(rates_key(problem), {})
         if tile_name(choices[0]) not in rates:
             return None
 
@@ -89,7 +89,8 @@ class BestConfig:
 
             def time(config: Config) -> float:
                 counts = count_tiles(ends, config.block_m, config.block_n, problem.group, by_key=by_key)
-                return predict_time(counts, Rates(*rates[tile_name(config)]), self.heads, processors(), cut=by_key)
+                busy = processors(self.ends.device)
+                return predict_time(counts, Rates(*rates[tile_name(config)]), self.heads, busy, cut=by_key)
 
             return min((config for config in choices if tile_name(config) in rates), key=time)
 
@@ -99,7 +100,7 @@ class BestConfig:
 
 def configs_of_forest(attention: Attention, kernels: Sequence[str]) -> tuple[Config, ...]:
     """Return the configurations of kernels, if other forests of this kind of attention may have others."""
-    return tuple(map(attention.config, kernels)) if _rates().get(_device()) else ()
+    return tuple(map(attention.config, kernels)) if _rates().get(device_name(attention.inputs.q.device)) else ()
 
 
 def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]) -> Launch:
@@ -111,16 +112,18 @@ def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]
         make: builds the launch of an attention like the given one; running it twice does no harm.
     """
     problem = attention.problem(kernel)
-    known = _findings().keys() | _without_room if tuning_wanted() else set()
-    if isinstance(attention.choose, BestConfig) and tuning_wanted() and _key(problem) not in known:
+    if not isinstance(attention.choose, BestConfig) or not tuning_wanted():
+        return make(attention)
+    key = _key(problem, attention.inputs.q.device)
+    if key not in _findings().keys() | _without_room:
         choices = candidates(problem)
         times = {config: _milliseconds(make(replace(attention, choose=_always(config)))) for config in choices}
         best = min(choices, key=times.__getitem__)
-        _log.info("%s: %s", _key(problem), {str(config): times[config] for config in choices})
+        _log.info("%s: %s", key, {str(config): times[config] for config in choices})
         if any(math.isnan(time) for time in times.values()):
-            _without_room.add(_key(problem))
+            _without_room.add(key)
         else:
-            _remember(_key(problem), best)
+            _remember(key, best)
     return make(attention)
 
 
@@ -145,14 +148,10 @@ def _milliseconds(launch: Launch) -> float:
         return float("inf")
 
 
-def _key(problem: Problem) -> str:
+def _key(problem: Problem, device: torch.device) -> str:
     import triton
 
-    return " ".join(map(str, (_device(), triton.__version__, *vars(problem).values())))
-
-
-def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return " ".join(map(str, (device_name(device), triton.__version__, *vars(problem).values())))
 
 
 def rates_key(problem: Problem) -> str:
@@ -167,12 +166,12 @@ def tile_name(config: Config) -> str:
 
 
 def keep_rates(rates: dict[str, dict[str, list[float]]]) -> Path:
-    """Keep rates of this device from now on, in this process too, and return the file.
+    """Keep rates of the current device from now on, in this process too, and return the file.
 
     Args:
         rates: by `rates_key` and `tile_name`, the three numbers of `Rates`.
     """
-    path, device = cache_folder() / _RATES_FILE, _device()
+    path, device = cache_folder() / _RATES_FILE, device_name(torch.device("cpu"))
     kept = _read(path)
     _write(path, {**kept, device: {**kept.get(device, {}), **rates}})
     _rates.cache_clear()

@@ -3,6 +3,9 @@
 Not collected by itself: test_triton_interpreter.py runs it in a process with TRITON_INTERPRET=1.
 """
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +19,8 @@ from tests.kernels.gpu.interpreted_cases import (
     draw,
     expected,
 )
+from treefx.kernels import reference
+from treefx.kernels.gpu import dispatch
 from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.ops import attend
@@ -98,3 +103,32 @@ def test_a_boundary_that_nobody_sees_takes_no_launch(monkeypatch: pytest.MonkeyP
     case.narrow.boundary.hi[1] = 1  # which both inputs read
     check(case, SCORES["plain"])
     assert ran.count("forward") == ran.count("backward_keys") == ran.count("backward_queries") == 2
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_what_is_right_of_keys_that_nobody_sees_says_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part of a plan has such keys. Those of a later one are compared, though its first tokens see none."""
+    monkeypatch.setattr(dispatch, "_problems", {})
+    monkeypatch.setattr(dispatch, "_CHECKED_TOKENS", 9)
+    right = Attention.boundary_keys
+
+    def wrong(given: Attention) -> KeySource:
+        source = right(given)
+        return replace(source, v=1.1 * source.v)
+
+    monkeypatch.setattr(Attention, "boundary_keys", wrong)
+    case = draw(*SMALL, outside=20)
+    assert case.narrow.boundary is not None and case.wide.boundary is not None
+    tokens = case.narrow.q.shape[2]
+    for boundary in (case.narrow.boundary, case.wide.boundary):
+        boundary.lo.fill_(9)
+        boundary.hi.fill_(9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch.forward(case.narrow, SCORES["plain"])
+    for boundary in (case.narrow.boundary, case.wide.boundary):
+        boundary.hi.fill_(tokens)
+    with pytest.warns(RuntimeWarning, match="FlexAttention runs this attention.*it is off in the output"):
+        got = dispatch.forward(case.narrow, SCORES["plain"])
+    assert_equal(list(got), list(reference.forward(case.wide, SCORES["plain"])))
+    assert len(dispatch._problems) == 2

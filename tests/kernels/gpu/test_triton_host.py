@@ -21,19 +21,19 @@ from treefx.errors import UnsupportedError  # noqa: E402
 from treefx.kernels import tree_attention  # noqa: E402
 from treefx.kernels.common import Boundary, Inputs  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
-from treefx.kernels.gpu.inspection.stand_in import standing_in  # noqa: E402
+from treefx.kernels.gpu.inspection.stand_in import HOPPER, standing_in  # noqa: E402
 from treefx.kernels.gpu.triton_tree import attention, paths  # noqa: E402
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch  # noqa: E402
 from treefx.kernels.score import make_score  # noqa: E402
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """Names of the kernels that were compiled; those launched are in ``LAUNCHED``."""
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """Names of the kernels that were compiled; those launched are in ``LAUNCHED``. For a Hopper, or another device."""
     names: list[str] = []
     LAUNCHED.clear()
     monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
-    with standing_in(names.append, LAUNCHED.append):
+    with standing_in(names.append, LAUNCHED.append, getattr(request, "param", HOPPER)):
         yield names
 
 

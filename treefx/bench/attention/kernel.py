@@ -45,7 +45,7 @@ __all__ = [
     "run_with_progress",
 ]
 
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 _TOKENS, _KV_HEADS = 256, 2
 _WITHOUT_PRODUCTS = ("prologue", "values", "sum_parts", "finish_queries")
 _MULTIPLYING_WARPS = 8
@@ -112,7 +112,7 @@ def run_with_progress(
     """Compile the table under a progress bar.
 
     Args:
-        arch: ``"sm_80"``, ``"sm_90"`` or ``"sm_100"``.
+        arch: ``"sm_90"``, say: one of :data:`ARCHITECTURES`.
         path: ``"plain"``, ``"gluon"`` or ``"all"``.
         quick: every tenth case only.
         full: :data:`MORE_CASES` as well.
@@ -133,7 +133,7 @@ def run_with_progress(
         raise InputError(f"arch must look like sm_90, got {arch!r}")
     if int(number) not in ARCHITECTURES:
         known = ", ".join(f"sm_{one}" for one in ARCHITECTURES)
-        raise InputError(f"arch must be one of {known}, got {arch}")
+        raise InputError(f"arch must be one of {known}, got {arch}: before sm_80 FlexAttention runs all attentions")
     cases = (*CASES, *MORE_CASES) if full else CASES[::10] if quick else CASES
     compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "all" else (path,))
     with _pool(min(jobs, len(cases)), triton) as run_all:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +156,25 @@ def test_backward(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == ["plain", "gluon", *in_one_pass]
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_gradients_that_are_laid_anew_may_lie_anyhow(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a group are: boxes read the copies."""
+    monkeypatch.setattr(paths, "_verdicts", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    half = draw(*SMALL, heads=(2, kv_heads), dtype=torch.bfloat16).narrow
+    chosen, taken = Attention(half, SCORES["plain"]), list[str]()
+
+    def answer(used: Attention, _: Sequence[Tensor]) -> list[Tensor]:
+        taken.append(used.path)
+        return [half.q]
+
+    shifted = torch.empty(half.q.numel() + 1, dtype=half.q.dtype)[1:].view_as(half.q)
+    paths.checked(
+        "backward", replace(chosen, inputs=replace(half, deterministic=True)), [shifted, half.q[..., 0]], answer
+    )
+    assert taken[-1] == ("gluon" if kv_heads == 1 else "plain")
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("first", [0.0, 1.0, torch.inf])
@@ -204,7 +224,7 @@ def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.Monke
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(dispatch, "_problems", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a Hopper that is not there")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="no Hopper"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow

@@ -1,0 +1,1 @@
+"""What runs on devices other than a Hopper."""
