@@ -80,7 +80,7 @@ def by_hand(
 
     By so few programs ``side_by_side`` that each has several lists of tiles.
     """
-    monkeypatch.setattr("treefx.kernels.gpu.triton_tree.launch.processors", lambda: side_by_side)
+    monkeypatch.setattr("treefx.kernels.gpu.triton_tree.launch.processors", lambda device: side_by_side)
 
     def carry_out(launch: Launch) -> None:
         file = sys.modules[launch.kernel.fn.__module__].__file__
