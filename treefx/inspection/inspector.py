@@ -13,6 +13,7 @@ from torch import fx
 from treefx.config import Config
 from treefx.errors import InputError
 from treefx.inspection.compiled_modules import is_compiled, modules_of
+from treefx.inspection.given_up import given_up
 from treefx.inspection.graph_diff import OperatorChange, diff_operators
 from treefx.inspection.html import render_page
 from treefx.inspection.inner_graphs import trace_inner_graphs
@@ -242,6 +243,7 @@ def _statistics(
         "recurrences_rewritten": sum(report.recurrences_rewritten for report in latest if report.fallback is None),
         "expansions": [dict(item) for report in latest for item in report.expansions],
         "fallback": "; ".join(reasons) or None,
+        "uncompiled": given_up(report.frame for report in everything),
         "graphs": len(latest),
         "compiles": sum(report.compiles for report in everything),
         "calls": sum(report.calls for report in everything),

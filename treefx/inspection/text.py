@@ -46,6 +46,7 @@ def summarise(stats: Mapping[str, Any], graphs: Graphs, restorations: Sequence[f
         "step": "\n".join(describe_step(stats)),
         "ran": f"{stats['ran']} (inner={stats['inner']!r}, min_sharing={stats['min_sharing']})",
         "fallback": stats["fallback"] or "none",
+        "uncompiled": stats["uncompiled"] or "none",
         "attention": f"{_count(stats['attention_rewritten'], 'layer')} rewritten to tree attention",
         "recurrences": f"{_count(stats['recurrences_rewritten'], 'layer')} rewritten to run along the tree",
         "expansions": "\n".join(_expansions(stats["expansions"])),

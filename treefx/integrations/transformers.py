@@ -127,7 +127,8 @@ class SharingCallback(TrainerCallback):
     """Log what treefx shared among the trainer's own metrics, as ``treefx/...``; `log_sharing` adds it.
 
     ``sharing`` and ``sharing_possible`` are of the last optimizer step, ``compiles`` and ``compile_seconds`` of the run
-    so far; ``fallback`` is 1 where the last call shared nothing for a reason, which is logged once as a warning.
+    so far; ``fallback`` is 1 where the last call shared nothing for a reason, which is logged once as a warning, and so
+    is that Dynamo gave up compiling further kinds of calls.
     Nothing is added for a model that treefx has not run.
     """
 
@@ -145,8 +146,7 @@ class SharingCallback(TrainerCallback):
         metrics = metrics_of(stats)
         logs.update(metrics)
         state.log_history[-1].update(metrics)
-        reason = stats["fallback"]
-        if reason is not None and reason not in self._warned:
+        for reason in {stats["fallback"], stats["uncompiled"]} - {None} - self._warned:
             self._warned.add(reason)
             _log.warning("treefx shares nothing: %s", reason)
 

@@ -122,3 +122,33 @@ def test_logits_of_a_model() -> None:
     logits = compile_with(model)(**batch.inputs()).logits
     assert isinstance(logits, LazyRows)
     torch.testing.assert_close(torch.from_dlpack(logits.detach()), model(**batch.inputs()).logits.detach())
+
+
+def by_hand(parameter: Tensor) -> None:
+    parameter.data -= 0.1 * parameter.grad
+
+
+def through_numpy(parameter: Tensor) -> None:
+    parameter.detach().numpy()[...] *= 2
+
+
+@pytest.mark.parametrize("write", [by_hand, through_numpy])
+def test_logits_after_a_step_that_counts_no_version_are_refused(write: Callable[[Tensor], None]) -> None:
+    """Padding is computed when it is read, with the weights of the call or not at all."""
+    model, batch = llama(), shared_batch(rows=4, length=14, shared=6)
+    out = compile_with(model)(**batch.inputs())
+    out.loss.backward()
+    for parameter in model.parameters():
+        write(parameter)
+    with refused("weight", "has changed", "lazy_outputs"):
+        out.logits * 1
+
+
+def test_logits_after_no_step_are_read() -> None:
+    """Weights that are not numbers have not changed either."""
+    model, batch = llama(), shared_batch(rows=4, length=14, shared=6)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    out = compile_with(model)(**batch.inputs())
+    out.loss.backward()
+    assert out.logits[0, 0].isnan().all()

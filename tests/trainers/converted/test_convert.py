@@ -121,6 +121,16 @@ def test_later_calls_trace_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[0] == counts[1] == counts[2] > 0
 
 
+def test_old_probabilities_under_inference_mode_come_first() -> None:
+    """What the first call leaves is changed by the check of the next kind of call."""
+    model, twin = converted(small())
+    for batch in batches()[:2]:
+        with torch.inference_mode():
+            assert torch.isfinite(model(**batch.inputs()).loss)
+        inputs = packed_row(batch)
+        check(model, twin, lambda run, inputs=inputs: run(**inputs, labels=inputs["input_ids"]).loss)
+
+
 def test_padding_may_be_dropped() -> None:
     model, twin = converted(small(), padding="drop")
     batch = batches()[0]

@@ -14,6 +14,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
+from treefx.kernels.lasting import lasting
 from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.kernels.score import Expr
 from treefx.passes.labels.facts import fact_of
@@ -85,13 +86,14 @@ class Planner:
         Raises:
             UnsupportedError: The model is not proved to compute on a tree what it computes on rows.
         """
-        self._renew()
         on_cpu = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
         on_cpu["use_cache"] = False
         kind = tuple(sorted(name for name, x in on_cpu.items() if x is not None))
-        if kind not in self._checked:
-            check_frame(self._copy.eval(), self._blocks, on_cpu)
-            self._checked.add(kind)
+        with lasting():  # old log-probabilities often come first, under inference mode: later calls change the skeleton
+            self._renew()
+            if kind not in self._checked:
+                check_frame(self._copy.eval(), self._blocks, on_cpu)
+                self._checked.add(kind)
         for module, copied in self._pairs:
             refresh(copied, module)
         try:

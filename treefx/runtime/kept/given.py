@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.lasting import lasting
+from treefx.runtime.kept.marks import marks
 from treefx.runtime.kept.proof import COMPARED_BYTES, version_of
 
 __all__ = ["Given", "name_of_input"]
@@ -35,12 +36,14 @@ class Given:
         args: As they came.
         roles: "parameter", "buffer" or "input" of each.
         names: What the graph calls them.
+        watched: Positions of the parameters of which some numbers are kept.
     """
 
-    def __init__(self, args: Sequence[Any], roles: Sequence[str], names: Sequence[str]) -> None:
+    def __init__(self, args: Sequence[Any], roles: Sequence[str], names: Sequence[str], watched: Sequence[int]) -> None:
         _count_steps()
-        self._roles, self._names = roles, names
+        self._roles, self._names, self._watched = roles, names, watched
         with lasting():
+            self._marks = marks(args, watched)
             self.args = [_copy(x) if role == "input" else x for x, role in zip(args, roles, strict=True)]
         self._versions = [_version(x) for x in self.args]
         devices = {"cpu", next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")}
@@ -83,6 +86,9 @@ class Given:
         for i, (x, version) in enumerate(zip(self.args, self._versions, strict=True)):
             if version != _version(x) or (isinstance(x, Tensor) and id(x) in stepped):
                 yield i
+        now = marks(self.args, self._watched)  # after versions: memory that was given back is not looked at
+        if any(not torch.equal(a, b) for a, b in zip(now, self._marks, strict=True)):
+            yield self._watched[0]
 
 
 def name_of_input(node: fx.Node) -> str:

@@ -1,10 +1,11 @@
 """What was read of a model's buffers to prove something, and whether they still say the same.
 
 A buffer of up to 16 MiB is compared by content at every call, whatever wrote it, and whichever model it belongs to. Of
-a larger one, address and version are compared. So this is what cannot be seen, here and wherever versions are asked
-(``treefx.runtime.kept.given``): that a *large* tensor was written in a way that counts no version, which is through
-``.data``, a NumPy array or a DLPack capsule that shares its memory, a kernel that takes raw pointers, or anything under
-``torch.inference_mode`` if the tensor was made under it. ``torch.compiler.reset()`` forgets every proof.
+a larger one, address and version are compared. So this is what cannot be seen, here and wherever versions alone are
+asked (``treefx.runtime.kept.given`` looks at some numbers too): that a *large* tensor was written in a way that counts
+no version, which is through ``.data``, a NumPy array or a DLPack capsule that shares its memory, a kernel that takes
+raw pointers, or anything under ``torch.inference_mode`` if the tensor was made under it. ``torch.compiler.reset()``
+forgets every proof.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from treefx.kernels.lasting import lasting
 
-__all__ = ["COMPARED_BYTES", "Proof", "version_of"]
+__all__ = ["COMPARED_BYTES", "Proof", "bits", "version_of"]
 
 COMPARED_BYTES = 1 << 24
 """The largest tensor to be copied and compared: half a millisecond to four on a CPU."""
@@ -50,10 +51,10 @@ class _Content:
 
     def __init__(self, x: Tensor) -> None:
         self._kind = (x.shape, x.dtype, x.device)
-        self._bits = _bits(x).clone()
+        self._bits = bits(x).clone()
 
     def is_in(self, x: Tensor) -> bool:
-        return (x.shape, x.dtype, x.device) == self._kind and torch.equal(_bits(x), self._bits)
+        return (x.shape, x.dtype, x.device) == self._kind and torch.equal(bits(x), self._bits)
 
 
 class _Place:
@@ -82,7 +83,7 @@ def _see(x: Tensor) -> _Seen:
     return known
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits(x: Tensor) -> Tensor:
     """The bytes of a tensor, eight at a time where they allow it: equal bits, not equal numbers (NaN, -0.0)."""
     with torch.no_grad():
         flat = x.detach().contiguous().view(-1)

@@ -16,6 +16,7 @@ from treefx.passes.trace.batch_sizes import concrete
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch
 from treefx.runtime.kept.given import Given, name_of_input
+from treefx.runtime.kept.marks import watched
 from treefx.runtime.lazy import Deferred, LazyRows, lazy_rows
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
@@ -45,6 +46,7 @@ class Outputs:
         again: Callable[[Shape, Sequence[Any]], Any],
     ) -> None:
         self._roles, self._analyses, self._config, self._records, self._again = roles, analyses, config, records, again
+        self._watched: list[int] | None = None
         self._names = [name_of_input(node) for node in gm.graph.find_nodes(op="placeholder")]
 
     def _on_rows(self, shape: Shape, position: int, value: Any, batch: Batch) -> Any:
@@ -61,13 +63,18 @@ class Outputs:
         variant: Variant,
     ) -> tuple[Any, ...]:
         """The outputs as the caller expects them."""
-        given = Given(args, self._roles, self._names) if variant.detached else None
+        given = self._given(args) if variant.detached else None
         return tuple(
             self._lazily(shape, given, i, value, batch, absent=i in variant.absent)
             if given is not None and i in variant.detached
             else self._on_rows(shape, i, value, batch)
             for i, value in enumerate(results)
         )
+
+    def _given(self, args: Sequence[Any]) -> Given:
+        if self._watched is None:
+            self._watched = watched(args, self._roles)
+        return Given(args, self._roles, self._names, self._watched)
 
     def _lazily(
         self, shape: Shape, given: Given, position: int, value: Tensor, batch: Batch, *, absent: bool
