@@ -114,8 +114,10 @@ def edge_entropy(
 
 
 def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise InputError(f"temperature must be greater than 0, got {temperature}")
+    if isinstance(temperature, torch.Tensor) and temperature.requires_grad:
+        raise InputError("temperature gets no gradient; divide the logits by it, and leave temperature at 1")
+    if not isinstance(temperature, int | float | torch.Tensor) or not temperature > 0:
+        raise InputError(f"temperature must be greater than 0, got {temperature!r}")
 
 
 def _check_no_head(bias: torch.Tensor | None, softcap: float | None) -> None:
@@ -124,6 +126,10 @@ def _check_no_head(bias: torch.Tensor | None, softcap: float | None) -> None:
 
 
 def _read_rows(x: torch.Tensor, forest: Forest) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise InputError(f"expected a tensor of logits or hidden states, got {type(x).__name__}; pass out.logits")
+    if not isinstance(forest, Forest):
+        raise ForestError(f"expected the Forest that the model ran on, got {type(forest).__name__}")
     rows = x[0] if x.ndim == 3 and x.shape[0] == 1 else x
     if rows.ndim != 2 or rows.shape[0] != forest.num_tokens:
         raise ForestError(
@@ -154,8 +160,12 @@ def _check_head(
         raise InputError(f"bias must be [V] with V = {weight.shape[0]}, got {list(bias.shape)}")
     if softcap is not None and not softcap > 0:
         raise InputError(f"softcap must be greater than 0 or None, got {softcap}")
-    if chunk < 1:
-        raise InputError(f"chunk must be at least 1, got {chunk}")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise InputError(f"chunk must be a whole number of at least 1, got {chunk!r}")
+    given = [rows] + [tensor for tensor in (weight, bias) if tensor is not None]
+    if len({tensor.dtype for tensor in given}) > 1 and not torch.is_autocast_enabled(rows.device.type):
+        kinds = ", ".join(str(tensor.dtype) for tensor in given)
+        raise InputError(f"hidden states, weight and bias must have one dtype, got {kinds}: convert them, or autocast")
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -284,6 +284,7 @@ def test_unfit_rows_are_refused(rows: Any, words: str) -> None:
         ([1.0, [[1.0], [1.0, 2.0]]], "ragged"),
         (2.0, "one entry per row"),
         ([1.0, torch.ones(3, requires_grad=True)], "detach"),
+        ([1.0, torch.ones(3, dtype=torch.complex64)], "real numbers"),
     ],
 )
 def test_unfit_weights_are_refused(weights: Any, words: str) -> None:

@@ -332,6 +332,10 @@ def test_hidden_form_never_holds_all_logits() -> None:
         ((4, 6), {"weight": torch.zeros(9, 6), "bias": torch.zeros(6)}, "V = 9"),
         ((4, 6), {"weight": torch.zeros(9, 6), "softcap": -1.0}, "softcap"),
         ((4, 6), {"weight": torch.zeros(9, 6), "chunk": 0}, "chunk"),
+        ((4, 6), {"weight": torch.zeros(9, 6), "chunk": 2.5}, "whole number"),
+        ((4, 6), {"weight": torch.zeros(9, 6).double()}, "one dtype, got torch.float32, torch.float64"),
+        ((4, 9), {"temperature": "1"}, "temperature"),
+        ((4, 9), {"temperature": torch.ones((), requires_grad=True)}, "gets no gradient"),
     ],
 )
 def test_unfit_logits_are_refused(shape: tuple[int, ...], arguments: dict[str, Any], words: str) -> None:
@@ -342,6 +346,10 @@ def test_unfit_logits_are_refused(shape: tuple[int, ...], arguments: dict[str, A
 
 def test_integers_and_other_devices_are_refused() -> None:
     forest = Forest.from_sequences([[1, 2]])
+    with pytest.raises(InputError, match="pass out.logits"):
+        edge_logprobs([[0.0]], forest)  # type: ignore[arg-type]
+    with pytest.raises(ForestError, match="got NoneType"):
+        edge_logprobs(torch.zeros(2, 3), None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="torch.int64"):
         edge_logprobs(torch.zeros(2, 9, dtype=torch.int64), forest)
     with pytest.raises(ForestError, match="on meta, the forest on cpu"):

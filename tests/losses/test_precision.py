@@ -36,3 +36,20 @@ def test_rows_without_predictions_add_nothing(weights: list[int] | None) -> None
     for call in calls:
         value, grad = value_and_grad(call, logp)
         assert value == 0 and not grad.any()
+
+
+def test_numbers_of_python_keep_their_digits() -> None:
+    """Lists, tuples and plain numbers are read as float64: by way of float32, 0.1 would be off by 1.5e-9."""
+    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]])
+    logp = torch.tensor([-0.3, -0.5, -0.7], dtype=torch.float64)
+    tensors = [torch.full((3,), value, dtype=torch.float64) for value in (0.1, 0.3)]
+    for written in ([row.tolist() for row in tensors], [tuple(row.tolist()) for row in tensors]):
+        for loss in (
+            lambda values: losses.policy_gradient(logp, forest, values),
+            lambda values: losses.policy_gradient(logp, forest, [1.0, -1.0], importance=values),
+            lambda values: losses.clipped(logp, forest, values, [1.0, -2.0], clip=0.5),
+        ):
+            assert float(loss(written)) == float(loss(tensors))
+    point = torch.tensor(0.3, dtype=torch.float64)
+    by_number, by_tensor = (losses.kto(logp, forest, 1.1 * logp, [True, False], kl=kl) for kl in (0.3, point))
+    assert float(by_number) == float(by_tensor)

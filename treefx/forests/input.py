@@ -140,6 +140,8 @@ def _as_float_array(values: Any, name: str) -> FloatArray:
     if isinstance(values, torch.Tensor):
         if values.requires_grad:
             raise ForestError(f"{name} require gradients, which a forest cannot pass on; detach() them first")
+        if values.is_complex():
+            raise ForestError(f"{name}: expected real numbers, got {values.dtype}")
         return values.cpu().to(torch.float64).numpy()
     try:
         array = np.asarray(values)

@@ -68,7 +68,7 @@ class Inspection:
     """What treefx did with one model, as of the moment of ``treefx.inspect``.
 
     A model may have several graphs of Dynamo: one a piece where Dynamo breaks it, and another for each
-    recompilation. Figures of a call are those of the graphs that ran last; ``graphs`` shows the one that the
+    recompilation. Figures of a call are those of the graphs that the last call ran; ``graphs`` shows the one that the
     token ids enter.
 
     Attributes:
@@ -77,7 +77,7 @@ class Inspection:
 
     def __init__(self, graphs: list[Run]) -> None:
         everything = [graph.report for graph in graphs]
-        latest = _latest_of_each_frame(graphs)
+        latest = _of_the_last_call(_latest_of_each_frame(graphs))
         first = next((graph for graph in latest if graph.report.has_tokens), latest[0])
         self.reports = [replace(graph.report, graphs=dict(graph.report.graphs)) for graph in latest]
         self._first = self.reports[latest.index(first)]
@@ -191,6 +191,21 @@ def _latest_of_each_frame(graphs: list[Run]) -> list[Run]:
         if known is None or known.report.last_call < graph.report.last_call:
             latest[key] = graph
     return [graph for graph in graphs if graph in latest.values()]
+
+
+def _of_the_last_call(graphs: list[Run]) -> list[Run]:
+    """Those no weight of which went into a graph with token ids since.
+
+    Dynamo may cut one call of a model and not the next, or cut it elsewhere. A graph with token ids begins a call, so
+    what ran on its weights before is of another one. Pieces of a call run after it, with its weights where they are
+    tied.
+    """
+    begins = [run.report for run in graphs if run.report.has_tokens]
+    return [run for run in graphs if not any(_supersedes(later, run.report) for later in begins)]
+
+
+def _supersedes(later: GraphReport, report: GraphReport) -> bool:
+    return later.last_call > report.last_call and any(weight in later.parameters for weight in report.parameters)
 
 
 def _by_stage(report: GraphReport) -> dict[str, fx.GraphModule]:

@@ -121,7 +121,7 @@ def read_per_token(values: PerEdge, forest: Forest, name: str) -> Tensor:
         if values.shape == (len(forest), forest.padded_width):
             return values.detach().to(forest.device, torch.float64)[forest.padded_token_of() >= 0]
     else:
-        rows = [torch.as_tensor(row).detach().to(forest.device, torch.float64) for row in values]
+        rows = [torch.as_tensor(row, dtype=torch.float64).detach().to(forest.device) for row in values]
         got = ", ".join(str(list(row.shape)) for row in rows)
         if [row.shape for row in rows] == [(length,) for length in forest.row_lengths.tolist()]:
             return torch.cat(rows)

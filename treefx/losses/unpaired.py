@@ -84,7 +84,7 @@ def _reference_point(log_ratio: Tensor, kl: float | Tensor | None, rows: Tensor 
         )
     if rows is not None:
         return log_ratio[rows].mean().clamp(min=0)
-    point = torch.as_tensor(kl).detach().to(log_ratio)
+    point = torch.as_tensor(kl, dtype=torch.float64).detach().to(log_ratio)
     if point.numel() != 1 or not bool(point >= 0):
         raise InputError(f"kl must be one number of at least 0, got {kl}")
     return point.reshape(())

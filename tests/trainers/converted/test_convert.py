@@ -193,6 +193,8 @@ def test_a_copy_of_a_converted_model_is_converted() -> None:
     assert again.model.treefx_hooks.owner is again.model
     with pytest.raises(treefx.ConfigError, match="not converted yet"):
         treefx.convert(again)
+    with pytest.raises(treefx.ConfigError, match="expects a model, got NoneType"):
+        treefx.convert(None)  # type: ignore[arg-type]
 
 
 # What does not ------------------------------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ def convert(
     config = Config(
         inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding, lazy_outputs=lazy_outputs
     )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"treefx.convert expects a model, got {type(model).__name__}")
     owner = _owner(model)
     known = getattr(owner, _HOOKS, None)
     if isinstance(known, Hooks):
