@@ -88,6 +88,22 @@ def test_padding_on_both_sides_positions_and_packed_rows() -> None:
         check(model, twin, lambda run, row=row: run(**row, labels=row["input_ids"]).loss)  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_padding_that_sees_no_key_comes_back_as_zero(name: str) -> None:
+    """A whole window behind a row's last token; nearer to it the model computes what it does on rows."""
+    window = 4 if name == "mistral" else None
+    model, twin = converted(small(name, **({"sliding_window": window} if window else {})))
+    ids = torch.randint(1, 60, (1, 18)).expand(4, 18).clone()
+    ids[1:, 6:] = torch.randint(1, 60, (3, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 8:], mask[2, 12:] = 0, 0
+    got, wanted = (run.model(input_ids=ids, attention_mask=mask)[0] for run in (model, twin))
+    assert treefx.inspect(model).stats["ran"] == "packed"
+    blind = mask.cumsum(1) == torch.nn.functional.pad(mask.cumsum(1), (window or 18, 0))[:, :18]
+    assert int(blind.sum()) == (7 + 3 if window else 0)
+    torch.testing.assert_close(got, wanted.masked_fill(blind[..., None], 0), rtol=1e-10, atol=1e-12)
+
+
 def test_a_trainer_calls_as_it_likes() -> None:
     """Evaluation first, other shapes each call, a row of its own, logits and hidden states read."""
     model, twin = converted(small())

@@ -49,8 +49,8 @@ def convert(
     Args:
         model: A model of transformers, or one that holds one (PEFT).
         min_sharing: Positions of a batch per distinct token below which a call runs on rows.
-        padding: Padding in front of a row, which sees nothing, never runs; its hidden states come back as zero.
-            "auto": other padding runs, and what the model computes there is exact. "drop": none runs.
+        padding: Padding that sees no key, in front of a row or a whole window behind it, never runs; its hidden states
+            come back as zero. "auto": other padding runs, and what is computed there is exact. "drop": none runs.
         lazy_outputs: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits then
             have no memory of rows until they are read. Ask for gradients of them (hooks, ``retain_grad``) before
             something is computed of them, and change them in place with PyTorch's functions alone, not through DLPack

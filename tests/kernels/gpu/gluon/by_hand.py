@@ -240,6 +240,7 @@ class Program:
         layouts = ("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout")
         vars(self.language).update({name: lambda *_: None for name in layouts})
         self.language.NVMMASharedLayout = _SharedLayout
+        self.language.convert_layout = lambda data, layout: data
         numbers = {"float32": torch.float64, "int32": torch.int64, "int64": torch.int64, "uint32": "uint32"}
         vars(self.language).update({"constexpr": lambda number: number, "static_range": range, **numbers})
         vars(self.language).update({"max": torch.amax, "sum": torch.sum, "num_programs": grid.__getitem__})
@@ -276,9 +277,6 @@ class Program:
 
     def tl_zeros(self, shape: Any, dtype: Any, layout: Any = None) -> Any:
         return value(torch.zeros(shape, dtype=dtype))
-
-    def tl_convert_layout(self, data: Any, layout: Any) -> Any:
-        return data
 
     def tl_load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
         mask, address = torch.broadcast_tensors(torch.as_tensor(mask), torch.as_tensor(pointer.offset))
