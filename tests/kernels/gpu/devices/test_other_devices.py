@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
@@ -113,12 +115,21 @@ def test_every_device_has_tiles_that_load_ahead(width: int, arch: int) -> None:
                 assert first.stages == 3 or width >= 192 or dtype == torch.float32
 
 
-def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process has a Hopper and, as the second device, a slice of it."""
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """One process has a Hopper and, as the second device, a slice of it; what it finds is forgotten."""
+    monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
     kinds = {"whole": 132, "slice": 16}
     known = [SimpleNamespace(name=name, multi_processor_count=count) for name, count in kinds.items()]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one=None: known[0 if one is None else one.index])
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda one: None)  # PyTorch 2.11 would start the driver
+    found = tuning._findings, tuning._rates
+    for one in found:
+        one.cache_clear()
+    yield
+    for one in found:
+        one.cache_clear()
 
 
 def fake(number: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -131,8 +142,8 @@ def on(number: int, ends: torch.Tensor) -> Attention:
     return Attention(Inputs(q, q, q, ends), SCORE, "gluon")
 
 
-def test_programs_are_as_many_as_their_own_device_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_devices(monkeypatch)
+@pytest.mark.usefixtures("two_devices")
+def test_programs_are_as_many_as_their_own_device_runs() -> None:
     ends = torch.full((40_000,), 40_000, dtype=torch.int32)
     grids = []
     for number in (0, 1, 0):
@@ -142,12 +153,9 @@ def test_programs_are_as_many_as_their_own_device_runs(monkeypatch: pytest.Monke
     assert grids == [132 // 4, 16 // 4, 132 // 4]
 
 
-def test_findings_and_rates_are_of_the_device_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("two_devices")
+def test_findings_and_rates_are_of_the_device_that_runs(tmp_path: Path) -> None:
     """Whichever the current one is."""
-    two_devices(monkeypatch)
-    monkeypatch.setenv("TREEFX_CACHE_DIR", str(tmp_path))
-    for found in (tuning._findings, tuning._rates):
-        found.cache_clear()
     ends = [fake(number, 64, dtype=torch.int32) for number in range(2)]
     given = on(1, torch.full((64,), 64, dtype=torch.int32))
     problem = replace(given, choose=BestConfig(ends[1], 4)).problem("forward")
@@ -161,7 +169,6 @@ def test_findings_and_rates_are_of_the_device_that_runs(monkeypatch: pytest.Monk
         True,
         False,
     ]
-    tuning._rates.cache_clear()
 
 
 @pytest.mark.parametrize(
