@@ -124,7 +124,7 @@ def test_what_is_right_of_keys_that_nobody_sees_says_nothing_of_others(monkeypat
         boundary.lo.fill_(9)
         boundary.hi.fill_(9)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", "treefx")  # of others, Triton 3.6's interpreter has some
         dispatch.forward(case.narrow, SCORES["plain"])
     for boundary in (case.narrow.boundary, case.wide.boundary):
         boundary.hi.fill_(tokens)
