@@ -11,6 +11,7 @@ from random import Random
 
 from treefx.errors import InputError
 from treefx.fuzz.draft import Draft
+from treefx.fuzz.families.around import COUNTERS, CUTS
 from treefx.fuzz.families.attention import SPELLINGS, WRITTEN, condition_part
 from treefx.fuzz.families.autograd import AUTOGRAD
 from treefx.fuzz.families.calls import CALLS
@@ -19,6 +20,15 @@ from treefx.fuzz.families.layers import EXPERTS, MIXERS, NORMS, NUMBERED, POINTW
 from treefx.fuzz.families.losses import CALLER_LOSSES, HEADS, LABELS, LOSSES
 from treefx.fuzz.families.masks import CONDITIONS, FILLS, OPENINGS
 from treefx.fuzz.families.scores import QUERIES, SCORES
+from treefx.fuzz.families.situations import (
+    CONVERTED,
+    FAULTS,
+    HOOKED,
+    INPLACE,
+    INVALID,
+    NONFINITE,
+    WEIGHTED,
+)
 from treefx.fuzz.program import Attention, Piece, Program, Sizes
 
 __all__ = ["FAMILIES", "choose_families", "generate"]
@@ -224,6 +234,62 @@ def _mixed(draft: Draft, rng: Random) -> None:
         _FEATURES[name](draft, rng)
 
 
+def _inplace(draft: Draft, rng: Random) -> None:
+    draft.calls = [rng.choice(list(INPLACE)) for _ in range(rng.choice((1, 1, 2)))]
+    draft.modes += ["dynamic"] if rng.random() < 0.5 else []
+    draft.inner = "aot_eager"  # its gradients are those of what AOTAutograd makes of the inputs
+
+
+def _invalid(draft: Draft, rng: Random) -> None:
+    draft.loss = rng.choice([name for name, part in LOSSES.items() if not part.is_random])
+    draft.labels = rng.choice(list(LABELS))
+    draft.output = rng.choice(("loss", "loss", "loss and logits"))
+    draft.calls = rng.choice(([], ["train"])) + [rng.choice(list(INVALID))] + rng.choice(([], ["train"]))
+    draft.inner = rng.choice(("eager", "aot_eager"))  # inductor's own checks end the process
+
+
+def _counters(draft: Draft, rng: Random) -> None:
+    draft.layers.insert(rng.randint(0, len(draft.layers)), Piece(rng.choice(list(COUNTERS))))
+    draft.output = rng.choice(("loss", "loss", "loss and logits"))
+    draft.calls = rng.choice((["train"], ["train", "train"], ["no_grad", "train"]))
+
+
+def _nonfinite(draft: Draft, rng: Random) -> None:
+    draft.output = rng.choice(("logits", "loss and logits"))
+    draft.calls = [rng.choice(list(NONFINITE)) for _ in range(rng.choice((1, 2)))] + rng.choice(([], ["train"]))
+
+
+def _weighted(draft: Draft, rng: Random) -> None:
+    _native(draft, rng)
+    draft.calls = rng.choice(([], ["train"])) + [rng.choice(list(WEIGHTED))]
+
+
+def _hooked(draft: Draft, rng: Random) -> None:
+    _planned(draft, rng)
+    draft.calls = [rng.choice(list(HOOKED))]
+
+
+def _converted(draft: Draft, rng: Random) -> None:
+    draft.calls = [rng.choice(list(CONVERTED))]
+
+
+def _cuts(draft: Draft, rng: Random) -> None:
+    draft.layers.insert(rng.choice((0, 0, len(draft.layers))), Piece(rng.choice(list(CUTS))))
+    draft.modes += ["dynamic"] if rng.random() < 0.5 else []
+    draft.shapes = rng.random() < 0.5
+    draft.calls = rng.choice((["train"], ["train", "train"]))
+    draft.inner = "aot_eager"
+
+
+def _faults(draft: Draft, rng: Random) -> None:
+    name = rng.choice(list(FAULTS))
+    if "plan" in name:
+        _planned(draft, rng)
+        draft.calls = [name, "plan in parts"]
+    else:
+        draft.calls = rng.choice(([], ["train"])) + [name, rng.choice(("train", "train and step", "accumulate"))]
+
+
 _OF_POSITIONS = ["window", "dilated", "not the same token", "same class of tokens", "per head"]
 _READS = [name for name in CALLS if name.startswith(("train", "in-place", "numpy", "dlpack", "no_grad", "inference"))]
 
@@ -250,6 +316,15 @@ _FEATURES: dict[str, Feature] = {
     "native": _native,
     "planned": _planned,
     "mixed": _mixed,
+    "inplace": _inplace,
+    "invalid": _invalid,
+    "counters": _counters,
+    "nonfinite": _nonfinite,
+    "weights": _weighted,
+    "hooks": _hooked,
+    "converted": _converted,
+    "cuts": _cuts,
+    "faults": _faults,
 }
 FAMILIES = {
     "attention": "spellings of attention, fills, grouped heads, rotary positions",
@@ -274,8 +349,17 @@ FAMILIES = {
     "native": "forests under treefx.use",
     "planned": "forests in parts",
     "mixed": "several of these at once",
+    "inplace": "functions of hidden states that change them in place, fixed and symbolic sizes",
+    "invalid": "inputs that eager refuses: labels, ids, shapes, types",
+    "counters": "statistics of tokens that reach a buffer alone",
+    "nonfinite": "a token whose embedding is NaN or infinite",
+    "weights": "forests with weights of zero and forbidden tokens",
+    "hooks": "what acts on gradients while a plan runs",
+    "converted": "treefx.convert and values kept, counted or hooked inside of the model",
+    "cuts": "models that Dynamo cuts: pictures, deep features, numbers printed",
+    "faults": "errors and interrupts in the middle of a call, and the calls after them",
 }
-"""Families by name, with what they aim at."""
+"""Families by name, with what they aim at. The first 22, named, draw the programs of seeds from before the others."""
 _SEASONING = [
     *("attention", "masks", "losses", "outputs", "calls", "shapes") * 2,
     *("layers", "scores", "tokens", "autograd", "embeddings", "inputs", "mixers", "experts"),

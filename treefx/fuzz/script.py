@@ -9,19 +9,21 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
+from treefx.fuzz.families.around import COUNTERS, CUTS
 from treefx.fuzz.families.attention import attention_part
 from treefx.fuzz.families.autograd import AUTOGRAD
-from treefx.fuzz.families.calls import CALLS, HELPERS, NATIVE
+from treefx.fuzz.families.calls import HELPERS, NATIVE
 from treefx.fuzz.families.embeddings import CONDITIONING, EMBEDDINGS, POSITIONS
 from treefx.fuzz.families.inputs import INPUTS
 from treefx.fuzz.families.layers import EXPERTS, MIXERS, NORMS, NUMBERED, POINTWISE, ROWS
 from treefx.fuzz.families.losses import HEADS, LABELS, LOSSES, OUTPUTS
 from treefx.fuzz.families.parts import Part
+from treefx.fuzz.families.situations import SITUATIONS, is_forest
 from treefx.fuzz.program import Attention, Batch, Program
 
 __all__ = ["LAYERS", "inputs_of", "is_native", "is_random", "options_of", "parts_of", "script"]
 
-LAYERS = {**MIXERS, **ROWS, **EXPERTS, **NORMS, **POINTWISE, **NUMBERED, **AUTOGRAD}
+LAYERS = {**MIXERS, **ROWS, **EXPERTS, **NORMS, **POINTWISE, **NUMBERED, **AUTOGRAD, **COUNTERS, **CUTS}
 STARTS = {**EMBEDDINGS, **POSITIONS, **CONDITIONING}
 _CHECKPOINTS = {"checkpoint": "False", "reentrant checkpoint": "True"}
 
@@ -56,7 +58,7 @@ def inputs_of(program: Program) -> list[str]:
 
 def is_native(program: Program) -> bool:
     """Whether the program runs forests."""
-    return any(call.name in ("forest", "plan", "plan in parts") for call in program.calls)
+    return any(is_forest(call.name) for call in program.calls)
 
 
 def options_of(program: Program) -> str:
@@ -132,7 +134,7 @@ def _sizes(program: Program) -> str:
 
 
 def _tops(program: Program) -> list[str]:
-    calls = [CALLS[call.name].top for call in program.calls]
+    calls = [SITUATIONS[call.name].top for call in program.calls]
     return list(dict.fromkeys(top for top in [*[part.top for part in parts_of(program)], *calls] if top))
 
 
@@ -214,7 +216,7 @@ def _play(program: Program) -> str:
     head += ["m = build(0, dtype)", "f = compile(m)", "opt = torch.optim.SGD(m.parameters(), 0.1)"]
     calls = [
         f"# {number}: {call.name}\n"
-        + CALLS[call.name].forward.replace("{k}", str(number)).replace("{b}", str(call.batch))
+        + SITUATIONS[call.name].forward.replace("{k}", str(number)).replace("{b}", str(call.batch))
         for number, call in enumerate(program.calls)
     ]
     if "autocast" in program.modes:

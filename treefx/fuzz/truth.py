@@ -109,9 +109,14 @@ def _failed(program: Program, play: Callable[..., Seen], dtype: torch.dtype, err
     refusal = _refusal(error)
     if refusal is not None:
         return Outcome("refused", f"{type(refusal).__name__}: {_first_line(refusal)}")
-    if not is_native(program) and (own := _own_failure(program, play, dtype)) is not None:
+    if _has_twin(program) and (own := _own_failure(program, play, dtype)) is not None:
         return Outcome("torch", f"{type(error).__name__}: {_first_line(error)}; torch's own: {own}")
     return Outcome("crashed", f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _has_twin(program: Program) -> bool:
+    """Whether torch's own backends can run the program: forests, plans and converted models are treefx's alone."""
+    return not is_native(program) and not any(call.name.startswith("converted") for call in program.calls)
 
 
 def _own_failure(program: Program, play: Callable[..., Seen], dtype: torch.dtype) -> str | None:
@@ -156,7 +161,7 @@ def _compared(
     if not wrong or explains(program, eager, got, _Watch(program).compile):
         return Outcome(watch.kind, watch.note, largest, stats=watch.stats)
     listed = "; ".join(f"{name}: {error:.1e}" for name, error in sorted(wrong.items(), key=lambda item: -item[1])[:4])
-    if not is_native(program) and _torch_differs(program, play, dtype, want, allowed, set(wrong)):
+    if _has_twin(program) and _torch_differs(program, play, dtype, want, allowed, set(wrong)):
         return Outcome("torch", f"torch's own backend differs from eager too: {listed}", largest, stats=watch.stats)
     return Outcome("wrong", listed, largest, stats=watch.stats)
 
@@ -265,7 +270,7 @@ class _Watch:
         if "default sharing" not in program.modes:
             self._options["min_sharing"] = 1.0
         self._dynamic = True if "dynamic" in program.modes else None
-        self._plans = any(call.name.startswith("plan") for call in program.calls)
+        self._plans = any("plan" in call.name for call in program.calls)
         self.stats: dict[str, Any] = {}
         self.kind, self.note = "rows", "nothing was compiled"
 

@@ -188,7 +188,7 @@ class Planned(nn.Module):
         return Output(self.model(ids=input_ids, am=None, labels=None, positions=position_ids)[0])
 
 
-def planned(m, f, compile, rows, cut):
+def planned(m, f, compile, rows, cut, criterion=treefx.losses.sft):
     """The loss of a plan, its gradients in place; ``cut``: under the lowest limit that is found to fit."""
     if f is m:
         loss = alone(m, rows)
@@ -203,5 +203,5 @@ def planned(m, f, compile, rows, cut):
             break
         except treefx.MemoryLimitError:
             continue
-    return treefx.backward(f, plan, treefx.losses.sft, model_kwargs={})
+    return treefx.backward(f, plan, criterion, model_kwargs={})
 '''

@@ -1,0 +1,282 @@
+"""Catalogue: what callers do around a model: invalid inputs, hooks, steps inside of backward, conversions, faults.
+
+A text reads the names that the texts of ``calls`` read. Where a call may raise, both runs record that it raised.
+"""
+
+from __future__ import annotations
+
+from treefx.fuzz.families.calls import CALLS
+from treefx.fuzz.families.parts import Part
+
+__all__ = ["CONVERTED", "FAULTS", "HOOKED", "INPLACE", "INVALID", "NONFINITE", "SITUATIONS", "WEIGHTED", "is_forest"]
+
+_TRY = (
+    "opt.zero_grad()\ntry:\n    torch.manual_seed({k})\n    out = f(**b)\n    loss = criterion(out, b)\n"
+    "    loss.backward()\n    collect(seen, '{k}', loss, m, b)\n"
+    "except Exception: seen['{k} raised'] = torch.ones(())\n"
+)
+
+
+def _invalid(change: str) -> Part:
+    """A call with one of its inputs changed."""
+    return Part(
+        "b = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in batches[{b}].items()}\n"
+        + change
+        + "\n"
+        + _TRY
+    )
+
+
+INVALID = {
+    "label -1": _invalid("b['labels'][-1, -1] = -1"),
+    "label -1 in the middle": _invalid("b['labels'][0, b['labels'].shape[1] // 2] = -1"),
+    "label -99": _invalid("b['labels'][0, -1] = -99"),
+    "label beyond the vocabulary": _invalid("b['labels'][-1, -1] = V"),
+    "id beyond the vocabulary": _invalid("b['ids'][0, -1] = V"),
+    "id below zero": _invalid("b['ids'][-1, 0] = -1"),
+    "id beyond the vocabulary in padding": _invalid("b['ids'] = b['ids'].masked_fill(b['am'] == 0, V)"),
+    "labels of another width": _invalid("b['labels'] = b['labels'][:, :-1]"),
+    "mask of another width": _invalid("b['am'] = F.pad(b['am'], (0, 1), value=1)"),
+    "ids of floats": _invalid("b['ids'] = b['ids'].double()"),
+    "labels of floats": _invalid("b['labels'] = b['labels'].double()"),
+    "narrow ids": _invalid("b['ids'] = b['ids'].to(torch.int32)"),
+}
+"""Eager raises for most of them; where it does not, the numbers must agree."""
+
+_PUT = """
+def slices(h, s): h[:, :2] = s[:, None, : h.shape[-1]].expand(-1, 2, -1)[:, : h[:, :2].shape[1]]; return h.sin()
+def by_mask(h, s): h[h.detach() > 0.5] = 0.25; return h * s[:, None]
+def added(h, s): h.add_(s[:, None]); return h * h
+def a_view(h, s): h.transpose(1, 2).mul_(s[:, :, None].cos()); return h.sum(1)
+def filled(h, s): h.masked_fill_((h > 0).detach(), 0.5); return h * s[:, None]
+def both(h, s): h.mul_(2.0); s.add_(1.0); return h * s[:, None]
+def rows_put(h, s): h.index_copy_(0, torch.arange(len(h)), h.detach() * 2); return h * s[:, None]
+def a_part(h, s): h[..., 0].copy_(s[:, :1]); return h
+"""
+
+
+def _put(name: str) -> Part:
+    run = (
+        f"change = compile({name})\n"
+        "for turn, (rows, columns) in enumerate(((3, 4), (5, 6), (2, 7))):\n"
+        "    g = torch.Generator().manual_seed(turn)\n"
+        "    base = torch.randn(rows, columns, D, generator=g, dtype=torch.float64).requires_grad_()\n"
+        "    side = torch.randn(rows, D, generator=g, dtype=torch.float64).requires_grad_()\n"
+        "    h = base * 1.5\n    out = change(h, side * 1.0)\n"
+        "    loss = out.square().sum() + h.sum()\n    loss.backward()\n"
+        "    seen[f'{k}{turn} loss'] = loss.detach()\n"
+        "    seen[f'{k}{turn} gradient of base'], seen[f'{k}{turn} gradient of side'] = base.grad, side.grad\n"
+        "for n in [n for n, x in seen.items() if x is None]: del seen[n]\n"
+    )
+    return Part(run, top=_PUT)
+
+
+INPLACE = {
+    f"hidden states changed: {name}": _put(name)
+    for name in ("slices", "by_mask", "added", "a_view", "filled", "both", "rows_put", "a_part")
+}
+"""Functions of hidden states that change them, compiled by themselves, as behind a cut of Dynamo."""
+
+
+def _nonfinite(value: str, place: str) -> Part:
+    return Part(
+        f"b = batches[{{b}}]\nbad, kept = b['ids'].flatten()[{place}], m.embed.weight.detach().clone()\n"
+        f"with torch.no_grad():\n    m.embed.weight[bad] = float('{value}')\n    out = f(**b)\n"
+        + "    m.embed.weight.copy_(kept)\n"
+        "for n, x in enumerate(out):\n    if x.dim() > 2: seen[f'{k} output {n}'] = x.detach().clone()\n"
+    )
+
+
+NONFINITE = {
+    f"{value} {where}": _nonfinite(value, place)
+    for value in ("nan", "inf")
+    for where, place in (
+        ("at the end of a row", "-1"),
+        ("inside a row", "len(b['ids'][0]) // 2"),
+        ("in a prefix", "1"),
+    )
+}
+"""A token whose embedding is not finite: rows without it are not touched by it."""
+
+_WEIGHTED = '''
+def weighted(m, f, b):
+    """A forest whose first tokens have no weight; one of them is forbidden by its logit."""
+    rows = rows_of(b)
+    weights = [[0.0, 0.0] + [1.0 + 0.5 * n for n in range(len(row) - 2)] for row in rows]
+    weights = [given[: len(row)] for given, row in zip(weights, rows)]
+    forbidden = {row[1] for row in rows} - {t for row, given in zip(rows, weights) for t, w in zip(row, given) if w}
+    barred = torch.tensor(sorted(forbidden), dtype=torch.int64)
+    bar = torch.zeros(V, dtype=torch.float64).index_fill(0, barred, -float("inf"))
+    if f is m:
+        loss = torch.zeros((), dtype=torch.float64)
+        for row, given in zip(rows, weights):
+            out = m(ids=torch.tensor(row)[None], am=None, labels=None, positions=torch.arange(len(row))[None])[0]
+            logp = (out[0, :-1] + bar).log_softmax(-1)
+            kept = torch.tensor(given[1:], dtype=torch.float64)
+            picked = logp[torch.arange(len(row) - 1), torch.tensor(row[1:])]
+            loss = loss - torch.where(kept != 0, picked, 0.0) @ kept
+        return loss
+    forest = treefx.Forest.from_sequences(rows, weights)
+    with treefx.use(forest):
+        given = forest.model_inputs()
+        out = f(ids=given["input_ids"], am=None, labels=None, positions=given["position_ids"])
+    return treefx.losses.sft(treefx.edge_logprobs(out[0] + bar, forest), forest)
+'''
+
+WEIGHTED = {
+    "forest with weights of zero": Part(
+        "b = batches[{b}]\nopt.zero_grad()\nloss = weighted(m, f, b)\nloss.backward()\n"
+        "collect(seen, '{k}', loss, m, {})\n",
+        top=_WEIGHTED,
+    )
+}
+
+_ACTING = '''
+def stepped_inside(m):
+    """Each parameter is stepped and its gradient freed as soon as it is accumulated."""
+    own = {p: torch.optim.SGD([p], lr=0.1) for p in m.parameters()}
+    def act(p):
+        own[p].step()
+        own[p].zero_grad()
+    return [p.register_post_accumulate_grad_hook(act) for p in m.parameters()]
+
+
+def clamped(m):
+    return [p.register_hook(lambda g: g.clamp(-0.05, 0.05)) for p in m.parameters()]
+
+
+def counted(m):
+    m.fired = torch.zeros(())
+    def act(p): m.fired += 1
+    return [p.register_post_accumulate_grad_hook(act) for p in m.parameters()]
+
+
+def normalised(m):
+    return [p.register_hook(lambda g: g / (1 + g.norm())) for p in m.parameters()]
+'''
+
+
+def _hooked(name: str, cut: bool) -> Part:
+    return Part(
+        f"b = batches[{{b}}]\nopt.zero_grad()\nhandles = {name}(m)\nloss = planned(m, f, compile, rows_of(b), {cut})\n"
+        "for handle in handles: handle.remove()\n"
+        "collect(seen, '{k}', loss, m, {})\n"
+        "seen.update({f'{k} weight {n}': p.detach().clone() for n, p in m.named_parameters()})\n"
+        "if hasattr(m, 'fired'): seen['{k} fired'] = m.fired\n",
+        top=_ACTING,
+    )
+
+
+HOOKED = {
+    f"plan{' in parts' if cut else ''}, {name.replace('_', ' ')}": _hooked(name, cut)
+    for name in ("stepped_inside", "clamped", "counted", "normalised")
+    for cut in (True, False)
+}
+"""What acts on gradients while a plan runs backward: once, on the whole gradient."""
+
+_LLAMA = '''
+def llama(dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(3)
+    config = LlamaConfig(vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=1, use_cache=False)
+    lm = LlamaForCausalLM(config)
+    for layer in lm.model.layers:  # those of transformers compute in float32
+        layer.input_layernorm, layer.post_attention_layernorm = nn.RMSNorm(16), nn.RMSNorm(16)
+    lm.model.norm = nn.RMSNorm(16)
+    return lm.to(dtype)
+
+
+class KeepsNumber(nn.Linear):
+    def forward(self, x):
+        self.scale = self.weight.detach().abs().amax()
+        return F.linear(x, self.weight, self.bias)
+
+
+class KeepsTokens(nn.Linear):
+    def forward(self, x):
+        self.kept = F.linear(x, self.weight, self.bias)
+        return self.kept
+
+
+class AppendsTokens(nn.Linear):
+    def forward(self, x):
+        self.list = [F.linear(x, self.weight, self.bias)]
+        return self.list[0]
+
+
+class CountsTokens(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad(): self.seen.add_((x > 0).to(x.dtype).sum())
+        return F.linear(x, self.weight, self.bias)
+
+
+class Hooked(nn.Linear):
+    """A plain layer whose output a hook keeps."""
+
+
+def converted(seen, k, b, kind, given, convert, dtype):
+    lm = llama(dtype)
+    layer, caught = lm.model.layers[1].mlp.down_proj, []
+    layer.__class__ = kind
+    layer.register_buffer("seen", torch.zeros((), dtype=dtype))
+    if kind is Hooked: layer.register_forward_hook(lambda module, args, out: caught.append(out))
+    if convert: treefx.convert(lm)
+    for turn in range(2):
+        lm.zero_grad()
+        caught.clear()
+        logits = lm(input_ids=b["ids"], **given(b)).logits
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, V), b["labels"][:, 1:].reshape(-1))
+        kept = [layer.kept] if kind is KeepsTokens else layer.list if kind is AppendsTokens else caught
+        loss = loss + sum(x.square().mean() for x in kept)
+        loss.backward()
+        collect(seen, f"{k}.{turn}", loss, lm, {})
+'''
+_GIVEN = {
+    "a mask": "lambda b: {'attention_mask': b['am']}",
+    "no mask": "lambda b: {}",
+    "positions": "lambda b: {'attention_mask': b['am'], 'position_ids': (b['am'].cumsum(1) - 1).clamp(min=0)}",
+}
+
+CONVERTED = {
+    f"converted, {kind}, {name}": Part(
+        "b = batches[{b}]\n" + f"converted(seen, '{{k}}', b, {kind}, {given}, f is not m, dtype)\n", top=_LLAMA
+    )
+    for kind in ("nn.Linear", "KeepsNumber", "KeepsTokens", "AppendsTokens", "CountsTokens", "Hooked")
+    for name, given in _GIVEN.items()
+}
+"""A Llama that is converted, with a layer that keeps, counts or shows what it computes."""
+
+_CAUGHT = "except (ArithmeticError, KeyboardInterrupt): seen['{k} raised'] = torch.ones(())\n"
+_FAULT = "def fault(*_): raise KeyboardInterrupt\n"
+
+FAULTS = {
+    "a fault in the loss": Part(
+        "b = batches[{b}]\ntry:\n    out = f(**b)\n    raise ArithmeticError\n" + _CAUGHT, top=_FAULT
+    ),
+    "a fault in backward": Part(
+        "b = batches[{b}]\nopt.zero_grad()\ntry:\n    loss = criterion(f(**b), b)\n"
+        "    loss.register_hook(fault)\n    loss.backward()\n" + _CAUGHT,
+        top=_FAULT,
+    ),
+    "a fault at a weight": Part(
+        "b = batches[{b}]\nopt.zero_grad()\nhandle = m.embed.weight.register_hook(fault)\n"
+        "try: criterion(f(**b), b).backward()\n" + _CAUGHT + "handle.remove()\nopt.zero_grad()\n",
+        top=_FAULT,
+    ),
+    "a fault in a plan": Part(
+        "b, tries = batches[{b}], iter(range(9))\n"
+        "def broken(logp, forest):\n    if next(tries): raise ArithmeticError\n"
+        "    return treefx.losses.sft(logp, forest)\n"
+        "opt.zero_grad()\ntry: planned(m, f, compile, rows_of(b), True, broken)\nexcept ArithmeticError: pass\n"
+        "left = [p.grad.abs().sum() for p in m.parameters() if p.grad is not None and f is not m]\n"
+        "seen['{k} left'] = sum(left, torch.zeros((), dtype=dtype)).detach()\nopt.zero_grad()\n",
+    ),
+}
+SITUATIONS = {**CALLS, **INVALID, **INPLACE, **NONFINITE, **WEIGHTED, **HOOKED, **CONVERTED, **FAULTS}
+"""All calls by name."""
+
+
+def is_forest(name: str) -> bool:
+    """Whether the call runs a forest."""
+    return name.startswith(("forest", "plan")) or name == "a fault in a plan"
