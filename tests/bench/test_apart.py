@@ -1,6 +1,7 @@
 """Work in processes of their own: state that stays, crashes, hangs."""
 
 import os
+import threading
 import time
 from operator import itemgetter
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from treefx.bench.gpu import turns
-from treefx.bench.gpu.turns import Turn
-from treefx.bench.job.processes import Failure, Note, each_apart
+from treefx.bench.gpu.turns import Turn, mark_compiled
+from treefx.bench.job.processes import Failure, Note, Partial, each_apart
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEN: list[str] = []
@@ -49,6 +50,27 @@ def test_what_became_of_a_piece_may_decide_on_the_next() -> None:
     for _, outcome in each_apart(work, pieces(), seconds=30.0, method="fork"):
         outcomes.append(outcome)
     assert outcomes == [["a"], ["a", "b"]]
+
+
+def report(piece: str, note: Note) -> tuple[Any, bool]:
+    """Report two records, then end, or hang."""
+    for number in range(2):
+        note({"piece": piece, "number": number})
+    if piece == "hang":
+        time.sleep(60)
+    return piece, True
+
+
+def test_records_arrive_before_their_piece_ends() -> None:
+    found = list(each_apart(report, ["a", "hang"], seconds=1.0, method="fork"))
+    assert [outcome for _, outcome in found[:3]] == [{"piece": "a", "number": 0}, {"piece": "a", "number": 1}, "a"]
+    assert [type(outcome) for _, outcome in found] == [Partial, Partial, str, Partial, Partial, Failure]
+
+
+def test_a_deadline_ends_what_runs_and_begins_nothing() -> None:
+    found = list(each_apart(report, ["hang", "b"], seconds=60.0, method="fork", deadline=time.monotonic() + 1.0))
+    assert [piece for piece, _ in found] == ["hang"] * 3
+    assert "the deadline passed" in found[-1][1]
 
 
 def meet(piece: tuple[str, str], note: Note) -> tuple[Any, bool]:
@@ -99,6 +121,21 @@ def test_processes_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     assert a[:2] == b[:2] == (False, True) and all(a[4:]) and all(b[4:])
     assert a[3] <= b[2] + 0.05, "the second begins when the first has given the device"
+
+
+def test_the_first_turn_begins_when_all_have_compiled(tmp_path: Path) -> None:
+    path = tmp_path / "turn"
+    turn = Turn(path, torch.nn.Linear(1, 1), together=2)
+    waiting = threading.Thread(target=turn.take)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive() and not turn.taken
+    mark_compiled(path)
+    waiting.join(10)
+    assert turn.taken and turn.compiled_at is not None
+    late = Turn(tmp_path / "other", torch.nn.Linear(1, 1), together=2, compiled_by=time.time())
+    late.take()
+    assert late.taken
 
 
 def test_who_finds_no_room_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Batches whose rows share what trainers' rollouts share, of random tokens."""
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ from treefx.bench.attention.trees import Tree
 from treefx.bench.gpu.scale import Scale
 from treefx.data import Batch
 
-__all__ = ["SHARING", "Rows", "make_batch", "shortened", "tree_of"]
+__all__ = ["FRESH", "SHARING", "Rows", "make_batch", "shortened", "tree_of", "varied"]
+
+FRESH = 6
+"""Batches of one kind that are drawn beside the first: more than the tries that a process keeps."""
 
 Rows = tuple[tuple[tuple[int, int], ...], ...]
 """Of every row its pieces: a number that names the piece among those that follow the same ones, and its tokens."""
@@ -40,8 +44,30 @@ SHARING: dict[str, Rows] = {
 
 
 def shortened(rows: Rows) -> Rows:
-    """Return rows that share as these do, with a hundredth of their tokens."""
-    return tuple(tuple((number, max(1, length // 100)) for number, length in row) for row in rows)
+    """Return rows that share as these do, with a hundredth of their tokens; rows of one length keep one length."""
+    return tuple(_shortened(row) for row in rows)
+
+
+def _shortened(row: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    ends = [end // 100 for end in accumulate(length for _, length in row)]
+    return tuple((number, end - start) for (number, _), start, end in zip(row, [0, *ends], ends, strict=False))
+
+
+def varied(rows: Rows, number: int) -> Rows:
+    """Return rows of the same lengths that fork elsewhere where all have two pieces, a prefix and a rest.
+
+    Forks move to either side in turn, so that the batches have as many distinct tokens on average.
+
+    Args:
+        rows: a kind of batch.
+        number: of the batch; 0 leaves the rows as they are.
+    """
+    if any(len(row) != 2 for row in rows):
+        return rows
+    moved = (number + 1) // 2 * min(row[0][1] + row[1][1] for row in rows) // 256 * (-1) ** number
+    if any(min(row[0][1], row[1][1]) < 2 * abs(moved) for row in rows):
+        return rows
+    return tuple(((prefix, length - moved), (rest, others + moved)) for (prefix, length), (rest, others) in rows)
 
 
 def tree_of(rows: Rows) -> Tree:
@@ -57,9 +83,9 @@ def tree_of(rows: Rows) -> Tree:
     return Tree(f"{len(rows)} rows", tuple(nodes))
 
 
-def make_batch(scale: Scale, rows: Rows, vocabulary: int) -> Batch:
+def make_batch(scale: Scale, rows: Rows, vocabulary: int, seed: int = 0) -> Batch:
     """Rows padded on the right; pieces with equal numbers behind equal pieces have equal tokens."""
-    drawn = [_tokens(row, vocabulary) for row in rows]
+    drawn = [_tokens(row, vocabulary, seed) for row in rows]
     width = max(map(len, drawn))
     ids, mask = (torch.zeros(len(drawn), width, dtype=torch.int64) for _ in range(2))
     for number, row in enumerate(drawn):
@@ -68,10 +94,10 @@ def make_batch(scale: Scale, rows: Rows, vocabulary: int) -> Batch:
     return Batch(ids, mask, ids.masked_fill(mask == 0, -100))
 
 
-def _tokens(row: tuple[tuple[int, int], ...], vocabulary: int) -> Any:
+def _tokens(row: tuple[tuple[int, int], ...], vocabulary: int, seed: int) -> Any:
     pieces = []
     for place, (number, length) in enumerate(row):
-        random = np.random.default_rng([*(known for known, _ in row[:place]), number])
+        random = np.random.default_rng([seed, *(known for known, _ in row[:place]), number])
         piece = random.integers(1, vocabulary, length)
         if length:
             piece[0] = 1 + number  # or pieces may begin alike by chance

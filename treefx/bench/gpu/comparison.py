@@ -20,39 +20,50 @@ _LEAST = 1e-3
 
 
 def compare_steps(scale: Scale, records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Compare the ways on every batch that treefx and a way of rows have run.
+    """Compare the newest record with every earlier record of the same model and batch.
 
     Args:
         scale: where they ran.
-        records: of `step`.
+        records: of `step`, one per way and batch, in the order in which they came.
 
     Yields:
-        One record per model, batch and way of treefx: how far its loss and gradients are from those on rows, how many
-        times faster it is than each, and how much of the bound that the tokens set it reaches.
+        One record per way of treefx that the newest record completes a pair for: how far its loss and gradients are
+        from those on rows, how many times faster it is than each way of rows that is known, and which part of the
+        bound that the tokens set it reaches against the fastest of them.
     """
-    found = {
-        (record["model"], sharing, record["way"]): measured
+    newest = records[-1]
+    if "batch" not in newest or "problem" in newest:
+        return
+    same = {
+        record["way"]: record
         for record in records
-        for sharing, measured in record.get("steps", {}).items()
-        if "problem" not in measured
+        if (record.get("model"), record.get("batch")) == (newest["model"], newest["batch"]) and "problem" not in record
     }
-    for (model, sharing, way), ours in found.items():
-        others = {rows: found[model, sharing, rows] for rows in ROWS if (model, sharing, rows) in found}
-        if way in OURS and others:
-            yield {"case": f"{model}, {sharing}: {way}", **_compared(ours, others, _CLOSE[scale.dtype])}
+    others = {way: same[way] for way in ROWS if way in same}
+    completed = [newest["way"]] if newest["way"] in OURS else [way for way in OURS if way in same]
+    for way in completed if others else ():
+        case = f"{newest['model']}, {newest['batch']}: {way} against {', '.join(others)}"
+        yield {"case": case, **_compared(same[way], others, _CLOSE[scale.dtype])}
 
 
 def _compared(ours: dict[str, Any], others: dict[str, dict[str, Any]], close: dict[str, float]) -> dict[str, Any]:
     bound = ours["raw_tokens"] / ours["tokens"]
     faster = {way: other["seconds"] / ours["seconds"] for way, other in others.items()}
-    record: dict[str, Any] = {f"times_{way.replace(' ', '_')}": round(ratio, 3) for way, ratio in faster.items()}
-    record |= {"token_bound": round(bound, 3), "of_bound": round(min(faster.values()) / bound, 3), "wrong": []}
+    record: dict[str, Any] = {f"times_{_key(way)}": round(ratio, 3) for way, ratio in faster.items()}
+    fresh = min(other["fresh_seconds"] / ours["fresh_seconds"] for other in others.values())
+    record |= {"fresh_times": round(fresh, 3), "token_bound": round(bound, 3)}
+    record |= {"of_bound": round(min(faster.values()) / bound, 3), "fresh_of_bound": round(fresh / bound, 3)}
+    record["wrong"] = []
     distances = [_apart(ours, other) for other in others.values()]
     for name, limit in close.items():
         apart = record[f"{name}_apart"] = max((one[name] for one in distances), key=_or_infinite)
         if not apart <= limit:  # NaN too
             record["wrong"].append(f"{name} must be {limit:.0e} apart at most, got {apart:.1e}")
     return record
+
+
+def _key(way: str) -> str:
+    return way.replace(",", "").replace(" ", "_")
 
 
 def _apart(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:

@@ -16,6 +16,10 @@ from treefx.kernels.tiles.hosted import send
 __all__ = ["Heads", "Scale", "draw"]
 
 
+def _unreported(report: str | dict[str, Any]) -> None:
+    """Drop a report: nothing listens."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """Where a stage runs.
@@ -23,10 +27,16 @@ class Scale:
     Attributes:
         rehearsal: on the CPU, generated kernels in Triton's interpreter: every line runs, no figure means anything.
         turn: a file by which processes side by side agree who has the device.
+        together: how many processes compile side by side before the first of them measures.
+        compiled_by: by ``time.time``: from then on a process measures although others still compile.
+        report: takes a record that is complete before its case ends, or the name of the step that begins.
     """
 
     rehearsal: bool
     turn: Path | None = None
+    together: int = 0
+    compiled_by: float = float("inf")
+    report: Callable[[str | dict[str, Any]], None] = _unreported
 
     @property
     def device(self) -> str:

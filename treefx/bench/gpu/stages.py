@@ -17,14 +17,17 @@ from treefx.bench.attention import cuda as bench_cuda
 from treefx.bench.attention.settings import SETTINGS, Setting
 from treefx.bench.attention.trees import Tree
 from treefx.bench.gpu import kernels, launches, steps
+from treefx.bench.gpu.batches import SHARING
 from treefx.bench.gpu.comparison import compare_steps
 from treefx.bench.gpu.scale import Scale
-from treefx.bench.job.processes import Failure, Note, each_apart
+from treefx.bench.gpu.turns import mark_compiled
+from treefx.bench.job.processes import Failure, Note, Partial, each_apart
 from treefx.errors import InputError, UnsupportedError
 
-__all__ = ["STAGES", "Stage", "describe", "rows", "run"]
+__all__ = ["STAGES", "Stage", "count", "describe", "line", "run"]
 
-_MINUTES = 7.5
+_MINUTES, _TO_COMPILE = 7.5, 0.6
+"""No case starts after so many minutes; of the time there is, the part after which nothing waits for compilers."""
 _MIB = 2**20
 _TINY_MODEL = {
     "model_type": "qwen3",
@@ -52,7 +55,9 @@ class Stage:
         environment: variables that are set before anything is imported.
         seconds: after which a case counts as hanging.
         jobs: cases at once: more than one where nothing is timed, or where they take turns.
-        conclude: what all records together say, as further records.
+        apart: whether each case gets a process of its own although one runs at a time.
+        compare: further records that the newest of all records completes.
+        chosen: keeps of a case the batches of these names, or returns None.
     """
 
     about: str
@@ -62,7 +67,9 @@ class Stage:
     environment: dict[str, str] = field(default_factory=dict)
     seconds: float = 150.0
     jobs: int = 1
-    conclude: Callable[[Scale, Sequence[dict[str, Any]]], Iterable[dict[str, Any]]] = lambda scale, records: ()
+    apart: bool = False
+    compare: Callable[[Scale, Sequence[dict[str, Any]]], Iterable[dict[str, Any]]] = lambda scale, records: ()
+    chosen: Callable[[Any, Sequence[str]], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,12 +114,18 @@ def _large(scale: Scale, case: _Large) -> dict[str, Any]:
     return {"parts": parts, "row_by_row": rows, "uncut": uncut, "wrong": wrong}
 
 
+def _first(scale: Scale, case: steps.Run) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=str(Path(folder, "triton")))
+        return steps.first_step(scale, case)
+
+
 def _small_tree(case: _Large) -> _Large:
     return replace(case, tokens=24, limit=5 * _MIB)
 
 
-_UNSEEN = ("norms",)
-"""What only a file shows: hundreds of numbers."""
+_UNSEEN = ("norms", "kernels", "model", "way", "batch")
+"""What only a file shows, or the name of the case says."""
 _INTERPRETED = ("sanitize", "correct", "prologue", "rates")
 """Stages that run generated kernels: in rehearsal in Triton's interpreter."""
 STAGES: dict[str, Stage] = {
@@ -140,15 +153,32 @@ STAGES: dict[str, Stage] = {
         steps.rehearsed,
         {"TORCHINDUCTOR_COMPILE_THREADS": "2"},
         seconds=400.0,
-        jobs=12,
-        conclude=compare_steps,
+        jobs=16,
+        compare=compare_steps,
+        chosen=steps.chosen,
+    ),
+    "first": Stage(
+        "a first step, one process at a time, nothing cached",
+        steps.FIRST,
+        _first,
+        steps.rehearsed,
+        seconds=240.0,
+        apart=True,
     ),
     "large": Stage("a tree larger than memory", (_Large(768), _Large(1536)), _large, _small_tree, seconds=400.0),
 }
 
 
 def run(
-    name: str, *, rehearsal: bool = False, minutes: float = _MINUTES, cases: int | None = None, method: str = "spawn"
+    name: str,
+    *,
+    rehearsal: bool = False,
+    minutes: float = _MINUTES,
+    cases: int | None = None,
+    only: str = "",
+    batches: Sequence[str] = (),
+    deadline: float = float("inf"),
+    method: str = "spawn",
 ) -> Iterator[dict[str, Any]]:
     """Measure the cases of a stage, each in a process that may die without taking the others with it.
 
@@ -157,42 +187,68 @@ def run(
         rehearsal: on the CPU and tiny: shows that every line runs, and no figure.
         minutes: no new case starts after this time.
         cases: how many at most; all by default.
+        only: text that the name of a case must contain.
+        batches: names of batches; all by default.
+        deadline: seconds after which the processes that still run are ended.
         method: how processes start.
 
     Yields:
-        One record per case, as they end: ``case``, ``wrong`` (in words; empty if nothing is), ``seconds``, and what was
-        measured; then those of what all together say.
+        Records as they come: one per batch where a case has several, one per case, and comparisons as soon as a pair
+        is complete. Each has ``case`` and ``wrong`` (in words; empty if nothing is).
 
     Raises:
-        InputError: there is no such stage.
-        UnsupportedError: there is no CUDA device, and nobody wants a rehearsal.
+        InputError: there is no such stage, case or batch.
+        UnsupportedError: there is no CUDA device, and this is no rehearsal.
     """
-    if name not in STAGES:
-        raise InputError(f"--stage must be one of {', '.join(STAGES)}, got {name!r}")
+    chosen = _choose(name, cases, only, batches)
     if not rehearsal and not torch.cuda.is_available():
         raise UnsupportedError("this stage must run on a CUDA device, and there is none: try --rehearse on the CPU")
     stage, start, before = STAGES[name], time.perf_counter(), dict(os.environ)
     os.environ.update(_environment(name, rehearsal))
-    left = list(range(len(stage.cases)))[:cases]
+    left, jobs = list(chosen), min(stage.jobs, 2 if rehearsal else 16)
+    with tempfile.TemporaryDirectory() as folder:
+        turn = Path(folder, "turn")
+        scale = Scale(rehearsal, turn, min(jobs, len(left)), time.time() + _TO_COMPILE * min(deadline, 60 * minutes))
 
-    def pieces(turn: Path) -> Iterator[tuple[str, int, Scale]]:
-        while left and time.perf_counter() - start <= 60 * minutes:
-            yield name, left.pop(0), Scale(rehearsal, turn)
+        def pieces() -> Iterator[tuple[str, Any, Scale]]:
+            while left and time.perf_counter() - start <= 60 * minutes:
+                yield name, left.pop(0), scale
 
-    records = []
-    how: dict[str, Any] = {"seconds": stage.seconds, "method": method, "jobs": min(stage.jobs, 2 if rehearsal else 16)}
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for (_, number, _), found in each_apart(_work, pieces(Path(folder, "turn")), **how):
+        how: dict[str, Any] = {"seconds": stage.seconds, "method": method, "jobs": jobs}
+        records: list[dict[str, Any]] = []
+        try:
+            for (_, case, _), found in each_apart(_work, pieces(), deadline=time.monotonic() + deadline, **how):
+                if not isinstance(found, Partial):
+                    mark_compiled(turn)  # nobody waits for a process that has ended
                 record = {"wrong": [str(found)]} if isinstance(found, Failure) else found
-                records.append({"case": stage.cases[number].name, **record})
+                records.append({"case": case.name, **record})
                 yield records[-1]
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    yield from stage.conclude(Scale(rehearsal), records)
-    for number in left:
-        yield {"case": stage.cases[number].name, "wrong": [f"not measured: the {minutes:g} minutes are up"]}
+                yield from stage.compare(scale, records)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+    for case in left:
+        yield {"case": case.name, "wrong": ["not measured: the time is up"]}
+
+
+def count(name: str, cases: int | None = None, only: str = "", batches: Sequence[str] = ()) -> int:
+    """Return how many cases `run` would measure."""
+    return len(_choose(name, cases, only, batches))
+
+
+def _choose(name: str, cases: int | None, only: str, batches: Sequence[str]) -> list[Any]:
+    if name not in STAGES:
+        raise InputError(f"--stage must be one of {', '.join(STAGES)}, got {name!r}")
+    stage, found = STAGES[name], list(STAGES[name].cases)
+    if batches and stage.chosen is None:
+        raise InputError(f"--batches is for stages whose cases have several batches; {name} has none")
+    if unknown := [batch for batch in batches if batch not in SHARING]:
+        raise InputError(f"--batches must be of {', '.join(SHARING)}; got {', '.join(unknown)}")
+    if batches and stage.chosen is not None:
+        found = [case for case in (stage.chosen(case, batches) for case in found) if case is not None]
+    if only and not any(only in case.name for case in found):
+        raise InputError(f"--only must be part of the name of a case, such as {found[0].name!r}; got {only!r}")
+    return [case for case in found if only in case.name][:cases]
 
 
 def describe(name: str, rehearsal: bool, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -216,15 +272,12 @@ def describe(name: str, rehearsal: bool, records: Sequence[dict[str, Any]]) -> d
     }
 
 
-def rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Return the lines of a table: what was measured in words, and whether anything is wrong."""
-    lines = []
-    for record in records:
-        known = {name: value for name, value in record.items() if name not in ("case", "seconds", "wrong")}
-        found = "; ".join(f"{name.replace('_', ' ')} {_brief(value)}" for name, value in known.items())
-        verdict = "; ".join(record["wrong"]) or "right"
-        lines.append((record["case"], str(record.get("seconds", "-")), found, verdict))
-    return lines
+def line(record: dict[str, Any]) -> str:
+    """Return one line: what was measured in words, and whether anything is wrong."""
+    known = {name: value for name, value in record.items() if name not in ("case", "wrong", *_UNSEEN)}
+    found = "; ".join(f"{name.replace('_', ' ')} {_brief(value)}" for name, value in known.items())
+    case = f"{record['batch']}, {record['way']}" if "batch" in record else record["case"]
+    return f"{case}: {found or '-'}: {'; '.join(record['wrong']) or 'right'}"
 
 
 def _brief(value: Any) -> str:
@@ -239,14 +292,14 @@ def _environment(name: str, rehearsal: bool) -> dict[str, str]:
     return {"TRITON_INTERPRET": "1"} if name in _INTERPRETED else {}
 
 
-def _work(piece: tuple[str, int, Scale], note: Note) -> tuple[dict[str, Any], bool]:
-    name, number, scale = piece
+def _work(piece: tuple[str, Any, Scale], note: Note) -> tuple[dict[str, Any], bool]:
+    name, case, scale = piece
     stage = STAGES[name]
-    note(f"case {number + 1}")
+    note(case.name)
     began = time.perf_counter()
-    case = stage.rehearsed(stage.cases[number]) if scale.rehearsal else stage.cases[number]
     try:
-        record, good = stage.measure(scale, case), True
+        measured = stage.rehearsed(case) if scale.rehearsal else case
+        record, good = stage.measure(replace(scale, report=note), measured), not stage.apart
     except Exception as reason:  # of many types, of the device too: the other cases are worth having
         record, good = {"wrong": [f"{type(reason).__name__}: {str(reason)[:300]}"]}, scale.rehearsal
     return {**record, "seconds": round(time.perf_counter() - began, 2)}, good

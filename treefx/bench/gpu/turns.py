@@ -1,4 +1,4 @@
-"""The device for one process alone: many compile side by side, one at a time takes memory and measures."""
+"""The device for one process at a time: processes compile side by side, then each takes memory and measures alone."""
 
 import fcntl
 import gc
@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-__all__ = ["Turn", "patiently"]
+__all__ = ["Turn", "mark_compiled", "patiently"]
 
-_TRIES, _PAUSE_S, _CROWDED = 30, 5.0, 0.1
+_TRIES, _PAUSE_S, _LOOK_S, _CROWDED = 30, 5.0, 0.2, 0.1
 _Found = TypeVar("_Found")
 
 
@@ -54,31 +54,63 @@ def _forget() -> None:
         torch.cuda.empty_cache()
 
 
+def mark_compiled(path: Path) -> None:
+    """Note beside the file of turns that one more process has compiled, or ended."""
+    with _compiled(path).open("ab") as file:
+        file.write(b".")
+
+
+def _compiled(path: Path) -> Path:
+    return path.with_suffix(".compiled")
+
+
 class Turn:
     """A process's claim to the device.
 
     Attributes:
         taken: whether this process has the device.
+        compiled_at: by ``time.perf_counter``: when the first graph was compiled; None before.
 
     Args:
         path: a file that all processes know; ``None`` where there is no other.
         model: its parameters leave the device while the process waits.
+        together: the first turn begins when so many processes have compiled: compilers beside it slow a step down.
+        compiled_by: by ``time.time``: the first turn begins then at the latest.
     """
 
-    def __init__(self, path: Path | None, model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        model: torch.nn.Module,
+        together: int = 0,
+        compiled_by: float = float("inf"),
+    ) -> None:
+        self._path = path
         self._file: Any = None if path is None else path.open("a")
         self._model = model
         self._devices = [parameter.device for parameter in model.parameters()]
+        self._together, self._compiled_by = together, compiled_by
         self.taken = self._away = False
+        self.compiled_at: float | None = None
 
     def take(self) -> None:
         """Wait until no other process has the device; nothing happens if this one has it."""
         if self.taken or self._file is None:
             return
         self._move(["cpu"] * len(self._devices))
+        self._wait_for_compilers()
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self.taken, self._away = True, False
         self._move(self._devices)
+
+    def _wait_for_compilers(self) -> None:
+        if self._path is None or self.compiled_at is not None:
+            return
+        self.compiled_at = time.perf_counter()
+        mark_compiled(self._path)
+        marks = _compiled(self._path)
+        while marks.stat().st_size < self._together and time.time() < self._compiled_by:
+            time.sleep(_LOOK_S)
 
     def give(self) -> None:
         """Let the next one have it, and the memory of gradients."""

@@ -9,7 +9,7 @@ import typer
 from rich.progress import track
 
 from treefx.cli.bench.app import Json, bench, show
-from treefx.output import console, make_table, notes, print_json
+from treefx.output import console, notes, print_json, print_line
 
 __all__ = ["attention", "forest", "gpu", "host", "kernel", "mixers"]
 
@@ -120,11 +120,16 @@ def host(json: Json = False) -> None:
 
 @bench.command()
 def gpu(
-    stage: Annotated[str, typer.Option(help="sanitize, correct, prologue, rates, attention, step or large.")],
+    stage: Annotated[str, typer.Option(help="sanitize, correct, prologue, rates, attention, step, first or large.")],
     rehearse: Annotated[bool, typer.Option("--rehearse", help="On the CPU, tiny: figures mean nothing.")] = False,
     minutes: Annotated[float, typer.Option(help="No new case starts after this time.")] = 7.5,
     cases: Annotated[int | None, typer.Option(min=1, help="How many cases at most.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A file that gets the records as they come.")] = None,
+    only: Annotated[str, typer.Option(help="Text in the names of the cases that run, such as 0.6B.")] = "",
+    batches: Annotated[str, typer.Option(help="Of step and first: names of batches, separated by commas.")] = "",
+    deadline: Annotated[float, typer.Option(help="Seconds after which what still runs is ended.")] = float("inf"),
+    out: Annotated[
+        Path | None, typer.Option(help="A file that gets the records as they come; .jsonl: one line each.")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Of rates: tiles are chosen by them from now on.")] = False,
     json: Json = False,
 ) -> None:
@@ -132,28 +137,56 @@ def gpu(
 
     sanitize: no kernel overwrites what is still read (Triton's concurrency sanitizer). correct: all forms against
     float64. prologue and rates: what programs and tiles cost. attention: against FlexAttention and rows. step: whole
-    training steps against inductor. large: a tree larger than memory. Each stage takes less than eight minutes, and the
-    command fails if anything is wrong.
+    training steps against inductor. first: first steps, with nothing cached. large: a tree larger than memory. Each
+    stage takes less than eight minutes, prints each record as it comes, and fails if anything is wrong.
     """
     from treefx.bench.gpu import launches, stages
 
     if keep and (rehearse or stage != "rates"):
         raise typer.BadParameter("only --stage rates on a GPU finds what can be kept", param_hint="--keep")
+    chosen: dict[str, Any] = {"cases": cases, "only": only}
+    chosen["batches"] = [name.strip() for name in _split(batches)]
     records: list[dict[str, Any]] = []
-    total = None if stage not in stages.STAGES else len(stages.STAGES[stage].cases[:cases])
-    found = stages.run(stage, rehearsal=rehearse, minutes=minutes, cases=cases)
-    for record in track(found, total=total, disable=json, console=notes, transient=True):
+    notes.print(f"{stage}: {stages.count(stage, **chosen)} cases{_REHEARSED if rehearse else ''}")
+    for record in stages.run(stage, rehearsal=rehearse, minutes=minutes, deadline=deadline, **chosen):
         records.append(record)
-        _save(stages.describe(stage, rehearse, records), out)
+        _keep(stages.describe(stage, rehearse, records), out)
+        if not json:
+            print_line(stages.line(record))
+            console.file.flush()
     if json:
         print_json(stages.describe(stage, rehearse, records))
-    else:
-        title = f"{stage}{' (rehearsal on the CPU: figures mean nothing)' if rehearse else ''}"
-        console.print(make_table(title, ("case", "seconds", "found", "verdict"), stages.rows(records)))
     if keep:
         notes.print(f"kept in {launches.keep(records)}")
     if any(record["wrong"] for record in records):
         raise typer.Exit(1)
+
+
+_REHEARSED = " (rehearsal on the CPU: figures mean nothing)"
+
+
+def _split(names: str) -> list[str]:
+    """The names of batches, some of which have commas in them: a comma separates where a name ends."""
+    from treefx.bench.gpu.batches import SHARING
+
+    found, rest = [], names.strip()
+    while rest:
+        known = max((name for name in SHARING if rest.startswith(name)), key=len, default=rest.split(",")[0])
+        found.append(known)
+        rest = rest[len(known) :].lstrip(" ,")
+    return found
+
+
+def _keep(described: dict[str, Any], out: Path | None) -> None:
+    """Write the newest record as a line behind one that describes the run, or the whole document anew."""
+    if out is None or out.suffix != ".jsonl":
+        return _save(described, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    *before, newest = described.pop("records")
+    with out.open("a" if before else "w", encoding="utf-8") as file:
+        if not before:
+            file.write(dumps(described) + "\n")
+        file.write(dumps(newest) + "\n")
 
 
 @bench.command()
