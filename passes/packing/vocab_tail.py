@@ -103,6 +103,7 @@ def surprise(
         chosen[item.picks] = scores[item.row, item.column]
         # Subtract, exponentiate and sum by hand: logsumexp would hold a second chunk.
         top = scores.amax(dim=1)
+        top.masked_fill_(top == -torch.inf, 0.0)  # a chunk of forbidden entries: -inf - (-inf) would be NaN
         total = scores.sub_(top[:, None]).exp_().sum(dim=1)
         lse = torch.logaddexp(lse, top + total.log())
     row = torch.where((slot >= 0) & (token >= 0), slot, len(lse))  # there may be no row at all

@@ -73,6 +73,11 @@ class Edges:
         """float64 [entries]: the row's weight of predicting the target; `weight` is its sum per edge."""
         return self.raw_weight[self.raw_index]
 
+    @lasting_property
+    def has_weight(self) -> torch.Tensor:
+        """bool [E]: whether any of the edge's rows has a weight of predicting it that is not 0."""
+        return self.sum_entries((self.row_weight != 0).to(self.row_weight.dtype)) > 0
+
     def sum_entries(self, values: torch.Tensor) -> torch.Tensor:
         """Sum [entries] values per edge into [E]; deterministic, as every edge's entries are contiguous."""
         return torch.segment_reduce(values, "sum", offsets=self.row_offsets, initial=0.0)

@@ -10,6 +10,7 @@ the sum of all and R the number of rows, the reductions are
     Constant(length)     sum_{b,t} w[b,t] l[b,t] / (R * length)         (Dr. GRPO)
     PromptMean(prompts)  mean over prompts of the token mean over the prompt's rows
 
+A token of weight 0 is left out, whatever its log-probability is: -inf, for a forbidden token, and NaN too.
 With weights 0 or 1, token_mean is the mean over the tokens of weight 1: what `torch.nn.CrossEntropyLoss`
 gives for labels that are -100 elsewhere. A row or a prompt whose weights are all 0 has no mean; it adds 0 and still
 counts. Over several batches or ranks: "sum", divided by the number of tokens in all of them.

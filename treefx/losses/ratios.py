@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treefx.errors import ForestError, InputError
 from treefx.forests.forest import Forest
-from treefx.losses.reading import PerEdge, check_weights, read_per_token, require_whole
+from treefx.losses.reading import PerEdge, check_weights, counted, read_per_token, require_whole
 from treefx.losses.terms import Collect, align
 
 __all__ = ["Groups", "Level", "Ratios", "compute_ratios", "read_groups"]
@@ -71,7 +71,8 @@ def compute_ratios(
     if level == "sequence":
         shares = (weight / sequences.total[sequences.index]).where(weight != 0, 0.0)
         return Ratios(mean, seen, lambda entries: sequences.sum(entries).to(logp.dtype), shares, None)
-    log = mean.detach()[sequences.index] + (terms.logp - terms.logp.detach())
+    own = counted(terms.logp, weight != 0)
+    log = mean.detach()[sequences.index] + (own - own.detach())
     return Ratios(log, seen[sequences.index], terms.collect, weight, terms.logp)
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "check_finite",
     "check_logp",
     "check_weights",
+    "counted",
     "read_bounds",
     "read_per_edge",
     "read_per_row",
@@ -60,6 +61,16 @@ def check_finite(values: Tensor, name: str, counts: Tensor) -> Tensor:
     if bool((counts & ~finite).any()):
         raise ForestError(f"{name} must be finite wherever a weight is not 0, got NaN or infinity")
     return values.where(finite, 0.0)
+
+
+def counted(values: Tensor, counts: Tensor) -> Tensor:
+    """Return values where they count, and 0 elsewhere: -inf times a weight of 0 would be NaN, in the gradient likewise.
+
+    Args:
+        values: one number per edge, entry or token.
+        counts: bool, of the same shape.
+    """
+    return values.where(counts, 0.0)
 
 
 def require_whole(forest: Forest, name: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.losses.metrics import Metrics
-from treefx.losses.reading import PerEdge, check_logp
+from treefx.losses.reading import PerEdge, check_logp, counted
 from treefx.losses.reductions import Reduction, edge_scale, entry_scale
 from treefx.losses.terms import align
 
@@ -108,4 +108,5 @@ def entropy(
         raise InputError("entropies are at least 0, got negative numbers: log-probabilities? use treefx.edge_entropy")
     if metrics is not None:
         metrics.add("entropy", entropies, forest.edges.weight)
-    return (edge_scale(forest, reduction).to(entropies.dtype) * entropies).sum()
+    scale = edge_scale(forest, reduction).to(entropies.dtype)
+    return (scale * counted(entropies, scale != 0)).sum()

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from treefx.errors import ForestError, InputError
 from treefx.forests.forest import Forest
-from treefx.losses.reading import PerEdge, check_finite, check_logp, read_per_edge, read_per_token, require_whole
+from treefx.losses.reading import (
+    PerEdge,
+    check_finite,
+    check_logp,
+    counted,
+    read_per_edge,
+    read_per_token,
+    require_whole,
+)
 
 __all__ = ["PairReduction", "Pairs", "read_pairs", "reduce_rows", "ref_sums", "row_sums", "row_totals"]
 
@@ -26,7 +34,8 @@ def row_sums(logp: Tensor, forest: Forest, name: str) -> Tensor:
     check_logp(logp, forest)
     require_whole(forest, name)
     edges = forest.edges
-    entries = edges.row_weight.to(logp.dtype) * logp[edges.edge_of_entry]
+    weight = edges.row_weight.to(logp.dtype)
+    entries = weight * counted(logp[edges.edge_of_entry], weight != 0)
     raw = logp.new_zeros(forest.raw_tokens).index_put((edges.raw_index,), entries)
     return torch.segment_reduce(raw, "sum", offsets=forest.row_offsets)
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from treefx.forests.forest import Forest
-from treefx.losses.reading import check_logp
+from treefx.losses.reading import check_logp, counted
 from treefx.losses.reductions import Reduction, edge_scale
 
 __all__ = ["sft"]
@@ -26,4 +26,5 @@ def sft(logp: Tensor, forest: Forest, reduction: Reduction = "sum") -> Tensor:
         InputError: no such reduction.
     """
     check_logp(logp, forest)
-    return -(edge_scale(forest, reduction).to(logp.dtype) * logp).sum()
+    scale = edge_scale(forest, reduction).to(logp.dtype)
+    return -(scale * counted(logp, scale != 0)).sum()

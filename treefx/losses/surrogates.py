@@ -13,6 +13,7 @@ from treefx.losses.reading import (
     check_finite,
     check_logp,
     check_weights,
+    counted,
     read_bounds,
     read_per_row,
 )
@@ -51,7 +52,7 @@ def policy_gradient(
     """
     check_logp(logp, forest)
     gain = forest.edges.sum_entries(_gains(forest, advantages, importance, reduction))
-    return -(gain.to(logp.dtype) * logp).sum()
+    return -(gain.to(logp.dtype) * counted(logp, forest.edges.has_weight)).sum()
 
 
 def clipped(
@@ -186,7 +187,8 @@ def cispo(
         sign = _gains(forest, advantages, None, reduction)
         weight, gaining = ratios.collect(ratios.weight), ratios.collect(ratios.weight * (sign > 0))
         metrics.add_sums("cispo_clip_ratio", (gaining * (ratio > 1 + high)).sum(), weight.sum())
-    return -(ratios.collect(gains) * ratio.clamp(1 - low, 1 + high) * ratios.logp).sum()
+    counts = ratios.collect((ratios.weight != 0).double()) > 0
+    return -(ratios.collect(gains) * ratio.clamp(1 - low, 1 + high) * counted(ratios.logp, counts)).sum()
 
 
 def _gains(forest: Forest, advantages: PerRow, importance: PerRow | None, reduction: Reduction) -> Tensor:
