@@ -1,7 +1,8 @@
 """The dense reference: every query against every key, differentiated by autograd.
 
 It is the specification of ``treefx::tree_attention`` in code. It runs any dtype on any device, accumulates in
-float64 for float64 and in float32 otherwise, and holds the scores of one block of queries at a time.
+float64 for float64 and in float32 otherwise, and holds the scores of one block of queries at a time. Numbers that are
+not finite reach the tokens that see them, and no other one.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled, empty_outputs
+from treefx.kernels.masked_products import masked_scores, masked_sum
 from treefx.kernels.score import Expr, Score, evaluate
 
 __all__ = ["backward", "forward"]
@@ -73,24 +75,25 @@ def _attend_block(inputs: Inputs, score: Score, rows: Tensor) -> tuple[Tensor, T
     group = heads // inputs.k.shape[1]
     keys = inputs.keys.to(dtype).repeat_interleave(group, dim=1)
     values = inputs.values.to(dtype).repeat_interleave(group, dim=1)
-    dot = inputs.q[:, :, rows].to(dtype) @ keys.transpose(-1, -2)
     q, k, head, batch_index = inputs.indices(0, tokens)
     q = q[rows]
 
-    def evaluated(expr: Expr) -> Tensor:
+    def evaluated(expr: Expr, dot: Tensor) -> Tensor:
         return evaluate(expr, dot=dot, q=q, k=k, head=head, batch=batch_index, buffers=inputs.buffers)
 
     first, end = inputs.intervals()
     visible = (first <= q) & (q < end)
     if score.visible is not None:
-        visible = visible & evaluated(score.visible).to(torch.bool)
-    value = evaluated(score.value).to(dtype).expand_as(dot)
+        visible = visible & evaluated(score.visible, keys.new_zeros(())).to(torch.bool)  # a condition reads no product
+    visible = visible.expand(batch, heads, len(rows), keys.shape[2])
+    dot = masked_scores(inputs.q[:, :, rows].to(dtype), keys, visible)
+    value = evaluated(score.value, dot).to(dtype).expand_as(dot)
     logits = value.masked_fill(~visible, -torch.inf)
     if inputs.sinks is not None:
         sink = inputs.sinks.to(dtype)[None, :, None, None].expand(batch, heads, len(rows), 1)
         logits = torch.cat([logits, sink], dim=-1)
     weights, lse = _softmax(logits)
-    return weights[..., : keys.shape[2]] @ values, lse
+    return masked_sum(weights[..., : keys.shape[2]], values, visible), lse
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:

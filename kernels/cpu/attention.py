@@ -9,6 +9,9 @@ rectangles the exact gradient.
 A condition or a bias is :mod:`treefx.kernels.cpu.scored_tiles`, gradients of such a bias are
 :mod:`treefx.kernels.cpu.bias_gradients`. A logit that is not linear in q.k (softcap), or a gradient for a bias of
 another form, takes :mod:`treefx.kernels.cpu.eager_tiles`.
+
+A mask that is added to scores keeps NaN, and weights of 0 keep the NaN of values. Where a result is not finite, the
+exact form of the eager tiles computes it again, in which a branch reads its ancestors alone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +25,7 @@ from treefx.kernels.cpu import eager_tiles
 from treefx.kernels.cpu.bias_gradients import BiasGradients, bias_is_summable
 from treefx.kernels.cpu.scored_tiles import plan_scored_tiles
 from treefx.kernels.cpu.tile_calls import attend_tile, differentiate_tile
+from treefx.kernels.masked_products import are_finite
 from treefx.kernels.score import Expr, Linear, Score, linear_in_dot
 from treefx.kernels.tiles.rectangles import Tile, add_keys, plain_tiles, take_keys
 from treefx.kernels.tiles.structure import find_structure
@@ -37,6 +41,8 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
     linear = linear_in_dot(score.value)
     whole = inputs.with_all_keys()
     out, lse = eager_tiles.forward(whole, score) if linear is None else _forward_linear(whole, linear, score.visible)
+    if not are_finite(out):
+        out, lse = eager_tiles.forward(whole, score, exact=True)
     if inputs.sinks is not None:
         with_sink = torch.logaddexp(lse, inputs.sinks.to(lse.dtype)[None, :, None])
         out *= torch.exp(lse - with_sink)[..., None]
@@ -59,6 +65,8 @@ def backward(
         dq, dk, dv, rest = eager_tiles.backward(grad_out, whole, out, lse, score, buffer_grads)
     else:
         dq, dk, dv, rest = _backward_linear(grad_out, whole, out, lse, linear, score.visible, buffer_grads)
+    if not are_finite(dq, dk, dv, *rest):
+        dq, dk, dv, rest = eager_tiles.backward(grad_out, whole, out, lse, score, buffer_grads, exact=True)
     if inputs.sinks is not None:
         rest = [sink_gradient(grad_out, out, lse, inputs.sinks), *rest]
     if inputs.boundary is not None:

@@ -2,6 +2,9 @@
 
 A tile's scores are formed again in the backward, from the saved log-sum-exp: ``p = exp(s - lse)``,
 ``ds = p * (dout.v - delta)`` with ``delta = dout.out``. Autograd takes ``ds`` through the expression.
+
+The exact form leaves masked pairs out of every sum, so numbers that are not finite reach no other branch. It costs
+twice the products: callers take it where a result is not finite.
 """
 
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels.common import Inputs, accumulation_dtype, autograd_enabled, empty_outputs
+from treefx.kernels.masked_products import masked_product
 from treefx.kernels.score import Score
 from treefx.kernels.tiles.rectangles import add_keys, rows_per_tile, take_keys
 from treefx.kernels.tiles.structure import Group, Ranges, Structure, find_structure, ranges_of
@@ -18,7 +22,7 @@ from treefx.kernels.tiles.tile_keys import TileKeys, evaluate_tile, find_tile_ke
 __all__ = ["backward", "forward"]
 
 
-def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, score: Score, *, exact: bool = False) -> tuple[Tensor, Tensor]:
     """Return output ``[B, H, N, Dv]`` and log-sum-exp ``[B, H, N]``, without sinks."""
     out, lse = empty_outputs(inputs.q, inputs.v)
     for group in _groups(inputs):
@@ -30,14 +34,22 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
         weights = logits.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True)
         values = take_keys(inputs.v, ranges).to(weights.dtype)
-        grouped = (_by_kv_head(weights, values) @ values).view(*weights.shape[:-1], values.shape[-1])
+        seen = _seen(keys, weights, values) if exact else None
+        grouped = _sum(_by_kv_head(weights, values), seen, values).view(*weights.shape[:-1], values.shape[-1])
         out[:, :, rows] = grouped / total.masked_fill(total == 0, 1.0)
         lse[:, :, rows] = (total.log() + top).squeeze(-1)
     return out, lse
 
 
 def backward(
-    grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
+    grad_out: Tensor,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    score: Score,
+    buffer_grads: Sequence[bool],
+    *,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the gradients of q, k, v and of the marked buffers, in the accumulation type."""
     dtype = accumulation_dtype(inputs.q)
@@ -51,21 +63,40 @@ def backward(
         rows, ranges = slice(group.start, group.stop), ranges_of(keys.all.numpy())
         q, k, v = inputs.q[:, :, rows].to(dtype), take_keys(inputs.k, ranges), take_keys(inputs.v, ranges)
         grad = grad_out[:, :, rows].to(dtype)
+        dot = _products(inputs, group, ranges)
+        _fill_masked(dot, keys, wanted=exact)
         with autograd_enabled():
-            dot = _products(inputs, group, ranges).requires_grad_()
-            logits = _logits(leaves, score, group, keys, dot)
+            logits = _logits(leaves, score, group, keys, dot.requires_grad_())
         weights = (logits.detach() - _finite(lse[:, :, rows])[..., None]).exp_()
-        weights[..., len(keys.full) :].masked_fill_(~keys.seen, 0.0)
+        _fill_masked(weights, keys)
         delta = (grad * out[:, :, rows]).sum(dim=-1, keepdim=True)
         v, k = v.to(dtype), k.to(dtype)
         dlogits = (_by_kv_head(grad, v) @ v.transpose(-1, -2)).view_as(weights).sub_(delta).mul_(weights)
+        _fill_masked(dlogits, keys, wanted=exact)
         ddot, *dbuffers = _through_expression(logits, [dot, *marked], dlogits)
-        dq[:, :, rows] = (_by_kv_head(ddot, k) @ k).view_as(q)
-        add_keys(dk, ranges, _by_kv_head(ddot, k).transpose(-1, -2) @ _by_kv_head(q, k))
-        add_keys(dv, ranges, _by_kv_head(weights, v).transpose(-1, -2) @ _by_kv_head(grad, v))
+        seen = _seen(keys, weights, k) if exact else None
+        seen_from = None if seen is None else seen.mT
+        dq[:, :, rows] = _sum(_by_kv_head(ddot, k), seen, k).view_as(q)
+        add_keys(dk, ranges, _sum(_by_kv_head(ddot, k).mT, seen_from, _by_kv_head(q, k)))
+        add_keys(dv, ranges, _sum(_by_kv_head(weights, v).mT, seen_from, _by_kv_head(grad, v)))
         for total, part in zip(sums, dbuffers, strict=True):
             total += part
     return dq, dk, dv, sums
+
+
+def _sum(weights: Tensor, seen: Tensor | None, values: Tensor) -> Tensor:
+    return weights @ values if seen is None else masked_product(weights, seen, values)
+
+
+def _seen(keys: TileKeys, weights: Tensor, heads: Tensor) -> Tensor:
+    """Return which pairs of a tile are seen, as :func:`_by_kv_head` lays out its weights."""
+    return _by_kv_head(keys.merged().seen.expand_as(weights), heads)
+
+
+def _fill_masked(pairs: Tensor, keys: TileKeys, *, wanted: bool = True) -> None:
+    """Write zeros where a pair is not seen, in place."""
+    if wanted:
+        pairs[..., len(keys.full) :].masked_fill_(~keys.seen, 0.0)
 
 
 def _groups(inputs: Inputs) -> tuple[Group, ...]:

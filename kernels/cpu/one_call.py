@@ -2,16 +2,20 @@
 
 A call of a Python operator takes longer than the attention of some hundred tokens. Where one tile of
 :mod:`treefx.kernels.tiles.rectangles` holds the whole forest, that tile is what the operator would run; its mask is
-kept with the forest.
+kept with the forest. That mask keeps NaN, as the operator's does: where a number is not finite, the operator computes
+the exact one.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from treefx.kernels.common import Inputs, accumulation_dtype
+from treefx.kernels.cpu import attention as cpu
+from treefx.kernels.masked_products import are_finite
 from treefx.kernels.score import Score, linear_in_dot
 from treefx.kernels.tiles.rectangles import SMALL_TILE, Tile, plain_tiles
 from treefx.kernels.tiles.structure import find_structure
@@ -19,6 +23,7 @@ from treefx.kernels.tiles.structure import find_structure
 __all__ = ["attend"]
 
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor, score: Score, impl: str) -> Tensor | None:
@@ -45,7 +50,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor, score: Score, i
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=tile.mask, is_causal=tile.causal, scale=factor, enable_gqa=grouped
     )
+    if tile.mask is not None and not _is_exact(out, q, k, v, subtree_end, score):
+        return None
     return out.to(dtype)
+
+
+def _is_exact(out: Tensor, q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor, score: Score) -> bool:
+    """Return whether no masked pair counts in the output, and see to it that none will count in its gradients."""
+    if not are_finite(out):
+        return False
+    node = out.grad_fn
+    if node is None:
+        return True
+    if type(node).__name__ != _FLASH_NODE:
+        return False
+    node.register_hook(partial(_exact_gradients, q, k, v, subtree_end, score))
+    return True
+
+
+def _exact_gradients(
+    q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor, score: Score, grads: Any, grad_outputs: Any
+) -> Any:
+    """Return what replaces the gradients of q, k and v by torch's attention, or ``None`` where these are finite."""
+    if are_finite(*(grad for grad in grads if grad is not None)):
+        return None
+    inputs = Inputs(q, k, v, subtree_end).detached()
+    out, lse = cpu.forward(inputs, score)
+    dq, dk, dv, _ = cpu.backward(grad_outputs[0], inputs, out, lse, score, [])
+    exact = (dq, dk, dv, *grads[3:])
+    return tuple(None if grad is None else new for grad, new in zip(grads, exact, strict=True))
 
 
 def _is_simple(q: Tensor, k: Tensor, v: Tensor, impl: str) -> bool:
