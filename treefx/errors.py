@@ -14,6 +14,7 @@ __all__ = [
     "RecordError",
     "TreefxError",
     "UnsupportedError",
+    "shorten",
 ]
 
 
@@ -55,3 +56,11 @@ class MemoryLimitError(TreefxError):
 
 class RankError(TreefxError):
     """Another rank failed in a step that all ranks run together; the message names it."""
+
+
+def shorten(text: str, most: int = 1000) -> str:
+    """A text without its middle where it is longer than ``most`` characters: messages quote what others wrote."""
+    if len(text) <= most:
+        return text
+    head = most * 2 // 3
+    return f"{text[:head]} ... {text[len(text) - (most - head - 5) :]}"

@@ -31,7 +31,7 @@ from treefx.data import (
     scripted_conversations,
     sharing_statistics,
 )
-from treefx.errors import InputError
+from treefx.errors import InputError, shorten
 from treefx.output import console, make_table, notes, print_json, print_line
 
 __all__ = ["data"]
@@ -60,6 +60,12 @@ def data(
             "--drift", help="Also tell where equal texts have different tokens; needs the folder of a tokenizer."
         ),
     ] = False,
+    drop_null_arguments: Annotated[
+        bool,
+        typer.Option(
+            "--drop-null-arguments", help="Leave out null fields of call arguments and tools, which Arrow filled in."
+        ),
+    ] = False,
     draw: Annotated[Path | None, typer.Option(help="Save a picture of the first task's tree (.png, .svg).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
@@ -77,7 +83,7 @@ def data(
     turn's prompt encodes what was said before in other tokens, so that rows fork which say the same.
     """
     report = ReadReport()
-    pairs, conversations = _read(path, "skip" if skip_broken else "raise", report)
+    pairs, conversations = _read(path, "skip" if skip_broken else "raise", report, drop_null_arguments or None)
     encoder = _make_encoder([*conversations, *map(_spoken, pairs)], tokenizer, vocab_size)
     statistics = pair_statistics(pairs, encoder) if pairs else sharing_statistics(conversations, encoder)
     found = _find_drift(conversations, encoder) if drift else None
@@ -96,12 +102,15 @@ def data(
             print_line(line)
 
 
-def _read(path: Path | None, on_error: OnError, report: ReadReport) -> tuple[list[Preference], list[Conversation]]:
+def _read(
+    path: Path | None, on_error: OnError, report: ReadReport, drop_nulls: bool | None
+) -> tuple[list[Preference], list[Conversation]]:
     if path is None:
         return [], scripted_conversations()
     if holds_preferences(path):
-        return list(read_preferences(path, on_error=on_error, report=report)), []
-    return [], load(path, on_error=on_error, report=report)
+        pairs = read_preferences(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls)
+        return list(pairs), []
+    return [], load(path, on_error=on_error, report=report, drop_null_arguments=drop_nulls)
 
 
 def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: int) -> Tokenizer | ChatTokenizer:
@@ -115,8 +124,9 @@ def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: 
         raise InputError("a tokenizer from a folder needs transformers: pip install 'treefx[examples]'") from error
     try:
         return ChatTokenizer(library.AutoTokenizer.from_pretrained(name, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise InputError(f"the folder {name} holds no tokenizer that transformers can load: {error}") from error
+    except Exception as error:  # whatever transformers and tokenizers raise on a broken file
+        reason = f"{type(error).__name__}: {shorten(str(error))}"
+        raise InputError(f"the folder {name} holds no tokenizer that transformers can load: {reason}") from error
 
 
 def _find_drift(conversations: Sequence[Conversation], encoder: Tokenizer | ChatTokenizer) -> DriftReport:

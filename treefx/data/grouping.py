@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from treefx.data.files import OnError, ReadReport
+from treefx.data.files import MAX_RECORD_BYTES, OnError, ReadReport
 from treefx.data.loading import read_conversations
 from treefx.data.trajectories import Conversation
 from treefx.errors import InputError, RecordError
@@ -42,6 +42,8 @@ def read_groups(
     on_error: OnError = "raise",
     report: ReadReport | None = None,
     progress: bool = True,
+    drop_null_arguments: bool | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[TrialGroup]:
     """Read trials and group those of one task and one file; see `group_trials` and `read_conversations`.
 
@@ -50,7 +52,15 @@ def read_groups(
         RecordError: while reading; a record is broken, or comes when its task's group is closed. The latter ends the
             reading even if broken records are skipped: a group without some of its trials has other advantages.
     """
-    return group_trials(read_conversations(path, on_error=on_error, report=report, progress=progress), window=window)
+    conversations = read_conversations(
+        path,
+        on_error=on_error,
+        report=report,
+        progress=progress,
+        drop_null_arguments=drop_null_arguments,
+        max_record_bytes=max_record_bytes,
+    )
+    return group_trials(conversations, window=window)
 
 
 def group_trials(conversations: Iterable[Conversation], *, window: int | None = 256) -> Iterator[TrialGroup]:

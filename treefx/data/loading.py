@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from treefx.data.files import OnError, ReadReport, Value, read_records
+from treefx.data.files import MAX_RECORD_BYTES, OnError, ReadReport, Value, read_records
 from treefx.data.formats.openai_chat import is_openai_chat, parse_openai_chat
 from treefx.data.formats.preferences import is_preference, parse_judged, parse_preference
 from treefx.data.formats.tau_bench import is_tau_bench, parse_tau_bench
@@ -25,6 +25,8 @@ def read_conversations(
     on_error: OnError = "raise",
     report: ReadReport | None = None,
     progress: bool = True,
+    drop_null_arguments: bool | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Conversation]:
     """Read the conversations of a file or folder one by one, whatever its size.
 
@@ -34,19 +36,44 @@ def read_conversations(
         InputError: there is nothing to read.
         RecordError: while reading; a record is broken, or of no known format.
     """
-    return read_records(path, _parse_record, on_error=on_error, report=report, progress=progress)
+    return read_records(
+        path,
+        _parse_record,
+        on_error=on_error,
+        report=report,
+        progress=progress,
+        drop_null_arguments=drop_null_arguments,
+        max_record_bytes=max_record_bytes,
+    )
 
 
-def load(path: str | Path, *, on_error: OnError = "raise", report: ReadReport | None = None) -> list[Conversation]:
+def load(
+    path: str | Path,
+    *,
+    on_error: OnError = "raise",
+    report: ReadReport | None = None,
+    drop_null_arguments: bool | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+) -> list[Conversation]:
     """The conversations of a file, or of each ``.json``, ``.jsonl`` and ``.ndjson`` file below a folder, all at once.
 
-    Files are read in sorted order. See `read_conversations`.
+    Files are read in sorted order. Null fields of call arguments, tools and ``chat_template_kwargs`` are warned of, as
+    Arrow writes null for every field that another record has; ``drop_null_arguments=True`` leaves them out. See
+    `read_records` for the other arguments.
 
     Raises:
         InputError: there is nothing to read.
         RecordError: a record is broken, or of no known format.
     """
-    return list(read_conversations(path, on_error=on_error, report=report))
+    return list(
+        read_conversations(
+            path,
+            on_error=on_error,
+            report=report,
+            drop_null_arguments=drop_null_arguments,
+            max_record_bytes=max_record_bytes,
+        )
+    )
 
 
 def read_preferences(
@@ -55,6 +82,8 @@ def read_preferences(
     on_error: OnError = "raise",
     report: ReadReport | None = None,
     progress: bool = True,
+    drop_null_arguments: bool | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Preference]:
     """Read pairs of a chosen and a rejected answer one by one; see ``treefx.data.formats.preferences`` for spellings.
 
@@ -65,7 +94,15 @@ def read_preferences(
         InputError: there is nothing to read.
         RecordError: while reading; a record is broken, or is no pair. See `read_records` for files and arguments.
     """
-    return read_records(path, parse_preference, on_error=on_error, report=report, progress=progress)
+    return read_records(
+        path,
+        parse_preference,
+        on_error=on_error,
+        report=report,
+        progress=progress,
+        drop_null_arguments=drop_null_arguments,
+        max_record_bytes=max_record_bytes,
+    )
 
 
 def read_judged(
@@ -74,6 +111,8 @@ def read_judged(
     on_error: OnError = "raise",
     report: ReadReport | None = None,
     progress: bool = True,
+    drop_null_arguments: bool | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Judged]:
     """Read answers that are each judged good or bad one by one (KTO); a pair is a good answer and a bad one.
 
@@ -81,7 +120,15 @@ def read_judged(
         InputError: there is nothing to read.
         RecordError: while reading; a record is broken. See `read_records` for files and arguments.
     """
-    return read_records(path, parse_judged, on_error=on_error, report=report, progress=progress)
+    return read_records(
+        path,
+        parse_judged,
+        on_error=on_error,
+        report=report,
+        progress=progress,
+        drop_null_arguments=drop_null_arguments,
+        max_record_bytes=max_record_bytes,
+    )
 
 
 def holds_preferences(path: str | Path) -> bool:

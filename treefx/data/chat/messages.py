@@ -38,6 +38,6 @@ def _call(call: ToolCall, arguments: Arguments) -> dict[str, Any]:
 def _read_arguments(call: ToolCall) -> Any:
     try:
         read = json.loads(call.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return call.arguments
     return read if isinstance(read, dict) else call.arguments

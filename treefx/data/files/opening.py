@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +15,16 @@ __all__ = ["Opened", "open_bytes"]
 _HEAD = 4096
 _GZIP = b"\x1f\x8b"
 _UTF8_MARK = b"\xef\xbb\xbf"
+_FROM_ARROW = (
+    "write it as JSON lines, for example with `datasets.Dataset.to_json`; Arrow fills the arguments of calls with null "
+    "where other calls have some: read such lines with drop_null_arguments=True"
+)
 _NO_TEXT = {
     b"\xff\xfe": "UTF-16 text: convert it with `iconv -f UTF-16 -t UTF-8`",
     b"\xfe\xff": "UTF-16 text: convert it with `iconv -f UTF-16 -t UTF-8`",
     b"PK\x03\x04": "a zip archive: unpack it",
-    b"PAR1": "a Parquet file: write it as JSON lines, for example with `datasets.Dataset.to_json`",
-    b"ARROW1": "an Arrow file: write it as JSON lines, for example with `datasets.Dataset.to_json`",
+    b"PAR1": f"a Parquet file: {_FROM_ARROW}",
+    b"ARROW1": f"an Arrow file: {_FROM_ARROW}",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, or use gzip",
     b"\xfd7zXZ": "compressed by xz: unpack it, or use gzip",
     b"BZh": "compressed by bzip2: unpack it, or use gzip",
@@ -54,11 +59,12 @@ def open_bytes(path: Path) -> Iterator[Opened]:
     place = Place(str(path))
     try:
         raw = path.open("rb")
+        packed = raw.peek(2)[:2] == _GZIP
     except OSError as error:
         raise place.error(f"cannot be opened: {error.strerror}") from error
     with raw:
         stream: io.BufferedReader = raw
-        if raw.peek(2)[:2] == _GZIP:
+        if packed:
             stream = io.BufferedReader(cast("io.RawIOBase", gzip.GzipFile(fileobj=cast("BinaryIO", raw))))
         opened = Opened(stream, place, raw.tell)
         _check_text(opened)
@@ -68,7 +74,7 @@ def open_bytes(path: Path) -> Iterator[Opened]:
 def _check_text(opened: Opened) -> None:
     try:
         head = opened.head()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise opened.place.error(f"is no whole gzip file ({error}): it may be truncated") from error
     if head.startswith(_UTF8_MARK):
         head = head[len(opened.stream.read(len(_UTF8_MARK))) :]

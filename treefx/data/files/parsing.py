@@ -1,13 +1,15 @@
 """The records of an open file, one after the other: JSON lines, the entries of a JSON list, or one JSON document.
 
-Of lines and lists only the record at hand is in memory. A broken line is one error, and reading goes on with the next;
-after a syntax error in a list nobody can tell where the next entry begins, so it ends there.
+Of lines and lists only the record at hand is in memory, and of a record that is too long only its beginning. A broken
+line is one error, and reading goes on with the next; after a syntax error in a list the place where the next entry
+begins is unknown, so it ends there.
 """
 
 import codecs
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -20,6 +22,7 @@ __all__ = ["parse_records"]
 
 _CHUNK = 1 << 16
 _SPACE = re.compile(r"[ \t\n\r]*")
+_BLANK = b" \t\r\n"
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _LONGEST_WORD = 16
@@ -27,72 +30,105 @@ _LONGEST_WORD = 16
 T = TypeVar("T")
 
 
-def parse_records(opened: Opened) -> Iterator[Value | RecordError]:
+def parse_records(opened: Opened, longest: int) -> Iterator[Value | RecordError]:
     """Every record of the file, or the error that stands in its place.
 
     A file that begins with ``[`` is a list; one named ``.jsonl`` or ``.ndjson``, or whose first line is a JSON value,
     is lines; anything else is one document.
+
+    Args:
+        opened: the file.
+        longest: most bytes of a record.
     """
     stream, place = opened.stream, opened.place
     found: Iterator[Value | RecordError]
     if opened.head().lstrip(b" \t\r\n").startswith(b"["):
-        found = _parse_list(stream, place)
-    elif place.path.endswith(_LINES):
-        found = _parse_lines(stream, place, [])
+        found = _parse_list(_Window(stream, longest), place)
     else:
-        found = _parse_document_or_lines(stream, place)
+        found = _parse_document_or_lines(stream, place, longest)
     empty = True
     try:
         for record in found:
             empty = False
             yield record
-    except (OSError, EOFError) as error:  # from gzip
+    except (OSError, EOFError, zlib.error) as error:  # from gzip
         yield place.error(f"the compressed data end or break inside ({error}): the file may be truncated")
         return
     if empty:
         yield place.error("holds no record")
 
 
-def _parse_lines(stream: io.BufferedReader, place: Place, first: list[bytes]) -> Iterator[Value | RecordError]:
-    record = 0
-    for number, line in enumerate(_chain(first, stream), start=1):
-        if not line.strip():
-            continue
-        here = replace(place, line=number, record=record)
-        record += 1
+def _parse_document_or_lines(stream: io.BufferedReader, place: Place, longest: int) -> Iterator[Value | RecordError]:
+    line = _skip_blank_lines(stream) + 1
+    first = stream.readline(longest + 1)
+    if not first:
+        return
+    if not place.path.endswith(_LINES) and not _is_json(first):
+        here = replace(place, line=line)
+        data = first + stream.read(max(longest + 1 - len(first), 0))
         try:
-            raw = _guarded(lambda: json.loads(line.decode()), here)
-        except RecordError as error:
-            cut = not line.endswith(b"\n") and "UTF-8" not in str(error)
-            hint = "; the file ends in this line without a line break: it may be truncated" if cut else ""
-            yield here.error(str(error).removeprefix(f"{here}: ") + hint)
-        else:
-            yield Value(raw, here)
-
-
-def _chain(first: list[bytes], stream: io.BufferedReader) -> Iterator[bytes]:
-    yield from first
-    yield from stream
-
-
-def _parse_document_or_lines(stream: io.BufferedReader, place: Place) -> Iterator[Value | RecordError]:
-    first: list[bytes] = []
-    while not first or not first[-1].strip():  # the first line that says something: the file is not empty
-        line = stream.readline()
-        if not line:
-            return
-        first.append(line)
-    try:
-        json.loads(first[-1])
-    except (ValueError, RecursionError):
-        here = replace(place, line=len(first))
-        data = b"".join([*first, stream.read()])
-        try:
+            if len(data) > longest:
+                raise _too_long(here, longest)
             yield Value(_guarded(lambda: json.loads(data.decode()), here), here)
         except RecordError as error:
             yield error
-    else:
-        yield from _parse_lines(stream, place, first)
+        return
+    yield from _parse_lines(stream, place, longest, first, line)
+
+
+def _skip_blank_lines(stream: io.BufferedReader) -> int:
+    """Go on to the first line that is not blank, and return how many were; of an endless one its end is dropped too."""
+    lines = 0
+    while head := stream.peek(_CHUNK)[:_CHUNK]:
+        text = head.lstrip(_BLANK)
+        blank = head[: len(head) - len(text)]
+        lines += blank.count(b"\n")
+        stream.read(blank.rfind(b"\n") + 1 if text else len(blank))
+        if text:
+            break
+    return lines
+
+
+def _parse_lines(
+    stream: io.BufferedReader, place: Place, longest: int, line: bytes, number: int
+) -> Iterator[Value | RecordError]:
+    """The records of a line that was read already, with its number, and of those behind it."""
+    record = 0
+    while line:
+        if line.strip(_BLANK):
+            here = replace(place, line=number, record=record)
+            record += 1
+            yield _parse_line(line, here, longest)
+        while len(line) > longest and not line.endswith(b"\n"):
+            line = stream.readline(longest + 1)  # the rest of a line that is too long
+        line = stream.readline(longest + 1)
+        number += 1
+
+
+def _parse_line(line: bytes, here: Place, longest: int) -> Value | RecordError:
+    if len(line) > longest and line.rstrip(_BLANK)[longest:]:
+        return _too_long(here, longest)
+    try:
+        return Value(_guarded(lambda: json.loads(line.decode()), here), here)
+    except RecordError as error:
+        cut = not line.endswith(b"\n") and "UTF-8" not in str(error)
+        hint = "; the file ends in this line without a line break: it may be truncated" if cut else ""
+        return here.error(str(error).removeprefix(f"{here}: ") + hint)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _too_long(place: Place, longest: int) -> RecordError:
+    return place.error(
+        f"expected a record of at most {longest:,} bytes, got a longer one: line breaks between records may be "
+        "missing, or max_record_bytes= has to be larger"
+    )
 
 
 def _guarded(parse: Callable[[], T], place: Place) -> T:
@@ -118,8 +154,8 @@ def _message(error: json.JSONDecodeError) -> str:
 class _Window:
     """The part of a text that is being read; what lies behind is dropped, what lies ahead is not read yet."""
 
-    def __init__(self, stream: io.BufferedReader) -> None:
-        self._stream = stream
+    def __init__(self, stream: io.BufferedReader, longest: int) -> None:
+        self._stream, self._longest = stream, longest
         # Bytes that are not UTF-8 become surrogates, so that only the record that holds them is lost.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._json = json.JSONDecoder()
@@ -129,7 +165,7 @@ class _Window:
         """Read on, as much again as there is, so that a long record is not parsed too often; False at the end."""
         if self.ended:
             return False
-        data = self._stream.read(max(_CHUNK, len(self.text) - self.at))
+        data = self._stream.read(min(max(_CHUNK, len(self.text) - self.at), max(_CHUNK, self._longest)))
         self.ended = not data
         self.text, self.at = self.text[self.at :] + self._decoder.decode(data, self.ended), 0
         return not self.ended
@@ -161,12 +197,16 @@ class _Window:
                 raw, end = self._json.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
                 inside = error.pos + _LONGEST_WORD < len(self.text) and not error.msg.startswith("Unterminated")
+                if not inside and len(self.text) - self.at > self._longest:
+                    raise _too_long(place, self._longest) from None
                 if inside or not self.more():
                     raise place.error(f"is not JSON: {_message(error)} {self._where(error.pos, inside)}") from error
             else:
                 # A number at the end of what was read may go on.
                 if end < len(self.text) or not self.more():
                     break
+        if end - self.at > self._longest:
+            raise _too_long(place, self._longest)
         wrong = _NOT_UTF8.search(self.text, self.at, end)
         self.skip(end)
         if wrong:
@@ -179,8 +219,7 @@ class _Window:
         return where if inside else f"{where}; the file ends inside the list: it may be truncated"
 
 
-def _parse_list(stream: io.BufferedReader, place: Place) -> Iterator[Value | RecordError]:
-    window = _Window(stream)
+def _parse_list(window: "_Window", place: Place) -> Iterator[Value | RecordError]:
     window.peek()
     window.skip(window.at + 1)
     record = 0

@@ -1,22 +1,27 @@
 """Read files record by record, whatever their size; a broken record ends the reading, or is skipped and counted."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from treefx.data.files.nulls import NullFields
 from treefx.data.files.opening import open_bytes
 from treefx.data.files.parsing import parse_records
 from treefx.data.files.progress import byte_progress
 from treefx.data.files.values import Value
 from treefx.errors import InputError, RecordError
 
-__all__ = ["OnError", "ReadReport", "read_records"]
+__all__ = ["MAX_RECORD_BYTES", "OnError", "ReadReport", "read_records"]
 
 OnError = Literal["raise", "skip"]
 _SUFFIXES = tuple(f".{kind}{packed}" for kind in ("json", "jsonl", "ndjson") for packed in ("", ".gz"))
 _KEPT_ERRORS = 100
+MAX_RECORD_BYTES = 1 << 28
+"""Longest record unless the caller says otherwise: a file of some megabytes, packed by gzip, may be one line without
+end. ``json`` makes several times as many bytes of it."""
 _STEP_BYTES = 1 << 18
 T = TypeVar("T")
 
@@ -32,6 +37,8 @@ class ReadReport:
     """Broken records, and files that could not be read on, left out under ``on_error="skip"``."""
     errors: list[RecordError] = field(default_factory=list)
     """Of the first hundred of them."""
+    null_fields: Counter[str] = field(default_factory=Counter)
+    """How often a field of call arguments, tools or ``chat_template_kwargs`` was null, by name, kept or dropped."""
 
     def skip(self, error: RecordError) -> None:
         """Count what is left out."""
@@ -56,6 +63,8 @@ def read_records(
     on_error: OnError = "raise",
     report: ReadReport | None = None,
     progress: bool = True,
+    drop_null_arguments: bool | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[T]:
     """Read a file, or each file of a folder, record by record.
 
@@ -70,9 +79,13 @@ def read_records(
             and goes on with the next record, or with the next file where the rest of one cannot be read.
         report: counts records and errors. Without one, a reading that skipped something ends with a warning.
         progress: show a bar of bytes on standard error, if that is a terminal.
+        drop_null_arguments: whether fields that are null are left out of call arguments, tools and
+            ``chat_template_kwargs``, at any depth. Files that went through Arrow hold null for every field that another
+            record has; see ``treefx.data.files.nulls``. None keeps them, and warns at the end of the reading.
+        max_record_bytes: longest record, in bytes of unpacked text; a longer one is broken.
 
     Raises:
-        InputError: there is no such file or folder, no file to read in it, or no such ``on_error``.
+        InputError: there is no such file or folder, no file to read in it, or an argument is out of range.
         RecordError: while reading, with the file, the line and the field.
 
     Example:
@@ -80,48 +93,69 @@ def read_records(
     """
     if on_error not in ("raise", "skip"):
         raise InputError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-    files = _find_files(Path(path))
-    return _read(files, parse, on_error, report, progress)
+    if drop_null_arguments is not None and not isinstance(drop_null_arguments, bool):
+        raise InputError(f"drop_null_arguments must be True, False or None, got {drop_null_arguments!r}")
+    if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 1:
+        raise InputError(f"max_record_bytes must be a whole number of at least 1, got {max_record_bytes!r}")
+    counts = ReadReport() if report is None else report
+    records = _walk(_find_files(path), progress, counts, max_record_bytes)
+    nulls = NullFields(drop_null_arguments, counts.null_fields)
+    return _read(records, parse, nulls, counts, on_error, report is None)
 
 
-def _find_files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise InputError(f"no file or folder {path}")
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
+def _find_files(given: str | Path) -> list[Path]:
+    try:
+        path = Path(given)
+        if not path.exists():
+            raise InputError(f"no file or folder {path}")
+        if not path.is_dir():
+            return [path]
+        files = sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(f"expected the path of a file or folder that can be read, got {given!r}: {error}") from error
     if not files:
         raise InputError(f"the folder {path} holds no .json, .jsonl or .ndjson file")
     return files
 
 
 def _read(
-    files: list[Path],
+    records: Iterator[Value | RecordError],
     parse: Callable[[Value], Iterable[T]],
+    nulls: NullFields,
+    counts: ReadReport,
     on_error: OnError,
-    report: ReadReport | None,
-    progress: bool,
+    warn: bool,
 ) -> Iterator[T]:
-    counts = ReadReport() if report is None else report
-    for found in _walk(files, progress, counts):
-        try:
-            if isinstance(found, RecordError):
-                raise found
-            items = list(parse(found))
-        except RecordError as error:
-            if on_error == "raise":
-                raise
-            counts.skip(error)
-        else:
-            counts.records += 1
-            yield from items
-    if report is None and counts.skipped:
-        warnings.warn(counts.summary(), stacklevel=2)
+    try:
+        for found in records:
+            try:
+                items = _parse(found, parse, nulls)
+            except RecordError as error:
+                if on_error == "raise":
+                    raise
+                counts.skip(error)
+            else:
+                counts.records += 1
+                yield from items
+        if warn and counts.skipped:
+            warnings.warn(counts.summary(), stacklevel=2)
+    finally:
+        if nulls.warning():
+            warnings.warn(nulls.warning(), stacklevel=2)
 
 
-def _walk(files: list[Path], progress: bool, report: ReadReport) -> Iterator[Value | RecordError]:
+def _parse(found: Value | RecordError, parse: Callable[[Value], Iterable[T]], nulls: NullFields) -> list[T]:
+    if isinstance(found, RecordError):
+        raise found
+    try:
+        return list(parse(replace(found, nulls=nulls)))
+    except RecursionError as error:
+        raise found.place.error("is nested too deeply to be read") from error
+
+
+def _walk(files: list[Path], progress: bool, report: ReadReport, longest: int) -> Iterator[Value | RecordError]:
     """Every record of every file, or the error in its place."""
-    sizes = [file.stat().st_size for file in files]
+    sizes = [file.stat().st_size if file.exists() else 0 for file in files]
     before = shown = 0
     with byte_progress(sum(sizes), progress) as show:
         for file, size in zip(files, sizes, strict=True):
@@ -129,7 +163,7 @@ def _walk(files: list[Path], progress: bool, report: ReadReport) -> Iterator[Val
             show(before, file.name)
             try:
                 with open_bytes(file) as opened:
-                    for record in parse_records(opened):
+                    for record in parse_records(opened, longest):
                         yield record
                         if before + opened.position() - shown >= _STEP_BYTES:
                             shown = before + opened.position()

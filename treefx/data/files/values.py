@@ -1,13 +1,18 @@
 """A JSON value that knows where it stands, so that whoever reads it names the place of what is wrong."""
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from treefx.errors import RecordError
+from treefx.data.files.nulls import NullFields
+from treefx.errors import RecordError, shorten
 
 __all__ = ["Place", "Value", "outline"]
+
+_LONGEST_FIELD = 200
+_SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,9 @@ class Place:
     """Such as ``messages[2].content``, after ``[7]`` for record 7 of a list; empty for another record as a whole."""
 
     def __str__(self) -> str:
-        parts = [self.path, f"line {self.line}" if self.line else "", f"field {self.field}" if self.field else ""]
+        path = self.path.encode(errors="backslashreplace").decode()  # a file's name need not be UTF-8
+        field = shorten(self.field, _LONGEST_FIELD)
+        parts = [path, f"line {self.line}" if self.line else "", f"field {field}" if field else ""]
         return ", ".join(part for part in parts if part)
 
     def inside(self, name: str | int) -> "Place":
@@ -34,7 +41,7 @@ class Place:
 
     def error(self, problem: str) -> RecordError:
         """The error that names this place."""
-        return RecordError(f"{self}: {problem}", self.path, self.line, self.field)
+        return RecordError(f"{self}: {shorten(problem)}", self.path, self.line, self.field)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +51,12 @@ class Value:
     Attributes:
         raw: what ``json`` made of it.
         place: where it stands.
+        nulls: counts or drops the null fields of `free` objects; handed on to every value inside.
     """
 
     raw: Any
     place: Place
+    nulls: NullFields | None = None
 
     def fail(self, expected: str) -> NoReturn:
         """Refuse the value.
@@ -62,7 +71,7 @@ class Value:
         if not isinstance(self.raw, dict):
             self.fail("an object")
         raw = self.raw.get(name)
-        return None if raw is None else Value(raw, self.place.inside(name))
+        return None if raw is None else self._inside(name, raw)
 
     def __getitem__(self, name: str) -> "Value":
         """A field of this object that has to be there."""
@@ -76,31 +85,40 @@ class Value:
         """The entries of this list."""
         if not isinstance(self.raw, list):
             self.fail(expected)
-        return [Value(raw, self.place.inside(number)) for number, raw in enumerate(self.raw)]
+        return [self._inside(number, raw) for number, raw in enumerate(self.raw)]
+
+    def _inside(self, name: str | int, raw: Any) -> "Value":
+        return Value(raw, self.place.inside(name), self.nulls)
 
     def text(self, expected: str = "text") -> str:
         """This string; half of a surrogate pair is refused, which no tokenizer and no file takes."""
         if not isinstance(self.raw, str):
             self.fail(expected)
-        try:
-            self.raw.encode()
-        except UnicodeEncodeError as error:
-            raise self.place.error(
-                f"character {error.start} is {ascii(self.raw[error.start])}, half of a surrogate pair: the text was "
-                "cut inside a character, or its writer escaped broken text"
-            ) from error
+        _check_characters(self.raw, self.place)
+        return self.raw
+
+    def choice(self, among: Collection[str], expected: str = "one of") -> str:
+        """This string, which has to be one of those."""
+        if not isinstance(self.raw, str) or self.raw not in among:
+            self.fail(f"{expected} {', '.join(among)}")
         return self.raw
 
     def number(self, expected: str = "a finite number") -> float:
         """This number, an integer or not; true, false, NaN and infinities are none."""
-        if isinstance(self.raw, bool) or not isinstance(self.raw, int | float) or not math.isfinite(self.raw):
+        if isinstance(self.raw, bool) or not isinstance(self.raw, int | float):
             self.fail(expected)
-        return float(self.raw)
+        try:
+            number = float(self.raw)
+        except OverflowError:  # a whole number of more than 308 digits
+            number = math.inf
+        return number if math.isfinite(number) else self.fail(expected)
 
     def integer(self, expected: str = "a whole number") -> int:
-        """This number, which has to be whole."""
+        """This number, which has to be whole and to fit 64 bits."""
         if isinstance(self.raw, bool) or not isinstance(self.raw, int):
             self.fail(expected)
+        if not -(2**63) <= self.raw < 2**63:
+            self.fail(f"{expected} of at most 64 bits")
         return self.raw
 
     def boolean(self, expected: str = "true or false") -> bool:
@@ -109,20 +127,70 @@ class Value:
             self.fail(expected)
         return self.raw
 
+    def free(self, expected: str = "an object") -> dict[str, Any]:
+        """This object of any fields, fit to be written as JSON; its null fields are counted or dropped, see `nulls`."""
+        if not isinstance(self.raw, dict):
+            self.fail(expected)
+        _check_free(self)
+        return self.raw if self.nulls is None else self.nulls.read(self.raw, str(self.place))
+
+    def parsed(self, expected: str) -> "Value":
+        """The JSON value that this string is the text of."""
+        try:
+            return Value(json.loads(self.text(expected)), self.place, self.nulls)
+        except (ValueError, RecursionError):
+            self.fail(expected)
+
 
 def outline(raw: Any) -> str:
-    """The outer shape of a JSON value, for messages of errors."""
+    """The outer shape of a JSON value, for messages of errors: two levels of lists, and no more."""
+    if isinstance(raw, list):
+        if not raw:
+            return "an empty list"
+        first = f"a list of {len(raw[0])}" if isinstance(raw[0], list) and raw[0] else outline(raw[0])
+        return f"a list of {len(raw)}, its first entry {first}"
     if isinstance(raw, dict):
         return f"an object with the fields {_names(raw)}"
-    if isinstance(raw, list):
-        return f"a list of {len(raw)}, its first entry {outline(raw[0])}" if raw else "an empty list"
     if raw is None or isinstance(raw, bool):
         return {None: "null", True: "true", False: "false"}[raw]
-    kind = "text" if isinstance(raw, str) else "the number"
-    shown = ascii(raw)
-    return f"{kind} {shown if len(shown) <= 40 else shown[:37] + '...'}"
+    return f"text {ascii(_beginning(raw))}" if isinstance(raw, str) else f"the number {_beginning(str(raw))}"
 
 
-def _names(fields: Sequence[str] | dict[str, Any]) -> str:
-    names = [repr(name) for name in fields]
+def _beginning(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def _names(fields: Iterable[str]) -> str:
+    names = [ascii(_beginning(name)) for name in fields]
     return ", ".join(names[:8] + (["..."] if len(names) > 8 else [])) or "(none)"
+
+
+def _check_characters(text: str, place: Place) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise place.error(
+            f"character {error.start} is {ascii(text[error.start])}, half of a surrogate pair: the text was "
+            "cut inside a character, or its writer escaped broken text"
+        ) from error
+
+
+def _check_free(value: Value) -> None:
+    """Refuse what ``json`` reads and no other reader of JSON takes: NaN, infinities, halves of characters."""
+    waiting = [value]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here.raw, str):
+            _check_characters(here.raw, here.place)
+        elif isinstance(here.raw, float) and not math.isfinite(here.raw):
+            here.fail("a finite number: NaN and infinities are no JSON")
+        elif isinstance(here.raw, dict):
+            for name in here.raw:
+                _check_characters(name, here.place)
+            waiting += [here._inside(name, raw) for name, raw in here.raw.items() if not _is_plain(raw)]
+        elif isinstance(here.raw, list):
+            waiting += [here._inside(number, raw) for number, raw in enumerate(here.raw) if not _is_plain(raw)]
+
+
+def _is_plain(raw: Any) -> bool:
+    return raw is None or isinstance(raw, int)

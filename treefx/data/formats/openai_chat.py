@@ -12,6 +12,7 @@ from treefx.data.files import Value
 from treefx.data.trajectories import Conversation, Message, Role, ToolCall
 
 __all__ = [
+    "RESERVED_OPTIONS",
     "is_openai_chat",
     "parse_message",
     "parse_messages",
@@ -20,6 +21,13 @@ __all__ = [
     "parse_template_options",
     "parse_tools",
 ]
+
+RESERVED_OPTIONS = frozenset(
+    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize "
+    "sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask "
+    "tokenizer_kwargs".split()
+)
+"""Arguments of transformers' ``apply_chat_template``: a record that sets one has other rows than the caller wants."""
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -76,27 +84,27 @@ def parse_tools(record: Value) -> tuple[dict[str, Any], ...]:
     if tools is None:
         return ()
     if isinstance(tools.raw, str):
-        try:
-            tools = Value(json.loads(tools.raw), tools.place)
-        except ValueError:
-            tools.fail("a list of tools, or the JSON text of one")
-    entries = tools.items("a list of tools")
-    for entry in entries:
-        if not isinstance(entry.raw, dict):
-            entry.fail("a tool's JSON schema, an object")
-    return tuple(entry.raw for entry in entries)
+        tools = tools.parsed("a list of tools, or the JSON text of one")
+    return tuple(entry.free("a tool's JSON schema, an object") for entry in tools.items("a list of tools"))
 
 
 def parse_template_options(record: Value) -> dict[str, Any]:
-    """A record's ``chat_template_kwargs``: options for the chat template, by name.
+    """A record's ``chat_template_kwargs``: options that its chat template reads, by name.
 
     Raises:
-        RecordError: it is no object.
+        RecordError: it is no object, or one of them would take the place of the template or of an argument of
+            ``apply_chat_template``.
     """
     options = record.get("chat_template_kwargs")
     if options is None:
         return {}
-    return options.raw if isinstance(options.raw, dict) else options.fail("an object of options")
+    given = options.free("an object of options")
+    for name in sorted(RESERVED_OPTIONS.intersection(given)):
+        raise options.place.inside(name).error(
+            "a record may set what its chat template reads, but not the template itself nor another argument of "
+            f"apply_chat_template: leave {name!r} out of the record, and give it to ChatTokenizer(tokenizer, ...)"
+        )
+    return given
 
 
 def parse_message(entry: Value) -> Message:
@@ -112,14 +120,12 @@ def parse_message(entry: Value) -> Message:
     """
     if not isinstance(entry.raw, dict):
         entry.fail("a message, an object with role and content")
-    role = entry["role"]
-    if role.raw not in _ROLES:
-        role.fail(f"a role that is one of {', '.join(_ROLES)}")
+    role = _ROLES[entry["role"].choice(_ROLES, "a role that is one of")]
     name, call_id, ids = entry.get("name"), entry.get("tool_call_id"), entry.get("token_ids")
     thoughts = (entry.get(field) for field in ("reasoning_content", "reasoning", "thinking"))
     reasoning = next((thought for thought in thoughts if thought), None)
     return Message(
-        role=_ROLES[role.raw],
+        role=role,
         content=_parse_content(entry.get("content")),
         tool_calls=_parse_calls(entry),
         name=name.text() if name else "",
@@ -160,7 +166,7 @@ def _parse_function(function: Value, call_id: str) -> ToolCall:
     if arguments is None:
         written = ""
     elif isinstance(arguments.raw, dict):  # transformers' own examples have the object instead of its text
-        written = json.dumps(arguments.raw, ensure_ascii=False)
+        written = json.dumps(arguments.free(), ensure_ascii=False)
     else:
         written = arguments.text("arguments as JSON text or an object")
     return ToolCall(name, written, call_id)

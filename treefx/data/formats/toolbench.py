@@ -57,9 +57,7 @@ def _paths(root: Value) -> list[list[Value]]:
         below = node.get("children")
         children = below.items("a list of nodes") if below else []
         for child in reversed(children):
-            kind = child["node_type"]
-            if kind.raw not in _KINDS:
-                kind.fail(f"a node_type that is one of {', '.join(_KINDS)}")
+            child["node_type"].choice(_KINDS, "a node_type that is one of")
             stack.append((child, [*path, child]))
         if not children and path:
             paths.append(path)
