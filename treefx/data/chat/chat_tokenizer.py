@@ -1,5 +1,6 @@
 """Rows of conversations by the chat template of any Hugging Face tokenizer."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy.typing as npt
 
 from treefx.data.chat.messages import Arguments
 from treefx.data.chat.rendering import Engine, RenderedChat
+from treefx.data.formats.openai_chat import RESERVED_OPTIONS
 from treefx.data.rows import EncodedRow, Tokens, common_length, is_trained
 from treefx.data.trajectories import Conversation, Message, Text
 from treefx.errors import InputError
@@ -38,7 +40,10 @@ class ChatTokenizer:
         recorded: whether a turn whose ``token_ids`` were recorded consists of them, instead of its text encoded again.
         arguments: of calls: "object", JSON text read, as transformers documents it; "text", as it was recorded, for
             templates that join it to other text.
-        **options: for ``apply_chat_template``, such as ``chat_template=`` or ``enable_thinking=``.
+        template_seconds: most time that the template may take for one text, after which the conversation is refused;
+            None sets no limit.
+        **options: for ``apply_chat_template``, such as ``chat_template=`` or ``enable_thinking=``. What the template
+            itself reads, a conversation's ``template_options`` may say otherwise.
 
     Example:
         >>> tokenizer = ChatTokenizer(AutoTokenizer.from_pretrained("..."), enable_thinking=False)  # doctest: +SKIP
@@ -53,6 +58,7 @@ class ChatTokenizer:
         markers: bool = True,
         recorded: bool = True,
         arguments: Arguments = "object",
+        template_seconds: float | None = 10.0,
         **options: Any,
     ) -> None:
         missing = [name for name in ("apply_chat_template", "__call__", "decode") if not hasattr(tokenizer, name)]
@@ -62,9 +68,14 @@ class ChatTokenizer:
             )
         if arguments not in ("object", "text"):
             raise InputError(f"arguments must be 'object' or 'text', got {arguments!r}")
+        if template_seconds is not None and not _is_seconds(template_seconds):
+            raise InputError(
+                f"template_seconds must be a number of seconds above 0, or None for no limit, got {template_seconds!r}"
+            )
         self.engine = tokenizer
         self._arguments: Arguments = arguments
         self._cut, self._markers, self._recorded, self._options = cut_at_turns, markers, recorded, options
+        self._seconds = template_seconds
 
     @property
     def pad_id(self) -> int:
@@ -85,9 +96,21 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
-        """The conversation through the template, with options in addition to the tokenizer's own."""
-        options = {**self._options, **(template_options or {})}
-        return RenderedChat(self.engine, messages, tools, options, self._cut, self._arguments)
+        """The conversation through the template, with options in addition to the tokenizer's own.
+
+        Raises:
+            InputError: one of these options is an argument of ``apply_chat_template``, or a special token.
+        """
+        given = template_options or {}
+        special = getattr(self.engine, "special_tokens_map", None) or {}
+        for name in given:
+            if name in RESERVED_OPTIONS or name in special:
+                raise InputError(
+                    f"template_options are what the template reads, got {name!r}, which the tokenizer has for all "
+                    "conversations: give it to ChatTokenizer(tokenizer, ...)"
+                )
+        options = {**self._options, **given}
+        return RenderedChat(self.engine, messages, tools, options, self._cut, self._arguments, self._seconds)
 
     def turns(self, conversation: Conversation) -> list[EncodedRow]:
         """One row per assistant message that is trained: what was before, and the message.
@@ -188,3 +211,7 @@ class ChatTokenizer:
     def _encode(self, text: str) -> Tokens:
         """With what the tokenizer adds by itself, such as the token for a text's beginning."""
         return np.asarray(self.engine(text)["input_ids"], dtype=np.int64)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

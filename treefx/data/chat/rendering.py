@@ -8,9 +8,10 @@ import numpy.typing as npt
 
 from treefx.data.chat.markers import has_markers, read_marks, show_markers
 from treefx.data.chat.messages import Arguments, to_template
+from treefx.data.chat.time_limit import run_within
 from treefx.data.rows import Tokens, common_length
 from treefx.data.trajectories import Message
-from treefx.errors import InputError
+from treefx.errors import InputError, shorten
 
 __all__ = ["Engine", "RenderedChat", "encode_text"]
 
@@ -32,7 +33,17 @@ class Engine(Protocol):
 
 
 def encode_text(engine: Engine, text: str) -> tuple[Tokens, Tokens | None]:
-    """Token ids of a text as it stands, none added, and behind which character each ends, where the tokenizer tells."""
+    """Token ids of a text as it stands, none added, and behind which character each ends, where the tokenizer tells.
+
+    Raises:
+        InputError: the text holds half of a surrogate pair, which a template's own functions may have made.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"character {error.start} of the text to encode is {ascii(text[error.start])}, half of a surrogate pair"
+        ) from error
     if not getattr(engine, "is_fast", False):
         return np.asarray(engine(text, add_special_tokens=False)["input_ids"], dtype=np.int64), None
     found = engine(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -63,6 +74,7 @@ class RenderedChat:
         options: for ``apply_chat_template``.
         cut_at_turns: whether the text is cut where messages begin and end before it is encoded.
         arguments: of calls: "object" or "text".
+        seconds: most time that the template may take for one text; None: any.
     """
 
     def __init__(
@@ -73,9 +85,10 @@ class RenderedChat:
         options: dict[str, Any],
         cut_at_turns: bool,
         arguments: Arguments = "object",
+        seconds: float | None = None,
     ) -> None:
         self.messages = messages
-        self._engine, self._cut = engine, cut_at_turns
+        self._engine, self._cut, self._seconds = engine, cut_at_turns, seconds
         self._entries = [to_template(message, arguments) for message in messages]
         # Some templates write a heading for an empty list of tools.
         self._options = options | {"tools": list(tools) or None}
@@ -239,8 +252,15 @@ class RenderedChat:
         return str(given or getattr(self._engine, "chat_template", ""))
 
     def _apply(self, entries: list[dict[str, Any]], **how: Any) -> Any:
+        options = {**self._options, **how}
         try:
-            return self._engine.apply_chat_template(entries, **{**self._options, **how})
+            return run_within(self._seconds, lambda: self._engine.apply_chat_template(entries, **options))
+        except TimeoutError as error:
+            raise InputError(
+                f"the chat template did not end for messages 0 to {len(entries) - 1} ({error}): mend its loops, or "
+                "give it more time by ChatTokenizer(..., template_seconds=)"
+            ) from error
         except Exception as error:  # whatever a template raises
-            hint = "; if it joins the arguments of calls as text, arguments='text' helps" if "str" in str(error) else ""
-            raise InputError(f"the chat template refused messages 0 to {len(entries) - 1}: {error}{hint}") from error
+            said = shorten(str(error), 400)
+            hint = "; if it joins the arguments of calls as text, arguments='text' helps" if "str" in said else ""
+            raise InputError(f"the chat template refused messages 0 to {len(entries) - 1}: {said}{hint}") from error
