@@ -6,18 +6,18 @@ Triton's own reading of the source find it, and so that processes share it.
 
 import hashlib
 import importlib.util
-import os
 import re
 import sys
-import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from threading import Lock
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import jinja2
 
+from treefx.kernels.code_files import cache_folder, code_folder, is_private, temporary_folder, write_whole
 from treefx.kernels.dumps import dump
 from treefx.kernels.expression_text import format_condition, format_expression
 from treefx.kernels.gpu.triton_tree.arguments import TOO_LARGE
@@ -179,11 +179,6 @@ def _formatted(text: str) -> str:
     return re.sub(r"^@(triton|gluon).jit", r"\n\n@\1.jit", kept, flags=re.MULTILINE).strip() + "\n"
 
 
-def cache_folder() -> Path:
-    """Return where sources and tuning results are kept: ``TREEFX_CACHE_DIR`` or ``~/.cache/treefx``."""
-    return Path(os.environ.get("TREEFX_CACHE_DIR") or Path.home() / ".cache" / "treefx")
-
-
 @lru_cache(maxsize=256)
 def kernel_module(request: Request) -> ModuleType:
     """Return the module of a request's kernels, imported from its file."""
@@ -193,7 +188,8 @@ def kernel_module(request: Request) -> ModuleType:
     with _lock:
         if name in sys.modules:
             return sys.modules[name]
-        specification = importlib.util.spec_from_file_location(name, _written(f"{name}.py", source))
+        loader = _SourceLoader(name, str(_written(f"{name}.py", source)), source)
+        specification = importlib.util.spec_from_file_location(name, loader.path, loader=loader)
         assert specification is not None and specification.loader is not None
         module = importlib.util.module_from_spec(specification)
         sys.modules[name] = module  # Triton looks the functions' module up
@@ -203,15 +199,29 @@ def kernel_module(request: Request) -> ModuleType:
 
 def _written(name: str, source: str) -> Path:
     """Write a file of that content unless it is there; a folder that cannot be written gives way to a fresh one."""
-    for folder in (cache_folder() / "kernels", Path(tempfile.gettempdir()) / f"treefx-{os.getpid()}"):
-        path = folder / name
+    kept, content = code_folder(), source.encode()
+    if kept is not None:
+        path = kept / "kernels" / name
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not path.exists() or path.read_text(encoding="utf-8") != source:
-                partial = path.with_suffix(f".{os.getpid()}.tmp")
-                partial.write_text(source, encoding="utf-8")
-                partial.replace(path)  # whole or not at all, for other processes
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            if not is_private(path.parent):
+                path.parent.chmod(0o700)
+            if not path.exists() or path.read_bytes() != content:
+                write_whole(path, content)
             return path
-        except OSError as error:
-            problem = error
-    raise problem
+        except OSError:
+            pass
+    path = temporary_folder() / name
+    write_whole(path, content)
+    return path
+
+
+class _SourceLoader(SourceFileLoader):
+    """Runs a source that is at hand: neither its file, which may change, nor compiled code that lies beside it."""
+
+    def __init__(self, name: str, path: str, source: str) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._source, self.path, "exec", dont_inherit=True)

@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treefx.kernels.gpu.triton_tree.codegen import cache_folder
+from treefx.errors import InputError
+from treefx.kernels.code_files import cache_folder
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.support import device_name, processors
@@ -172,8 +173,11 @@ def keep_rates(rates: dict[str, dict[str, list[float]]]) -> Path:
         rates: by `rates_key` and `tile_name`, the three numbers of `Rates`.
     """
     path, device = cache_folder() / _RATES_FILE, device_name(torch.device("cpu"))
-    kept = _read(path)
-    _write(path, {**kept, device: {**kept.get(device, {}), **rates}})
+    kept = _read_rates(path)
+    try:
+        _write(path, {**kept, device: {**kept.get(device, {}), **rates}})
+    except OSError as reason:
+        raise InputError(f"rates cannot be kept in {path}: {reason}; TREEFX_CACHE_DIR names another folder") from reason
     _rates.cache_clear()
     forget_blocks()
     return path
@@ -182,7 +186,7 @@ def keep_rates(rates: dict[str, dict[str, list[float]]]) -> Path:
 @lru_cache(maxsize=1)
 def _rates() -> dict[str, Any]:
     """Return rates by device: those that come with treefx, and before them those that were fitted here."""
-    shipped, own = _read(Path(__file__).parent / _RATES_FILE), _read(cache_folder() / _RATES_FILE)
+    shipped, own = _read_rates(Path(__file__).parent / _RATES_FILE), _read_rates(cache_folder() / _RATES_FILE)
     return {device: {**shipped.get(device, {}), **own.get(device, {})} for device in {**shipped, **own}}
 
 
@@ -199,9 +203,24 @@ def _read(path: Path) -> dict[str, Any]:
     """Return what is on disk; a file that cannot be read counts as empty."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _read_rates(path: Path) -> dict[str, Any]:
+    """Return rates on disk by device, kernel and tile; a device that has something else counts as unknown."""
+    return {device: kinds for device, kinds in _read(path).items() if _are_rates(kinds)}
+
+
+def _are_rates(kinds: Any) -> bool:
+    tiles = kinds.values() if isinstance(kinds, dict) else [None]
+    rates = [rate for by_tile in tiles for rate in (by_tile.values() if isinstance(by_tile, dict) else [None])]
+    return all(isinstance(rate, list) and len(rate) == 3 and all(map(_is_rate, rate)) for rate in rates)
+
+
+def _is_rate(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < 1e12
 
 
 def _remember(key: str, config: Config) -> None:

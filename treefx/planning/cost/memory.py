@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import hashlib
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -35,7 +35,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treefx.errors import UnsupportedError
-from treefx.kernels.gpu.triton_tree.codegen import cache_folder
+from treefx.kernels.code_files import code_folder, digest, is_private, write_whole
 
 __all__ = ["Peak", "Source", "install_allocator", "quick_collections", "track_peak"]
 
@@ -187,10 +187,13 @@ def install_allocator() -> bool:
 def _library() -> ctypes.CDLL | None:
     """The compiled allocator, installed."""
     compiler = shutil.which("c++") or shutil.which("g++")
-    path = None if compiler is None else _built(compiler)
-    if path is None:
+    try:
+        path = None if compiler is None else _built(compiler)
+        if path is None:
+            return None
+        library = ctypes.CDLL(str(path))
+    except OSError:  # the folder cannot be written, is full, or may hold no code that runs
         return None
-    library = ctypes.CDLL(str(path))
     for name in ("treefx_start", "treefx_peak", "treefx_curve_length"):
         getattr(library, name).restype = ctypes.c_int64
     library.treefx_start.argtypes = [ctypes.c_bool]
@@ -200,22 +203,36 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _built(compiler: str) -> Path | None:
-    """The shared library, from the cache or made now; None where the compiler does not work."""
-    tag = hashlib.sha256(f"{torch.__version__}{_CODE}".encode()).hexdigest()[:12]
-    path = cache_folder() / f"allocator_{tag}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    installed = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        source, library = Path(folder, "allocator.cpp"), Path(folder, "allocator.so")
-        source.write_text(_CODE)
-        flags = ["-O2", "-fPIC", "-shared", "-std=c++20", f"-I{installed / 'include'}"]
-        command = [compiler, *flags, str(source), "-o", str(library), f"-L{installed / 'lib'}", "-lc10"]
-        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            return None
-        library.replace(path)  # at once: another process may be building it too
+    """The shared library, from the cache or made now; None where the compiler does not work.
+
+    Its name holds a digest of its bytes: a file that was cut off or changed would end the process when it is loaded.
+    """
+    about = f"{torch.__version__} {platform.machine()} {_CODE}"
+    stem = f"allocator_{digest(about.encode())[:12]}"
+    folder = code_folder()
+    if folder is None:
+        return None
+    for path in sorted(folder.glob(f"{stem}_*.so")):
+        if is_private(path) and path.name == f"{stem}_{digest(path.read_bytes())}.so":
+            return path
+        path.unlink()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        content = _compiled(compiler, Path(scratch))
+    if content is None:
+        return None
+    path = folder / f"{stem}_{digest(content)}.so"
+    write_whole(path, content)
     return path
+
+
+def _compiled(compiler: str, folder: Path) -> bytes | None:
+    installed = Path(torch.__file__).parent
+    source, library = folder / "allocator.cpp", folder / "allocator.so"
+    source.write_text(_CODE)
+    flags = ["-O2", "-fPIC", "-shared", "-std=c++20", f"-I{installed / 'include'}"]
+    command = [compiler, *flags, str(source), "-o", str(library), f"-L{installed / 'lib'}", "-lc10"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    return library.read_bytes() if done.returncode == 0 else None
 
 
 @contextmanager
