@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from treefx.kernels.score import Expr
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
 from treefx.passes.labels.constants import Constants, InputValues
-from treefx.passes.labels.facts import Dims, fact_of
+from treefx.passes.labels.facts import Dims, ancestors, fact_of
 from treefx.passes.labels.label_tokens import (
     Role,
     Tokens,
@@ -30,6 +31,16 @@ from treefx.passes.trace.token_count import TokenCount
 
 __all__ = ["Analysis", "Expansion", "Rewritten", "Variant"]
 
+_ATTENTION = {torch.ops.treefx.attention.default, torch.ops.treefx.flash.default}
+_NAMES = {
+    "treefx.attention.default": "scaled_dot_product_attention",
+    "treefx.flash.default": "flash attention",
+    "treefx.segments.default": "flash attention",
+    "treefx.custom_function.default": "autograd.Function",
+    "treefx.head.default": "the function of LM head and loss",
+}
+"""Operators that stand for the user's in a traced graph, by what the user calls."""
+
 
 @dataclass(frozen=True)
 class Expansion:
@@ -42,6 +53,9 @@ class Expansion:
     reason: str
     line: str | None
     contracted: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "op", _NAMES.get(self.op, self.op))
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,14 @@ class Analysis:
     """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def attentions_on_rows(self) -> int:
+        """Attention operators that read tokens and are not among ``attentions``: not those of a vision tower."""
+        assert self.tokens is not None
+        attending = [node for node in live_nodes(self.gm) if node.target in _ATTENTION]
+        others = [node for node in attending if not isinstance(fact_of(node).law, Attention)]
+        return sum(self.tokens.ids in ancestors(node) for node in others)
 
     def find_own_positions(self, redundant: Collection[Expr] = ()) -> list[fx.Node] | None:
         """Values [B, T] that tell tokens apart where rows start in different columns; None where tokens are known by

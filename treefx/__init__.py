@@ -37,6 +37,7 @@ from treefx.errors import (
     MemoryLimitError,
     RankError,
     RecordError,
+    SharingWarning,
     TreefxError,
     UnsupportedError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "MemoryLimitError",
     "RankError",
     "RecordError",
+    "SharingWarning",
     "TreefxError",
     "UnsupportedError",
     "backward",

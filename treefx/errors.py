@@ -1,4 +1,4 @@
-"""Every error treefx raises on purpose.
+"""Every error treefx raises on purpose, and its warning about lost sharing.
 
 Each message says what was expected, what came, and what to do. Errors of this family are refusals or bad input;
 anything else that escapes treefx is a bug of treefx.
@@ -12,6 +12,7 @@ __all__ = [
     "MemoryLimitError",
     "RankError",
     "RecordError",
+    "SharingWarning",
     "TreefxError",
     "UnsupportedError",
     "shorten",
@@ -56,6 +57,13 @@ class MemoryLimitError(TreefxError):
 
 class RankError(TreefxError):
     """Another rank failed in a step that all ranks run together; the message names it."""
+
+
+class SharingWarning(UserWarning):
+    """Rows share prefixes, and a compiled model computes them on every row: the message says why and how much is lost.
+
+    Results are exact all the same. ``warnings.simplefilter("ignore", treefx.SharingWarning)`` hides it.
+    """
 
 
 def shorten(text: str, most: int = 1000) -> str:

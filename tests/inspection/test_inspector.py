@@ -132,7 +132,7 @@ def test_expansion_carries_the_line_of_the_user() -> None:
     assert "tests/mixers.py" in expansion["line"]
     assert expansion["reason"]
     summary = inspection.summary()
-    assert f"{expansion['op']} {expansion['reason']}" in summary
+    assert f"{expansion['op']}: {expansion['reason']}" in summary
     assert expansion["line"] in summary
 
 

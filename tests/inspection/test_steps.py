@@ -226,9 +226,10 @@ def test_the_report_says_which_line_to_change(monkeypatch: pytest.MonkeyPatch, l
         monkeypatch.delitem(sys.modules, module, raising=False)
     if loaded is not None:
         monkeypatch.setitem(sys.modules, loaded, ModuleType(loaded))
-    told = "\n".join(describe_step({"sharing_possible": 4.0, "step_sharing_ratio": 1.25, "step_calls": 4}))
+    step = {"sharing_possible": 4.0, "step_calls": 4, "step_repeats": 0}
+    told = "\n".join(describe_step({**step, "step_sharing_ratio": 1.25}))
     assert "4 calls: sharing ratio 1.25, of 4.00" in told and line in told
-    assert line not in "\n".join(describe_step({"sharing_possible": 4.0, "step_sharing_ratio": 3.9, "step_calls": 4}))
+    assert line not in "\n".join(describe_step({**step, "step_sharing_ratio": 3.9}))
 
 
 def test_packed_rows_in_several_calls_tell_what_one_call_would_share() -> None:

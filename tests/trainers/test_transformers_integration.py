@@ -1,5 +1,6 @@
 """transformers' Trainer and TRL's over a dataset: rows that share prefixes in one batch, sharing among the metrics."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +170,25 @@ def test_a_trainer_that_does_not_ask_for_the_order_is_told_of(tmp_path: Path, ca
     assert "InItsOwnOrder puts them into batches by itself" in caplog.text
 
 
-def test_reasons_for_no_sharing_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model with a mixer that no law covers, in the mode that then gives up."""
+@pytest.mark.parametrize("warned", [True, False])
+def test_reasons_for_no_sharing_are_told_once(
+    warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with a mixer that no law covers, in the mode that then gives up: by a warning, or else in the log."""
+    if not warned:
+        monkeypatch.setattr("treefx.runtime.ways.watch.warn_of_rows", lambda *_: None)
     model = llama()
     norm = model.model.norm.forward
     model.model.norm.forward = lambda hidden: norm(hidden.cumsum(1).sin())
     model.compile(backend="treefx", options={"inner": "eager", "on_unsupported": "fallback"})
     trainer = build(tmp_path, rows(), model, max_steps=2)
+    keep_groups(trainer)
     trainer.add_callback(SharingCallback())
-    trainer.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", treefx.SharingWarning)
+        trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["treefx/fallback"] for entry in history] == [1.0, 1.0]
-    assert sum("shares nothing" in record.message for record in caplog.records) == 1
+    assert all(entry["treefx/sharing_possible"] > 1.0 for entry in history)
+    assert sum(item.category is treefx.SharingWarning for item in caught) == warned
+    assert sum("shares nothing" in record.message for record in caplog.records) == (not warned)

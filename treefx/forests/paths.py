@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from treefx.forests.trie import combine_keys
 
-__all__ = ["Prefixes", "number_prefixes"]
+__all__ = ["Codes", "Prefixes", "number_prefixes"]
 
 Codes = npt.NDArray[np.uint64]
 

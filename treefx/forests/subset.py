@@ -22,10 +22,12 @@ class EdgeSubset(Forest):
     Attributes:
         uncut: the forest itself.
         edge_index: int64 [E_p], the edges that count, as indices into those of the uncut forest.
+        part_tokens: tokens of the part in rows and distinct, which is what runs; None where no part runs.
     """
 
     uncut: Forest
     edge_index: Tensor
+    part_tokens: tuple[int, int] | None = dataclasses.field(default=None, kw_only=True)
 
     @lasting_property
     def edges(self) -> Edges:

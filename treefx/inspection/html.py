@@ -12,6 +12,7 @@ from torch import fx
 from treefx.inspection.graph_diff import OperatorChange, operator_name
 from treefx.inspection.page import PAGE
 from treefx.inspection.source_lines import module_of, type_of
+from treefx.inspection.text import is_earlier, none_expanded
 from treefx.passes.labels.label_tokens import user_line
 
 __all__ = ["render_page"]
@@ -24,7 +25,9 @@ _CLASSES = {
     "treefx.expand": "expand",
     "treefx.pick": "expand",
 }
-_KINDS = {"restore": "gradient restoration", "attention": "tree attention", "expand": "expansion to rows"}
+_KINDS = {"restore": "gradient restoration", "attention": "tree attention", "expand": "packed value read by rows"}
+"""Legend of marked nodes. The loss reads packed values by rows too, so that these are not the operators that had to be
+expanded."""
 _LONGEST_TEXT = 48
 """Of a string among the arguments of a node; the score of an attention is told elsewhere."""
 
@@ -50,7 +53,11 @@ def render_page(
         figures="".join(_figures(stats)),
         summary=html.escape(summary),
         seconds=_bars(stats["seconds"]),
-        expansions=_table(("operator", "reason", "line"), _expansion_rows(stats)) or "<p>None.</p>",
+        expansions=_table(("operator", "reason", "line"), _expansion_rows(stats))
+        or f"<p>{html.escape(none_expanded(stats))}</p>",
+        earlier="<p>The last call ran every row: attentions and rewritten graphs below are of an earlier call.</p>"
+        if is_earlier(stats, graphs)
+        else "",
         kernels="".join(_kernel(name, text) for name, text in kernels.items()) or "<p>None.</p>",
         changes="".join(f"<code>{html.escape(str(change))}</code>" for change in changes) or "None.",
         tabs="".join(_tab(stage, gm, selected=stage == first) for stage, gm in graphs.items()),
@@ -58,13 +65,19 @@ def render_page(
     )
 
 
+def _share(part: int, whole: int) -> str:
+    return str(part) if part == whole else f"{part} of {whole}"
+
+
 def _figures(stats: Mapping[str, Any]) -> Iterator[str]:
+    distinct, recurrences = stats["distinct_tokens"], stats["recurrences_rewritten"]
     figures = {
         "raw tokens": f"{stats['raw_tokens']:,}",
-        "distinct tokens": f"{stats['tokens']:,}",
+        "distinct tokens": "unknown" if distinct is None else f"{distinct:,}",
+        "tokens that ran": f"{stats['tokens']:,}",
         "sharing ratio": f"{stats['sharing_ratio']:.2f}",
-        "attention layers": str(stats["attention_rewritten"]),
-        "recurrences": str(stats["recurrences_rewritten"]),
+        "attention layers on the tree": _share(stats["attention_rewritten"], stats["attention_layers"]),
+        **({"recurrences on the tree": str(recurrences)} if recurrences else {}),
         "expansions": str(len(stats["expansions"])),
         "last call ran": stats["ran"],
     }

@@ -26,6 +26,10 @@ from treefx.runtime.steps import version_of
 
 __all__ = ["STAGES", "Inspection", "inspect"]
 
+NO_IDS = (
+    "no input [B, T] of the graph is looked up in an embedding, so nothing tells which positions are the same "
+    "token; ids [T] without a dimension of rows run as they are (ids[None] is a row)"
+)
 STAGES = ("captured", "rewritten", "forward", "backward")
 """From Dynamo, after the passes, and as the inner compiler gets them."""
 
@@ -168,17 +172,18 @@ def _cut_off(reports: list[GraphReport], first: GraphReport) -> str | None:
     since = first.last_call if first.has_tokens else 0
     weighted = [report for report in reports if any(weight.dim() > 1 for weight in report.parameters)]
     runs = [report for report in weighted if report.last_call >= since]
-    blind = sum(report.ran == "ordinary" and not report.has_tokens for report in runs)
+    blind = [report for report in runs if report.ran == "ordinary" and not report.has_tokens]
+    breaks = dict.fromkeys(report.cut for report in blind if report.cut is not None)
+    if breaks and not first.has_tokens:
+        return "; ".join(breaks)
+    if blind and len(reports) == 1:
+        return NO_IDS
     if not blind:
         return None
-    if len(reports) == 1:
-        return (
-            "no input [B, T] of the graph is looked up in an embedding, so nothing tells which positions are the same "
-            "token; ids [T] without a dimension of rows run as they are (ids[None] is a row)"
-        )
+    why = "; ".join(breaks) or "TORCH_LOGS=graph_breaks shows where"
     return (
-        f"{blind} of {len(runs)} graphs with weights get no token ids and ran every row, because Dynamo cut the model "
-        "into several; TORCH_LOGS=graph_breaks tells where"
+        f"{len(blind)} of {len(runs)} graphs with weights get no token ids and ran every row, because Dynamo cut the "
+        f"model: {why}"
     )
 
 
@@ -231,10 +236,37 @@ def _sources_of(run: Run) -> _Sources | None:
 
 def _of_step(report: GraphReport) -> dict[str, Any]:
     """The last optimizer step: its calls, their sharing ratio together, and that of all their rows in one call."""
-    step = report.steps.last(version_of(report.parameters))
-    if step is None:  # no call had gradients, or the caller gave forests
-        return {"step_calls": 0, "step_sharing_ratio": None, "sharing_possible": None}
-    return {"step_calls": step.calls, "step_sharing_ratio": step.ratio, "sharing_possible": step.possible}
+    counted = report.way != "forest" and not (report.ran == "ordinary" and report.fallback)
+    step = report.steps.last(version_of(report.parameters)) if counted else None
+    if step is None:
+        return {"step_calls": 0, "step_repeats": 0, "step_sharing_ratio": None, "sharing_possible": None}
+    return {
+        "step_calls": step.calls,
+        "step_repeats": step.repeats,
+        "step_sharing_ratio": step.ratio,
+        "sharing_possible": step.possible,
+    }
+
+
+def _of_tokens(latest: list[GraphReport], first: GraphReport) -> dict[str, Any]:
+    """The tokens of the last call: those that ran, and the distinct ones among them."""
+    rows = (report.counts for report in (first, *latest) if not report.has_tokens or report is first)
+    counts = next((item for item in rows if item is not None), None)
+    ordinary = first.ran == "ordinary"
+    raw_tokens = counts.raw_tokens if ordinary and counts is not None else first.raw_tokens
+    tokens = raw_tokens if ordinary else first.tokens
+    ratio = raw_tokens / tokens if tokens and raw_tokens else 1.0
+    seen = next((report for report in latest if report.rows is not None and counts is report.rows.counts), first)
+    return {
+        "raw_tokens": raw_tokens,
+        "tokens": tokens,
+        "distinct_tokens": None if counts is None else counts.distinct_tokens,
+        "head_tokens": first.head_tokens,
+        "sharing_ratio": ratio,
+        "overlap_ratio": 1.0 - 1.0 / ratio,
+        "possible_ratio": None if counts is None else counts.ratio,
+        "counted_call": None if seen.rows_of_call in (0, seen.calls) or seen.ran == "packed" else seen.rows_of_call,
+    }
 
 
 def _statistics(
@@ -245,19 +277,20 @@ def _statistics(
         for name, value in report.seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
     stated = next((report.fallback for report in latest if report.fallback is not None), None)
-    reasons = [reason for reason in (stated, _cut_off(latest, first)) if reason is not None]
+    cut = _cut_off(latest, first)
+    reasons = [reason for reason in (stated, cut) if reason is not None]
+    packed = [report for report in latest if report.ran == "packed"]
     return {
-        "raw_tokens": first.raw_tokens,
-        "tokens": first.tokens,
-        "head_tokens": first.head_tokens,
-        "sharing_ratio": first.sharing_ratio,
-        "overlap_ratio": 1.0 - 1.0 / first.sharing_ratio,
+        **_of_tokens(latest, first),
         **_of_step(first),
         "ran": first.ran,
-        "attention_rewritten": sum(report.attention_rewritten for report in latest if report.fallback is None),
-        "recurrences_rewritten": sum(report.recurrences_rewritten for report in latest if report.fallback is None),
-        "expansions": [dict(item) for report in latest for item in report.expansions],
-        "fallback": "; ".join(reasons) or None,
+        "way": first.way,
+        "attention_layers": sum(report.attention_layers for report in latest),
+        "attention_rewritten": sum(report.attention_rewritten for report in packed),
+        "recurrences_rewritten": sum(report.recurrences_rewritten for report in packed),
+        "expansions": [dict(item) for report in packed for item in report.expansions],
+        "fallback": cut if stated is not None and cut is not None and stated in cut else "; ".join(reasons) or None,
+        "warned": any(report.warned for report in latest),
         "uncompiled": given_up(report.frame for report in everything),
         "graphs": len(latest),
         "compiles": sum(report.compiles for report in everything),

@@ -66,6 +66,7 @@ li.placeholder, li.output, li.get_attr { opacity: .75; }
 <h1>What treefx did</h1>
 <div class="figures">$figures</div>
 <pre>$summary</pre>
+$earlier
 <h2>Seconds per pass</h2>
 $seconds
 <h2>Expansions</h2>

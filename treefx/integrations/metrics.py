@@ -14,7 +14,7 @@ def metrics_of(stats: Mapping[str, Any]) -> dict[str, float]:
     """
     return {
         "treefx/sharing": stats["step_sharing_ratio"] or stats["sharing_ratio"],
-        "treefx/sharing_possible": stats["sharing_possible"] or stats["sharing_ratio"],
+        "treefx/sharing_possible": stats["sharing_possible"] or stats["possible_ratio"] or stats["sharing_ratio"],
         "treefx/fallback": float(stats["fallback"] is not None),
         "treefx/compiles": float(stats["compiles"]),
         "treefx/compile_seconds": float(sum(stats["seconds"].values())),

@@ -127,8 +127,8 @@ class SharingCallback(TrainerCallback):
     """Log what treefx shared among the trainer's own metrics, as ``treefx/...``; `log_sharing` adds it.
 
     ``sharing`` and ``sharing_possible`` are of the last optimizer step, ``compiles`` and ``compile_seconds`` of the run
-    so far; ``fallback`` is 1 where the last call shared nothing for a reason, which is logged once as a warning, and so
-    is that Dynamo gave up compiling further kinds of calls.
+    so far; ``fallback`` is 1 where the last call shared nothing for a reason. The reason is logged once as a warning
+    unless a `treefx.SharingWarning` gave it; so is that Dynamo gave up compiling further kinds of calls.
     Nothing is added for a model that treefx has not run.
     """
 
@@ -146,7 +146,8 @@ class SharingCallback(TrainerCallback):
         metrics = metrics_of(stats)
         logs.update(metrics)
         state.log_history[-1].update(metrics)
-        for reason in {stats["fallback"], stats["uncompiled"]} - {None} - self._warned:
+        fallback = None if stats["warned"] else stats["fallback"]  # the warning said it
+        for reason in {fallback, stats["uncompiled"]} - {None} - self._warned:
             self._warned.add(reason)
             _log.warning("treefx shares nothing: %s", reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from treefx.forests.context import current_forest
 from treefx.kernels.lasting import lasting
 from treefx.passes.analysis import Analysis, Expansion, Rewritten
 from treefx.passes.labels.constants import InputValues, input_values
+from treefx.passes.labels.label_tokens import MEETS_ROWS
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass
 from treefx.passes.trace.batch_sizes import Specialised
@@ -26,6 +27,7 @@ from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.records import Records
+from treefx.runtime.report import NO_ATTENTION
 from treefx.runtime.shapes import KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
 
 __all__ = ["Analyses"]
@@ -97,10 +99,7 @@ class Analyses:
         shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
         if isinstance(shape, Refusal):
             return shape.reason
-        self._records.report.has_tokens = True
-        self._records.report.attention_rewritten = len(shape.analysis.attentions)
-        self._records.report.recurrences_rewritten = shape.analysis.recurrences
-        self._records.report.expansions = [asdict(item) for item in shape.analysis.expansions]
+        self._records.report.note_analysis(shape.analysis)
         return shape
 
     def _values(self, args: Sequence[Any]) -> InputValues:
@@ -223,8 +222,7 @@ class Analyses:
 
     def _shape(self, analysis: Analysis, args: Sequence[Any], sizes: Sequence[int]) -> Shape | Refusal:
         tensors = self.tensors(args)
-        self._records.report.has_tokens = True
-        self._records.report.expansions = [asdict(item) for item in analysis.expansions]
+        self._records.report.note_analysis(analysis)
         refusal = self._refusal(analysis)
         if refusal is not None:
             return Refusal(refusal, proof_of(analysis, tensors))
@@ -260,7 +258,8 @@ class Analyses:
         if analysis.changed_parameter is not None:
             return f"the model changes a parameter in its forward: {analysis.changed_parameter}"
         if not is_packed(analysis):
-            return f"no attention could be rewritten: {unsupported or _listed(analysis.obstacles) or 'none found'}"
+            causes = unsupported or _listed(analysis.obstacles)
+            return f"nothing runs on distinct tokens, because {causes}" if causes else NO_ATTENTION
         return None
 
 
@@ -271,8 +270,10 @@ def _gains(analysis: Analysis) -> tuple[Any, ...]:
 
 
 def _listed(items: Sequence[Expansion]) -> str:
-    lines = ["" if item.line is None else f" ({item.line})" for item in items]
-    return "; ".join(f"{item.op} {item.reason}{line}" for item, line in zip(items, lines, strict=True))
+    """Operators, reasons and lines: the first causes, where others only read what these computed on rows."""
+    causes = [item for item in items if item.reason != MEETS_ROWS] or items
+    lines = ["" if item.line is None else f" ({item.line})" for item in causes]
+    return "; ".join(f"{item.op}: {item.reason}{line}" for item, line in zip(causes, lines, strict=True))
 
 
 def _find_strange(gm: fx.GraphModule, unfollowed: str | None) -> str | None:

@@ -23,6 +23,7 @@ from treefx.runtime.ways.native import NativeRun, wrong_row
 from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.packed import PackedRun
 from treefx.runtime.ways.rows import RowsRun
+from treefx.runtime.ways.watch import SharingWatch
 from treefx.runtime.whole.numbers import as_tensors, numbers_as_tensors
 
 __all__ = ["CompiledGraph"]
@@ -62,6 +63,7 @@ class CompiledGraph:
         self._ordinary = Ordinary(gm, config.compiler, self._records)
         self._rows = RowsRun(gm, roles, self._analyses, packed, self._ordinary, config, self._records)
         self._native = NativeRun(roles, packed, self._records, 1 if self._own is None else self._own.ranks)
+        self._watch = SharingWatch(gm, roles, config)
         self._attends = _attends_on_tree(gm)
         """Whether the graph is one of a block of a converted model, which gets distinct tokens and their tree."""
 
@@ -91,7 +93,9 @@ class CompiledGraph:
         if isinstance(shape, str):
             return self._run_ordinary(args, shape or None, forest)
         if forest is None:
-            return self._rows.run(shape, args)
+            results = self._rows.run(shape, args)
+            self._watch.look(self._records.report, args)
+            return results
         if by_column is None:
             inputs = [x for x, role in zip(args, self.roles, strict=True) if role == "input"]
             raise wrong_row(forest, [x.shape for x in inputs if isinstance(x, Tensor)])
@@ -105,7 +109,8 @@ class CompiledGraph:
             raise UnsupportedError(_WHOLE + "one of its graphs gets no token ids; give the model input_ids")
         results = self._ordinary.instead(args, fallback=fallback)
         if self._attends:
-            self._records.report.ran = "packed"
+            self._records.report.ran, self._records.report.way = "packed", "converted"
+        self._watch.look(self._records.report, args)
         return results
 
 

@@ -200,7 +200,9 @@ class PartTokens:
         ends = send(ends.to(torch.int32), device, keep=True)  # the forest of the row's lists of tiles
         own_fields = {"tokens": tokens, "depth": send(depth, device), "subtree_end": ends}
         given = {} if cut is None else {"cut": cut}
-        row: EdgeSubset = forest_as(kind, forest, uncut=forest, edge_index=send(chosen, device), **own_fields, **given)
+        counts = int(host.multiplicity[own].sum()), len(own)
+        edges = {"edge_index": send(chosen, device), "part_tokens": counts}
+        row: EdgeSubset = forest_as(kind, forest, uncut=forest, **edges, **own_fields, **given)
         row.__dict__["edges"] = select_edges(forest.edges, row.edge_index, source=send(source, device))
         return row
 

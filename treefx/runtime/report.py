@@ -5,20 +5,25 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from treefx.config import Config
-from treefx.passes.analysis import Rewritten
+from treefx.passes.analysis import Analysis, Rewritten
+from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
 from treefx.runtime.steps import Steps, steps_of
 
-__all__ = ["GraphReport", "Parameters", "ReportingGraph", "Reports", "Run", "find", "register"]
+__all__ = ["NO_ATTENTION", "GraphReport", "Parameters", "ReportingGraph", "Reports", "Run", "find", "register"]
 
 Parameters: TypeAlias = MutableMapping[Tensor, None]
 """Tensors by identity, held weakly: a number such as ``id`` may pass to another tensor."""
+
+
+NO_ATTENTION = "the graph has no attention or recurrence, so that running it on distinct tokens would not pay"
+"""Why a graph with token ids runs on rows that holds little but lookups."""
 
 
 @dataclass
@@ -29,17 +34,34 @@ class GraphReport:
     raw_tokens: int = 0
     """Tokens under the mask in the last call."""
     tokens: int = 0
-    """Distinct tokens that ran in the last call."""
+    """Distinct tokens that ran in the last call; as many as ``raw_tokens`` where it ran on rows."""
+    distinct_tokens: int | None = None
+    """Distinct tokens of the last call, whether or not they ran once; None where nothing counted them."""
+    rows: CallRows | None = None
+    """The token ids of the last call, where it ran on rows for a reason: counted when they are asked for."""
     head_tokens: int | None = None
     """Positions that the LM head of a converted model ran on in the last call; None where nobody counts them."""
+    rows_of_call: int = 0
+    """Which call ``rows`` are of, counted from 1."""
+    attention_layers: int = 0
+    """Attentions of the graph that runs, whether or not they run on the tree."""
     attention_rewritten: int = 0
     recurrences_rewritten: int = 0
     """Linear recurrences (Mamba 2, gated delta nets) that run once per distinct token."""
-    expansions: list[dict[str, str | None]] = field(default_factory=list)
+    expansions: list[dict[str, Any]] = field(default_factory=list)
     fallback: str | None = None
     """Why the last call did not run packed, or None. Low sharing is a choice, not a fallback."""
     ran: str = "nothing"
     """"packed", "ordinary" or "nothing": what the last call ran."""
+    way: Literal["rows", "forest", "converted", "block"] = "rows"
+    """What the last call was given: rows [B, T] to a compiled graph, a forest, rows to a converted model, or the hidden
+    states of a block under ``treefx.distribute``."""
+    cut: str | None = None
+    """The graph break that keeps token ids or attention away from the graph; None without one."""
+    calls_on_rows: int = 0
+    """Calls that ran on rows for a reason."""
+    warned: bool = False
+    """Whether the user was warned of that."""
     compiles: int = 0
     shapes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -58,6 +80,35 @@ class GraphReport:
         """Count a call and note its place among all calls."""
         self.calls += 1
         self.last_call = next(_clock)
+
+    def keep_rows(self, rows: CallRows | None) -> None:
+        """Keep the token ids of the call under way, which runs on rows for a reason."""
+        self.rows, self.rows_of_call = rows, self.calls if rows is not None else 0
+
+    def note_analysis(self, analysis: Analysis) -> None:
+        """Note what an analysis proved of the graph that is about to run."""
+        self.has_tokens = True
+        self.attention_layers = len(analysis.attentions) + analysis.attentions_on_rows
+        self.attention_rewritten, self.recurrences_rewritten = len(analysis.attentions), analysis.recurrences
+        self.expansions = [asdict(item) for item in analysis.expansions]
+
+    def note_rows(self, fallback: str | None) -> None:
+        """Note that the call runs every row: for a reason, or (None) because its rows share too little.
+
+        Figures of the tokens stay only in the second case, where the call counted them before.
+        """
+        self.fallback, self.ran, self.way = fallback, "ordinary", "rows"
+        if fallback is not None or not self.has_tokens:
+            self.raw_tokens, self.tokens, self.distinct_tokens = 0, 0, None
+
+    @property
+    def counts(self) -> Counts | None:
+        """The tokens of the last call and how many are distinct; counts them where that was left to do."""
+        if self.ran == "packed":
+            return Counts(self.raw_tokens, self.tokens) if self.tokens else None
+        if self.distinct_tokens is not None:
+            return Counts(self.raw_tokens, self.distinct_tokens)
+        return None if self.rows is None else self.rows.counts
 
     @property
     def sharing_ratio(self) -> float:

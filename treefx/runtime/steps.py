@@ -1,7 +1,8 @@
 """What the calls of one optimizer step share, over all of them: what a trainer's order of rows lost.
 
 A call computes its own distinct tokens once. Rows that share a prefix but come in different calls of a step compute it
-once a call. Here the distinct prefixes of all calls of a step are counted together, as if they had been one call.
+once a call. Here the distinct prefixes of all calls of a step are counted together, as if they had been one call. A
+call of the very rows of an earlier call of the step is left out of the tokens: no order of rows would merge the two.
 
 A step ends where the parameters change, so that nobody has to mark it: PyTorch tells of the steps of all its optimizers
 (some fused ones leave the versions of tensors as they are), and counts other changes in place (``Tensor._version``).
@@ -11,6 +12,7 @@ What changes weights behind PyTorch's back (``parameter.data``) is not seen; the
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from treefx.forests.paths import Prefixes
+from treefx.forests.paths import Codes, Prefixes
 
 __all__ = ["MOST_TOKENS", "StepSharing", "Steps", "steps_of", "version_of"]
 
@@ -37,6 +39,7 @@ class StepSharing:
 
     Attributes:
         calls: how many calls with gradients there were.
+        repeats: how many of them had the very rows of an earlier one; the figures below leave them out.
         raw_tokens: tokens of the rows of all calls.
         tokens: that ran, summed over calls.
         distinct_tokens: that would run if all rows came in one call.
@@ -46,6 +49,7 @@ class StepSharing:
     raw_tokens: int
     tokens: int
     distinct_tokens: int
+    repeats: int = 0
 
     @property
     def ratio(self) -> float:
@@ -64,19 +68,33 @@ class _Window:
 
     version: int
     calls: int = 0
+    repeats: int = 0
     raw_tokens: int = 0
     tokens: int = 0
-    prefixes: list[Prefixes] = field(default_factory=list)
+    waiting: list[tuple[int, int, Prefixes]] = field(default_factory=list)
+    """Raw tokens, tokens and prefixes of the calls that are not counted yet."""
+    distinct: Codes = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    known: set[bytes] = field(default_factory=set)
+    """Digests of the prefixes of the calls that are counted."""
 
     def sharing(self) -> StepSharing:
-        """Counted when somebody asks: it numbers and sorts the prefixes."""
-        distinct = np.unique(np.concatenate([prefixes.numbers for prefixes in self.prefixes]))
-        self.prefixes = [Prefixes(len(distinct), lambda: distinct)]
-        return StepSharing(self.calls, self.raw_tokens, self.tokens, len(distinct))
+        """Number and sort the prefixes of the calls that wait."""
+        for raw_tokens, tokens, prefixes in self.waiting:
+            numbers = np.unique(prefixes.numbers)
+            digest = hashlib.sha256(numbers.tobytes() + raw_tokens.to_bytes(8, "little")).digest()
+            if digest in self.known:
+                self.repeats += 1
+                continue
+            self.known.add(digest)
+            self.raw_tokens += raw_tokens
+            self.tokens += tokens
+            self.distinct = np.union1d(self.distinct, numbers)
+        self.waiting = []
+        return StepSharing(self.calls, self.raw_tokens, self.tokens, len(self.distinct), self.repeats)
 
     @property
     def remembered(self) -> int:
-        return sum(map(len, self.prefixes))
+        return len(self.distinct) + sum(len(prefixes) for _, _, prefixes in self.waiting)
 
 
 class Steps:
@@ -100,9 +118,7 @@ class Steps:
             self._before, self._now = now, _Window(version)
             now = self._now
         now.calls += 1
-        now.raw_tokens += raw_tokens
-        now.tokens += tokens
-        now.prefixes.append(prefixes)
+        now.waiting.append((raw_tokens, tokens, prefixes))
 
     def last(self, version: int) -> StepSharing | None:
         """The last step that is complete, or the one under way if there is none; None if nothing was counted."""

@@ -7,9 +7,7 @@ from treefx.fuzz.families.parts import Part
 __all__ = ["COUNTERS", "CUTS"]
 
 _EXPERTS = "self.register_buffer('load{n}', torch.zeros(4)); self.gate{n} = nn.Linear(D, 4, bias=False)"
-_CHOSEN = (
-    "share = self.gate{n}(x).sigmoid()\nchosen = share.topk(2, -1).indices\nx = x * (1 + share.mean(-1, True))\n"
-)
+_CHOSEN = "share = self.gate{n}(x).sigmoid()\nchosen = share.topk(2, -1).indices\nx = x * (1 + share.mean(-1, True))\n"
 _WIDTH = "self.register_buffer('load{n}', torch.zeros(D))"
 
 

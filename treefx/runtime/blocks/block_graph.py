@@ -65,8 +65,8 @@ class BlockGraph:
         report.count_call()
         with compiling, lasting():
             rewritten, run = self._admitting(args, report)
-        report.ran, report.attention_rewritten = "packed", rewritten.attentions
-        report.has_tokens = True
+        report.ran, report.way, report.attention_rewritten = "packed", "block", rewritten.attentions
+        report.has_tokens, report.attention_layers = True, rewritten.attentions
         tree = current_tree()
         if tree is not None:  # in the forward; a recomputation in the backward keeps the figures
             report.raw_tokens, report.tokens = tree.raw_tokens, tree.tokens

@@ -20,8 +20,10 @@ from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
 from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
 from treefx.runtime.converted.seam import install
+from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.report import GraphReport, register
 from treefx.runtime.steps import steps_of, version_of
+from treefx.runtime.ways.watch import EVERY_ROW, warn_of_rows
 
 __all__ = ["Hooks", "expanded"]
 
@@ -31,6 +33,7 @@ _FOR_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict")
 _SAYS_NOTHING = {*_FOR_OUTPUTS, "num_items_in_batch"}
 """Arguments that no value of the backbone depends on."""
 _IGNORED = -100
+_CACHE = "the call uses a cache"
 _UNREAD = "a position that sees no key is read by the loss: its label is not -100"
 
 
@@ -48,7 +51,7 @@ class Hooks:
         parameters = inspect.signature(type(owner).forward).parameters
         self._names = [name for name, item in parameters.items() if item.kind is item.POSITIONAL_OR_KEYWORD][1:]
         self._planner = Planner(owner, config)
-        self._report, self.rewrites = GraphReport(has_tokens=True), list[Rewritten]()
+        self._report, self.rewrites = GraphReport(has_tokens=True, way="converted"), list[Rewritten]()
         self._token_of: Tensor | None = None
         self._labels: Tensor | None = None
         self._heads, self._counted = dict[Any, int](), False
@@ -93,9 +96,22 @@ class Hooks:
             return (), self._packed(given, found)
         self._report.ran, self._report.fallback = "ordinary", found
         self._report.raw_tokens = self._report.tokens = _count_rows(given)
+        self._note_loss(given, found)
         return None
 
+    def _note_loss(self, given: dict[str, Any], reason: str | None) -> None:
+        """Warn of a call on rows; keys and values of earlier tokens are those of a generation."""
+        generates = reason == _CACHE and not torch.is_grad_enabled()
+        self._report.keep_rows(None if reason is None or generates else CallRows.find(given))
+        if reason is None:
+            return
+        report = self._report
+        report.distinct_tokens, report.calls_on_rows = None, report.calls_on_rows + 1
+        if not report.calls_on_rows & (report.calls_on_rows - 1) and not report.warned:
+            warn_of_rows(report, EVERY_ROW, reason, self.config.min_sharing, self.model)
+
     def _begin(self) -> None:
+        self._report.keep_rows(None)
         first = next(self.model.parameters(), None)
         if first is not None and first not in self._report.parameters:  # sharding has put others in their place
             parameters = list(self.model.parameters())
@@ -111,6 +127,7 @@ class Hooks:
         if positions is not None and mask is None and _counts_columns(positions, ids.shape[1]):
             positions = None
         if len(ids) == 1 and positions is None and mask is None:
+            self._report.distinct_tokens = ids.numel()
             self._count_step(find_unshared([ids], None), ids.numel(), ids.numel())
             return None
         rows = {name: x for name, x in given.items() if x is not None and name not in _SAYS_NOTHING}
@@ -129,8 +146,9 @@ class Hooks:
 
     def _count(self, found: Plan, tokens: int) -> None:
         report = self._report
-        report.raw_tokens, report.tokens = found.raw_tokens, tokens
-        report.attention_rewritten, report.seconds = len(found.specs), dict(found.seconds)
+        report.raw_tokens, report.tokens, report.distinct_tokens = found.raw_tokens, tokens, found.tokens
+        report.attention_layers = report.attention_rewritten = len(found.specs)
+        report.seconds = dict(found.seconds)
         report.graphs["captured"] = found.captured
         self._count_step(found.batch.prefixes, found.raw_tokens, tokens)
 
@@ -200,7 +218,7 @@ def _why_rows(given: Mapping[str, Any], config: Any) -> str | None:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
         return "the call gives no input_ids [B, T]"
     if given.get("use_cache") or given.get("past_key_values") is not None:
-        return "the call uses a cache"
+        return _CACHE
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
         return "the call gives an attention_mask that is not [B, T]"
     if positions is not None and not (positions.dim() == 2 and positions.shape[1] == ids.shape[1]):

@@ -11,6 +11,7 @@ from torch import Tensor
 from treefx.errors import ForestError, UnsupportedError
 from treefx.forests.context import ran_on_forest
 from treefx.forests.forest import Forest
+from treefx.forests.subset import EdgeSubset
 from treefx.passes.analysis import Variant
 from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.pipeline import UNHIDDEN
@@ -73,7 +74,9 @@ class NativeRun:
         _check_sight(shape, by_column, position, forest)
         batch = forest_batch(forest, ids.device, tokens.rows, tokens.columns)
         redundant = shape.padding.redundant(shape.grid(by_column), None, native=True)
-        self._records.report.raw_tokens, self._records.report.tokens = forest.raw_tokens, forest.num_tokens
+        part = forest.part_tokens if isinstance(forest, EdgeSubset) else None
+        counts = (forest.raw_tokens, forest.num_tokens) if part is None else part
+        self._records.report.raw_tokens, self._records.report.tokens = counts
         by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
         cut = forest.cut if isinstance(forest, CutRow) else None
         variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)

@@ -47,7 +47,7 @@ class Ordinary:
 
     def instead(self, args: Sequence[Any], *, fallback: str | None) -> Any:
         """Run a call that does not run packed, for a reason or because that would not pay."""
-        self._records.report.fallback, self._records.report.ran = fallback, "ordinary"
+        self._records.report.note_rows(fallback)
         return self(*args)
 
     def __call__(self, *args: Any) -> Any:

@@ -1,0 +1,124 @@
+"""Look at the calls of a graph that share less than they could."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from treefx.config import Config
+from treefx.runtime.kept.given import name_of_input
+from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
+from treefx.runtime.lost_sharing.graph_breaks import call_of_entry, find_break, find_ending, object_of_entry
+from treefx.runtime.lost_sharing.warned import is_warned, warn_once
+from treefx.runtime.report import NO_ATTENTION, GraphReport, find
+
+__all__ = ["EVERY_ROW", "SharingWatch", "warn_of_rows"]
+
+EVERY_ROW = "every row of {} separately"
+PART = "a part of {} on every row"
+
+
+class SharingWatch:
+    """Keeps the token ids of calls on rows, and warns once per compiled object.
+
+    Counting distinct tokens waits for the device: of the calls on rows, only those numbered 1, 2, 4, 8, ... are
+    counted, and none after a warning. ``treefx.inspect`` counts the last one when it is asked.
+
+    Args:
+        gm: Dynamo's graph.
+        roles: What each placeholder is.
+        config: The options.
+    """
+
+    def __init__(self, gm: fx.GraphModule, roles: Sequence[str], config: Config) -> None:
+        self._before, self._behind = find_break(gm), find_ending(gm)
+        nodes = zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True)
+        self._inputs = [(i, name_of_input(node)) for i, (node, role) in enumerate(nodes) if role in _OF_CALL]
+        self._min_sharing, self._gives_cache = config.min_sharing, _returns_cache(gm)
+
+    def look(self, report: GraphReport, args: Sequence[Any]) -> None:
+        """Note what a call lost that has just run."""
+        cut = self._behind if report.has_tokens else self._before
+        report.cut = None if cut is None else str(cut)
+        if report.fallback == NO_ATTENTION and report.cut is not None:
+            report.fallback = report.cut
+        if report.ran == "ordinary" and self._may_share(report):
+            self._look_at_rows(report, {name: args[i] for i, name in self._inputs})
+            return
+        report.keep_rows(None)
+        if report.ran == "packed" and 0 < report.attention_rewritten < report.attention_layers:
+            self._warn_of_layers(report)
+
+    def _look_at_rows(self, report: GraphReport, given: dict[str, Any]) -> None:
+        """Keep the rows of a call and warn of them; of a graph without token ids, those of the model's call."""
+        report.calls_on_rows += 1
+        is_looked_at = not report.calls_on_rows & (report.calls_on_rows - 1)
+        if report.fallback is not None:
+            report.keep_rows(CallRows.find(given))
+        elif is_looked_at:
+            rows = CallRows.find(call_of_entry())
+            report.keep_rows(rows if rows is not None and rows.reach(given.values()) else None)
+        if is_looked_at and not report.warned:
+            owner = object_of_entry()
+            what = PART if report.fallback is None and _runs_packed(owner) else EVERY_ROW
+            warn_of_rows(report, what, str(report.fallback or report.cut), self._min_sharing, owner)
+
+    def _may_share(self, report: GraphReport) -> bool:
+        if not torch.is_grad_enabled() and self._gives_cache:  # the first call of a generation
+            return False
+        if report.has_tokens:
+            return report.fallback not in (None, NO_ATTENTION)
+        if report.fallback is None:
+            return report.cut is not None and any(weight.dim() > 1 for weight in report.parameters)
+        return True
+
+    def _warn_of_layers(self, report: GraphReport) -> None:
+        if report.warned or not report.expansions or report.tokens == report.raw_tokens:
+            return
+        report.warned = True
+        rows = report.attention_layers - report.attention_rewritten
+        causes = [item for item in report.expansions if not item["contracted"]] or report.expansions
+        first = causes[0]
+        line = f" ({first['line']})" if first["line"] else ""
+        what = f"{rows} of {report.attention_layers} attention layers of {{}} on rows"
+        counts = Counts(report.raw_tokens, report.tokens)
+        warn_once(object_of_entry(), what, f"{first['op']}: {first['reason']}{line}", counts)
+
+
+_OF_CALL = ("input", "variable")
+
+
+def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float, owner: Any) -> None:
+    """Warn once that calls run on rows that share prefixes; counts the tokens of the call.
+
+    Args:
+        report: of the model, with the rows of the call.
+        what: `EVERY_ROW` or `PART`.
+        reason: why this call ran on rows.
+        min_sharing: the sharing ratio from which on sharing pays.
+        owner: what the user compiled or converted; None if that is not known.
+    """
+    if is_warned(owner):
+        report.warned = True
+        return
+    counts = None if report.rows is None else report.rows.counts
+    if counts is None or counts.distinct_tokens == counts.raw_tokens or counts.ratio < min_sharing:
+        return
+    report.warned = True
+    warn_once(owner, what, reason, counts)
+
+
+def _runs_packed(owner: Any) -> bool:
+    """Whether another graph of a compiled model runs on distinct tokens."""
+    parameters = owner.parameters() if isinstance(owner, nn.Module) else ()
+    return any(run.report.has_tokens and run.report.ran == "packed" for run in find(parameters))
+
+
+def _returns_cache(gm: fx.GraphModule) -> bool:
+    """Whether keys and values may be among the outputs: floats [B, heads, T, width]."""
+    outputs = [item for node in gm.graph.find_nodes(op="output") for item in node.all_input_nodes]
+    values = [item.meta.get("example_value") for item in outputs]
+    return any(isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point() for x in values)
