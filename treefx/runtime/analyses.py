@@ -39,6 +39,10 @@ _MANY_SHAPES = (
     "(pad_to_multiple_of), or keep more"
 )
 _NESTED = "{} is a nested or sparse tensor, which has no columns; give the model padded rows or one packed row"
+_CACHED = (
+    "the call continues from a cache of its rows, as generation does: nothing is analysed, and it runs as it is; "
+    "without the cache (use_cache=False) it would be packed"
+)
 _WRAPPED = (
     "{} is a {}, and {}: such a model runs on rows when it is compiled; as a model in tensor parallelism it runs on "
     "distinct tokens after treefx.convert(model)"
@@ -59,6 +63,7 @@ class Analyses:
         config: The options.
         records: Where to report.
         unfollowed: Why it is not known what one rank computes, of a graph that ranks share.
+        cached: Whether the graph continues from the cache of an earlier call.
     """
 
     def __init__(
@@ -69,13 +74,15 @@ class Analyses:
         config: Config,
         records: Records,
         unfollowed: str | None = None,
+        *,
+        cached: bool = False,
     ) -> None:
         self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
         self._numbers = {i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number_input(node)}
         self._has_flash = has_flash(gm)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
-        self._has_no_tokens, self._strange = False, _find_strange(gm, unfollowed)
+        self._has_no_tokens, self._strange, self._is_cached = False, _find_strange(gm, unfollowed), cached
         self._why_numbers, self._has_warned = _DYNAMO, False
         self.use = OutputUse(lazy=config.lazy_outputs)
         """Which outputs callers use."""
@@ -92,6 +99,9 @@ class Analyses:
         """
         if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
             return ""
+        if self._is_cached:
+            self._records.report.has_tokens = True
+            return _CACHED
         if self._strange is not None:
             return self._strange
         tensors = self.tensors(args)

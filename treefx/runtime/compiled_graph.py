@@ -16,7 +16,7 @@ from treefx.passes.analysis import Rewritten
 from treefx.passes.pipeline import build_passes
 from treefx.passes.ranks.own_graph import OwnGraph, own_graph
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.dynamo import why_cut
+from treefx.runtime.dynamo import reads_cache, why_cut
 from treefx.runtime.records import Records
 from treefx.runtime.report import GraphReport
 from treefx.runtime.ways.native import NativeRun, wrong_row
@@ -50,6 +50,7 @@ class CompiledGraph:
     """
 
     def __init__(self, gm: fx.GraphModule, roles: list[str], config: Config) -> None:
+        cached = reads_cache(gm, roles)
         gm, self._numbers = numbers_as_tensors(gm, roles)
         self._records, self._given_roles = Records(gm), roles
         own = own_graph(gm, roles)
@@ -58,7 +59,8 @@ class CompiledGraph:
             gm, roles = self._own.gm, [roles[i] for i in self._own.kept]
         self.gm, self.roles, self.config = gm, roles, config
         passes = build_passes(config.compiler, config.disable_passes, regions=config.regions)
-        self._analyses = Analyses(gm, roles, passes, config, self._records, own if isinstance(own, str) else None)
+        unfollowed = own if isinstance(own, str) else None
+        self._analyses = Analyses(gm, roles, passes, config, self._records, unfollowed, cached=cached)
         packed = PackedRun(passes, self._records)
         self._ordinary = Ordinary(gm, config.compiler, self._records)
         self._rows = RowsRun(gm, roles, self._analyses, packed, self._ordinary, config, self._records)

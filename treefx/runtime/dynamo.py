@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import sys
 from typing import Any
 
@@ -28,7 +29,9 @@ from treefx.runtime.whole.flash import keep_flash_whole
 from treefx.runtime.whole.heads import keep_heads_whole
 from treefx.runtime.whole.liger import write_liger_plainly
 
-__all__ = ["keep_graphs_whole", "role_of", "why_cut"]
+__all__ = ["keep_graphs_whole", "reads_cache", "role_of", "why_cut"]
+
+_CACHES = re.compile(r"\b(past_key_values?|cache_params)\b")
 
 
 @functools.cache
@@ -53,6 +56,22 @@ def why_cut(gm: fx.GraphModule) -> str | None:
     if ending is None or not ending.graph_break:
         return None
     return next(iter(str(ending.reason).splitlines()), "for a reason it does not name")
+
+
+def reads_cache(gm: fx.GraphModule, roles: list[str]) -> bool:
+    """True if a graph continues from keys and values, or states, that an earlier call left in a cache.
+
+    Dynamo names each input after the argument that it comes from; transformers passes caches by few names. Learned
+    prefixes come by the same names, but require gradients.
+    """
+    nodes = zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True)
+    return any(role == "input" and _CACHES.search(_source_name(node)) is not None for node, role in nodes)
+
+
+def _source_name(node: fx.Node) -> str:
+    """The expression by which a call reaches an input, such as ``L['past_key_values'].layers[0].keys``."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method before PyTorch 2.12
 
 
 def role_of(node: fx.Node, example: Any) -> str:

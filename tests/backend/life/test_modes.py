@@ -1,6 +1,7 @@
 """Modes of model and step: accumulation, several models, frozen weights, autocast, generation."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.backend.support import assert_packed, llama
 from tests.batches import FIRST_TOKEN, IGNORED, distinct_tokens, shared_batch
 from tests.models import double, zoo
 from tests.oracle import FLOAT64, Step, compare, compile_with, loss_of, outcome, relative_errors, stats_of
+from treefx.runtime.dynamo import reads_cache
 
 pytestmark = pytest.mark.sample(8)
 
@@ -136,7 +138,21 @@ def test_generation_passes_through() -> None:
     compiled = copy.deepcopy(model)
     compiled.compile(backend="treefx", options={"inner": "aot_eager", "min_sharing": 1.0})
     assert torch.equal(compiled.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    stats = stats_of(compiled)
+    assert "continues from a cache" in stats["fallback"] and stats["ran"] == "ordinary"
+    assert stats["shapes"] <= 1, "each token of a generation was analysed by itself"
 
+
+@pytest.mark.parametrize(("role", "is_cache"), [("input", True), ("variable", False), ("parameter", False)])
+def test_learned_prefixes_are_no_cache(role: str, is_cache: bool) -> None:
+    """PEFT hands prefixes that are trained over by the name of a cache."""
+    graph = torch.fx.Graph()
+    for name in ("L['input_ids']", "L['kwargs']['past_key_values'].layers[0].keys"):
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node._dynamo_source = SimpleNamespace(name=name)  # type: ignore[attr-defined]
+    graph.output(())
+    gm = torch.fx.GraphModule({}, graph)
+    assert reads_cache(gm, ["input", role]) is is_cache
 
 def test_forward_with_a_cache() -> None:
     model = zoo("llama", use_cache=True).eval()
