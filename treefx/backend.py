@@ -23,7 +23,7 @@ def treefx(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Config | None = None,
     mode: str | None = None,
 ) -> BlockGraph | CompiledGraph:
     """Compile one graph of Dynamo so that shared prefixes are computed once.
@@ -31,13 +31,15 @@ def treefx(
     Args:
         gm: Dynamo's graph, parameters and buffers among its inputs.
         example_inputs: One example per placeholder.
-        options: Fields of ``treefx.Config``.
+        options: Fields of ``treefx.Config``, or one.
         mode: ``torch.compile(mode=...)``, the same as the option of that name.
 
     Raises:
         ConfigError: An unknown option or mode.
     """
-    config = Config.from_options({"mode": mode or "default", **(options or {})})
+    if not isinstance(options, Config):
+        options = {"mode": mode or "default", **(options or {})}
+    config = Config.from_options(options)
     placeholders = gm.graph.find_nodes(op="placeholder")
     roles = [role_of(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
     gm = tell_masks(gm)

@@ -4,52 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from treefx.errors import ConfigError
-from treefx.passes.packing.compile_inner import Inner
-from treefx.passes.pipeline import NECESSARY, OPTIONAL
+
+if TYPE_CHECKING:
+    from treefx.passes.packing.compile_inner import Inner
 
 __all__ = ["Config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Fields are the options by name.
+    """Options of the backend, by name.
 
-    What serves debugging is set from outside: with the environment variable ``TREEFX_DUMP_DIR``, a folder, the graph
-    before and after every pass, their differences and the sources of generated kernels are written there; the variables
-    of the kernels stand in ``treefx.kernels.gpu.triton_tree``.
+    ``torch.compile(model, backend="treefx", options=...)`` takes a dict of these fields, or a ``Config``. A ``Config``
+    checks its values when it is made; Dynamo hands a dict to the backend only in the first call of the model.
+
+    For debugging, two kinds of environment variables: with ``TREEFX_DUMP_DIR``, a folder, the graph before and after
+    every pass, their differences and the sources of generated kernels are written there; the variables of the kernels
+    are listed in ``treefx.kernels.gpu.triton_tree``.
+
+    Attributes:
+        inner: Compiler of the rewritten graph: "inductor", "aot_eager" or "eager". While you try things, "aot_eager"
+            compiles in seconds; inductor takes a minute the first time.
+        mode: Mode of inductor, as ``torch.compile(mode=...)``, which sets it too: "default", "reduce-overhead",
+            "max-autotune" or "max-autotune-no-cudagraphs". Other inner compilers have no modes.
+        min_sharing: Sharing ratio (raw tokens / distinct tokens) below which a call runs the ordinary graph. 1.0
+            always packs.
+        on_unsupported: What happens at an operator without a token-wise law. "expand" expands its inputs to rows,
+            "fallback" runs the whole graph on rows, "error" raises ``UnsupportedError``.
+        padding: "auto" drops padding only where no result depends on it. "drop" always drops it; outputs at padding
+            are zero.
+        max_logits: Logits (tokens times vocabulary) above which LM head and loss run in chunks of the vocabulary.
+            Reading the logits then runs the head a second time.
+        lazy_outputs: Whether packed outputs are expanded to rows only when they are read, at the latest before weights
+            or inputs change. False expands all of them in their call, padding and large logits too.
+        max_shapes: Number of shapes [B, T] that one graph keeps compiled packed where rows and columns have to be
+            numbers. A further shape runs the ordinary graph the first time; the second time it replaces the oldest.
+        regions: Whether inductor compiles equal layers (four or more) once: True, False or "auto". This halves the
+            compile time in Python and adds one Python call per layer and step. "auto" does so on the CPU for layers
+            that are large beside that call. Other inner compilers compile every layer.
+        disable_passes: Names of passes to leave out, to find one at fault: those of
+            ``treefx.passes.pipeline.OPTIONAL``.
 
     Raises:
         ConfigError: A value is not one of those its field takes.
     """
 
     inner: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """What compiles the rewritten graph."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """As ``torch.compile(mode=...)``, which sets it too: how inductor compiles. Other inner compilers have no modes."""
     min_sharing: float = 1.15
-    """Sharing ratio (raw tokens / distinct tokens) below which a call runs the ordinary graph. 1.0: always pack."""
     on_unsupported: Literal["expand", "fallback", "error"] = "expand"
-    """Where an operator has no token-wise law: expand what it reads, run the whole graph ordinarily, or raise."""
     padding: Literal["auto", "drop"] = "auto"
-    """"auto": padding is left out only where nobody can see it. "drop": always; what is read there is zero."""
     max_logits: int = 2**26
-    """Logits (tokens times vocabulary) above which LM head and loss run in chunks of the vocabulary; the logits are
-    then only computed, by a second run, if somebody reads them."""
     lazy_outputs: bool = True
-    """Whether outputs that nobody has read so far are left to be computed when somebody does, which is before the
-    weights or inputs change. False: all are computed in their call, padding and large logits too."""
     max_shapes: int = 8
-    """How many shapes [B, T] one graph keeps compiled packed where rows and columns have to be numbers. A further one
-    runs the ordinary graph when it comes for the first time; when it comes again, it takes the place of the oldest."""
     regions: Literal["auto", True, False] = "auto"
-    """Whether inductor compiles layers that are equal (four or more) once: Python works half as long on the first step,
-    and each later step calls one more function per layer. "auto": on the CPU, for layers that are large beside that
-    call. Other inner compilers compile every layer all the same."""
     disable_passes: tuple[str, ...] = ()
-    """Names of passes to leave out, to find the one at fault: those of ``treefx.passes.pipeline.OPTIONAL``."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -64,15 +76,22 @@ class Config:
     @property
     def compiler(self) -> Inner:
         """What compiles graphs."""
+        from treefx.passes.packing.compile_inner import Inner  # loads inductor; options are checked without it
+
         return Inner(self.inner, self.mode)
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any] | None) -> Config:
+    def from_options(cls, options: Mapping[str, Any] | Config | None) -> Config:
         """The configuration for the ``options`` of ``torch.compile``.
+
+        Args:
+            options: Fields by name, or a configuration, which is returned.
 
         Raises:
             ConfigError: An option does not exist, or its value is not accepted.
         """
+        if isinstance(options, Config):
+            return options
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(options or {}) - set(known))
         if unknown:
@@ -83,6 +102,10 @@ class Config:
 
 
 def _check_passes(names: Any) -> tuple[str, ...]:
+    if names == ():
+        return ()
+    from treefx.passes.pipeline import NECESSARY, OPTIONAL  # loads inductor; options are checked without it
+
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ConfigError(f"option 'disable_passes' must be a list of names, got {names!r}; write [{names!r}]")
     for name in names:
