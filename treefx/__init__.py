@@ -28,32 +28,33 @@ Order of imports, each only of what stands before an arrow::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from treefx import losses
-from treefx.errors import (
-    ConfigError,
-    CoupledLossError,
-    ForestError,
-    InputError,
-    MemoryLimitError,
-    RankError,
-    RecordError,
-    SharingWarning,
-    TreefxError,
-    UnsupportedError,
-)
-from treefx.forests.context import current_forest, use
-from treefx.forests.forest import Forest
-from treefx.logprobs import edge_entropy, edge_logprobs
-
 if TYPE_CHECKING:
-    from treefx import integrations, kernels, rl, scale
+    from treefx import data, integrations, kernels, losses, rl, scale
     from treefx.config import Config
+    from treefx.errors import (
+        ConfigError,
+        CoupledLossError,
+        ForestError,
+        InputError,
+        MemoryLimitError,
+        RankError,
+        RecordError,
+        SharingWarning,
+        TreefxError,
+        UnsupportedError,
+    )
+    from treefx.forests.context import current_forest, use
+    from treefx.forests.forest import Forest
     from treefx.inspection.inspector import inspect
+    from treefx.logprobs import edge_entropy, edge_logprobs
+    from treefx.passes import overlap
     from treefx.planning.execution.backward import backward
     from treefx.planning.execution.profile import profile
     from treefx.planning.search.planner import plan
     from treefx.runtime.blocks.distributed import distribute
     from treefx.runtime.converted.convert import convert
+
+    __version__: str
 
 __all__ = [
     "Config",
@@ -68,9 +69,11 @@ __all__ = [
     "SharingWarning",
     "TreefxError",
     "UnsupportedError",
+    "__version__",
     "backward",
     "convert",
     "current_forest",
+    "data",
     "distribute",
     "edge_entropy",
     "edge_logprobs",
@@ -78,6 +81,7 @@ __all__ = [
     "integrations",
     "kernels",
     "losses",
+    "overlap",
     "plan",
     "profile",
     "rl",
@@ -87,20 +91,47 @@ __all__ = [
 
 _LAZY = {
     "Config": "treefx.config",
+    "Forest": "treefx.forests.forest",
     "backward": "treefx.planning.execution.backward",
     "convert": "treefx.runtime.converted.convert",
+    "current_forest": "treefx.forests.context",
     "distribute": "treefx.runtime.blocks.distributed",
+    "edge_entropy": "treefx.logprobs",
+    "edge_logprobs": "treefx.logprobs",
     "inspect": "treefx.inspection.inspector",
     "plan": "treefx.planning.search.planner",
     "profile": "treefx.planning.execution.profile",
+    "use": "treefx.forests.context",
 }
+"""Where each public function and class is defined; errors are in ``treefx.errors``."""
+
+_MODULES = {name: f"treefx.{name}" for name in ("data", "integrations", "kernels", "losses", "rl", "scale")}
+_MODULES["overlap"] = "treefx.passes.overlap"
 
 
 def __getattr__(name: str) -> Any:
-    # The kernels register operators and the inspector reads compiled graphs: a program that only builds
-    # forests should not load what it does not use.
-    if name in ("integrations", "kernels", "rl", "scale"):
-        return import_module(f"treefx.{name}")
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # A command's --help, or a program that only builds forests, must not wait for what it does not use.
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _MODULES:
+        value = import_module(_MODULES[name])
+    elif name in __all__:
+        value = getattr(import_module(_LAZY.get(name, "treefx.errors")), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _version() -> str:
+    """The version in pyproject.toml, as the installer wrote it down."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("treefx")
+    except PackageNotFoundError:  # a checkout on the path that was never installed
+        return "0+unknown"
