@@ -1,6 +1,9 @@
 """Small unmodified transformers models, from the name of an architecture or from a configuration file."""
 
+import difflib
+import functools
 import importlib
+import importlib.resources
 import json
 from pathlib import Path
 from typing import Any
@@ -9,15 +12,32 @@ import torch
 
 from treefx.errors import InputError
 
-__all__ = ["make_config", "make_model", "require_transformers"]
+__all__ = [
+    "close_matches",
+    "make_config",
+    "make_model",
+    "read_configurations",
+    "require_backend",
+    "require_transformers",
+]
 
-# Architectures that drop out by default: one random number per row and token is not the same computation as
-# one per distinct token.
-_WITHOUT_DROPOUT: dict[str, dict[str, Any]] = {
-    "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    "gpt_neox": {"attention_dropout": 0.0, "hidden_dropout": 0.0},
-    "opt": {"dropout": 0.0},
-}
+
+@functools.cache
+def read_configurations() -> dict[str, Any]:
+    """Read ``zoo.json``, the one table of small configurations.
+
+    Returns:
+        ``common`` fields, and under ``models`` the ``overrides`` and ``drop`` of each architecture.
+    """
+    text = importlib.resources.files("treefx.bench.zoo").joinpath("zoo.json").read_text(encoding="utf-8")
+    result: dict[str, Any] = json.loads(text)
+    return result
+
+
+def close_matches(name: str, known: Any, otherwise: str) -> str:
+    """Name up to three known names close to a mistyped one, or ``otherwise``."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
 def require_transformers() -> Any:
@@ -34,56 +54,105 @@ def require_transformers() -> Any:
         ) from error
 
 
+def require_backend(name: str) -> None:
+    """Check the name of a ``torch.compile`` backend.
+
+    Raises:
+        InputError: There is no such backend.
+    """
+    known = ["none", *torch._dynamo.list_backends(exclude_tags=())]
+    if name not in known:
+        raise InputError(
+            f"expected a backend of torch.compile, or none for eager execution; got {name!r}; "
+            f"{close_matches(name, known, 'known: ' + ', '.join(known))}"
+        )
+
+
 def make_config(
     model: str,
     *,
     vocab_size: int,
-    hidden_size: int = 64,
-    layers: int = 2,
+    hidden_size: int | None = None,
+    layers: int | None = None,
     max_positions: int = 4096,
 ) -> Any:
-    """A transformers configuration.
+    """Make a transformers configuration.
 
     Args:
-        model: An architecture such as ``llama`` or ``qwen3``, made small by the other arguments; or the path of
-            a ``config.json``, taken as it is, only its vocabulary raised to ``vocab_size`` where it is smaller.
+        model: An architecture such as ``llama`` or ``qwen3``, made small by ``zoo.json`` and the other arguments; or
+            the path of a ``config.json``, used unchanged but for a vocabulary raised to ``vocab_size`` where it is
+            smaller.
         vocab_size: Number of token ids.
-        hidden_size: Width, a multiple of 32 (heads of 32; two query heads per key head).
-        layers: Number of blocks.
+        hidden_size: Width, a multiple of 64 (heads of 32; two query heads per key head). Default: that of ``zoo.json``
+            with its heads.
+        layers: Number of blocks. Default: that of ``zoo.json``.
         max_positions: Longest row.
 
     Raises:
-        InputError: transformers is missing or too old for the architecture, or the file is no configuration.
+        InputError: transformers is missing or too old for the architecture, the sizes contradict each other, or the
+            file is no configuration.
     """
     transformers = require_transformers()
     if model.endswith(".json") or Path(model).is_file():
         fields = _read_config(Path(model))
         fields["vocab_size"] = max(int(fields.get("vocab_size", 0)), vocab_size)
+        fields |= {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     else:
-        if hidden_size < 64 or hidden_size % 64:
-            raise InputError(f"hidden_size must be a positive multiple of 64, got {hidden_size}")
-        heads = hidden_size // 32
-        fields = {
-            "model_type": model,
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "intermediate_size": hidden_size * 8 // 3 // 32 * 32,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads // 2,
-            "head_dim": 32,
-            "max_position_embeddings": max_positions,
-            **_WITHOUT_DROPOUT.get(model, {}),
-        }
-    # Ids of special tokens default to places in the vocabulary of the released model.
-    fields |= {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    try:
-        return transformers.AutoConfig.for_model(**fields)
-    except (ValueError, KeyError) as error:
+        fields = _small_fields(model, hidden_size, layers, max_positions) | {"vocab_size": vocab_size}
+    kind = str(fields.pop("model_type"))
+    if kind not in transformers.CONFIG_MAPPING:
         raise InputError(
-            f"model must be an architecture that transformers {transformers.__version__} knows, "
-            f"such as llama, qwen3, gemma2 or gpt2, or the path of a config.json; got {model!r} ({error})"
-        ) from error
+            f"model must be an architecture that transformers {transformers.__version__} knows or the path of a "
+            f"config.json, got {kind!r}; {close_matches(kind, transformers.CONFIG_MAPPING, 'try llama, qwen3 or gpt2')}"
+        )
+    try:
+        return transformers.AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # validators raise errors of huggingface_hub
+        raise InputError(f"{model} is no configuration of {kind}: {_last_line(error)}") from error
+
+
+def _small_fields(model: str, hidden_size: int | None, layers: int | None, max_positions: int) -> dict[str, Any]:
+    """The fields of ``zoo.json`` for an architecture, at other sizes where these are given."""
+    table = read_configurations()
+    common, entry = table["common"], table["models"].get(model, {})
+    sizes: dict[str, Any] = {"max_position_embeddings": max_positions}
+    if hidden_size is not None:
+        sizes |= _width(hidden_size)
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
+    mapping = require_transformers().CONFIG_MAPPING
+    aliases = getattr(mapping[model], "attribute_map", {}) if model in mapping else {}
+    stated = {aliases.get(name) for name in sizes}
+    same_as = ("max_position_embeddings", "hidden_size")
+    scaled = {common[name]: sizes[name] for name in same_as if name in sizes}
+    fields = {name: value for name, value in (common | sizes).items() if name not in entry.get("drop", ())}
+    for name, value in entry.get("overrides", {}).items():
+        if name in stated:
+            continue
+        if isinstance(value, int) and value in scaled:
+            value = scaled[value]
+        elif layers is not None and isinstance(value, list) and len(value) == common["num_hidden_layers"]:
+            value = (value * layers)[:layers]  # one entry per layer
+        fields[name] = value
+    return {"model_type": model, **fields}
+
+
+def _width(hidden_size: int) -> dict[str, int]:
+    if hidden_size < 64 or hidden_size % 64:
+        raise InputError(f"hidden_size must be a positive multiple of 64, got {hidden_size}")
+    heads = hidden_size // 32
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": hidden_size * 8 // 3 // 32 * 32,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": 32,
+    }
+
+
+def _last_line(error: Exception) -> str:
+    """The last line of a library's error: the lines before it name the validator."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 def make_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -96,8 +165,9 @@ def make_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32
     torch.manual_seed(seed)
     try:
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        raise InputError(f"{config.model_type} is not a causal language model: {error}") from error
+    except ValueError as error:  # its message lists every causal LM that transformers has
+        reason = str(error).partition("Model type should be one of")[0].strip()
+        raise InputError(f"{config.model_type} is not a causal language model: {reason}") from error
     return model.train()
 
 

@@ -13,9 +13,28 @@ from torch.overrides import TorchFunctionMode
 
 from treefx.data import IGNORED, Batch
 
-__all__ = ["in_float64", "sizes_of_sums"]
+__all__ = ["Step", "in_float64", "sizes_of_sums", "take_step"]
 
 _T = TypeVar("_T")
+Step = tuple[Tensor, dict[str, Tensor]]
+"""A loss, and gradients by parameter name."""
+
+
+def take_step(model: nn.Module, call: Callable[..., Any], batch: Batch) -> Step:
+    """Run forward and backward of a model on one batch, through the model or what was compiled of it.
+
+    Args:
+        model: Its gradients are set to None first.
+        call: Returns a loss, or something with one.
+        batch: Rows with labels.
+    """
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)  # the same random draws for every call
+    result = call(**batch.model_inputs())
+    loss: Tensor = result if isinstance(result, Tensor) else result.loss
+    loss.backward()  # type: ignore[no-untyped-call]
+    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return loss.detach(), named
 
 
 class _Wider(TorchFunctionMode):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.resources
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from treefx.bench.job.models import require_transformers
+from treefx.bench.job.models import make_config, make_model, read_configurations
 
-__all__ = ["VOCABULARY", "ZooModel", "read_configurations", "zoo_models"]
+__all__ = ["LONGEST", "VOCABULARY", "ZooModel", "read_configurations", "zoo_models"]
 
 VOCABULARY = 128
-_LONGEST = 64
+LONGEST = 64
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,6 @@ class ZooModel:
     build: Callable[[], nn.Module]
 
 
-def read_configurations() -> dict[str, Any]:
-    """The file ``zoo.json``: ``common`` fields and per model of transformers its ``overrides`` and ``drop``."""
-    text = importlib.resources.files("treefx.bench.zoo").joinpath("zoo.json").read_text(encoding="utf-8")
-    result: dict[str, Any] = json.loads(text)
-    return result
-
-
 def zoo_models() -> list[ZooModel]:
     """All models, transformers' first."""
     names = read_configurations()["models"]
@@ -50,13 +41,8 @@ def zoo_models() -> list[ZooModel]:
 
 
 def _transformers(name: str) -> nn.Module:
-    configurations = read_configurations()
-    entry = configurations["models"][name]
-    common = {key: value for key, value in configurations["common"].items() if key not in entry.get("drop", ())}
-    transformers = require_transformers()
-    config = transformers.AutoConfig.for_model(name, **{**common, **entry.get("overrides", {})})
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model
+    longest = read_configurations()["common"]["max_position_embeddings"]
+    return make_model(make_config(name, vocab_size=VOCABULARY, max_positions=longest))
 
 
 class WithLoss(nn.Module):
@@ -75,7 +61,7 @@ class WithLoss(nn.Module):
 def _litgpt(**options: Any) -> nn.Module:
     litgpt = importlib.import_module("litgpt")
     config = litgpt.Config(
-        block_size=_LONGEST, n_layer=2, n_head=4, n_embd=64, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY,
+        block_size=LONGEST, n_layer=2, n_head=4, n_embd=64, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY,
         intermediate_size=96, **options,
     )  # fmt: skip
     return WithLoss(litgpt.GPT(config))
@@ -85,7 +71,7 @@ def _torchtune(family: str, **options: Any) -> nn.Module:
     module = importlib.import_module(f"torchtune.models.{family}")
     return WithLoss(
         getattr(module, family)(
-            vocab_size=VOCABULARY, num_layers=2, num_heads=4, embed_dim=64, max_seq_len=_LONGEST, intermediate_dim=96,
+            vocab_size=VOCABULARY, num_layers=2, num_heads=4, embed_dim=64, max_seq_len=LONGEST, intermediate_dim=96,
             **options,
         )
     )  # fmt: skip
@@ -94,7 +80,7 @@ def _torchtune(family: str, **options: Any) -> nn.Module:
 def _x_transformers(**options: Any) -> nn.Module:
     library = importlib.import_module("x_transformers")
     layers = library.Decoder(dim=64, depth=2, heads=4, attn_dim_head=32, **options)
-    return WithLoss(library.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=_LONGEST, attn_layers=layers))
+    return WithLoss(library.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LONGEST, attn_layers=layers))
 
 
 class NanoGPT(nn.Module):
@@ -106,7 +92,7 @@ class NanoGPT(nn.Module):
 
     def __init__(self, flash: bool, width: int = 64, layers: int = 2) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, width), nn.Embedding(_LONGEST, width)
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, width), nn.Embedding(LONGEST, width)
         self.blocks = nn.ModuleList(_NanoBlock(width, flash) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
@@ -130,7 +116,7 @@ class _NanoBlock(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.register_buffer("bias", torch.tril(torch.ones(_LONGEST, _LONGEST)).view(1, 1, _LONGEST, _LONGEST))
+        self.register_buffer("bias", torch.tril(torch.ones(LONGEST, LONGEST)).view(1, 1, LONGEST, LONGEST))
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.size()

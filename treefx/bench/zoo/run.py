@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import treefx
 from treefx.bench.job.processes import Failure, Note, each_apart
 from treefx.bench.zoo.batches import zoo_batches
-from treefx.bench.zoo.exact import in_float64, sizes_of_sums
+from treefx.bench.zoo.exact import Step, in_float64, sizes_of_sums, take_step
 from treefx.bench.zoo.flop_share import FlopShare, flop_share
 from treefx.bench.zoo.models import ZooModel, zoo_models
 from treefx.data import Batch
@@ -41,8 +41,6 @@ _LONGEST_CHECK = 3600.0
 """Seconds after which a process that checks a model is taken to hang."""
 _CHECKS_PER_PROCESS = 12
 _checked_here = 0
-_Step = tuple[Tensor, dict[str, Tensor]]
-"""A loss, and gradients by parameter name."""
 
 
 @dataclass(frozen=True)
@@ -255,38 +253,28 @@ def _spread(model: nn.Module) -> nn.Module:
 
 
 def _compare(original: nn.Module, twin: nn.Module, compiled: Any, shape: str, batch: Batch) -> ZooBatch:
-    expected, got = _step(original, original, batch), _step(twin, compiled, batch)
+    expected, got = take_step(original, original, batch), take_step(twin, compiled, batch)
     errors = _errors(got, expected)
     apart = None if max(errors) <= _TOLERANCE else _float64_errors(original, batch, (got, expected))
     return _result(twin, compiled, shape, batch, errors, apart)
 
 
-def _float64_errors(original: nn.Module, batch: Batch, steps: tuple[_Step, _Step]) -> tuple[float, float]:
+def _float64_errors(original: nn.Module, batch: Batch, steps: tuple[Step, Step]) -> tuple[float, float]:
     """The largest error of each of two steps against float64."""
 
-    def exact(part: Batch) -> _Step:
-        return in_float64(original, lambda model: _step(model, model, part))
+    def exact(part: Batch) -> Step:
+        return in_float64(original, lambda model: take_step(model, model, part))
 
     expected, sizes = exact(batch), sizes_of_sums(original, lambda part: exact(part)[1], batch)
     first, second = (max(_errors(step, expected, sizes)) for step in steps)
     return first, second
 
 
-def _errors(got: _Step, expected: _Step, sizes: Mapping[str, float] = MappingProxyType({})) -> tuple[float, float]:
+def _errors(got: Step, expected: Step, sizes: Mapping[str, float] = MappingProxyType({})) -> tuple[float, float]:
     """Of the loss, and the largest of the gradients, those with a size in ``sizes`` judged against it at least."""
     floor = _SMALLEST * max(float(grad.abs().max()) for grad in expected[1].values())
     errors = [_relative(got[1].get(name), grad, max(floor, sizes.get(name, 0.0))) for name, grad in expected[1].items()]
     return _relative(got[0], expected[0], 0.0), max(errors)
-
-
-def _step(model: nn.Module, call: Any, batch: Batch) -> _Step:
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)  # the same random draws for both
-    result = call(**batch.model_inputs())
-    loss: Tensor = result if isinstance(result, Tensor) else result.loss
-    loss.backward()  # type: ignore[no-untyped-call]
-    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return loss.detach(), named
 
 
 def _relative(got: Tensor | None, expected: Tensor, floor: float) -> float:
