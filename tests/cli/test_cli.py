@@ -84,7 +84,7 @@ def test_data_of_pairs_and_of_broken_records(tmp_path: Path) -> None:
     assert (figures["tasks"], figures["rows"], figures["skipped"]) == (1, 2, 2)
     assert (figures["raw_tokens"], figures["tokens"]) == (2 * 10 + 5 + 6 + 2, 10 + 1 + 4 + 5 + 2)
     result = CliRunner().invoke(app, ["data", str(path), "--tokenizer", "bytes", "--skip-broken"])
-    assert "2 answers of 1 pairs" in result.output and "skipped 2; the first:" in result.output
+    assert "2 answers of 1 pair " in result.output and "skipped 2; the first:" in result.output
 
 
 def test_data_tells_drift(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_data_prints_a_table(tmp_path: Path) -> None:
     path.write_text(json.dumps(chat))
     result = CliRunner().invoke(app, ["data", str(path), "--tokenizer", "bytes"], catch_exceptions=False)
     assert result.exit_code == 0
-    assert "separate rows" in result.output and "1 conversations of 1 tasks" in result.output
+    assert "separate rows" in result.output and "1 conversation of 1 task " in result.output
 
 
 def test_doctor_self_check_is_exact() -> None:

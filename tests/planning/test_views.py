@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.planning.costs import linear_cost
 from tests.strategies import Rows, row_batches
 from treefx.cli.app import app
-from treefx.cli.plan import parse_bytes
+from treefx.cli.plan import parse_bytes, read_dimensions
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.analytic import Dimensions, estimate_cost
@@ -34,7 +34,8 @@ def test_explain_names_every_part_and_policy() -> None:
         (row,) = [line for line in lines if len(line) > 8 and line[0] == str(part.index)]
         assert row[3] == str(size.tokens) and row[4] == str(size.boundary)
     for policy in ("treefx", "uncut", "separate rows", "micro-batches", "one branch"):
-        assert f" {policy} " in text
+        assert f"\n{policy} " in text
+    assert max(map(len, text.splitlines())) <= 110 and "binds         the step with the peak" in text
 
 
 def test_explain_of_very_many_parts_says_what_it_leaves_out() -> None:
@@ -99,7 +100,7 @@ def test_bytes_are_read_with_their_units(text: str, value: int) -> None:
     assert parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "12 apples", "-3GiB", "0", "1.2.3MB"])
+@pytest.mark.parametrize("text", ["", "GiB", "12 apples", "-3GiB", "0", "1.2.3MB", "1e999"])
 def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="memory must be"):
         parse_bytes(text)
@@ -144,7 +145,7 @@ def test_command_shows_strategies_beside_each_other(config: Path, tmp_path: Path
     done = _plan_command(config, "--compare", "--draw", str(picture))
     assert done.exit_code == 0, done.output
     for name in ("auto", *strategy_names()):
-        assert f" {name} " in done.stdout
+        assert f"\n{name} " in done.stdout
     assert "strategy 'exact' tries every way to cut" in done.stdout
     assert picture.stat().st_size > 20_000
 
@@ -175,10 +176,27 @@ def test_command_says_what_a_step_costs_on_many_ranks(config: Path) -> None:
     assert isinstance(refused.exception, InputError) and "expected it without --compare" in str(refused.exception)
 
 
+def test_command_has_a_model_of_its_own() -> None:
+    done = CliRunner().invoke(app, ["plan", "--tokenizer", "bytes"], catch_exceptions=False)
+    assert done.exit_code == 0 and "the sizes of Qwen3 0.6B, 596,049,920 parameters" in done.stderr.replace("\n", " ")
+    assert done.stdout.startswith("Plan(")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3"])
+def test_architectures_of_the_zoo_have_dimensions(name: str) -> None:
+    assert estimate_cost(read_dimensions(name, "bfloat16"), flops_per_second=1e12).resident_bytes > 0
+
+
+def test_a_model_without_attention_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 1}))
+    with pytest.raises(InputError, match="a rwkv has no num_attention_heads"):
+        read_dimensions(str(path), "bfloat16")
+
+
 def test_command_wants_one_source_of_costs(config: Path) -> None:
-    for options in ([], ["--model", str(config), "--profile", str(config)]):
-        done = CliRunner().invoke(app, ["plan", *options])
-        assert isinstance(done.exception, InputError)
+    done = CliRunner().invoke(app, ["plan", "--model", str(config), "--profile", str(config)])
+    assert isinstance(done.exception, InputError)
     done = CliRunner().invoke(app, ["plan", "--profile", str(config)])
     assert "Profile.to_json" in str(done.exception)
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
+from treefx.output import watch
 from treefx.planning.cost.analytic import Dimensions, estimate_cost
 from treefx.planning.cost.model import CostModel
 from treefx.scale.outline import Outline
@@ -54,7 +53,7 @@ def run(json: bool = False) -> list[dict[str, Any]]:
         `bound_by` ("share" or "row"), `idle` ranks, `ms` (best of five), and the balance of rivals.
     """
     cases = [(name, make(), ranks) for name, make in CASES.items() for ranks in RANKS]
-    shown = track(cases, description="assigning", disable=json, console=Console(stderr=True), transient=True)
+    shown = watch(cases, "assigning", quiet=json)
     return [_measure(name, outline, ranks) for name, outline, ranks in shown]
 
 

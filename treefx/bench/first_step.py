@@ -14,11 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.progress import track
-
 from treefx.bench.job.ways import ONE_COMPILER, check_same, empty_caches, in_process
 from treefx.errors import TreefxError
-from treefx.output import notes
+from treefx.output import watch
 
 __all__ = ["CASES", "FirstStepCase", "FirstStepError", "measure", "run"]
 
@@ -80,7 +78,7 @@ def run(
     """
     sizes: dict[str, Any] = {"model": model, "layers": layers, "hidden_size": hidden_size}
     records: list[dict[str, Any]] = []
-    for case in track(cases, description="ways", disable=json_output, console=notes, transient=True):
+    for case in watch(cases, "first steps, a process each", quiet=json_output):
         records.append(_start(replace(case, **sizes)))
         check_same(records[-1], records[0], FirstStepError)
     passes = dict.fromkeys((name for record in records for name in record["passes"]), 0.0)

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from treefx.forests.forest import Forest
+from treefx.output import watch
 
 __all__ = ["run"]
 
@@ -30,13 +29,7 @@ def run(json: bool = False) -> list[dict[str, Any]]:
         One record per case: `case`, `rows`, `raw_tokens`, `tokens` (distinct), `build_ms` (the forest alone)
         and `edges_ms` (the row sets of its edges on top, which only row means and policy losses ask for).
     """
-    cases = track(
-        list(_cases()),
-        description="building forests",
-        disable=json,
-        console=Console(stderr=True),
-        transient=True,
-    )
+    cases = watch(list(_cases()), "building forests", quiet=json)
     return [_time_case(name, build) for name, build in cases]
 
 

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.progress import track
-
 from treefx.bench.job.failures import what_failed
 from treefx.errors import TreefxError
-from treefx.output import notes
+from treefx.output import watch
 
 __all__ = ["CASES", "MeasurementError", "MemoryCase", "measure", "run"]
 
@@ -76,7 +74,7 @@ def run(*, json_output: bool = False, inner: str = "inductor", cases: Sequence[M
     Raises:
         MeasurementError: A process failed; the message ends with its error.
     """
-    bar = track(cases, description="one process each", disable=json_output, console=notes, transient=True)
+    bar = watch(cases, "measuring, a process each", quiet=json_output)
     return [_measure_apart(case, inner) for case in bar]
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 import treefx
 from treefx.bench.job.models import make_config, make_model
 from treefx.forests.forest import Forest
+from treefx.output import watch
 from treefx.planning.cost.memory import install_allocator, track_peak
 from treefx.planning.execution.profile import Profile
 from treefx.planning.search.blocks import Counts
@@ -137,9 +136,8 @@ def measure_peaks(forests: int, inner: str, *, json: bool = False) -> list[dict[
     """
     runner = Runner(inner, 2, 64, random_forest(0))
     trials: list[Trial] = []
-    with Progress(console=Console(stderr=True), transient=True, disable=json) as progress:
-        for seed in progress.track(range(forests), description="random forests"):
-            trials += run_under_limits(runner, random_forest(seed))
+    for seed in watch(range(forests), "random forests", quiet=json):
+        trials += run_under_limits(runner, random_forest(seed))
     return [_summary([trial for trial in trials if trial.share == share]) for share in LIMITS]
 
 

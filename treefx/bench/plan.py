@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import track
 
 from treefx.data import TreeBatchSampler, distinct_tokens, first_fit_batches
 from treefx.forests.forest import Forest
+from treefx.output import watch
 from treefx.planning.cost.model import Bytes, CostModel, Seconds
 from treefx.planning.search.planner import plan
 from treefx.planning.search.policies import compare_policies
@@ -38,7 +37,7 @@ def run(json: bool = False) -> list[dict[str, Any]]:
         batch, summed, of `TreeBatchSampler` and of first-fit in arrival order (where rows are few enough for it).
     """
     cases = list(_cases())
-    shown = track(cases, description="planning", disable=json, console=Console(stderr=True), transient=True)
+    shown = watch(cases, "planning", quiet=json)
     return [_measure(name, rows, limit) for name, rows, limit in shown]
 
 

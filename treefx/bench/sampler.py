@@ -1,11 +1,10 @@
 """``treefx bench sampler``: what a step on real trajectories computes, by how its rows are put together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import track
 
 from treefx.bench.job.rollouts import make_tokenizer
 from treefx.data import (
@@ -18,7 +17,7 @@ from treefx.data import (
     scripted_conversations,
 )
 from treefx.errors import InputError
-from treefx.output import notes
+from treefx.output import watch
 
 __all__ = ["measure", "run"]
 
@@ -42,11 +41,9 @@ def run(
     Raises:
         InputError: a source cannot be read, has no rows, or has a row that is longer than the budget.
     """
-    shown: Iterable[Path | None] = paths or [None]
-    if not json:
-        shown = track(list(shown), description="batching", console=notes, transient=True)
+    shown: Sequence[Path | None] = paths or [None]
     records = []
-    for path in shown:
+    for path in watch(shown, "batching", quiet=json):
         conversations = scripted_conversations() if path is None else load(path)
         name = "scripted sample" if path is None else str(path)
         records.append({"data": name} | measure(conversations, max_tokens, tokenizer, vocab_size, seed))

@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.progress import track
-
 from treefx.bench.job.ways import ONE_COMPILER, check_same, empty_caches, in_process
 from treefx.errors import InputError, TreefxError
-from treefx.output import notes
+from treefx.output import watch
 
 __all__ = ["CASES", "TrainerCase", "TrainerError", "measure", "run"]
 
@@ -85,7 +83,7 @@ def run(
     """
     sizes: dict[str, Any] = {"model": model, "layers": layers, "hidden_size": hidden_size, "rows": rows}
     records: list[dict[str, Any]] = []
-    for case in track(cases, description="ways", disable=json_output, console=notes, transient=True):
+    for case in watch(cases, "training, a process each", quiet=json_output):
         records.append(_start(replace(case, **sizes)))
         check_same(records[-1], records[0], TrainerError)
     return [_compared(record, records[0]) for record in records]

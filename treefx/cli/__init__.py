@@ -2,7 +2,7 @@
 
 Order of imports, each only of what stands before an arrow::
 
-    plan_many -> plan -> data, demo, doctor, fuzz, inspect_model, run, simulate -> bench -> app
+    checks, lazy -> plan_many -> plan -> data, demo, doctor, fuzz, inspect_model, run, simulate -> bench -> app
 """
 
 from treefx.cli.app import app, main

@@ -1,35 +1,75 @@
 """The command ``treefx``, also ``python -m treefx``."""
 
+from typing import Annotated
+
 import typer
 
-from treefx.cli.bench import bench
-from treefx.cli.data import data
-from treefx.cli.demo import demo
-from treefx.cli.doctor import doctor
-from treefx.cli.fuzz import fuzz
-from treefx.cli.inspect_model import inspect
-from treefx.cli.plan import plan
-from treefx.cli.run import run
-from treefx.cli.simulate import simulate
-from treefx.output import refusals_end_the_command
+from treefx.cli.lazy import LazyCommand, lazy_group
+from treefx.output import print_line, refusals_end_the_command
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS = {
+    "demo": LazyCommand(
+        "treefx.cli.demo:demo", "Train a small model on rollouts of a scripted agent, with treefx and without."
+    ),
+    "inspect": LazyCommand(
+        "treefx.cli.inspect_model:inspect",
+        "Compile a small model, run one batch forward and backward, and say what was rewritten.",
+    ),
+    "plan": LazyCommand(
+        "treefx.cli.plan:plan",
+        "Cut the tree of all rollouts into parts that fit a memory limit, and show what that costs.",
+    ),
+    "data": LazyCommand(
+        "treefx.cli.data:data", "Count what rollouts share: separate rows, merged rows, and the tree of prefixes."
+    ),
+    "doctor": LazyCommand(
+        "treefx.cli.doctor:doctor",
+        "Check the installation: versions, devices, the entry point, and a small model against eager execution.",
+    ),
+    "fuzz": LazyCommand(
+        "treefx.cli.fuzz:fuzz", "Search for programs that treefx computes otherwise than eager execution."
+    ),
+    "run": LazyCommand(
+        "treefx.cli.run:run",
+        "Run a training command with treefx in every Python process it starts; no line of it changes.",
+        {"allow_interspersed_args": False},
+    ),
+    "bench": LazyCommand(
+        "treefx.cli.bench:bench", "Measure: building forests, attention over a tree, a whole training step."
+    ),
+    "simulate": LazyCommand(
+        "treefx.cli.simulate:simulate",
+        "Simulate communication, and overlap with the work, on hardware that need not be there.",
+    ),
+}
+"""Every command, in the order of the help."""
 
 app = typer.Typer(
     name="treefx",
+    cls=lazy_group(COMMANDS),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Train on rollouts that share prefixes, computing each distinct prefix once, exactly.",
+    rich_markup_mode="rich",
 )
-app.command()(demo)
-app.command()(inspect)
-app.command()(plan)
-app.command()(data)
-app.command()(doctor)
-app.command()(fuzz)
-app.command(context_settings={"allow_interspersed_args": False})(run)
-app.add_typer(bench, name="bench")
-app.add_typer(simulate, name="simulate")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import treefx
+
+        print_line(f"treefx {treefx.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train on rollouts that share prefixes, computing each distinct prefix once, exactly."""
 
 
 def main() -> None:

@@ -3,13 +3,8 @@
 from typing import Annotated
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-import treefx
-from treefx.bench.job.models import make_config, make_model, require_transformers
-from treefx.bench.job.rollouts import make_tokenizer, prepare_batches, train_and_compare
-from treefx.data import scripted_conversations
-from treefx.output import console, notes, print_json, print_line
+from treefx.output import console, print_json, print_line, waiting
 
 __all__ = ["demo"]
 
@@ -27,22 +22,27 @@ def demo(
     A shop's service desk is played by a script: every task several times, with tool calls, failures and
     branches. Each assistant turn is one training row, as agent frameworks emit them, so most tokens come
     many times. The same batches are trained with both backends from the same weights; what you see is how
-    many tokens are distinct, how long a step takes, and that losses and gradients are equal.
+    many tokens are distinct, how long a step takes, and that losses and gradients are equal. The two
+    compilations take a minute or more.
     """
-    require_transformers()
-    conversations = scripted_conversations(tasks=4, trials=3)
-    tokenizer = make_tokenizer(conversations, vocab_size=1024)
-    prepared = prepare_batches(conversations, tokenizer, steps=steps, rows=rows, max_length=768, pad_multiple=768)
-    config = make_config(model, vocab_size=tokenizer.vocab_size, hidden_size=128, layers=2)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as progress:
-        task = progress.add_task("compiling")
+    with waiting("loading PyTorch", quiet=json) as progress:
+        import treefx
+        from treefx.bench.job.models import make_config, make_model, require_backend
+        from treefx.bench.job.rollouts import make_tokenizer, prepare_batches, train_and_compare
+        from treefx.data import scripted_conversations
+
+        for name in (backend, baseline):
+            require_backend(name)
+        # The least vocabulary: an unknown architecture is refused before the tokenizer is trained.
+        make_config(model, vocab_size=8, hidden_size=128, layers=2)
+        progress.tell("making batches")
+        conversations = scripted_conversations(tasks=4, trials=3)
+        tokenizer = make_tokenizer(conversations, vocab_size=1024)
+        prepared = prepare_batches(conversations, tokenizer, steps=steps, rows=rows, max_length=768, pad_multiple=768)
+        config = make_config(model, vocab_size=tokenizer.vocab_size, hidden_size=128, layers=2)
+        progress.tell(f"compiling with {baseline} and {backend}")
         report, run = train_and_compare(
-            make_model(config),
-            prepared.batches,
-            backend=backend,
-            baseline=baseline,
-            on_progress=lambda done: progress.update(task, description=done),
+            make_model(config), prepared.batches, backend=backend, baseline=baseline, on_progress=progress.tell
         )
     if json:
         print_json(report.to_dict())

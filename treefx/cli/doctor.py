@@ -1,23 +1,22 @@
 """``treefx doctor``: what is installed, and whether the backend computes rightly here."""
 
+from __future__ import annotations
+
 import importlib.metadata
 import os
 import platform
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from torch.nn import functional
 
-from treefx.bench.zoo.record import ZooRecord
-from treefx.bench.zoo.run import choose, run_zoo
-from treefx.bench.zoo.table import show_zoo
-from treefx.kernels.gpu.triton_tree import support
-from treefx.output import console, make_table, notes, print_json, print_line
+from treefx.config import Config
+from treefx.errors import InputError
+from treefx.output import console, make_table, print_json, print_line, waiting
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["doctor", "self_check"]
 
@@ -64,25 +63,18 @@ def doctor(
     library that is not installed say so (pip install 'treefx[examples]' brings transformers; litgpt,
     torchtune and x-transformers are yours).
     """
+    inner = inner or ("aot_eager" if zoo else "inductor")
+    Config.from_options({"inner": inner})
+    given = {"--model": model, "--workers": workers, "--out": out, "--resume": resume, "--markdown": markdown}
     if zoo:
-        record = ZooRecord(out, inner or "aot_eager", batches, resume=resume)
-        _doctor_zoo(model or [], record, workers, batches, json, markdown)
+        _doctor_zoo(model or [], (out, inner, batches, resume), workers, json, markdown)
         return
-    inner = inner or "inductor"
-    findings = _findings()
-    problems = []
-    if not findings["backend registered"]:
-        problems.append("torch does not find the backend 'treefx': reinstall the package, its entry point is missing")
-    elif inner == "inductor" and findings["C++ compiler"] is None:
-        problems.append(
-            "inductor needs a C++ compiler on the CPU: install gcc or clang, or check with --inner aot_eager"
-        )
-    else:
-        findings["self-check"] = self_check(inner)
-        if not findings["self-check"] <= _TOLERANCE:
-            problems.append(
-                f"gradients of the self-check are off by {findings['self-check']:.1e}, allowed {_TOLERANCE}"
-            )
+    if stray := [name for name, value in given.items() if value]:
+        raise InputError(f"{', '.join(stray)} belongs to the model zoo: write treefx doctor --zoo")
+    with waiting("loading PyTorch", quiet=json) as progress:
+        findings = _findings()
+        progress.tell(f"checking a small model, compiled with {inner}")
+        problems = _problems(findings, inner)
     if json:
         print_json(findings | {"problems": problems})
     else:
@@ -96,30 +88,64 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _doctor_zoo(names: list[str], record: ZooRecord, workers: int, batches: int, json: bool, markdown: bool) -> None:
-    wanted = [model.name for model in choose(names)]
-    remaining, inner = record.remaining(wanted), record.conditions["inner"]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as progress:
-        task = progress.add_task("zoo", total=len(wanted), completed=len(wanted) - len(remaining))
-        on_start = partial(_begin, progress, task)
-        settings: dict[str, Any] = {"workers": workers, "inner": inner, "batches": batches, "on_start": on_start}
+def self_check(inner: str = "inductor") -> float:
+    """Largest relative error of the loss or any gradient of a tiny float64 model, treefx against eager.
+
+    Args:
+        inner: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+    """
+    from treefx.bench.job import self_check
+
+    return self_check.self_check(inner)
+
+
+def _problems(findings: dict[str, Any], inner: str) -> list[str]:
+    """Run the self-check where it can run; its error becomes a finding."""
+    problems = []
+    if not findings["backend registered"]:
+        problems.append("torch does not find the backend 'treefx': reinstall the package, its entry point is missing")
+    elif inner == "inductor" and findings["C++ compiler"] is None:
+        problems.append(
+            "inductor needs a C++ compiler on the CPU: install gcc or clang, or check with --inner aot_eager"
+        )
+    else:
+        findings["self-check"] = self_check(inner)
+        if not findings["self-check"] <= _TOLERANCE:
+            problems.append(
+                f"gradients of the self-check are off by {findings['self-check']:.1e}, allowed {_TOLERANCE}"
+            )
+    return problems
+
+
+def _doctor_zoo(
+    names: list[str], where: tuple[Path | None, str, int, bool], workers: int, json: bool, markdown: bool
+) -> None:
+    with waiting("loading PyTorch", quiet=json):
+        from treefx.bench.zoo.record import ZooRecord
+        from treefx.bench.zoo.run import choose, run_zoo
+        from treefx.bench.zoo.table import show_zoo
+
+        wanted = [model.name for model in choose(names)]
+    out, inner, batches, resume = where
+    record = ZooRecord(out, inner, batches, resume=resume)
+    remaining = record.remaining(wanted)
+    with waiting("checking models", total=len(wanted), quiet=json) as progress:
+        progress.advance(len(wanted) - len(remaining))
+        settings: dict[str, Any] = {
+            "workers": workers, "inner": inner, "batches": batches, "on_start": progress.tell,
+        }  # fmt: skip
         for row in run_zoo(remaining, **settings) if remaining else ():
             record.add(row)
-            progress.advance(task)
+            progress.advance()
     rows = record.of(wanted)
     show_zoo(rows, record.conditions, json=json, markdown=markdown)
     if any(row.verdict in ("wrong", "crashed") for row in rows):
         raise typer.Exit(1)
 
 
-def _begin(progress: Progress, task: TaskID, name: str) -> None:
-    progress.update(task, description=name)
-    if not progress.console.is_terminal:
-        notes.print(name)
-
-
 def _findings() -> dict[str, Any]:
+    import torch
+
     findings: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(terse=True)}
     for library in _LIBRARIES:
         try:
@@ -138,6 +164,10 @@ def _findings() -> dict[str, Any]:
 
 def _gpu(device: torch.device) -> str:
     """Return what a device is called, and what runs attention on it; of several like it this is said once."""
+    import torch
+
+    from treefx.kernels.gpu.triton_tree import support
+
     capability = torch.cuda.get_device_capability(device)
     refusal = support.device_refusal(device)
     form = "in Gluon where it can" if capability == (9, 0) else "in the plain form"
@@ -151,46 +181,3 @@ def _show(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.1e}" if isinstance(value, float) else str(value)
-
-
-class _TinyModel(torch.nn.Module):
-    """One causal attention layer with learned positions and a residual; knows nothing of treefx."""
-
-    def __init__(self, vocab_size: int = 32, width: int = 16, heads: int = 2, longest: int = 16) -> None:
-        super().__init__()
-        self.heads = heads
-        self.tokens = torch.nn.Embedding(vocab_size, width)
-        self.places = torch.nn.Embedding(longest, width)
-        self.mix = torch.nn.Linear(width, 3 * width)
-        self.out = torch.nn.Linear(width, vocab_size)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean loss of [B, T] ids; labels of -100 are ignored."""
-        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
-        shape = (*ids.shape, self.heads, -1)
-        query, key, value = (part.view(shape).transpose(1, 2) for part in self.mix(hidden).chunk(3, dim=-1))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        logits = self.out(hidden + mixed.transpose(1, 2).reshape(hidden.shape))
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def self_check(inner: str = "inductor") -> float:
-    """Largest relative error of the loss or any gradient of a tiny float64 model, treefx against eager.
-
-    Args:
-        inner: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
-    """
-    torch.manual_seed(0)
-    model = _TinyModel().double()
-    ids = torch.randint(32, (4, 12))
-    ids[:, :8] = ids[0, :8]
-    expected = _loss_and_gradients(model, model, ids)
-    options: dict[str, Any] = {"inner": inner, "min_sharing": 1.0}
-    compiled = torch.compile(model, backend="treefx", options=options)
-    actual = _loss_and_gradients(model, compiled, ids)
-    return max(float((got - want).abs().max() / want.abs().max()) for got, want in zip(actual, expected))
-
-
-def _loss_and_gradients(model: torch.nn.Module, call: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    loss = call(ids, ids)
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

@@ -1,17 +1,19 @@
 """``treefx fuzz``: a random search for programs that treefx computes otherwise than eager execution."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from treefx.fuzz.grammar import FAMILIES
-from treefx.fuzz.journal import Finding
-from treefx.fuzz.report import counts_by_family, failures_of, summary
-from treefx.fuzz.search import Search, Settings
-from treefx.fuzz.truth import CLASSES, FAILURES
-from treefx.output import console, make_table, notes, print_json, print_line
+from treefx.config import Config
+from treefx.fuzz.grammar import FAMILIES, choose_families
+from treefx.output import console, count, make_table, print_json, print_line, waiting
+
+if TYPE_CHECKING:
+    from treefx.fuzz.journal import Finding
+    from treefx.fuzz.search import Search
 
 __all__ = ["fuzz"]
 
@@ -19,7 +21,7 @@ _FAMILY_HELP = "Only this family; may be repeated: " + ", ".join(FAMILIES) + "."
 
 
 def fuzz(
-    programs: Annotated[int, typer.Option(help="Number of programs.")] = 300,
+    programs: Annotated[int, typer.Option(min=1, help="Number of programs.")] = 300,
     seed: Annotated[int, typer.Option(help="The same seed draws the same programs.")] = 0,
     family: Annotated[list[str] | None, typer.Option(help=_FAMILY_HELP, show_default=False)] = None,
     minutes: Annotated[float, typer.Option(help="Stop after this time. [default: none]", show_default=False)] = 0.0,
@@ -27,7 +29,7 @@ def fuzz(
         str,
         typer.Option(help="Inner compiler. [default: eager or aot_eager, now and then inductor]", show_default=False),
     ] = "",
-    workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     out: Annotated[
         Path, typer.Option(help="Folder of results and scripts; the same command goes on where it ended.")
     ] = Path("out/fuzz"),
@@ -48,16 +50,23 @@ def fuzz(
     rows      exact on the ordinary graph, the reason named
     refused   an error of treefx that says what it is and the way out
     nan       eager itself is not finite
-    torch     torch's own backend differs from eager, or refuses, in the same way
+    torch     torch's own backend differs or refuses in the same way
     invalid   the program does not run eagerly
     crashed, hung, wrong: failures of treefx
 
     What fails is made smaller while it fails and written as a script of its own that prints what it wants
     and gets. The exit status is 1 if anything fails.
     """
-    settings = Settings(seed, tuple(family or ()), programs, minutes, workers, inner, out, limit, shrink)
-    search = Search(settings)
-    findings = _watched(search)
+    families = choose_families(tuple(family or ()))
+    if inner:
+        Config.from_options({"inner": inner})
+    with waiting("loading PyTorch", quiet=json):
+        from treefx.fuzz.report import failures_of, summary
+        from treefx.fuzz.search import Search, Settings
+
+        settings = Settings(seed, families, programs, minutes, workers, inner, out, limit, shrink)
+        search = Search(settings)
+    findings = _watched(search, json)
     if json:
         print_json(summary(findings))
     else:
@@ -66,27 +75,35 @@ def fuzz(
         raise typer.Exit(1)
 
 
-def _watched(search: Search) -> list[Finding]:
+def _watched(search: Search, json: bool) -> list[Finding]:
     """Run the search under a progress bar that counts failures."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as progress:
-        done, failed = len(search.findings), len(failures_of(search.findings))
-        task = progress.add_task("fuzz", total=search.settings.programs, completed=done)
+    from treefx.fuzz.report import failures_of
+    from treefx.fuzz.truth import FAILURES
+
+    failed = len(failures_of(search.findings))
+    with waiting("judging programs", total=search.settings.programs, quiet=json) as progress:
+        progress.advance(len(search.findings))
 
         def advance(finding: Finding) -> None:
             nonlocal failed
-            failed += finding.kind in FAILURES
-            progress.update(task, advance=1, description=f"fuzz: {failed} failed" if failed else "fuzz")
+            if finding.kind in FAILURES:
+                failed += 1
+                progress.tell(f"judging programs: {failed} failed")
+            progress.advance()
 
         return search.run(advance)
 
 
 def _show(findings: list[Finding], out: Path) -> None:
+    from treefx.fuzz.report import counts_by_family, failures_of
+    from treefx.fuzz.truth import CLASSES, FAILURES
+
     counts = counts_by_family(findings)
     kinds = [kind for kind in CLASSES if kind in FAILURES or any(row[kind] for row in counts.values())]
     rows = [(family, *[row[kind] or "" for kind in kinds]) for family, row in counts.items()]
     total = ("all", *[sum(row[kind] for row in counts.values()) for kind in kinds])
-    console.print(make_table(f"treefx fuzz: {len(findings)} programs", ("family", *kinds), [*rows, total]))
+    title = f"treefx fuzz: {count(len(findings), 'program')}"
+    console.print(make_table(title, ("family", *kinds), [*rows, total], tight=True))
     for finding in failures_of(findings):
         print_line(f"{finding.kind}: {finding.program}", style="red")
         print_line(f"    {finding.note}")

@@ -6,23 +6,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from treefx.cli.checks import check_positive
 from treefx.errors import InputError
-from treefx.output import console, make_table, notes, print_json, print_line
+from treefx.output import console, make_table, notes, print_json, print_line, waiting
 from treefx.simulate.chunks import CANDIDATES, Link, best_chunks, run_chunks
 from treefx.simulate.hardware.machine import Machine
 from treefx.simulate.models import MODELS, Model
 from treefx.simulate.picture import save_picture
 from treefx.simulate.published import LIMIT, Comparison, compare
-from treefx.simulate.report import COLUMNS, FIGURE_COLUMNS, cells, figure_cells, make_page, make_record, missed
+from treefx.simulate.report import COLUMNS, FIGURE_COLUMNS, LEGEND, cells, figure_cells, make_page, make_record, missed
 from treefx.simulate.study import run_study
 from treefx.simulate.sublayer import Outcome
 
 __all__ = ["simulate"]
 
 simulate = typer.Typer(
-    no_args_is_help=True, help="Simulate communication, and overlap with the work, on hardware that need not be there."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Simulate communication, and overlap with the work, on hardware that need not be there.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
@@ -46,27 +48,17 @@ def t3(
     (arXiv 2401.16677) hides the sum in the GEMM itself: as soon as a tile is stored, and the neighbour's part of it
     has arrived, a tracker fires a DMA that sends the sum on; the memory does the adding.
 
-    \b
-    T3        requests of GEMM and communication queue in the order in which they come
-    MCA       T3-MCA: the memory lets the GEMM go first
-    ideal     the shorter of GEMM and reduce-scatter costs nothing
-    GEMM, RS  microseconds of the GEMM and of its reduce-scatter, alone
-    chunks    the same in software: k pieces, each with its collective, no compute units lost
-    data      less bytes of memory moved than one after the other
-    reads     less bytes read by the GEMM, as its stores no longer displace its inputs in the cache
-
-    The others are how many times faster than GEMM, reduce-scatter and all-gather one after the other. Nothing runs on
-    a GPU; every parameter and its source is in --out and --json. The published figures are compared only on the
-    paper's own machine and all its models.
+    The legend of the columns is printed below the table. Nothing runs on a GPU; every parameter and its source is in
+    --out and --json. The published figures are compared only on the paper's own machine and all its models.
     """
     machine = replace(
         Machine(),
-        link_bytes_per_second=_positive("--link-gbps", link_gbps) * 1e9,
-        memory_bytes_per_second=_positive("--memory-gbps", memory_gbps) * 1e9,
+        link_bytes_per_second=check_positive("--link-gbps", link_gbps) * 1e9,
+        memory_bytes_per_second=check_positive("--memory-gbps", memory_gbps) * 1e9,
         compute_units=units,
     )
     models = _chosen(model)
-    outcomes = _watched(machine, models)
+    outcomes = _watched(machine, models, json)
     comparisons = compare(outcomes) if machine == Machine() and models == MODELS else []
     record = make_record(outcomes, comparisons, machine)
     if out is not None:
@@ -98,6 +90,8 @@ def chunks(
 
         treefx simulate chunks --gemm-ms 2 --mib 64 --link-gbps 50
     """
+    for name, value in (("--gemm-ms", gemm_ms), ("--mib", mib), ("--link-gbps", link_gbps)):
+        check_positive(name, value)
     link = Link(
         bytes_per_second=link_gbps * 1e9,
         latency_seconds=latency_us * 1e-6,
@@ -116,12 +110,6 @@ def chunks(
     console.print(make_table("predicted", ("chunks", "ms", "times faster", ""), rows))
 
 
-def _positive(name: str, value: float) -> float:
-    if not value > 0.0:
-        raise InputError(f"expected {name} above 0; got {value:g}")
-    return value
-
-
 def _chosen(names: list[str] | None) -> tuple[Model, ...]:
     known = [model.name for model in MODELS]
     unknown = [name for name in names or () if name not in known]
@@ -130,12 +118,11 @@ def _chosen(names: list[str] | None) -> tuple[Model, ...]:
     return tuple(model for model in MODELS if not names or model.name in names)
 
 
-def _watched(machine: Machine, models: tuple[Model, ...]) -> list[Outcome]:
+def _watched(machine: Machine, models: tuple[Model, ...], json: bool) -> list[Outcome]:
     """Run the study under a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as progress:
-        task = progress.add_task("sub-layers", total=4 * sum(len(model.degrees) for model in models))
-        return run_study(machine, models, lambda outcome: progress.advance(task))
+    total = 4 * sum(len(model.degrees) for model in models)
+    with waiting("simulating sub-layers", total=total, quiet=json) as progress:
+        return run_study(machine, models, lambda outcome: progress.advance())
 
 
 def _save(out: Path, record: dict[str, Any], outcomes: list[Outcome], comparisons: list[Comparison]) -> None:
@@ -147,7 +134,9 @@ def _save(out: Path, record: dict[str, Any], outcomes: list[Outcome], comparison
 
 
 def _show(record: dict[str, Any], comparisons: list[Comparison]) -> None:
-    console.print(make_table("treefx simulate t3", COLUMNS, [cells(row) for row in record["sublayers"]]))
+    console.print(make_table("treefx simulate t3", COLUMNS, [cells(row) for row in record["sublayers"]], tight=True))
+    for line in LEGEND:
+        print_line(line)
     if not comparisons:
         return
     agreed = sum(comparison.agrees for comparison in comparisons)

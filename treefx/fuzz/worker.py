@@ -17,6 +17,7 @@ __all__ = ["Worker"]
 
 _PROGRAMS = 150
 """Programs after which a process is replaced: what Dynamo keeps of each never goes."""
+_SECONDS_TO_END = 5.0
 
 
 class Worker:
@@ -46,6 +47,7 @@ class Worker:
         try:
             self._connection.send(to_dict(program))
             if not self._connection.poll(self._limit_s):
+                self._process.kill()
                 self.close()
                 return Outcome("hung", f"not done after {self._limit_s:g} s", seconds=self._limit_s)
             return Outcome(**self._connection.recv())
@@ -69,12 +71,13 @@ class Worker:
         self._done = []
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
+        """End the process: one that waits for a program ends by itself and gives its semaphores back."""
         if self._connection is not None:
             self._connection.close()
+        if self._process is not None:
+            self._process.join(_SECONDS_TO_END)
+            self._process.kill()
+            self._process.join()
         self._process = self._connection = None
 
 

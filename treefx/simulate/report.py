@@ -9,9 +9,21 @@ from treefx.simulate.published import LIMIT, Comparison
 from treefx.simulate.study import software
 from treefx.simulate.sublayer import Outcome
 
-__all__ = ["COLUMNS", "FIGURE_COLUMNS", "cells", "figure_cells", "make_page", "make_record", "missed"]
+__all__ = ["COLUMNS", "FIGURE_COLUMNS", "LEGEND", "cells", "figure_cells", "make_page", "make_record", "missed"]
 
 COLUMNS = ("sub-layer", "GPUs", "GEMM", "RS", "T3", "MCA", "ideal", "chunks", "k", "data", "reads")
+LEGEND = (
+    "GEMM, RS    microseconds of the GEMM and of its reduce-scatter, alone",
+    "The next four: times faster than GEMM, reduce-scatter and all-gather in turn:",
+    "  T3        requests of GEMM and communication queue in order of arrival",
+    "  MCA       T3-MCA: the memory serves the GEMM first",
+    "  ideal     the shorter of GEMM and reduce-scatter costs nothing",
+    "  chunks    in software, in k pieces, each with its collective",
+    "data        share of the bytes moved in memory that T3 saves",
+    "reads       share of the bytes read by the GEMM that T3-MCA saves, because its stores",
+    "            no longer displace its inputs in the cache",
+)
+"""What the columns of ``COLUMNS`` mean, line by line."""
 FIGURE_COLUMNS = ("figure of the paper, %", "section", "published", "simulated", "off by", "")
 
 

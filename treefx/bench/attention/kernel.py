@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -31,7 +29,7 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.gpu.triton_tree.paths import PATHS, form_refusal
 from treefx.kernels.gpu.triton_tree.small_launches import launch_finish, launch_sums
 from treefx.kernels.score import Expr, Score, make_score
-from treefx.output import make_table
+from treefx.output import make_table, watch
 
 __all__ = [
     "ARCHITECTURES",
@@ -138,7 +136,7 @@ def run_with_progress(
     compile_case = partial(_compile_case, arch=int(number), paths=PATHS if path == "all" else (path,))
     with _pool(min(jobs, len(cases)), triton) as run_all:
         done = run_all(compile_case, cases)
-        shown = track(done, "compiling kernels", len(cases), disable=json, console=Console(stderr=True), transient=True)
+        shown = watch(done, "compiling kernels", total=len(cases), quiet=json)
         return [record for records in shown for record in records]
 
 

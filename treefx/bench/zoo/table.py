@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from treefx.bench.zoo.run import VERDICTS, ZooRow
-from treefx.output import console, make_table, print_json, print_line
+from treefx.output import console, count, make_table, print_json, print_line
 
 __all__ = ["show_zoo"]
 
@@ -15,6 +15,17 @@ _HEADINGS = (
     "model", "result", "loss error", "gradient error", "tokens run", "FLOPs packed", "with mixers", "expanded",
     "compiled",
 )  # fmt: skip
+_NARROW_HEADINGS = (
+    "model", "result", "loss\nerror", "grad.\nerror", "tokens\nrun", "FLOPs\npacked", "with\nmixers", "on\nrows",
+    "com-\npiled",
+)  # fmt: skip
+"""The same for a terminal of 80 columns."""
+_LEGEND = """\
+errors: largest relative difference of loss and gradients. FLOPs packed: share
+of attention, projections, MLPs, experts and heads that ran once per distinct
+token; with mixers: other causal mixers counted, too. on rows: operators whose
+inputs are expanded, in brackets those that are packed again behind. compiled:
+compilations; "3 + 1": one of them in the second half of many batches."""
 
 
 def show_zoo(
@@ -34,7 +45,9 @@ def show_zoo(
         print_line(f"Made with {made_with}; batches of {conditions['batches']}.\n")
         _print_markdown(rows)
     else:
-        console.print(make_table("treefx doctor --zoo", _HEADINGS, [_cells(row) for row in rows]))
+        cells = [[cell.replace(" of ", "/") for cell in _cells(row)] for row in rows]
+        console.print(make_table("treefx doctor --zoo", _NARROW_HEADINGS, cells, tight=True))
+        print_line(_LEGEND)
         for row in rows:
             if why := _why(row):
                 print_line(f"{row.model}: {why}")
@@ -89,4 +102,5 @@ def _summary(rows: Sequence[ZooRow]) -> str:
     names = "".join(f"; {verdict}: {', '.join(models)}" for verdict, models in named.items() if models)
     worst = max((max(row.loss_error or 0.0, row.gradient_error or 0.0) for row in ran), default=0.0)
     seconds = sum(row.seconds for row in rows)
-    return f"{len(rows)} models in {seconds:.0f} s: {said}; largest difference from eager float32 {worst:.1e}{names}"
+    models = count(len(rows), "model")
+    return f"{models} in {seconds:.0f} s: {said}; largest difference from eager float32 {worst:.1e}{names}"

@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from treefx.output import console, make_table, notes, print_json
+from treefx.output import console, fits, make_table, notes, print_json
 
 __all__ = ["Json", "bench", "format_cell", "show"]
 
 bench = typer.Typer(
-    no_args_is_help=True, help="Measure: building forests, attention over a tree, a whole training step."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Measure: building forests, attention over a tree, a whole training step.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print the records as JSON.")]
@@ -23,15 +26,30 @@ def show(title: str, records: Sequence[dict[str, Any]], json: bool) -> None:
     if not records:
         notes.print("nothing was measured")
         return
-    # Many figures of few cases: one line per figure fits a terminal where one per case does not.
     names, *fields = list(records[0])
-    if len(fields) > len(records):
-        headers = [names, *(str(record[names]) for record in records)]
-        rows = [[field.replace("_", " "), *(format_cell(record.get(field)) for record in records)] for field in fields]
+    headers = [field.replace("_", " ") for field in (names, *fields)]
+    rows = [[format_cell(record.get(field)) for field in (names, *fields)] for record in records]
+    table = make_table(title, headers, rows)
+    if len(fields) > len(records) or not fits(table):
+        _show_by_figure(title, records)
     else:
-        headers = [field.replace("_", " ") for field in (names, *fields)]
-        rows = [[format_cell(record.get(field)) for field in (names, *fields)] for record in records]
-    console.print(make_table(title, headers, rows))
+        console.print(table)
+
+
+def _show_by_figure(title: str, records: Sequence[dict[str, Any]]) -> None:
+    """One line per figure, and as many records beside each other as the terminal has room for."""
+    names, *fields = list(records[0])
+
+    def table(part: Sequence[dict[str, Any]]) -> Table:
+        headers = [names.replace("_", " "), *(str(record[names]) for record in part)]
+        rows = [[field.replace("_", " "), *(format_cell(record.get(field)) for record in part)] for field in fields]
+        return make_table(title if part[0] is records[0] else "", headers, rows)
+
+    left = list(records)
+    while left:
+        size = next((size for size in range(len(left), 1, -1) if fits(table(left[:size]))), 1)
+        console.print(table(left[:size]))
+        left = left[size:]
 
 
 def format_cell(value: object) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import track
 
 from treefx.cli.bench.app import Json, bench, show
-from treefx.output import console, notes, print_json, print_line
+from treefx.cli.checks import check_choice, check_output
+from treefx.output import console, notes, print_json, print_line, waiting
 
 __all__ = ["attention", "forest", "gpu", "host", "kernel", "mixers"]
 
@@ -17,7 +17,8 @@ __all__ = ["attention", "forest", "gpu", "host", "kernel", "mixers"]
 @bench.command()
 def forest(json: Json = False) -> None:
     """Time the building of forests from lists of rows and from padded batches."""
-    from treefx.bench import forest as bench_forest
+    with waiting("building forests", quiet=json):
+        from treefx.bench import forest as bench_forest
 
     show("Building forests", bench_forest.run(json=json), json)
 
@@ -39,13 +40,17 @@ def attention(
     first; no time is printed of one that is wrong. A kernel that crashes or hangs costs its own case: the others run
     in a fresh process, in the plain form.
     """
-    # Registers the operators of the kernels: only this benchmark needs them without a model.
-    from treefx.bench.attention import cpu as bench_attention
+    check_choice("--device", device, ("auto", "cpu", "cuda"))
+    check_output("--out", out)
+    with waiting("loading PyTorch", quiet=json):
+        # Registers the operators of the kernels: only this benchmark needs them without a model.
+        from treefx.bench.attention import cpu as bench_attention
 
     records: list[dict[str, Any]] = []
     if bench_attention.choose_device(device) == "cpu":
         total = len(bench_attention.CASES)
-        records += track(bench_attention.run(), total=total, disable=json, console=notes, transient=True)
+        with waiting("timing attention", total=total, quiet=json) as progress:
+            records += progress.each(bench_attention.run())
         _save(records, out)
         if json:
             print_json(records)
@@ -57,9 +62,10 @@ def attention(
     from treefx.bench.attention.settings import SETTINGS
 
     total = len(SETTINGS)
-    for record in track(apart.run(minutes=minutes), total=total, disable=json, console=notes, transient=True):
-        records.append(record)
-        _save(records, out)
+    with waiting("timing attention", total=total, quiet=json) as progress:
+        for record in progress.each(apart.run(minutes=minutes)):
+            records.append(record)
+            _save(records, out)
     if json:
         print_json(records)
     else:
@@ -111,10 +117,10 @@ def host(json: Json = False) -> None:
     Triton binds and looks up its kernels as on a device; its compiler and its launches do nothing. The first layer of a
     forest works out what is launched, every layer after it launches the same. Processor time of the thread.
     """
-    from treefx.bench.attention import host as bench_host
-
-    kinds = len(bench_host.KINDS)
-    records = list(track(bench_host.run(), total=kinds, disable=json, console=notes, transient=True))
+    with waiting("loading PyTorch", quiet=json):
+        from treefx.bench.attention import host as bench_host
+    with waiting("timing launches", total=len(bench_host.KINDS), quiet=json) as progress:
+        records = list(progress.each(bench_host.run()))
     show("What a layer's launches cost the host", records, json)
 
 
@@ -144,6 +150,7 @@ def gpu(
 
     if keep and (rehearse or stage != "rates"):
         raise typer.BadParameter("only --stage rates on a GPU finds what can be kept", param_hint="--keep")
+    check_output("--out", out)
     chosen: dict[str, Any] = {"cases": cases, "only": only}
     chosen["batches"] = [name.strip() for name in _split(batches)]
     records: list[dict[str, Any]] = []
@@ -201,9 +208,10 @@ def mixers(
     layer, compiled with treefx and, by the same compiler, as they are. Forward and backward in float32; gradients
     are compared first.
     """
-    from treefx.bench import mixers as bench_mixers
+    check_choice("--inner", inner, ("inductor", "aot_eager"))
+    with waiting("timing layers", quiet=json) as progress:
+        from treefx.bench import mixers as bench_mixers
 
-    with notes.status("timing layers") as status:
         records = bench_mixers.run(repeats=repeats)
-        records += bench_mixers.run_models(repeats=repeats, inner=inner, on_start=status.update)
+        records += bench_mixers.run_models(repeats=repeats, inner=inner, on_start=progress.tell)
     show("Mixers along a tree", records, json)

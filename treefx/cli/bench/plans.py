@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from treefx.cli.bench.app import Json, bench, show
-from treefx.output import notes, print_json
+from treefx.cli.checks import check_choice, check_input, parse_bytes
+from treefx.output import print_json, waiting
 
 __all__ = ["assign", "context", "large", "overlap", "parts", "plan", "sampler"]
 
@@ -35,6 +36,9 @@ def sampler(
     The minimum is the forest of all rows: no batching computes less. First-fit takes the rows as they arrive, each
     into the first batch that has room. A ratio is tokens computed over the minimum.
     """
+    check_choice("--tokenizer", tokenizer, ("bpe", "bytes"))
+    for path in paths or ():
+        check_input(path)
     from treefx.bench import sampler as bench_sampler
 
     records = bench_sampler.run(
@@ -54,11 +58,14 @@ def parts(
     Random forests run under 1/2, 1/4 and 1/8 of what they take uncut. Then one large forest runs under an eighth, and
     by the policies of other systems; losses and gradients of all are compared. All of it takes some minutes.
     """
-    from treefx.bench import parts as bench_parts
-    from treefx.bench import policies as bench_policies
+    check_choice("--inner", inner, ("inductor", "aot_eager"))
+    with waiting("loading PyTorch", quiet=json):
+        from treefx.bench import parts as bench_parts
+        from treefx.bench import policies as bench_policies
 
     peaks = bench_parts.measure_peaks(forests, inner, json=json)
-    policies = bench_policies.measure_policies(inner)
+    with waiting("policies of other systems on a large forest", quiet=json):
+        policies = bench_policies.measure_policies(inner)
     if json:
         print_json({"peaks": peaks, "policies": policies})
         return
@@ -84,9 +91,11 @@ def context(json: Json = False) -> None:
 
     Beside the way taken, all ways: balance, and what is received of what a ring would pass. No model runs.
     """
-    from treefx.bench import context as bench_context
+    with waiting("sharing tokens among ranks", quiet=json):
+        from treefx.bench import context as bench_context
 
-    show("Tokens to ranks", bench_context.run(), json)
+        records = bench_context.run()
+    show("Tokens to ranks", records, json)
 
 
 @bench.command()
@@ -103,9 +112,9 @@ def overlap(
     collective of the forward takes 0.5, 1 and 2 times its product. Untouched, in 2, 4 and 8 chunks, and as the gate
     decides by rates it measures over that link; results are compared to the bit first.
     """
-    from treefx.bench.overlap import run as bench_overlap
+    with waiting("two processes share an MLP", quiet=json):
+        from treefx.bench.overlap import run as bench_overlap
 
-    with notes.status("two processes share an MLP"):
         records = bench_overlap.run(rows=rows, width=width, hidden=hidden, repeats=repeats)
     show("Products and collectives in chunks", records, json)
 
@@ -122,8 +131,9 @@ def large(
 
     With the defaults the tree has 524,288 raw and 174,080 distinct tokens. Losses are compared before times are shown.
     """
-    from treefx.bench import large as bench_large
-    from treefx.cli.plan import parse_bytes
-
     limit = None if memory is None else parse_bytes(memory)
+    check_choice("--device", device, ("cuda", "cpu"))
+    with waiting("loading PyTorch", quiet=json):
+        from treefx.bench import large as bench_large
+
     show("One large tree", bench_large.run(model=model, device=device, tokens=tokens, memory_limit_bytes=limit), json)

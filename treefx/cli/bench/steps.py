@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from treefx.bench import step as bench_step
 from treefx.cli.bench.app import Json, bench, format_cell, show
-from treefx.output import console, make_table, notes, print_json
+from treefx.output import console, count, make_table, print_json, print_line, waiting
 
 __all__ = ["first_step", "memory", "shapes", "step", "trainer", "trainers", "trl", "unshared"]
 
@@ -28,15 +27,22 @@ def step(
     Both backends run the same padded batch in the same process, repeats in turn. Losses and gradients are
     compared first; if they differ, no time is printed.
     """
-    records = bench_step.run(
-        model=model,
-        hidden_size=hidden_size,
-        layers=layers,
-        vocab_size=vocab_size,
-        repeats=repeats,
-        backend=backend,
-        baseline=baseline,
-    )
+    with waiting("loading PyTorch", quiet=json) as progress:
+        from treefx.bench import step as bench_step
+        from treefx.bench.job.models import require_backend
+
+        for name in (backend, baseline):
+            require_backend(name)
+        progress.tell("compiling and timing three cases")
+        records = bench_step.run(
+            model=model,
+            hidden_size=hidden_size,
+            layers=layers,
+            vocab_size=vocab_size,
+            repeats=repeats,
+            backend=backend,
+            baseline=baseline,
+        )
     show("Training step, forward and backward", records, json)
 
 
@@ -124,9 +130,9 @@ def trainers(
     """
     from treefx.bench.trainers import run as bench_trainers
 
-    with notes.status("making rows and a model") as status:
+    with waiting("making rows and a model", quiet=json) as progress:
         records = bench_trainers.run(
-            only or (), folder=folder, rows=rows, layers=layers, hidden_size=width, on_start=status.update
+            only or (), folder=folder, rows=rows, layers=layers, hidden_size=width, on_start=progress.tell
         )
     show("Trainers from their command lines", records, json)
 
@@ -149,9 +155,9 @@ def trl(
     from treefx.bench.trl import run as bench_trl
 
     ways = [way for way in bench_trl.WAYS if inductor or way != "inductor"]
-    with notes.status("making rows and a model") as status:
+    with waiting("making rows and a model", quiet=json) as progress:
         records = bench_trl.run(
-            only or (), ways=ways, rows=rows, layers=layers, hidden_size=width, on_start=status.update
+            only or (), ways=ways, rows=rows, layers=layers, hidden_size=width, on_start=progress.tell
         )
     show("Trainers of TRL", records, json)
 
@@ -172,9 +178,9 @@ def unshared(
     """
     from treefx.bench import unshared as bench_unshared
 
-    with notes.status("compiling") as status:
+    with waiting("compiling", quiet=json) as progress:
         records = bench_unshared.run(
-            names or (), rows=rows, repeats=repeats, inner=inner, changing=changing, on_start=status.update
+            names or (), rows=rows, repeats=repeats, inner=inner, changing=changing, on_start=progress.tell
         )
     mean = bench_unshared.geometric_mean(records)
     if json:
@@ -185,7 +191,7 @@ def unshared(
     headers = [field.replace("_", " ") for field in fields]
     console.print(make_table("Nothing shared, forward and backward", headers, cells))
     timed = sum("ratio" in record for record in records)
-    console.print(f"geometric mean of {timed} ratios: {mean:.3f}")
+    print_line(f"geometric mean of {count(timed, 'ratio')}: {mean:.3f}")
 
 
 @bench.command()

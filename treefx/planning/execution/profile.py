@@ -60,7 +60,7 @@ BLOCK = sympy.Function("block", nonnegative=True)
 """`cost.flash_block`, in the same."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Profile:
     """Bytes, FLOPs and seconds of parts of one compiled model.
 
@@ -77,6 +77,11 @@ class Profile:
     samples: tuple[Sample, ...]
     inner: str
     device: str
+
+    def __repr__(self) -> str:
+        steps = f"{len(self.samples)} measured step{'s' * (len(self.samples) != 1)}"
+        resident = self.cost.resident_bytes / 2**20
+        return f"Profile({steps} on {self.device}, inner={self.inner!r}, {resident:,.1f} MiB resident; see .explain())"
 
     @property
     def bytes(self) -> dict[str, sympy.Expr]:

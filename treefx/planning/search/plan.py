@@ -72,8 +72,9 @@ class Plan:
 
     def __repr__(self) -> str:
         peak, limit = (value / 2**20 for value in (self.peak_bytes, self.memory_limit_bytes))
+        parts = f"{len(self.parts)} part{'s' * (len(self.parts) != 1)}"
         return (
-            f"Plan({len(self.parts)} parts of {self.forest.num_tokens:,} tokens, {self.recomputed_tokens:,} "
+            f"Plan({parts} of {self.forest.num_tokens:,} tokens, {self.recomputed_tokens:,} "
             f"recomputed, predicted peak {peak:,.1f} of {limit:,.1f} MiB)"
         )
 

@@ -4,22 +4,24 @@ import io
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 
 __all__ = ["format_bytes", "format_seconds", "make_figures", "make_texts", "render_tables"]
 
 
 def render_tables(*items: str | Table) -> str:
-    """Plain text of lines and tables, as wide as they need."""
+    """Plain text: tables as wide as they need, and lines that only the terminal wraps."""
     out = io.StringIO()
-    Console(file=out, width=160, highlight=False, color_system=None).print(Group(*items))
+    console = Console(file=out, width=160, highlight=False, color_system=None, markup=False)
+    for item in items:
+        console.print(item, soft_wrap=isinstance(item, str))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def make_figures(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table of text on the left and figures aligned to the right."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
