@@ -92,13 +92,13 @@ def test_a_mixer_that_is_not_causal_runs_on_rows(monkeypatch: pytest.MonkeyPatch
 
 def test_wrong_gradients_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference that float64 does not explain, of the size that packed positions instead of depths make."""
-    original = zoo._step
+    original = zoo.take_step
 
     def skewed(model: nn.Module, call: Any, batch: Any) -> Any:
         loss, gradients = original(model, call, batch)
         return loss, {name: grad * (1.059 if call is not model else 1.0) for name, grad in gradients.items()}
 
-    monkeypatch.setattr(zoo, "_step", skewed)
+    monkeypatch.setattr(zoo, "take_step", skewed)
     _only(monkeypatch, lambda: WithLoss(Pooled(lambda x: x)))
     code, text = _run("--json")
     (row,) = json.loads(text)
