@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from tests.planning.costs import linear_cost
@@ -163,6 +165,41 @@ def test_a_comparison_that_nothing_survives_is_not_drawn(tmp_path: Path) -> None
     assert all("refusal" in attempt.to_dict() for attempt in attempts)
     with pytest.raises(InputError, match="no strategy keeps the limit"):
         draw_comparison(attempts, tmp_path / "none.png")
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved."""
+    saved: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: saved.append(figure))
+    return saved
+
+
+def test_a_picture_joins_and_numbers_the_parts(figures: list[Any]) -> None:
+    found = plan(Forest.from_sequences(ROWS), linear_cost(part_seconds=1.0), 65)
+    found.draw("plan.png")
+    tree, memory = figures[0].axes
+    (links,) = [item for item in tree.collections if isinstance(item, LineCollection)]
+    assert len(links.get_segments()) == len(ROWS)  # one stem, and a child per row
+    assert {text.get_text() for text in tree.texts} == {str(part.index) for part in found.parts}
+    assert memory.get_ylim()[1] > found.memory_limit_bytes > found.peak_bytes / 2
+
+
+def test_a_limit_far_above_the_peak_is_written_not_drawn(figures: list[Any]) -> None:
+    found = plan(Forest.from_sequences(ROWS), linear_cost(part_seconds=1.0), 10_000)
+    found.draw("plan.png")
+    memory = figures[0].axes[1]
+    assert found.peak_bytes < memory.get_ylim()[1] < 2 * found.peak_bytes
+    labels = [text.get_text() for text in memory.get_legend().get_texts()]
+    assert any(label.startswith("limit 9.77 KiB, above the axis: the peak is") for label in labels)
+
+
+def test_a_comparison_names_what_was_refused(figures: list[Any]) -> None:
+    rows = [[*range(20), *range(100 * row, 100 * row + 30)] for row in range(1, 12)]
+    attempts = compare_strategies(Forest.from_sequences(rows), linear_cost(part_seconds=1.0), 65)
+    refused = [attempt.strategy for attempt in attempts if attempt.plan is None]
+    draw_comparison(attempts, "all.png")
+    assert refused and figures[0].get_supxlabel().endswith(": " + ", ".join(refused))
 
 
 def test_command_says_what_a_step_costs_on_many_ranks(config: Path) -> None:

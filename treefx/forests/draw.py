@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from treefx.forests.forest import Forest
 
-__all__ = ["draw_forest", "place_lanes"]
+__all__ = ["draw_forest", "draw_links", "place_lanes"]
 
 _BAR_HEIGHT = 0.72
 _MAX_LABELLED_NODES = 40
@@ -42,7 +42,7 @@ def draw_forest(forest: Forest, path: "str | PathLike[str]") -> None:
     axes = figure.add_subplot()
     left = forest.depth[nodes.start].cpu().numpy()
     length = (nodes.stop - nodes.start).cpu().numpy()
-    _draw_links(axes, left, lane, parent)
+    draw_links(axes, left, lane, parent)
     _draw_bars(figure, axes, left, length, lane, forest.multiplicity[nodes.start].cpu().numpy())
     _style(axes, forest, lane)
     figure.savefig(path, dpi=130)
@@ -63,9 +63,17 @@ def place_lanes(parent: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return lane
 
 
-def _draw_links(
+def draw_links(
     axes: Any, left: npt.NDArray[Any], lane: npt.NDArray[np.float64], parent: npt.NDArray[np.int64]
 ) -> None:
+    """Draw a grey line from the lane of every node to the first token of each of its children.
+
+    Args:
+        axes: of matplotlib.
+        left: depth of the first token of every node.
+        lane: of every node.
+        parent: of every node; -1 for a root.
+    """
     from matplotlib.collections import LineCollection
 
     children = np.nonzero(parent >= 0)[0]

@@ -99,5 +99,11 @@ def draw_comparison(attempts: Sequence[Attempt], path: "str | PathLike[str]") ->
     panels = figure.subplots(len(drawn), 1, squeeze=False)[:, 0]
     for axes, (name, found) in zip(panels, drawn, strict=True):
         draw_tree(axes, found, lane)
-        axes.set_title(f"{name}: {len(found.parts)} parts, {format_seconds(found.seconds)}", loc="left", fontsize=10)
+        parts = f"{len(found.parts)} part{'s' * (len(found.parts) != 1)}"
+        axes.set_title(f"{name}: {parts}, {format_seconds(found.seconds)}", loc="left", fontsize=10)
+    refused = [attempt.strategy for attempt in attempts if attempt.plan is None]
+    if refused:
+        figure.supxlabel(
+            f"refused, for reasons that the table names: {', '.join(refused)}", fontsize=9, x=0.01, ha="left"
+        )
     figure.savefig(path, dpi=110)
