@@ -15,7 +15,7 @@ from treefx.bench.job.models import make_config, make_model
 from treefx.bench.job.report import TrainingReport
 from treefx.bench.job.rollouts import make_tokenizer, prepare_batches
 from treefx.bench.job.synthetic import shared_prefix_batch
-from treefx.bench.job.training import TrainingRun, compare_training, gradient_error, reference_gradients
+from treefx.bench.job.training import StepRecord, TrainingRun, compare_training, gradient_error, reference_gradients
 from treefx.cli import app
 from treefx.cli.doctor import self_check
 from treefx.data import Conversation, scripted_conversations
@@ -241,6 +241,19 @@ def test_comparison_starts_from_equal_weights_and_reports(tmp_path: Path) -> Non
     report.draw(tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(json.dumps(report.to_dict()))["steps"][1]["tokens"] == 28
+
+
+def test_a_median_leaves_out_the_first_step() -> None:
+    times = [(8.0, 9.0), (4.0, 1.0), (6.0, 2.0), (9.0, 1.0)]
+    records = [
+        StepRecord(
+            step=step, rows=1, length=4, raw_tokens=4, tokens=2, losses={"a": 1.0, "b": 1.0}, seconds={"a": a, "b": b}
+        )
+        for step, (a, b) in enumerate(times)
+    ]  # fmt: skip
+    report = TrainingReport(records=records, backend="b", baseline="a", compile_seconds={"a": 1.0, "b": 1.0})
+    assert report.median_speed_up == 4.0 and report.to_dict()["median_speed_up"] == 4.0
+    assert any("4.00 in the median step after the first" in line for line in report.lines())
 
 
 def test_bench_step_refuses_wrong_results() -> None:

@@ -45,6 +45,9 @@ WITHOUT_TORCH = (
     ["fuzz", "--family", "nope"],
     ["bench", "attention", "--device", "tpu"],
     ["bench", "sampler", "--tokenizer", "words"],
+    ["bench", "gpu", "--stage", "nope"],
+    ["bench", "shapes", "--series", "nope"],
+    ["bench", "kernel", "--path", "nope"],
     ["simulate", "chunks", "--gemm-ms", "-1", "--mib", "1", "--link-gbps", "1"],
 )
 
@@ -234,3 +237,15 @@ def test_records_that_do_not_fit_are_written_below_each_other(narrow: Console) -
 
 def test_numbers_agree_with_their_nouns() -> None:
     assert (output.count(1, "tree"), output.count(2000, "tree")) == ("1 tree", "2,000 trees")
+
+
+def test_choices_that_are_checked_early_are_those_there_are() -> None:
+    from treefx.bench.attention.kernel import PATHS
+    from treefx.bench.gpu.stages import STAGES as GPU_STAGES
+    from treefx.bench.shapes import SERIES
+    from treefx.cli import inspect_model
+    from treefx.cli.bench import kernels
+    from treefx.inspection.inspector import STAGES
+
+    assert inspect_model._STAGES == STAGES and kernels._STAGES == tuple(GPU_STAGES)
+    assert set(SERIES) == {"near", "wide"} and set(PATHS) == {"plain", "gluon"}

@@ -13,6 +13,8 @@ from treefx.output import console, notes, print_json, print_line, waiting
 
 __all__ = ["attention", "forest", "gpu", "host", "kernel", "mixers"]
 
+_STAGES = ("sanitize", "correct", "prologue", "rates", "attention", "step", "first", "large")
+
 
 @bench.command()
 def forest(json: Json = False) -> None:
@@ -99,7 +101,9 @@ def kernel(
     One row per kernel: registers, bytes spilled, shared memory, matrix instructions, warp specialisation. The command
     fails if a row is out of bounds. The whole table takes some minutes.
     """
-    from treefx.bench.attention import kernel as bench_kernel
+    check_choice("--path", path, ("plain", "gluon", "all"))
+    with waiting("loading PyTorch", quiet=json):
+        from treefx.bench.attention import kernel as bench_kernel
 
     records = bench_kernel.run_with_progress(arch, path, quick=quick, full=full, json=json, jobs=jobs, triton=triton)
     if json:
@@ -146,11 +150,13 @@ def gpu(
     training steps against inductor. first: first steps, with nothing cached. large: a tree larger than memory. Each
     stage takes less than eight minutes, prints each record as it comes, and fails if anything is wrong.
     """
-    from treefx.bench.gpu import launches, stages
-
+    check_choice("--stage", stage, _STAGES)
+    check_output("--out", out)
     if keep and (rehearse or stage != "rates"):
         raise typer.BadParameter("only --stage rates on a GPU finds what can be kept", param_hint="--keep")
-    check_output("--out", out)
+    with waiting("loading PyTorch", quiet=json):
+        from treefx.bench.gpu import launches, stages
+
     chosen: dict[str, Any] = {"cases": cases, "only": only}
     chosen["batches"] = [name.strip() for name in _split(batches)]
     records: list[dict[str, Any]] = []

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from treefx.cli.bench.app import Json, bench, format_cell, show
+from treefx.cli.checks import check_choice
 from treefx.output import console, count, make_table, print_json, print_line, waiting
 
 __all__ = ["first_step", "memory", "shapes", "step", "trainer", "trainers", "trl", "unshared"]
@@ -61,6 +62,7 @@ def shapes(
     first round over all batches, with all that it compiles, steps_seconds a second round. Losses and gradients are
     compared first.
     """
+    check_choice("--series", series, ("near", "wide"))
     from treefx.bench import shapes as bench_shapes
 
     records = bench_shapes.run(
