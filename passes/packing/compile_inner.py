@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -21,7 +21,7 @@ from treefx.passes.packing.kept_graphs import keeping_graphs
 from treefx.passes.regions.loadable import LoadableSizes, fill_freely
 from treefx.passes.regions.make_regions import copy_without_regions, subgraphs
 from treefx.passes.regions.own_results import own_results
-from treefx.passes.trace.fingerprint import recompute_tags, source_fingerprint
+from treefx.passes.trace.fingerprint import autograd_key, recompute_tags, source_fingerprint
 
 __all__ = ["Compiled", "Inner", "calls_subgraphs", "compile_inner"]
 
@@ -42,9 +42,12 @@ class Inner:
         """What the mode sets in the configuration of inductor."""
         return list_mode_options(self.mode)
 
-    def settings(self, gm: fx.GraphModule) -> dict[str, Any]:
-        """What inductor is given with a graph: its mode, and what its caches do not see by themselves."""
-        return {**self.options, "post_grad_custom_pre_pass": _CacheKey(gm)} if self.name == "inductor" else {}
+    def settings(self, gm: fx.GraphModule, inputs: Sequence[Any] = ()) -> dict[str, Any]:
+        """What inductor is given with a graph: its mode, and what its caches do not see by themselves.
+
+        ``inputs`` are the fake inputs that it is traced with, where treefx makes them.
+        """
+        return {**self.options, "post_grad_custom_pre_pass": _CacheKey(gm, inputs)} if self.name == "inductor" else {}
 
 
 def calls_subgraphs(inner: Inner) -> bool:
@@ -72,7 +75,7 @@ def compile_inner(
     eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with tracing(TracingContext(mode)), eagerly:
         if inner.name == "inductor":
-            patches = {**inner.settings(gm), **_for_regions(gm)}
+            patches = {**inner.settings(gm, inputs), **_for_regions(gm)}
             # What a subgraph returns may lie in others' memory: a backward must not write into what it gets.
             donated = torch._functorch.config.donated_buffer and not subgraphs(gm)
             with torch._functorch.config.patch(donated_buffer=donated):
@@ -103,23 +106,24 @@ def _for_regions(gm: fx.GraphModule) -> dict[str, Any]:
 class _CacheKey(CustomGraphPass):
     """Does nothing to the graph, and puts into the key of inductor's caches what they do not see of it.
 
-    They look graphs up by their code, before the backward is derived: the rules of treefx's operators and the tags of
-    checkpointing decide later. A pass of the user's in the same place is called.
+    They look graphs up by their code, before the backward is derived: the rules of treefx's operators, the tags of
+    checkpointing and the place of inputs in the autograd graph decide later. A pass of the user's in the same place is
+    called.
     """
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any] = ()) -> None:
         others: Any = torch._inductor.config.post_grad_custom_pre_pass
         self._others = list(others) if isinstance(others, list | tuple) else [others] if others is not None else []
-        self._tags = recompute_tags(gm)
+        self._tags, self._inputs = recompute_tags(gm), [autograd_key(x) for x in inputs if isinstance(x, Tensor)]
 
     def __call__(self, graph: fx.Graph) -> None:
         for other in self._others:
             other(graph)
 
     def uuid(self) -> Any:
-        """Sources, tags, and what the user's own passes say of themselves; None (no caching) if one says nothing."""
+        """Sources, tags, inputs, and what the user's passes say of themselves; None (no caching) if one is silent."""
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._others]
-        return None if None in others else (source_fingerprint(), self._tags, others)
+        return None if None in others else (source_fingerprint(), self._tags, self._inputs, others)
 
 
 def _observed_inductor(observe: Observer) -> Callable[..., Any]:

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._sympy.value_ranges import bound_sympy
 
-from treefx.passes.trace.fingerprint import tensor_key
+from treefx.passes.trace.fakes import fake_inputs, strided_fake
+from treefx.passes.trace.fingerprint import autograd_key, tensor_key
 from treefx.passes.trace.pattern import COLUMNS, ROWS, Pattern, name_size
 from treefx.passes.trace.token_count import TokenCount
 
@@ -103,15 +104,13 @@ class BatchSizes(TokenCount):
     def _fake(self, x: Any, named: Any) -> Any:
         if not isinstance(x, Tensor):
             return self.size(named)
-        if not any(isinstance(size, sympy.Expr) for size in named) and not x.is_inference():
-            return self.mode.from_tensor(x, static_shapes=True)
+        if not any(isinstance(size, sympy.Expr) for size in named):
+            return fake_inputs([x], self.mode)[0]
         return self.like(x, named)
 
     def like(self, x: Tensor, shape: Sequence[Any]) -> Tensor:
         """A fake tensor of a shape of the pattern."""
-        sizes = [self.size(size) for size in shape]
-        with self.mode:
-            return torch.empty(sizes, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+        return strided_fake(x, [self.size(size) for size in shape], None, 0, self.mode)
 
     def fake_beside(self, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """A fake input for a value made beside the graph, its sizes named by those of the call."""
@@ -131,7 +130,7 @@ class BatchSizes(TokenCount):
         """What compiled code takes for granted of the inputs of a call, sizes of the batch by name."""
         pairs = zip(tensors, self.inputs, strict=False)  # there may be more: values made beside the graph
         return [
-            (type(x), str(fake.shape), x.dtype, x.device, x.requires_grad) if has_symbols(fake) else tensor_key(x)
+            (type(x), str(fake.shape), x.dtype, x.device, *autograd_key(x)) if has_symbols(fake) else tensor_key(x)
             for x, fake in pairs
         ]
 

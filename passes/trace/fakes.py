@@ -1,4 +1,8 @@
-"""Fake tensors of static shapes for the inputs of a call."""
+"""Fake tensors for the inputs of a call: what tracing and AOTAutograd read of an input beside its sizes.
+
+AOTAutograd treats an input that the graph changes in place by its place in the autograd graph: the gradient of a leaf
+does not pass the change. A fake leaf in place of a result of another operator would lose that gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["fake_inputs"]
+__all__ = ["fake_inputs", "strided_fake"]
 
 
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
@@ -20,7 +24,38 @@ def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake tensor, no inference tensor: AOTAutograd copies ``requires_grad``, which those do not let it set."""
     fake = mode.from_tensor(x, static_shapes=True)
-    if not fake.is_inference():
-        return fake
+    return strided_fake(x, x.shape, x.stride(), x.storage_offset(), mode) if fake.is_inference() else fake
+
+
+def strided_fake(
+    x: Tensor, sizes: Sequence[Any], strides: Sequence[Any] | None, offset: Any, mode: FakeTensorMode
+) -> Tensor:
+    """A fake of an input with other numbers: of the same type, device, conjugation and place in the autograd graph.
+
+    Args:
+        x: The input.
+        sizes: The sizes of the fake; numbers or symbols of ``mode``.
+        strides: Its strides; None for a contiguous one.
+        offset: Its offset in storage.
+        mode: The mode of the fake.
+    """
     with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+        if strides is None:
+            fake = torch.empty(sizes, dtype=x.dtype, device=x.device)
+        else:
+            memory = torch.empty(_extent(sizes, strides, offset), dtype=x.dtype, device=x.device)
+            fake = memory.as_strided(sizes, strides, offset).detach()
+        torch._C._set_conj(fake, x.is_conj())
+        torch._C._set_neg(fake, x.is_neg())
+        fake.requires_grad_(x.requires_grad)
+        if x.is_leaf:
+            return fake
+        with torch.enable_grad():
+            return torch.ops.aten.alias.default(fake)  # type: ignore[no-any-return]
+
+
+def _extent(sizes: Sequence[Any], strides: Sequence[Any], offset: Any) -> Any:
+    """How many elements of memory a tensor reaches into, from the start of its storage."""
+    if any(size == 0 for size in sizes):
+        return offset
+    return offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from treefx import errors, kernels
 
-__all__ = ["fingerprint", "recompute_tags", "source_fingerprint", "tensor_key"]
+__all__ = ["autograd_key", "fingerprint", "recompute_tags", "source_fingerprint", "tensor_key"]
 
 _LARGEST_CONSTANT = 4096
 
@@ -39,7 +39,16 @@ def _target(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 def tensor_key(x: Tensor) -> tuple[Any, ...]:
     """What compiled code takes for granted of a tensor."""
-    return (type(x), tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+    return (type(x), tuple(x.shape), x.stride(), x.dtype, x.device, *autograd_key(x))
+
+
+def autograd_key(x: Tensor) -> tuple[bool, ...]:
+    """What AOTAutograd takes for granted of an input beside its type and sizes.
+
+    A change in place passes gradients to an input that is no leaf, and none to a leaf. The caches of inductor on disk
+    do not look at that.
+    """
+    return (x.requires_grad, x.is_leaf, x.is_conj(), x.is_neg())
 
 
 def _value(node: fx.Node) -> Any:

@@ -37,7 +37,7 @@ from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.label_tokens import find_tokens, label_tokens, user_line
 from treefx.passes.scores import attention_laws as _attention_laws  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import attentions
-from treefx.passes.trace.fakes import fake_inputs
+from treefx.passes.trace.fakes import fake_inputs, strided_fake
 from treefx.passes.trace.token_count import TokenCount
 from treefx.passes.trace.trace import trace_forward
 
@@ -149,9 +149,8 @@ def _fakes(gm: fx.GraphModule, inputs: Sequence[Any], count: TokenCount, mode: F
 
 def _fake(value: Tensor, sizes: Sequence[Any], mode: FakeTensorMode) -> Tensor:
     if all(isinstance(size, int) for size in sizes):
-        return mode.from_tensor(value, static_shapes=True)
-    with mode:
-        return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+        return fake_inputs([value], mode)[0]  # type: ignore[no-any-return]
+    return strided_fake(value, sizes, None, 0, mode)
 
 
 def _symbols_of_count(gm: fx.GraphModule) -> set[Any]:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from treefx.passes.trace.fakes import fake_inputs
+from treefx.passes.trace.fakes import fake_inputs, strided_fake
 from treefx.passes.trace.token_count import SizeConditions
 
 __all__ = ["FreeSizes", "Sizes", "Symbols", "share_memory"]
@@ -65,8 +65,13 @@ class Symbols:
 def share_memory(args: Sequence[Any]) -> bool:
     """Whether inputs of a call other than parameters lie in one memory: what is written to one, others then see."""
     tensors = [x for x in args if _is_strided(x) and not isinstance(x, torch.nn.Parameter)]
-    places = [place for place in (x.untyped_storage().data_ptr() for x in tensors) if place]
+    places = [place for place in (_place(x.untyped_storage()) for x in tensors) if place]
     return len(set(places)) < len(places)
+
+
+def _place(storage: torch.UntypedStorage) -> int:
+    """Where memory lies; memory without contents (of fake tensors, or on the meta device) lies nowhere."""
+    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
 
 
 def _is_plain(x: Any) -> bool:
@@ -118,11 +123,7 @@ class FreeSizes(SizeConditions):
             return fake_inputs([x], self.mode)[0]
         pairs = zip(_numbers(example), _numbers(x), strict=True)
         *numbers, offset = [self._number(traced, number) for traced, number in pairs]
-        sizes, strides = numbers[: x.dim()], numbers[x.dim() :]
-        reach = offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        with self.mode:
-            fake = torch.empty(reach, dtype=x.dtype, device=x.device).as_strided(sizes, strides, offset)
-            return fake.detach().requires_grad_(x.requires_grad)
+        return strided_fake(x, numbers[: x.dim()], numbers[x.dim() :], offset, self.mode)
 
     def _number(self, traced: Any, size: Any) -> Any:
         """A number of a call, as the expression in symbols that Dynamo has for it."""

@@ -100,9 +100,9 @@ class Ordinary:
         # The backward is compiled with the forward: what it demands of the sizes is known before anything runs.
         eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
         with tracing(TracingContext(sizes.mode)), eagerly:
-            patches = self._inner.settings(gm)
-            settings = {"config_patches": patches} if patches else {}
             fakes = sizes.fakes(self._gm, args)
+            patches = self._inner.settings(gm, fakes)
+            settings = {"config_patches": patches} if patches else {}
             compiled: Callable[..., Any] = lookup_backend(self._inner.name)(gm, fakes, **settings)
         self._records.count_ordinary(time.perf_counter() - started)
         return self._guarded(compiled) if self._inner.name == "eager" else keeping_graphs(compiled)
