@@ -16,6 +16,7 @@ from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import reference
+from treefx.kernels.bounded import Bounded
 from treefx.kernels.common import Boundary, Inputs, random_gradient, relative_error
 from treefx.kernels.gpu import flex
 from treefx.kernels.gpu.triton_tree import support
@@ -29,7 +30,7 @@ _TOLERANCE = {torch.float32: 1e-3}
 _SIXTEEN_BITS_TOLERANCE = 0.02
 """Relative error of a whole result; a wrong tile is off by far more."""
 
-_problems: dict[Hashable, str | None] = {}
+_problems: Bounded[Hashable, str | None] = Bounded(1024)
 
 
 def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
@@ -56,6 +57,7 @@ def _chosen(inputs: Inputs, score: Score) -> ModuleType:
     kind = score.to_json(), buffers, q.dtype, q.device, shape, inputs.sinks is None
     # What is right without keys from outside, or with some that nobody sees, says nothing of those that are seen.
     key = *kind, inputs.boundary is not None and ((*kind, True) in _problems or _is_seen(inputs.boundary))
+    problem = _problems.get(key)
     if key not in _problems:
         support.refuse_capture()
         _problems[key] = problem = _problem_of(inputs, score)
@@ -65,7 +67,7 @@ def _chosen(inputs: Inputs, score: Score) -> ModuleType:
                 RuntimeWarning,
                 stacklevel=2,
             )
-    if _problems[key] is not None:
+    if problem is not None:
         return flex
     from treefx.kernels.gpu.triton_tree import attention  # only here: it brings in templates and sympy
 

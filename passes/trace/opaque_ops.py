@@ -8,6 +8,8 @@ from the derivative of its forward, so neither body may be traced through and di
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ __all__ = [
     "bodies_of",
     "custom_function",
     "gradients_of",
+    "hold_functions",
     "is_pointwise_body",
     "register_function",
 ]
@@ -84,15 +87,25 @@ class Function:
     """Per input, whether the backward has a gradient for it."""
 
 
-_FUNCTIONS: dict[str, Function] = {}
+_FUNCTIONS: weakref.WeakValueDictionary[str, Function] = weakref.WeakValueDictionary()
+"""By key, as long as a graph that calls it is there."""
+_NEWEST: deque[Function] = deque(maxlen=64)
+"""Functions that stay when their graphs are gone: the compiled backward of a call may still run."""
 
 
 def register_function(function: Function) -> str:
-    """Keep a function; returns its key, a hash of what it computes."""
+    """Register a function for graphs that `hold_functions` is called with; returns a hash of what it computes."""
     parts = (fingerprint(function.forward), fingerprint(function.backward), function.outputs, function.saved)
     key = hashlib.sha256(repr((*parts, function.differentiated)).encode()).hexdigest()[:16]
-    _FUNCTIONS.setdefault(key, function)
+    _NEWEST.append(_FUNCTIONS.setdefault(key, function))
     return key
+
+
+def hold_functions(gm: fx.GraphModule) -> None:
+    """Keep the functions that a graph calls as long as the graph."""
+    for target in (torch.ops.treefx.custom_function.default, torch.ops.treefx.custom_function_backward.default):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            node.meta["treefx_function"] = _FUNCTIONS[str(node.args[-1])]
 
 
 def bodies_of(key: str) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -175,12 +188,13 @@ def _(grads: Sequence[Tensor], saved: Sequence[Tensor], key: str) -> list[Tensor
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, ctx.key = inputs
+    ctx.function = _FUNCTIONS[ctx.key]
     sources = {"input": tensors, "result": output}
-    ctx.save_for_backward(*[sources[source][i] for source, i in _FUNCTIONS[ctx.key].saved])
+    ctx.save_for_backward(*[sources[source][i] for source, i in ctx.function.saved])
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None]:
-    function = _FUNCTIONS[ctx.key]
+    function = ctx.function
     results = iter(custom_function_backward(grads[: function.outputs], list(ctx.saved_tensors), ctx.key))
     return [next(results) if there else None for there in function.differentiated], None
 

@@ -27,6 +27,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from treefx.kernels.bounded import Bounded
+
 __all__ = ["SizeConditions", "TokenCount", "add_count_input"]
 
 _ADVICE = (
@@ -43,6 +45,8 @@ _RELATIONS: dict[type, Callable[[int, int], bool]] = {
 }  # fmt: skip
 _DEPTH = 8
 """How many callers up a question of ``_ADVICE`` is looked for; they ask through two or three functions of inductor."""
+_REMEMBERED = 64
+"""Calls whose sizes are remembered to meet the conditions or not: SymPy takes long to evaluate them."""
 
 
 class SizeConditions(ShapeEnv):
@@ -50,15 +54,16 @@ class SizeConditions(ShapeEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self._admitted: dict[tuple[Any, ...], bool] = {}
+        self._admitted: Bounded[tuple[Any, ...], bool] = Bounded(_REMEMBERED)
 
     def holds(self, values: Mapping[Any, int]) -> bool:
         """Whether everything recorded so far that speaks of these symbols alone holds for these values."""
         key = (tuple(values.items()), len(self.guards))
-        if key not in self._admitted:
+        found = self._admitted.get(key)
+        if found is None:
             known = [guard.expr for guard in self.guards if guard.expr.free_symbols <= values.keys()]
-            self._admitted[key] = all(_is_true(expr, values) for expr in known)
-        return self._admitted[key]
+            found = self._admitted[key] = all(_is_true(expr, values) for expr in known)
+        return found
 
     def evaluate_expr(
         self,

@@ -93,6 +93,7 @@ def trace_function(
     if any(len(node.args) != 2 for node in gm.graph.find_nodes(op="call_function", target=operator.mul)):
         raise NotImplementedError("torch wrote a product of several sizes as one of two, which would lose a factor")
     gm.recompile()
+    opaque_ops.hold_functions(gm)
     return gm
 
 

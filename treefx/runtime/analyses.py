@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -126,7 +127,9 @@ class Analyses:
         if shape is None:
             with compiling, lasting():
                 shape = self._shapes.find(key, tensors)
-                shape = self._shapes.add(key, tensors, lambda: self._analyse(args, values)) if shape is None else shape
+                if shape is None:
+                    find, on_forest = functools.partial(self._analyse, args, values), current_forest() is not None
+                    shape = self._shapes.add(key, tensors, find, always=on_forest)
         if isinstance(shape, Refusal) and shape.passing:
             self._warn_of_shapes()
         return shape

@@ -173,7 +173,8 @@ class KnownShapes:
 
     Where there are as many shapes as may be, a further one is refused when it comes for the first time (of shapes that
     never come again none would pay for its compilation), and takes the place of the one that was used the longest time
-    ago when it comes again.
+    ago when it comes again. Where all of as many shapes were refused, a further one is refused for the last reason when
+    it comes for the first time, and analysed when it comes again. Refusals are kept for `_ASKING` times as many shapes.
 
     Args:
         limit: How many shapes there may be, and how many of one key.
@@ -206,9 +207,17 @@ class KnownShapes:
             self._known[key] = [Refusal(reason, item.proof) if item is shape else item for item in known]
 
     def add(
-        self, key: tuple[Any, ...], args: Sequence[Tensor], find: Callable[[], list[Shape | Refusal]]
+        self,
+        key: tuple[Any, ...],
+        args: Sequence[Tensor],
+        find: Callable[[], list[Shape | Refusal]],
+        *,
+        always: bool = False,
     ) -> Shape | Refusal:
-        """Find out about a key: all there is, the best first, the last for calls that no other one admits."""
+        """Find out about a key: all there is, the best first, the last for calls that no other one admits.
+
+        ``always`` analyses a shape however many were refused.
+        """
         known = self._known.get(key, [])
         if len(known) >= self._limit:
             return Refusal(f"more than {self._limit} values of buffers for one shape of inputs (option max_shapes)")
@@ -216,9 +225,21 @@ class KnownShapes:
             if not self._returns(key):
                 return Refusal(f"more than {self._limit} shapes of inputs (option max_shapes)", passing=True)
             self._make_room()
+        refused = None if known or always else self._refused_so_far()
+        if refused is not None and not self._returns(key):
+            return Refusal(refused)
         found = find()
         self._known[key] = [*known, *found]
+        while len(self._known) > _ASKING * self._limit:
+            self._known.popitem(last=False)
         return next((item for item in found if item.admits(args)), found[-1])
+
+    def _refused_so_far(self) -> str | None:
+        """Why the last shape was refused, where as many as there may be were, and none was not."""
+        if len(self._known) < self._limit or self.shapes:
+            return None
+        newest = self._known[next(reversed(self._known))][-1]
+        return newest.reason if isinstance(newest, Refusal) else None
 
     def _returns(self, key: tuple[Any, ...]) -> bool:
         """Whether a key without a place has asked for one before, not too long ago."""

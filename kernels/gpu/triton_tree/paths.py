@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
+from treefx.kernels.bounded import Bounded
 from treefx.kernels.common import Inputs, random_gradient
 from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention
@@ -46,7 +47,7 @@ _ALIGNMENT = 16
 _FEATURES = 8
 """Features of a 16-bit type in that many bytes."""
 
-_verdicts: dict[Hashable, bool] = {}
+_verdicts: Bounded[Hashable, bool] = Bounded(1024)
 
 
 def forced_path() -> str | None:

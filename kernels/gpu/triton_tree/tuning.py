@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError
+from treefx.kernels.bounded import Bounded
 from treefx.kernels.code_files import cache_folder
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
@@ -49,7 +50,7 @@ _FILE = "tuning.json"
 _RATES_FILE = "rates.json"
 _BARE = "mul"
 """The operations of a score that is a scaled product."""
-_without_room: set[str] = set()
+_without_room: Bounded[str, None] = Bounded(1024)
 """Problems that could not be measured, and are not tried again in this process."""
 
 
@@ -116,13 +117,13 @@ def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]
     if not isinstance(attention.choose, BestConfig) or not tuning_wanted():
         return make(attention)
     key = _key(problem, attention.inputs.q.device)
-    if key not in _findings().keys() | _without_room:
+    if key not in _findings().keys() | _without_room.keys():
         choices = candidates(problem)
         times = {config: _milliseconds(make(replace(attention, choose=_always(config)))) for config in choices}
         best = min(choices, key=times.__getitem__)
         _log.info("%s: %s", key, {str(config): times[config] for config in choices})
         if any(math.isnan(time) for time in times.values()):
-            _without_room.add(key)
+            _without_room[key] = None
         else:
             _remember(key, best)
     return make(attention)

@@ -48,7 +48,7 @@ def counts_tokens(node: fx.Node) -> str | None:
     return "divides gradients by how often a token occurs in the batch (scale_grad_by_freq)" if scales else None
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def custom_function_reason(key: str) -> str | None:
     """Why a user's ``autograd.Function`` cannot run once per distinct token; None where it can."""
     forward, backward = bodies_of(key)
