@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from treefx.kernels.score import Expr, evaluate, walk
 from treefx.passes.labels.corners import is_corner
@@ -26,6 +27,10 @@ __all__ = ["MASKING", "Constants", "InputValues", "constants_of", "input_values"
 
 _KEY = "treefx_constants"
 _LARGEST_TABLE = 1 << 28
+_COMPARED = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+}  # fmt: skip
 MASKING = -1e4
 """Numbers at or below this are the fill of a mask (the weakest that models use); ``hidden`` proves what they hide."""
 
@@ -54,7 +59,7 @@ class InputValues:
 
 def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True, flash: bool = False) -> InputValues:
     """Look at the inputs of a call: at masks [.., T, T], and at what decides over ``flash`` attention, where wanted."""
-    given = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and isinstance(x, Tensor)]
+    given = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
     tables = [(i, x) for i, x in given if x.dim() == 2]
     widths = {x.shape[1] for _, x in tables}
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
@@ -69,6 +74,11 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
         tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
         tuple(mask for mask in found if mask is not None),
     )
+
+
+def _is_readable(x: Any) -> bool:
+    """Whether an input has values here, and of a type that compares with numbers: no complex, packed or fake ones."""
+    return isinstance(x, Tensor) and x.dtype in _COMPARED and x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
 def _equal(vectors: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int]]:
