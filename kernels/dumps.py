@@ -1,12 +1,14 @@
 """Files for people who debug: graphs before and after each pass, sources of generated kernels.
 
-Nothing is written unless the environment variable ``TREEFX_DUMP_DIR`` names a folder, which is made when needed.
+Nothing is written unless the environment variable ``TREEFX_DUMP_DIR`` names a folder, which is made when needed. A dump
+never changes what runs: one that cannot be made or written is left out, with one warning per folder.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path
 
 __all__ = ["dump", "dumps_wanted"]
@@ -27,14 +29,33 @@ def dump(kind: str, name: str, text: str) -> Path | None:
         text: What to write.
 
     Returns:
-        The file, or None where no dumps are wanted.
+        The file, or None where there is none.
     """
     if not dumps_wanted():
         return None
-    path = Path(os.environ["TREEFX_DUMP_DIR"]) / _safe(kind) / _safe(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    folder = os.environ["TREEFX_DUMP_DIR"]
+    try:
+        path = Path(folder) / _safe(kind) / _safe(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except Exception as error:  # of many types: no permission, a full disk, a graph that cannot be printed
+        _warn_once(folder, error)
+        return None
     return path
+
+
+def _warn_once(folder: str, error: Exception) -> None:
+    if _refused[-1:] != [folder]:
+        _refused[:] = [folder]
+        warnings.warn(
+            f"TREEFX_DUMP_DIR should name a folder that can be written, but {folder}: {type(error).__name__}: {error}; "
+            "what cannot be dumped there is left out, and the model runs as it does without",
+            stacklevel=3,
+        )
+
+
+_refused: list[str] = []
+"""The folder that was last warned of."""
 
 
 def _safe(name: str) -> str:

@@ -57,14 +57,14 @@ def run_passes(passes: Iterable[Pass], gm: fx.GraphModule, work: Any, seconds: d
     """
     run = f"{os.getpid()}.{next(_runs):03}"
     for place, item in enumerate(passes):
-        before, operators = _text(gm), _operators(gm)
+        before, operators = _printed(gm), _operators(gm)
         started = time.perf_counter()
         gm = item.run(gm, work)
         took = time.perf_counter() - started
         seconds[item.name] = seconds.get(item.name, 0.0) + took
         _check(item, gm)
         _log.debug("%s: %.3f s, %s", item.name, took, _changes(operators, _operators(gm)))
-        _write(f"{run}.{place}.{item.name}", before, _text(gm))
+        _write(f"{run}.{place}.{item.name}", before, _printed(gm))
     return gm
 
 
@@ -85,8 +85,12 @@ def _changes(before: Counter[str], after: Counter[str]) -> str:
     return ", ".join(f"{name}: {before[name]} -> {after[name]}" for name in names) or "the same operators"
 
 
-def _text(gm: fx.GraphModule) -> str:
-    return gm.print_readable(print_output=False) if dumps_wanted() else ""
+def _printed(gm: fx.GraphModule) -> str:
+    """The graph as text, or why it cannot be printed; nothing where it is not dumped."""
+    try:
+        return gm.print_readable(print_output=False) if dumps_wanted() else ""
+    except Exception as error:  # a dump never changes what runs
+        return f"# not printed: {type(error).__name__}: {error}\n"
 
 
 def _write(name: str, before: str, after: str) -> None:

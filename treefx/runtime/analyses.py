@@ -26,6 +26,7 @@ from treefx.passes.trace.flash import has_flash
 from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.proof import Proof
+from treefx.runtime.kept.retries import PASSING, NotNow, Retries
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.records import Records
 from treefx.runtime.report import NO_ATTENTION
@@ -85,6 +86,7 @@ class Analyses:
         self._batches = KnownShapes(config.max_shapes)
         self._has_no_tokens, self._strange, self._is_cached = False, _find_strange(gm, unfollowed), cached
         self._why_numbers, self._has_warned = _DYNAMO, False
+        self._retries = Retries()
         self.use = OutputUse(lazy=config.lazy_outputs)
         """Which outputs callers use."""
 
@@ -107,7 +109,10 @@ class Analyses:
             return self._strange
         tensors = self.tensors(args)
         values = self._values(args)
-        shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
+        try:
+            shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
+        except NotNow as error:
+            return str(error)
         if isinstance(shape, Refusal):
             return shape.reason
         self._records.report.note_analysis(shape.analysis)
@@ -178,6 +183,12 @@ class Analyses:
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None, sizes: Sequence[int] = ()
     ) -> list[Shape | Refusal]:
         """What there is for calls like this one: rows as they are and, before, rows packed with segments."""
+        with self._retries.attempt("the graph could not be traced"):
+            return self._find_shapes(args, values, batch, sizes)
+
+    def _find_shapes(
+        self, args: Sequence[Any], values: InputValues, batch: Pattern | None, sizes: Sequence[int]
+    ) -> list[Shape | Refusal]:
         rows = self._attempt(args, values, batch)
         if isinstance(rows, Refusal):
             return [rows]
@@ -201,6 +212,8 @@ class Analyses:
         try:
             analysis = analyse(self._gm, self._filled(args), roles, values, self._passes, batch, segmented=segmented)
         except TreefxError:
+            raise
+        except PASSING:
             raise
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")

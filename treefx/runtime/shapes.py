@@ -26,6 +26,7 @@ from treefx.passes.trace.fingerprint import fingerprint, tensor_key
 from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.kept.proof import Proof
+from treefx.runtime.kept.retries import Retries
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.padding import Grid, Padding
 from treefx.runtime.segments import find_starts
@@ -75,6 +76,7 @@ class Shape:
         self.padding = Padding(analysis)
         self.proof = proof_of(analysis, args)
         self._executables: dict[tuple[Any, ...], list[Executable]] = {}
+        self._retries = Retries()
 
     def admits(self, args: Sequence[Tensor]) -> bool:
         """Whether all that the analysis asked of sizes and segments holds for a call."""
@@ -123,7 +125,8 @@ class Shape:
 
     def _make(self, variant: Variant, args: Sequence[Tensor], passes: Sequence[Pass]) -> Executable:
         try:
-            return Executable(self.analysis, variant, args, passes)
+            with self._retries.attempt("the graph could not be compiled"):
+                return Executable(self.analysis, variant, args, passes)
         except TreefxError:
             raise
         except Exception as error:

@@ -29,6 +29,7 @@ from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.converted.skeleton import WRAPPERS, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
 from treefx.runtime.dynamo import role_of
+from treefx.runtime.kept.retries import LATER
 from treefx.runtime.padding import Grid
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
@@ -182,7 +183,7 @@ class _Graph:
         """A plan, or why the call runs on rows."""
         shape = self._analyses.shape(args)
         if isinstance(shape, str):
-            if shape.startswith(_PASSING):
+            if shape.startswith(_PASSING) or shape.endswith(LATER):
                 return shape
             raise UnsupportedError(shape or "no input is looked up in an embedding")
         self._check(shape)

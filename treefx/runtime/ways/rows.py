@@ -18,6 +18,7 @@ from treefx.passes.packing.vocab_tail import logits_of_losses
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch, build_batch, find_unshared
+from treefx.runtime.kept.retries import NotNow
 from treefx.runtime.padding import Grid
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
@@ -64,6 +65,8 @@ class RowsRun:
             other = self._analyses.shape(args, call.sizes)
         except Unfit as error:
             other = self._analyses.with_numbers(shape, args, str(error))
+        except NotNow as error:
+            other = str(error)
         return self._ordinary.instead(args, fallback=other or None) if isinstance(other, str) else self.run(other, args)
 
     def _run(self, shape: Shape, args: Sequence[Any]) -> Any:
