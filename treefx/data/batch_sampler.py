@@ -8,6 +8,8 @@ For several ranks, batches like that are dealt out by size, or the rows of each 
 ``treefx.scale`` (``rank_steps``): whichever is predicted to take less time, all steps together.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.forests.subset import select_rows
 from treefx.planning.cost.model import CostModel, Size
+from treefx.scale.agreement import require_same
 from treefx.scale.assign import rank_forest
 
 __all__ = ["TreeBatchSampler", "distinct_tokens", "first_fit_batches"]
@@ -40,7 +43,8 @@ class TreeBatchSampler(Sampler[list[int]]):
 
     Every row is in exactly one batch of an epoch, over all ranks. Which small trees share a batch and the order of the
     batches are random, and differ from epoch to epoch after `set_epoch`; rows that share prefixes stay together.
-    All of it follows from the arguments and the epoch: every rank computes the same and takes its own.
+    All of it follows from the arguments and the epoch: every rank computes the same and takes its own. Where the ranks
+    are the processes of `torch.distributed`, they compare what they were given when they begin for the first time.
 
     Args:
         sequences: the token ids of every row.
@@ -56,7 +60,8 @@ class TreeBatchSampler(Sampler[list[int]]):
         seed: of the order; the same on all ranks.
 
     Raises:
-        InputError: no or both budgets, a row that is over the budget alone, or fewer rows than ranks.
+        InputError: no or both budgets, a row that is over the budget alone, or fewer rows than ranks; when iteration
+            begins: another rank has other rows, another order of them, or other options.
 
     Example:
         >>> sampler = TreeBatchSampler([[1, 2, 3], [7, 8], [1, 2, 4]], max_tokens=4)
@@ -95,6 +100,7 @@ class TreeBatchSampler(Sampler[list[int]]):
             )
         self._steps: list[list[list[int]]] = []
         self._made_for = -1
+        self._is_compared = False
 
     def set_epoch(self, epoch: int) -> None:
         """Change the order; call it with the same number on all ranks, as for `DistributedSampler`."""
@@ -107,6 +113,7 @@ class TreeBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's batches."""
+        self._compare_ranks()
         return (step[self.rank] for step in self.steps())
 
     def forests(self) -> Iterator[Forest]:
@@ -116,6 +123,7 @@ class TreeBatchSampler(Sampler[list[int]]):
         DDP and FSDP2. A rank without rows gets one of weight 0. Values per row are given for the rows of the step, of
         all ranks, in ascending order of their numbers.
         """
+        self._compare_ranks()
         for step in self.steps():
             rows = sorted(row for own in step for row in own)
             place = {row: at for at, row in enumerate(rows)}
@@ -131,6 +139,30 @@ class TreeBatchSampler(Sampler[list[int]]):
             self._steps = self._make_steps()
             self._made_for = self.epoch
         return self._steps
+
+    def _compare_ranks(self) -> None:
+        if not self._is_compared:
+            require_same("TreeBatchSampler", self._facts, self.rank, self.num_replicas)
+            self._is_compared = True
+
+    def _facts(self) -> dict[str, str]:
+        """All that decides about the batches, as digests where it is long."""
+        forest = self.forest.to("cpu")
+        ids, path, ends = forest.tokens.numpy(), forest.flat_token_of.numpy(), forest.row_offsets.tolist()
+        rows = [_digest(ids[path[start:end]].tobytes()) for start, end in zip(ends, ends[1:], strict=False)]
+        cost = "none" if self.cost is None else _digest(json.dumps(self.cost.to_dict(), default=str).encode())
+        return {
+            "the number of rows": str(len(rows)),
+            "the token ids of the rows": _digest("".join(sorted(rows)).encode()),
+            "the order of the rows": _digest("".join(rows).encode()),
+            "the weights": _digest(forest.raw_weight.numpy().tobytes()),
+            "seed": str(self.seed),
+            "epoch": str(self.epoch),
+            "shuffle": str(self.shuffle),
+            "cost": cost,
+            "the budget in tokens": str(self.max_tokens),
+            "what follows from all that (versions of numpy and treefx)": _digest(json.dumps(self.steps()).encode()),
+        }
 
     def _make_steps(self) -> list[list[list[int]]]:
         random = np.random.default_rng([self.seed, self.epoch if self.shuffle else 0])
@@ -195,6 +227,10 @@ def first_fit_batches(forest: Forest, max_tokens: int) -> list[list[int]]:
         batch.append(row)
         mask[tokens] = True
     return batches
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _read_budget(max_tokens: int | None, limit: int | None, cost: CostModel | None) -> int:

@@ -7,7 +7,8 @@ forest that all run together (``context``), a row that ranks can divide (``even_
 
 Order of imports, each only of what stands before an arrow::
 
-    outline -> price -> ranges -> packing -> split, rivals, pieces -> assign, context, even -> step -> __init__
+    outline, agreement -> price -> ranges -> packing -> split, rivals, pieces -> assign, context, even -> step
+    -> __init__
 """
 
 from treefx.scale.assign import Assignment, assign, assign_rows
