@@ -9,6 +9,7 @@ import typer
 
 from treefx.config import Config
 from treefx.fuzz.grammar import FAMILIES, choose_families
+from treefx.fuzz.samples.sample import FAMILY
 from treefx.output import console, count, make_table, print_json, print_line, waiting
 
 if TYPE_CHECKING:
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["fuzz"]
 
-_FAMILY_HELP = "Only this family; may be repeated: " + ", ".join(FAMILIES) + "."
+_FAMILY_HELP = f"Only this family; may be repeated: {', '.join(FAMILIES)}. Or {FAMILY}, by itself: PyTorch's samples."
+_EVERY = 10**6
+"""More than there are samples."""
 
 
 def fuzz(
-    programs: Annotated[int, typer.Option(min=1, help="Number of programs.")] = 300,
+    programs: Annotated[
+        int | None, typer.Option(min=1, help="Number of programs. [default: 300, of torch all]", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same programs.")] = 0,
     family: Annotated[list[str] | None, typer.Option(help=_FAMILY_HELP, show_default=False)] = None,
     minutes: Annotated[float, typer.Option(help="Stop after this time. [default: none]", show_default=False)] = 0.0,
@@ -54,18 +59,25 @@ def fuzz(
     invalid   the program does not run eagerly
     crashed, hung, wrong: failures of treefx
 
+    Family torch calls every operator and module of PyTorch's tables on PyTorch's samples, with sizes static
+    and dynamic, with gradients and without, in place and with out=: treefx must give what eager gives
+    wherever aot_eager does.
+
     What fails is made smaller while it fails and written as a script of its own that prints what it wants
     and gets. The exit status is 1 if anything fails.
     """
-    families = choose_families(tuple(family or ()))
+    of_torch = family == [FAMILY]
+    families = choose_families(() if of_torch else tuple(family or ()))
+    number = programs or (_EVERY if of_torch else 300)
     if inner:
         Config.from_options({"inner": inner})
     with waiting("loading PyTorch", quiet=json):
         from treefx.fuzz.report import failures_of, summary
+        from treefx.fuzz.sample_search import SampleSearch
         from treefx.fuzz.search import Search, Settings
 
-        settings = Settings(seed, families, programs, minutes, workers, inner, out, limit, shrink)
-        search = Search(settings)
+        settings = Settings(seed, families, number, minutes, workers, inner, out, limit, shrink)
+        search = SampleSearch(settings) if of_torch else Search(settings)
     findings = _watched(search, json)
     if json:
         print_json(summary(findings))

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from treefx.errors import InputError
 from treefx.fuzz.describe import describe
 from treefx.fuzz.grammar import choose_families, generate
 from treefx.fuzz.journal import Finding, Journal
-from treefx.fuzz.program import Program
 from treefx.fuzz.script import script
 from treefx.fuzz.shrink import shrink
 from treefx.fuzz.truth import FAILURES, Outcome
@@ -57,12 +57,28 @@ class Search:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        drawn_from = {"seed": settings.seed, "families": list(settings.families), "inner": settings.inner}
-        self.journal = Journal(settings.out, drawn_from)
+        self.journal = Journal(settings.out, self._drawn_from())
         self._lock = threading.Lock()
         self._shrunk: Counter[tuple[str, str]] = Counter()
         self._end = float("inf")
         self._numbers: Iterator[int] = iter(())
+
+    def _drawn_from(self) -> dict[str, Any]:
+        """What decides which programs the search draws."""
+        settings = self.settings
+        return {"seed": settings.seed, "families": list(settings.families), "inner": settings.inner}
+
+    def _program(self, number: int) -> Any:
+        return generate(self.settings.seed, number, self.settings.families, self.settings.inner)
+
+    def _described(self, program: Any) -> str:
+        return describe(program)
+
+    def _script(self, program: Any, note: str) -> str:
+        return script(program, note)
+
+    def _smaller(self, program: Any, fails: Callable[[Any], bool]) -> Any:
+        return shrink(program, fails)
 
     @property
     def findings(self) -> list[Finding]:
@@ -96,7 +112,7 @@ class Search:
         worker = Worker(self.settings.limit_s)
         try:
             while (number := self._next()) is not None:
-                program = generate(self.settings.seed, number, self.settings.families, self.settings.inner)
+                program = self._program(number)
                 finding = self._finding(worker, program, worker.run(program))
                 with self._lock:
                     self.journal.add(finding)
@@ -104,18 +120,18 @@ class Search:
         finally:
             worker.close()
 
-    def _finding(self, worker: Worker, program: Program, outcome: Outcome) -> Finding:
+    def _finding(self, worker: Worker, program: Any, outcome: Outcome) -> Finding:
         place = None
         if outcome.kind in FAILURES:
             program, outcome = self._confirmed(worker, program, outcome)
             name = f"{outcome.kind}-{program.family}-{program.seed}"
-            place = self.journal.write_script(name, script(program, f"{outcome.kind}: {outcome.note}"))
+            place = self.journal.write_script(name, self._script(program, f"{outcome.kind}: {outcome.note}"))
         return Finding(
             program.seed, program.family, program.inner, outcome.kind, outcome.note, outcome.error, outcome.seconds,
-            describe(program), place,
+            self._described(program), place,
         )  # fmt: skip
 
-    def _confirmed(self, worker: Worker, program: Program, outcome: Outcome) -> tuple[Program, Outcome]:
+    def _confirmed(self, worker: Worker, program: Any, outcome: Outcome) -> tuple[Any, Outcome]:
         """The failure in a process of its own, made smaller."""
         before = worker.done[:-1]
         worker.restart()
@@ -127,7 +143,7 @@ class Search:
             self._shrunk[outcome.kind, program.family] += 1
             wanted = self._shrunk[outcome.kind, program.family] <= self.settings.shrunk and outcome.kind != "hung"
         if wanted:
-            program = shrink(program, lambda candidate: _same(worker.run(candidate), outcome))
+            program = self._smaller(program, lambda candidate: _same(worker.run(candidate), outcome))
             outcome = worker.run(program)
         return program, outcome if _same(outcome, again) else again
 

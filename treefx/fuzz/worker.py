@@ -10,7 +10,9 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from treefx.fuzz.program import Program, from_dict, to_dict
+from treefx.fuzz.program import Program
+from treefx.fuzz.samples.sample import Sample
+from treefx.fuzz.samples.verdict import judge_sample
 from treefx.fuzz.truth import Outcome, judge
 
 __all__ = ["Worker"]
@@ -38,14 +40,14 @@ class Worker:
         """The programs that the process has judged, by their numbers."""
         return list(self._done)
 
-    def run(self, program: Program) -> Outcome:
+    def run(self, program: Program | Sample) -> Outcome:
         """What became of the program."""
         if self._connection is None or len(self._done) >= _PROGRAMS:
             self.restart()
         assert self._connection is not None
         self._done.append(program.seed)
         try:
-            self._connection.send(to_dict(program))
+            self._connection.send(program)
             if not self._connection.poll(self._limit_s):
                 self._process.kill()
                 self.close()
@@ -100,7 +102,8 @@ def _serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
-            program = from_dict(connection.recv())
+            program = connection.recv()
         except EOFError:
             return
-        connection.send(judge(program).to_dict())
+        found = judge_sample(program) if isinstance(program, Sample) else judge(program)
+        connection.send(found.to_dict())
