@@ -63,6 +63,31 @@ def test_a_model_that_loses_sharing_warns_once(what: str) -> None:
         assert "no input [B, T]" not in treefx.inspect(model).stats["fallback"]
 
 
+class Flat(nn.Module):
+    """Takes ids [T] of several sequences, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = LM()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.lm.embedding(input_ids) + position_ids[:, None]
+        q, apart = x[None, None], position_ids.cummin(0).values * 0.0
+        y = nn.functional.scaled_dot_product_attention(q, q, q, apart[None] + apart[:, None])
+        logits: Tensor = self.lm.head(y[0, 0])
+        return logits
+
+
+def test_ids_without_a_dimension_of_rows_lose_sharing() -> None:
+    model = torch.compile(Flat(), backend="treefx", options={"inner": "eager"})
+    ids = ids_of()
+    with warned() as texts:
+        for _ in range(2):
+            model(input_ids=ids.flatten(), position_ids=torch.arange(9).repeat(4))
+    (text,) = texts
+    assert "every row of Flat" in text and "ids[None] is a row" in text and f"{DISTINCT} are distinct" in text
+
+
 def test_the_warning_stands_at_the_call_of_the_user() -> None:
     model = compiled("not causal")
     with pytest.warns(treefx.SharingWarning) as caught:

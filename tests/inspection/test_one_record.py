@@ -60,9 +60,11 @@ def in_parts() -> Any:
     return model
 
 
-def converted(*calls: dict[str, Any]) -> Any:
+def converted(*calls: dict[str, Any], compile_too: bool = False) -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = treefx.convert(double("llama", num_hidden_layers=1, **sizes))
+    if compile_too:
+        model.compile(backend="treefx", options={"inner": "eager"})
     for more in calls:
         ids = ids_of()
         torch.autograd.backward(model(input_ids=ids, labels=ids, **{"use_cache": False, **more}).loss)
@@ -85,6 +87,7 @@ SITUATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "no_grad": ("packed", without_gradients),
     "converted": ("packed", lambda: converted({}, {})),
     "converted, on rows": ("ordinary", lambda: converted({}, {"use_cache": True})),
+    "converted, then compiled": ("packed", lambda: converted({}, {}, compile_too=True)),
     "a forest in use": ("packed", on_a_forest),
     "a plan in parts": ("packed", in_parts),
 }

@@ -129,6 +129,19 @@ def test_a_step_ends_where_the_parameters_change() -> None:
     assert after is not None and (after.calls, after.distinct_tokens) == (1, 1)
 
 
+def test_the_very_tensor_of_an_earlier_call_is_left_out() -> None:
+    """Equal rows in another tensor are a loss all the same, and so are other rows in the same tensor."""
+    steps, ids = Steps(), torch.zeros((2, 5), dtype=torch.int64)
+    for tensor in (ids, ids, ids.clone(), None):
+        steps.count(0, 10, 5, of(1, 2, 3, 4, 5), tensor)
+    seen = steps.last(0)
+    assert seen is not None and (seen.calls, seen.repeats, seen.raw_tokens, seen.possible) == (4, 1, 30, 30 / 5)
+    ids.add_(1)
+    steps.count(0, 10, 5, of(1, 2, 3, 4, 6), ids)
+    seen = steps.last(0)
+    assert seen is not None and (seen.repeats, seen.raw_tokens, seen.distinct_tokens) == (1, 40, 6)
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No optimizer is ever seen: the figures are of pieces."""
     monkeypatch.setattr("treefx.runtime.steps.MOST_TOKENS", 4)
@@ -264,4 +277,4 @@ def test_forests_of_the_caller_are_of_no_step() -> None:
     with treefx.use(forest):
         model(**forest.model_inputs(), use_cache=False)
     assert treefx.inspect(model).stats["sharing_possible"] is None
-    assert "no call with gradients of rows" in treefx.inspect(model).summary()
+    assert "not counted: the caller gave a forest" in treefx.inspect(model).summary()

@@ -21,14 +21,14 @@ from treefx.inspection.score_text import describe_attentions
 from treefx.inspection.text import mark_restorations, summarise
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import restorations
-from treefx.runtime.report import GraphReport, Run, find
+from treefx.runtime.report import NO_IDS, GraphReport, Run, find
 from treefx.runtime.steps import version_of
 
 __all__ = ["STAGES", "Inspection", "inspect"]
 
-NO_IDS = (
-    "no input [B, T] of the graph is looked up in an embedding, so nothing tells which positions are the same "
-    "token; ids [T] without a dimension of rows run as they are (ids[None] is a row)"
+_BEHIND = (
+    "ran every row: treefx.convert shares tokens in the module that takes the ids; compile its blocks one by one, and "
+    "not the model"
 )
 STAGES = ("captured", "rewritten", "forward", "backward")
 """From Dynamo, after the passes, and as the inner compiler gets them."""
@@ -180,6 +180,8 @@ def _cut_off(reports: list[GraphReport], first: GraphReport) -> str | None:
         return NO_IDS
     if not blind:
         return None
+    if first.way == "converted":
+        return f"{len(blind)} of {len(runs)} graphs with weights {_BEHIND}"
     why = "; ".join(breaks) or "TORCH_LOGS=graph_breaks shows where"
     return (
         f"{len(blind)} of {len(runs)} graphs with weights get no token ids and ran every row, because Dynamo cut the "

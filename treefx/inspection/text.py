@@ -111,7 +111,8 @@ def _attention(stats: Mapping[str, Any]) -> str:
 def _graphs(stats: Mapping[str, Any], graphs: Graphs) -> str:
     sizes = ", ".join(f"{stage} {len(gm.graph.nodes)}" for stage, gm in graphs.items())
     earlier = "; those behind the captured one are of an earlier call" if is_earlier(stats, graphs) else ""
-    return f"{stats['graphs']}; nodes: {sizes}{earlier}"
+    shown = "nodes" if stats["graphs"] == 1 else "nodes of one of them"
+    return f"{stats['graphs']}; {shown}: {sizes}{earlier}"
 
 
 def is_earlier(stats: Mapping[str, Any], graphs: Graphs) -> bool:

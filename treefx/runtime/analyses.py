@@ -296,8 +296,9 @@ def _gains(analysis: Analysis) -> tuple[Any, ...]:
 
 
 def _listed(items: Sequence[Expansion]) -> str:
-    """Operators, reasons and lines: the first causes, where others only read what these computed on rows."""
-    causes = [item for item in items if item.reason != MEETS_ROWS] or items
+    """Operators, reasons and lines, without operators that only read what an earlier one computed on rows."""
+    first = next((i for i, item in enumerate(items) if item.reason != MEETS_ROWS), len(items))
+    causes = [item for i, item in enumerate(items) if i <= first or item.reason != MEETS_ROWS]
     lines = ["" if item.line is None else f" ({item.line})" for item in causes]
     return "; ".join(f"{item.op}: {item.reason}{line}" for item, line in zip(causes, lines, strict=True))
 

@@ -65,7 +65,7 @@ class CompiledGraph:
         self._ordinary = Ordinary(gm, config.compiler, self._records)
         self._rows = RowsRun(gm, roles, self._analyses, packed, self._ordinary, config, self._records)
         self._native = NativeRun(roles, packed, self._records, 1 if self._own is None else self._own.ranks)
-        self._watch = SharingWatch(gm, roles, config)
+        self._watch = SharingWatch(gm, roles, config, cached=cached)
         self._attends = _attends_on_tree(gm)
         """Whether the graph is one of a block of a converted model, which gets distinct tokens and their tree."""
 
@@ -111,7 +111,7 @@ class CompiledGraph:
             raise UnsupportedError(_WHOLE + "one of its graphs gets no token ids; give the model input_ids")
         results = self._ordinary.instead(args, fallback=fallback)
         if self._attends:
-            self._records.report.ran, self._records.report.way = "packed", "converted"
+            self._records.report.note_block()
         self._watch.look(self._records.report, args)
         return results
 

@@ -41,13 +41,13 @@ class Records:
         self._current.version = version_of(parameters) if torch.is_grad_enabled() else None
         self.report.count_call()
 
-    def count_rows(self, raw_tokens: int, tokens: int, prefixes: Prefixes | None) -> None:
+    def count_rows(self, raw_tokens: int, tokens: int, prefixes: Prefixes | None, ids: Tensor | None = None) -> None:
         """A call of rows, and what it runs; calls without gradients (a reference model, sampling) are of no step."""
         self.report.raw_tokens, self.report.tokens = raw_tokens, tokens
         self.report.distinct_tokens = None if prefixes is None else len(prefixes)
         version, self._current.version = getattr(self._current, "version", None), None  # a call may run twice
         if version is not None and prefixes is not None:
-            self.report.steps.count(version, raw_tokens, tokens, prefixes)
+            self.report.steps.count(version, raw_tokens, tokens, prefixes, ids)
 
     @property
     def report(self) -> GraphReport:

@@ -16,7 +16,17 @@ from treefx.passes.analysis import Analysis, Rewritten
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
 from treefx.runtime.steps import Steps, steps_of
 
-__all__ = ["NO_ATTENTION", "GraphReport", "Parameters", "ReportingGraph", "Reports", "Run", "find", "register"]
+__all__ = [
+    "NO_ATTENTION",
+    "NO_IDS",
+    "GraphReport",
+    "Parameters",
+    "ReportingGraph",
+    "Reports",
+    "Run",
+    "find",
+    "register",
+]
 
 Parameters: TypeAlias = MutableMapping[Tensor, None]
 """Tensors by identity, held weakly: a number such as ``id`` may pass to another tensor."""
@@ -24,6 +34,11 @@ Parameters: TypeAlias = MutableMapping[Tensor, None]
 
 NO_ATTENTION = "the graph has no attention or recurrence, so that running it on distinct tokens would not pay"
 """Why a graph with token ids runs on rows that holds little but lookups."""
+NO_IDS = (
+    "no input [B, T] of the graph is looked up in an embedding, so nothing tells which positions are the same "
+    "token; ids [T] without a dimension of rows run as they are (ids[None] is a row)"
+)
+"""Why a graph with weights runs as it is, where no graph break explains it."""
 
 
 @dataclass
@@ -91,6 +106,12 @@ class GraphReport:
         self.attention_layers = len(analysis.attentions) + analysis.attentions_on_rows
         self.attention_rewritten, self.recurrences_rewritten = len(analysis.attentions), analysis.recurrences
         self.expansions = [asdict(item) for item in analysis.expansions]
+
+    def note_block(self) -> None:
+        """Note that the graph got the distinct tokens and their tree: the report of the converted model has figures."""
+        self.ran, self.way, self.fallback, self.has_tokens = "packed", "converted", None, False
+        self.attention_layers = self.attention_rewritten = self.recurrences_rewritten = 0
+        self.expansions = []
 
     def note_rows(self, fallback: str | None) -> None:
         """Note that the call runs every row: for a reason, or (None) because its rows share too little.

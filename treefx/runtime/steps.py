@@ -1,19 +1,19 @@
 """What the calls of one optimizer step share, over all of them: what a trainer's order of rows lost.
 
 A call computes its own distinct tokens once. Rows that share a prefix but come in different calls of a step compute it
-once a call. Here the distinct prefixes of all calls of a step are counted together, as if they had been one call. A
-call of the very rows of an earlier call of the step is left out of the tokens: no order of rows would merge the two.
+once a call. Here the distinct prefixes of all calls of a step are counted together, as if they had been one call.
 
 A step ends where the parameters change, so that nobody has to mark it: PyTorch tells of the steps of all its optimizers
 (some fused ones leave the versions of tensors as they are), and counts other changes in place (``Tensor._version``).
-What changes weights behind PyTorch's back (``parameter.data``) is not seen; then, and in steps of more than
-`MOST_TOKENS` tokens, what is counted are pieces of that size.
+A call of the very tensor of an earlier call of the step is left out: no optimizer step came between the two, and no
+order of rows would merge them. What changes weights behind PyTorch's back (``parameter.data``) is not seen; then, and
+in steps of more than `MOST_TOKENS` tokens, what is counted are pieces of that size.
 """
 
 from __future__ import annotations
 
-import hashlib
 import weakref
+from collections import deque
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,12 +25,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from treefx.forests.paths import Codes, Prefixes
+from treefx.forests.paths import Prefixes
 
 __all__ = ["MOST_TOKENS", "StepSharing", "Steps", "steps_of", "version_of"]
 
 MOST_TOKENS = 2**22
 """Distinct tokens that are remembered of one step: eight bytes each, or what tells them apart where none is shared."""
+
+
+_MOST_INPUTS = 64
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class StepSharing:
 
     Attributes:
         calls: how many calls with gradients there were.
-        repeats: how many of them had the very rows of an earlier one; the figures below leave them out.
+        repeats: how many of them got the tensor of an earlier one; the figures below leave them out.
         raw_tokens: tokens of the rows of all calls.
         tokens: that ran, summed over calls.
         distinct_tokens: that would run if all rows came in one call.
@@ -68,33 +71,32 @@ class _Window:
 
     version: int
     calls: int = 0
-    repeats: int = 0
     raw_tokens: int = 0
     tokens: int = 0
-    waiting: list[tuple[int, int, Prefixes]] = field(default_factory=list)
-    """Raw tokens, tokens and prefixes of the calls that are not counted yet."""
-    distinct: Codes = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
-    known: set[bytes] = field(default_factory=set)
-    """Digests of the prefixes of the calls that are counted."""
+    repeats: int = 0
+    prefixes: list[Prefixes] = field(default_factory=list)
+    seen: deque[tuple[weakref.ref[Tensor], tuple[int, ...]]] = field(default_factory=lambda: deque(maxlen=_MOST_INPUTS))
+    """Token ids of calls, how often each had been changed in place, and the calls' tokens."""
+
+    def repeats_call(self, ids: Tensor | None, raw_tokens: int, tokens: int) -> bool:
+        """Whether a call has the tensor and the tokens of an earlier one."""
+        if ids is None or ids.is_inference():
+            return False
+        call = ids._version, raw_tokens, tokens
+        if any(known() is ids and earlier == call for known, earlier in self.seen):
+            return True
+        self.seen.append((weakref.ref(ids), call))
+        return False
 
     def sharing(self) -> StepSharing:
-        """Number and sort the prefixes of the calls that wait."""
-        for raw_tokens, tokens, prefixes in self.waiting:
-            numbers = np.unique(prefixes.numbers)
-            digest = hashlib.sha256(numbers.tobytes() + raw_tokens.to_bytes(8, "little")).digest()
-            if digest in self.known:
-                self.repeats += 1
-                continue
-            self.known.add(digest)
-            self.raw_tokens += raw_tokens
-            self.tokens += tokens
-            self.distinct = np.union1d(self.distinct, numbers)
-        self.waiting = []
-        return StepSharing(self.calls, self.raw_tokens, self.tokens, len(self.distinct), self.repeats)
+        """Counted when somebody asks: it numbers and sorts the prefixes."""
+        distinct = np.unique(np.concatenate([prefixes.numbers for prefixes in self.prefixes]))
+        self.prefixes = [Prefixes(len(distinct), lambda: distinct)]
+        return StepSharing(self.calls, self.raw_tokens, self.tokens, len(distinct), self.repeats)
 
     @property
     def remembered(self) -> int:
-        return len(self.distinct) + sum(len(prefixes) for _, _, prefixes in self.waiting)
+        return sum(map(len, self.prefixes))
 
 
 class Steps:
@@ -104,7 +106,7 @@ class Steps:
         self._before: _Window | None = None
         self._now: _Window | None = None
 
-    def count(self, version: int, raw_tokens: int, tokens: int, prefixes: Prefixes) -> None:
+    def count(self, version: int, raw_tokens: int, tokens: int, prefixes: Prefixes, ids: Tensor | None = None) -> None:
         """Count a call with gradients.
 
         Args:
@@ -112,13 +114,19 @@ class Steps:
             raw_tokens: tokens of its rows.
             tokens: that ran.
             prefixes: of its distinct tokens.
+            ids: the caller's tensor of token ids.
         """
         now = self._now
         if now is None or now.version != version or now.remembered + len(prefixes) > MOST_TOKENS:
             self._before, self._now = now, _Window(version)
             now = self._now
         now.calls += 1
-        now.waiting.append((raw_tokens, tokens, prefixes))
+        if now.repeats_call(ids, raw_tokens, tokens):
+            now.repeats += 1
+            return
+        now.raw_tokens += raw_tokens
+        now.tokens += tokens
+        now.prefixes.append(prefixes)
 
     def last(self, version: int) -> StepSharing | None:
         """The last step that is complete, or the one under way if there is none; None if nothing was counted."""

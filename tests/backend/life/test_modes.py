@@ -154,6 +154,7 @@ def test_learned_prefixes_are_no_cache(role: str, is_cache: bool) -> None:
     gm = torch.fx.GraphModule({}, graph)
     assert reads_cache(gm, ["input", role]) is is_cache
 
+
 def test_forward_with_a_cache() -> None:
     model = zoo("llama", use_cache=True).eval()
     batch = shared_batch(rows=4, length=14, shared=6, padding=None).without("labels")

@@ -128,7 +128,7 @@ class Hooks:
             positions = None
         if len(ids) == 1 and positions is None and mask is None:
             self._report.distinct_tokens = ids.numel()
-            self._count_step(find_unshared([ids], None), ids.numel(), ids.numel())
+            self._count_step(find_unshared([ids], None), ids.numel(), ids.numel(), ids)
             return None
         rows = {name: x for name, x in given.items() if x is not None and name not in _SAYS_NOTHING}
         rows["position_ids"] = None if positions is None else positions.expand_as(ids)
@@ -141,21 +141,21 @@ class Hooks:
         token_of = found.batch.metadata[3]
         unshared = ids.numel() < self.config.min_sharing * found.batch.tokens
         unread = labels is not None and labels.shape == ids.shape and _reads(labels.cpu(), token_of < 0)
-        self._count(found, found.raw_tokens if unshared or unread else found.tokens)
+        self._count(found, found.raw_tokens if unshared or unread else found.tokens, ids)
         return _UNREAD if unread else None if unshared else found
 
-    def _count(self, found: Plan, tokens: int) -> None:
+    def _count(self, found: Plan, tokens: int, ids: Tensor) -> None:
         report = self._report
         report.raw_tokens, report.tokens, report.distinct_tokens = found.raw_tokens, tokens, found.tokens
         report.attention_layers = report.attention_rewritten = len(found.specs)
         report.seconds = dict(found.seconds)
         report.graphs["captured"] = found.captured
-        self._count_step(found.batch.prefixes, found.raw_tokens, tokens)
+        self._count_step(found.batch.prefixes, found.raw_tokens, tokens, ids)
 
-    def _count_step(self, prefixes: Prefixes | None, raw_tokens: int, tokens: int) -> None:
+    def _count_step(self, prefixes: Prefixes | None, raw_tokens: int, tokens: int, ids: Tensor) -> None:
         """Count a call with gradients among those of its optimizer step."""
         if prefixes is not None and torch.is_grad_enabled():
-            self._report.steps.count(version_of(self._report.parameters), raw_tokens, tokens, prefixes)
+            self._report.steps.count(version_of(self._report.parameters), raw_tokens, tokens, prefixes, ids)
 
     def _packed(self, given: dict[str, Any], found: Plan) -> dict[str, Any]:
         ids, positions = given["input_ids"], given.get("position_ids")

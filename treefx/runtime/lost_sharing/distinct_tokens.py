@@ -50,6 +50,9 @@ class CallRows:
         """The rows among the inputs of a call; None without token ids, or where a cache holds earlier tokens."""
         tensors = {name: x for name, x in named.items() if type(x) is Tensor and not x.is_meta}
         ids = _find_ids(tensors)
+        if ids is None:  # [T] without a dimension of rows, whose positions tell sequences apart
+            tensors = {name: x[None] if x.dim() == 1 else x for name, x in tensors.items()}
+            ids = _find_ids(tensors)
         if ids is None or any(x.dim() == 4 and x.is_floating_point() for x in tensors.values()):
             return None
         mask = _like(ids, tensors, "attention_mask")

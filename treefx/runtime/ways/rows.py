@@ -99,11 +99,11 @@ class RowsRun:
         limit = self._config.min_sharing
         prefixes = rows.unshared() if limit > 1.0 else None
         if prefixes is not None:
-            self._records.count_rows(raw, raw, prefixes)
+            self._records.count_rows(raw, raw, prefixes, rows.keys[0])
             return None
         batch = rows.batch()
         shared = limit <= 1.0 or raw >= limit * batch.tokens
-        self._records.count_rows(raw, batch.tokens if shared else raw, batch.prefixes)
+        self._records.count_rows(raw, batch.tokens if shared else raw, batch.prefixes, rows.keys[0])
         return (batch, rows.redundant) if shared else None
 
     def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ from treefx.runtime.kept.given import name_of_input
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
 from treefx.runtime.lost_sharing.graph_breaks import call_of_entry, find_break, find_ending, object_of_entry
 from treefx.runtime.lost_sharing.warned import is_warned, warn_once
-from treefx.runtime.report import NO_ATTENTION, GraphReport, find
+from treefx.runtime.report import NO_ATTENTION, NO_IDS, GraphReport, find
 
 __all__ = ["EVERY_ROW", "SharingWatch", "warn_of_rows"]
 
@@ -31,18 +31,20 @@ class SharingWatch:
         gm: Dynamo's graph.
         roles: What each placeholder is.
         config: The options.
+        cached: Whether the graph continues from the cache of an earlier call.
     """
 
-    def __init__(self, gm: fx.GraphModule, roles: Sequence[str], config: Config) -> None:
-        self._before, self._behind = find_break(gm), find_ending(gm)
-        nodes = zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True)
+    def __init__(self, gm: fx.GraphModule, roles: Sequence[str], config: Config, *, cached: bool = False) -> None:
+        breaks = find_break(gm), find_ending(gm)
+        self._before, self._behind = (None if item is None else str(item) for item in breaks)
+        nodes = list(zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True))
         self._inputs = [(i, name_of_input(node)) for i, (node, role) in enumerate(nodes) if role in _OF_CALL]
-        self._min_sharing, self._gives_cache = config.min_sharing, _returns_cache(gm)
+        self._takes_flat_ids = any(_is_flat(node) for node, role in nodes if role in _OF_CALL)
+        self._min_sharing, self._caches = config.min_sharing, cached or _returns_cache(gm)
 
     def look(self, report: GraphReport, args: Sequence[Any]) -> None:
         """Note what a call lost that has just run."""
-        cut = self._behind if report.has_tokens else self._before
-        report.cut = None if cut is None else str(cut)
+        report.cut = self._behind if report.has_tokens else self._before
         if report.fallback == NO_ATTENTION and report.cut is not None:
             report.fallback = report.cut
         if report.ran == "ordinary" and self._may_share(report):
@@ -56,23 +58,27 @@ class SharingWatch:
         """Keep the rows of a call and warn of them; of a graph without token ids, those of the model's call."""
         report.calls_on_rows += 1
         is_looked_at = not report.calls_on_rows & (report.calls_on_rows - 1)
-        if report.fallback is not None:
+        if report.fallback is not None or report.cut is None:
             report.keep_rows(CallRows.find(given))
         elif is_looked_at:
             rows = CallRows.find(call_of_entry())
             report.keep_rows(rows if rows is not None and rows.reach(given.values()) else None)
         if is_looked_at and not report.warned:
             owner = object_of_entry()
-            what = PART if report.fallback is None and _runs_packed(owner) else EVERY_ROW
-            warn_of_rows(report, what, str(report.fallback or report.cut), self._min_sharing, owner)
+            packed = [] if report.fallback is not None else _packed_reports(owner)
+            if any(item.way == "converted" for item in packed):  # whose head and loss are on rows by design
+                return
+            reason = report.fallback or report.cut or NO_IDS
+            warn_of_rows(report, PART if packed else EVERY_ROW, reason, self._min_sharing, owner)
 
     def _may_share(self, report: GraphReport) -> bool:
-        if not torch.is_grad_enabled() and self._gives_cache:  # the first call of a generation
+        if not torch.is_grad_enabled() and self._caches:  # a call of a generation
             return False
         if report.has_tokens:
-            return report.fallback not in (None, NO_ATTENTION)
+            return report.fallback not in (None, NO_ATTENTION) and _OF_SHAPES not in report.fallback
         if report.fallback is None:
-            return report.cut is not None and any(weight.dim() > 1 for weight in report.parameters)
+            is_of_tokens = report.cut is not None or self._takes_flat_ids
+            return is_of_tokens and any(weight.dim() > 1 for weight in report.parameters)
         return True
 
     def _warn_of_layers(self, report: GraphReport) -> None:
@@ -89,6 +95,8 @@ class SharingWatch:
 
 
 _OF_CALL = ("input", "variable")
+_OF_SHAPES = "shapes of inputs (option max_shapes)"
+"""In the reason of calls that have a warning of their own."""
 
 
 def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float, owner: Any) -> None:
@@ -111,10 +119,16 @@ def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float
     warn_once(owner, what, reason, counts)
 
 
-def _runs_packed(owner: Any) -> bool:
-    """Whether another graph of a compiled model runs on distinct tokens."""
+def _packed_reports(owner: Any) -> list[GraphReport]:
+    """The reports of other graphs of a compiled model, or of its hooks, that ran on distinct tokens."""
     parameters = owner.parameters() if isinstance(owner, nn.Module) else ()
-    return any(run.report.has_tokens and run.report.ran == "packed" for run in find(parameters))
+    return [run.report for run in find(parameters) if run.report.has_tokens and run.report.ran == "packed"]
+
+
+def _is_flat(node: fx.Node) -> bool:
+    """Whether an input may be token ids [T] without a dimension of rows."""
+    x = node.meta.get("example_value")
+    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in (torch.int32, torch.int64)
 
 
 def _returns_cache(gm: fx.GraphModule) -> bool:
