@@ -137,6 +137,15 @@ def _nothing_asked(redundant: Any) -> Any:
     return wrong
 
 
+def _leaves_alone(strided_fake: Change) -> Any:
+    """The fake of a result is a leaf: no view of one."""
+
+    def wrong(x: Any, *args: Any) -> Any:
+        return strided_fake(x.detach().requires_grad_(x.requires_grad), *args)
+
+    return wrong
+
+
 PLANTS = {
     "window": Plant(
         "a window of w keys admits w + 1",
@@ -203,6 +212,26 @@ PLANTS = {
         "conditions of an attention are dropped unasked",
         "masks",
         {"treefx.runtime.padding:Padding.redundant": _nothing_asked},
+    ),
+    "leaf": Plant(
+        "every input that a graph changes in place is taken for a leaf",
+        "inplace",
+        {"treefx.runtime.ways.free_sizes:strided_fake": _leaves_alone},
+        "aot_eager",
+    ),
+    "not finite": Plant(
+        "every product of masked pairs is taken for finite",
+        "nonfinite",
+        {
+            "treefx.kernels.cpu.attention:are_finite": _always(True),
+            "treefx.kernels.cpu.one_call:are_finite": _always(True),
+            "treefx.kernels.masked_products:are_finite": _always(True),
+        },
+    ),
+    "weight of zero": Plant(
+        "a token of weight 0 is multiplied by its weight, not left out",
+        "weights",
+        {"treefx.losses.supervised:counted": lambda counted: lambda values, counts: values},
     ),
     "numbers": Plant(
         "calls that are not packed do not know the floats of the model, which dynamic=True makes inputs",
