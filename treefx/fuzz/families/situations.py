@@ -82,8 +82,8 @@ def _nonfinite(value: str, place: str) -> Part:
     return Part(
         f"b = batches[{{b}}]\nbad, kept = b['ids'].flatten()[{place}], m.embed.weight.detach().clone()\n"
         f"with torch.no_grad():\n    m.embed.weight[bad] = float('{value}')\n    out = f(**b)\n"
-        + "    m.embed.weight.copy_(kept)\n"
-        "for n, x in enumerate(out):\n    if x.dim() > 2: seen[f'{k} output {n}'] = x.detach().clone()\n"
+        "    for n, x in enumerate(out):\n        if x.dim() > 2: seen[f'{k} output {n}'] = x.detach().clone()\n"
+        "    m.embed.weight.copy_(kept)\n"
     )
 
 
