@@ -1,4 +1,4 @@
-"""Fake tensors for the inputs of a call: what tracing and AOTAutograd read of an input beside its sizes.
+"""Fake tensors for the inputs of a call: the properties that tracing and AOTAutograd read of an input.
 
 AOTAutograd treats an input that the graph changes in place by its place in the autograd graph: the gradient of a leaf
 does not pass the change. A fake leaf in place of a result of another operator would lose that gradient.

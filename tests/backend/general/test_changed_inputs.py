@@ -35,7 +35,7 @@ def scaled(h: Tensor, v: Tensor) -> Tensor:
 
 
 def rest(h: Tensor, v: Tensor) -> Tensor:
-    """What is changed is not returned: the caller reads it."""
+    """The caller reads the changed input, which is not returned."""
     h.select(1, 0).copy_(v[: h.shape[0]])
     return v.sum()
 
@@ -107,11 +107,25 @@ def test_a_leaf_in_its_place_loses_them(monkeypatch: pytest.MonkeyPatch) -> None
         (torch.randn(6, 8, requires_grad=True) * 2).t()[1:, ::2],
         torch.randn(3, 4, dtype=torch.complex64).conj(),
         torch.randn(3, 4, dtype=torch.complex64).conj().imag,
+        (torch.randn(3, 4, dtype=torch.complex64, requires_grad=True) * 2).conj(),
+        (torch.randn(3, 4, dtype=torch.complex64, requires_grad=True) * 2).conj().imag,
         torch.zeros(0, 4),
         torch.zeros(5, 4)[5:],
         torch.randn(1, 4).expand(3, 4),
     ],
-    ids=["plain", "leaf", "made", "view", "conjugate", "negative", "empty", "empty view", "expanded"],
+    ids=[
+        "plain",
+        "leaf",
+        "made",
+        "view",
+        "conjugate",
+        "negative",
+        "made conjugate",
+        "made negative",
+        "empty",
+        "empty view",
+        "expanded",
+    ],
 )
 def test_a_fake_is_like_its_input(x: Tensor) -> None:
     def seen(x: Tensor) -> tuple[Any, ...]:

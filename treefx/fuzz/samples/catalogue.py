@@ -32,7 +32,7 @@ _LOOKED_AT = 40
 """Samples of an operator among which one with an empty or one-element tensor is looked for."""
 _DTYPES = {"float64": torch.float64, "complex128": torch.complex128, "int64": torch.int64, "float32": torch.float32}
 _UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-"""Operators whose results are memory as it is found."""
+"""Operators that leave their results uninitialized."""
 _RARE = 0.1
 """The share of programs with complex numbers, and of those with integers, where an operator has them."""
 
