@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from treefx.inspection.inspector import inspect
     from treefx.logprobs import edge_entropy, edge_logprobs
     from treefx.passes import overlap
-    from treefx.planning.execution.backward import backward
+    from treefx.planning.execution.backward import backward, forward_backward
     from treefx.planning.execution.profile import profile
     from treefx.planning.search.planner import plan
     from treefx.runtime.blocks.distributed import distribute
@@ -77,6 +77,7 @@ __all__ = [
     "distribute",
     "edge_entropy",
     "edge_logprobs",
+    "forward_backward",
     "inspect",
     "integrations",
     "kernels",
@@ -98,6 +99,7 @@ _LAZY = {
     "distribute": "treefx.runtime.blocks.distributed",
     "edge_entropy": "treefx.logprobs",
     "edge_logprobs": "treefx.logprobs",
+    "forward_backward": "treefx.planning.execution.backward",
     "inspect": "treefx.inspection.inspector",
     "plan": "treefx.planning.search.planner",
     "profile": "treefx.planning.execution.profile",

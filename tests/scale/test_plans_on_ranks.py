@@ -2,6 +2,9 @@
 
 import datetime
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -22,6 +25,7 @@ from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, separate_rows
 from tests.planning.cuts import every_node, random_cuts, uncut
 from tests.trainers.test_distributed import run_ranks
 from treefx.planning.cost.model import Seconds
+from treefx.planning.execution.gradients import Gradients
 from treefx.planning.execution.sharded import Sharded
 from treefx.planning.search.plan import Plan
 
@@ -230,21 +234,37 @@ def test_measured_and_planned_under_fsdp2(tmp_path: Path) -> None:
 
 
 def failure(rank: int) -> dict[str, Any]:
-    """A loss that fails on one rank, in its second part, then a step on all."""
+    """Steps that fail on one rank, then a step on all: in its second part, by Ctrl-C too, and after its last."""
     model = sharded()
-    calls: list[int] = []
+    plan, found = plan_of(STEPS[0], rank), dict[str, Any](errors=[])
 
-    def loss(logp: Tensor, part: treefx.Forest) -> Tensor:
-        calls.append(1)
-        if rank == 0 and len(calls) == 2:
-            raise ValueError("no reward")
-        return treefx.losses.sft(logp, part)
+    def attempt(raised: BaseException | None = None, **changes: Any) -> None:
+        calls: list[int] = []
 
-    plan, found = plan_of(STEPS[0], rank), dict[str, Any]()
-    try:
-        treefx.backward(model, plan, loss)
-    except (ValueError, treefx.RankError) as error:
-        found["error"] = type(error).__name__, str(error)
+        def loss(logp: Tensor, part: treefx.Forest) -> Tensor:
+            calls.append(1)
+            if rank == 0 and len(calls) == 2 and raised is not None:
+                raise raised
+            return treefx.losses.sft(logp, part)
+
+        try:
+            treefx.backward(model, changes.get("plan", plan), loss)
+        except BaseException as error:
+            found["errors"].append((type(error).__name__, str(error)))
+
+    for raised in (ValueError("no reward"), KeyboardInterrupt("stop"), SystemExit("gone")):
+        attempt(raised)
+    attempt(plan=None if rank == 0 else plan)
+    add = Gradients.add
+    if rank == 0:
+        setattr(Gradients, "add", lambda gradients: os.kill(os.getpid(), signal.SIGINT))
+    attempt()
+    setattr(Gradients, "add", add)
+    if rank == 0:  # reaches this rank while it waits for the other, which is still to fail
+        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        time.sleep(4.0)
+    attempt()
     found["left"] = [whole(p.grad) for p in model.parameters()]
     found["loss"] = step(model, plan)
     found["gradients"] = {key: whole(p.grad) for key, p in model.named_parameters()}
@@ -262,9 +282,12 @@ def one_step() -> Outcome:
 @pytest.mark.sample(3)
 def test_a_failing_rank_fails_all(tmp_path: Path) -> None:
     failed, other = run_ranks(__name__, tmp_path, "2", "failure", seconds=SECONDS)
-    assert failed["error"] == ("ValueError", "no reward")
-    assert other["error"][0] == "RankError"
-    assert "rank 0 failed" in other["error"][1]
+    assert [name for name, _ in failed["errors"]] == [
+        "ValueError", "KeyboardInterrupt", "SystemExit", "InputError", "KeyboardInterrupt", "KeyboardInterrupt",
+    ]  # fmt: skip
+    assert failed["errors"][0][1] == "no reward"
+    assert [name for name, _ in other["errors"]] == ["RankError"] * 6
+    assert all("rank 0 failed" in message for _, message in other["errors"])
     expected = one_step()
     for found in (failed, other):
         assert found["left"] == [None] * len(found["left"])

@@ -111,16 +111,16 @@ class Store:
             taken.append(target)
         return taken
 
-    def add_gradients(self, crossings: Sequence[Crossing], taken: Sequence[Tensor]) -> None:
+    def add_gradients(self, crossings: Sequence[Crossing], gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of gathered K/V to their owners' accumulators."""
         for item in crossings:
             values = self._values[item.owner]
             if item.owner not in self._gradients:
                 self._gradients[item.owner] = [torch.zeros_like(x, dtype=accumulation_dtype(x)) for x in values]
-            for total, leaf in zip(self._gradients[item.owner], taken, strict=True):
-                if leaf.grad is None:
+            for total, gradient in zip(self._gradients[item.owner], gradients, strict=True):
+                if gradient is None:
                     continue
-                piece = _take(leaf.grad, item.rows).to(total.device)
+                piece = _take(gradient, item.rows).to(total.device)
                 if isinstance(item.slots, slice):
                     total[:, item.slots] += piece
                 else:

@@ -7,11 +7,10 @@ uncut forest. Work goes by the plan's list of steps, without recursion, so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
@@ -27,12 +26,14 @@ from treefx.planning.search.part import Part, Schedule, Step
 from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.cut import Cut, PartRow
 
-__all__ = ["Executor", "LogProbs", "Loss", "Model", "logits_logprobs", "scalar"]
+__all__ = ["Backward", "Executor", "LogProbs", "Loss", "Model", "logits_logprobs", "scalar"]
 
 Loss = Callable[[Tensor, EdgeSubset], Tensor]
 """Log-probabilities [E_p] and the forest with these edges -> scalar."""
 LogProbs = Callable[[Any, Forest], Tensor]
 """What the model returns for a packed row, and the row -> log-probabilities [E_p] of its edges, or [E_p, ...]."""
+Backward = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]], list[Tensor | None]]
+"""`Gradients.backward`."""
 
 
 def logits_logprobs(output: Any, row: Forest) -> Tensor:
@@ -100,14 +101,14 @@ class Executor:
         forest: the uncut forest, on the model's device.
         schedule: its parts and their steps.
         loss: called on each part's edges, if there are any.
-        before_backward: called with what a backward starts from, before it runs.
+        backward: runs a backward from roots with their gradients, and returns the gradients of some of its leaves.
     """
 
     model: Model
     forest: Forest
     schedule: Schedule
     loss: Loss
-    before_backward: Callable[[list[Tensor], list[Tensor]], None]
+    backward: Backward
     value: Tensor | None = None
     _latest: Part | None = None
     _live: dict[int, _Live] = field(default_factory=dict)
@@ -180,12 +181,9 @@ class Executor:
         crossed = [*live.cut.taken, *live.cut.handed]
         roots, gradients = self._roots(part, live)
         if roots:
-            self.before_backward(roots, live.cut.taken)
-            torch.autograd.backward(roots, gradients)
-            self.store.add_gradients(live.crossings, live.cut.taken)
+            self.store.add_gradients(live.crossings, self.backward(roots, gradients, live.cut.taken))
         for value in crossed:
-            # Whoever still holds the graph of this part, as compiled code may until the next call, holds these too.
-            value.grad = None
+            # Compiled code may hold the graph of this part until the next call, and with it these.
             value.untyped_storage().resize_(0)
         self.store.drop(part)
 

@@ -1,8 +1,7 @@
 """A few parts of a forest, run step by step: how long each step takes, and how many bytes it adds at most."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,10 @@ from treefx.forests.forest import Forest
 from treefx.planning.cost.memory import quick_collections, track_peak
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.execution.execute import Executor, LogProbs, Model
+from treefx.planning.execution.gradients import Gradients
 from treefx.planning.search.part import Part, Schedule, Step, StepKind, boundary, edge_ids, outgoing
 
-__all__ = ["Sample", "gradients_put_aside", "measure_steps", "probe_schedules"]
+__all__ = ["Sample", "measure_steps", "probe_schedules"]
 
 _REPEATS = 3
 _LONGEST_BOUNDARY = 8
@@ -103,14 +103,19 @@ def _pair(path: torch.Tensor, above: int, below: int, steps: tuple[Step, ...]) -
 
 
 def measure_steps(
-    compiled: Any, forest: Forest, schedule: Schedule, kwargs: Mapping[str, Any], logprobs: LogProbs
+    compiled: Any,
+    forest: Forest,
+    schedule: Schedule,
+    kwargs: Mapping[str, Any],
+    logprobs: LogProbs,
+    gradients: Gradients,
 ) -> list[Sample]:
-    """Run a schedule several times; the first, which may compile, does not count."""
+    """Run a schedule several times; the first, which may compile, does not count. Gradients add up, and go nowhere."""
     model = Model(compiled, kwargs, logprobs)
     with torch.enable_grad():
-        _executor(model, forest, schedule).run(schedule.steps)
+        _executor(model, forest, schedule, gradients).run(schedule.steps)
     with quick_collections():
-        runs = [_run(_executor(model, forest, schedule), forest, schedule) for _ in range(_REPEATS)]
+        runs = [_run(_executor(model, forest, schedule, gradients), forest, schedule) for _ in range(_REPEATS)]
     sizes = [_size(forest, schedule.parts, part) for part in schedule.parts]
     samples = []
     for place, step in enumerate(schedule.steps):
@@ -120,22 +125,9 @@ def measure_steps(
     return samples
 
 
-@contextmanager
-def gradients_put_aside(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Leave `.grad` of all parameters as it was."""
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
-
-
-def _executor(model: Model, forest: Forest, schedule: Schedule) -> Executor:
+def _executor(model: Model, forest: Forest, schedule: Schedule, gradients: Gradients) -> Executor:
     """The loss is the sum of the log-probabilities."""
-    return Executor(model, forest, schedule, lambda logp, _: logp.sum(), lambda roots, own: None)
+    return Executor(model, forest, schedule, lambda logp, _: logp.sum(), gradients.backward)
 
 
 def _run(executor: Executor, forest: Forest, schedule: Schedule) -> list[tuple[float, int, int]]:

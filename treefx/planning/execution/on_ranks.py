@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from treefx.forests.context import use
 from treefx.planning.execution.boundary import all_edges
-from treefx.planning.execution.execute import Loss, Model, scalar
+from treefx.planning.execution.execute import Backward, Loss, Model, scalar
 from treefx.planning.execution.ranks import Ranks, apart
 from treefx.runtime.cut import ContextRow
 
 __all__ = ["run_on_ranks"]
 
 
-def run_on_ranks(
-    model: Model, row: ContextRow, loss: Loss, before_backward: Callable[[list[Tensor], list[Tensor]], None]
-) -> Tensor:
+def run_on_ranks(model: Model, row: ContextRow, loss: Loss, backward: Backward) -> Tensor:
     """Forward and backward of this rank's tokens, among those of the others.
 
     Every rank gets the log-probabilities of all edges and computes the whole loss of them, so that it may read whole
@@ -41,8 +37,7 @@ def run_on_ranks(
     with apart(ranks):  # nobody goes back through the model while another cannot
         value = scalar(loss(others.index_copy(0, row.edge_index, own), all_edges(row.uncut)))
     if value.requires_grad:
-        before_backward([value], [])
-        torch.autograd.backward(value)
+        backward([value], [None], [])
     return value.detach() / row.cut.run.size
 
 

@@ -41,7 +41,8 @@ from treefx.planning.cost.graph_cost import (
 from treefx.planning.cost.liveness import storage_bytes
 from treefx.planning.cost.model import LOGITS_ROWS, MONOMIALS, Bytes, CostModel, Seconds, coefficients, sum_rows
 from treefx.planning.execution.execute import LogProbs, logits_logprobs
-from treefx.planning.execution.measure import Sample, gradients_put_aside, measure_steps, probe_schedules
+from treefx.planning.execution.gradients import Gradients
+from treefx.planning.execution.measure import Sample, measure_steps, probe_schedules
 from treefx.planning.execution.nonnegative import fit_nonnegative
 from treefx.planning.execution.ranks import Ranks, apart
 from treefx.planning.execution.ranks_of import ranks_of
@@ -158,9 +159,9 @@ def profile(
 ) -> Profile:
     """Learn what the parts of a forest cost in a compiled model.
 
-    Runs a few short parts along the forest's longest row, forward and backward; `.grad` stays as it was. On a model
-    sharded by FSDP2 or wrapped by DDP all ranks call it together; each measures for itself, so let one tell the others
-    (`to_json`) before `treefx.scale.assign`, which needs the same cost on all.
+    Runs a few short parts along the forest's longest row, forward and backward; `.grad` stays as it was, and no hook on
+    a parameter runs. On a model sharded by FSDP2 or wrapped by DDP all ranks call it together; each measures for
+    itself, so let one tell the others (`to_json`) before `treefx.scale.assign`, which needs the same cost on all.
 
     Args:
         compiled: a model compiled by treefx, `inner` "inductor" or "aot_eager".
@@ -196,9 +197,9 @@ def _measure(
     forest = forest.to(next(model.parameters()).device)
     kwargs = {"use_cache": False} if model_kwargs is None else model_kwargs
     samples: list[Sample] = []
-    with gradients_put_aside(list(model.parameters())):
-        for schedule in probe_schedules(forest, lengths):
-            samples += measure_steps(compiled, forest, schedule, kwargs, logprobs)
+    gradients = Gradients(ranks.reduced)
+    for schedule in probe_schedules(forest, lengths):
+        samples += measure_steps(compiled, forest, schedule, kwargs, logprobs, gradients)
     resident = _resident_bytes(model) + ranks.resident_bytes()
     return _build(compiled, model, samples, resident, keeps_logits=logprobs is logits_logprobs)
 

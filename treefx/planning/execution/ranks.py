@@ -7,9 +7,12 @@ model's. In between a rank may do what it likes, and may fail: then all hear of 
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from treefx.errors import RankError
 
-__all__ = ["Ranks", "agree", "apart", "common_dtype"]
+__all__ = ["Agreement", "Ranks", "agree", "agreed", "apart"]
 
 _FAILED = (
     "rank {} failed in a step that all ranks run together, so no rank changed its gradients; its own error says why. "
@@ -44,60 +47,124 @@ class Ranks:
         """What is held while parts run, beside the model's parameters and gradients as it then has them."""
         return 0
 
-    def settle(self) -> None:
-        """Between two backwards: put gradients where they add up."""
+    def reduced(self) -> Mapping[Tensor, torch.dtype]:
+        """Leaves whose gradients `reduce` takes from its argument, not from `.grad`, and the dtype they add up in."""
+        return {}
 
     def end(self) -> None:
         """Make the model again what it was; parameters stay where they are."""
 
-    def forget(self) -> None:
-        """Forget the gradients made since `begin`."""
-
     def abandon(self) -> None:
-        """The same, for good: what earlier backwards made is there again."""
+        """Free what `begin` gathered, after a failure; may be called twice."""
 
-    def reduce(self) -> None:
-        """With all other ranks: reduce gradients as the model's owner has set it up."""
+    def reduce(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """With all other ranks: reduce gradients as the model's owner has set it up.
+
+        Args:
+            gradients: of the leaves in `reduced`; those of others are in `.grad`.
+        """
+
+
+class Agreement:
+    """What the ranks agree on at the end of a block.
+
+    Attributes:
+        dtype: of this rank's loss; afterwards the widest of all ranks' dtypes: a loss of no edges has none of its own,
+            and what ranks add up has to agree.
+        is_done: whether all ranks got through.
+    """
+
+    def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
+        self.is_done = False
 
 
 @contextmanager
-def apart(ranks: Ranks) -> Iterator[None]:
-    """Run parts without the other ranks; whoever leaves waits for them, and hears whether all got there.
+def agreed(ranks: Ranks, then: Callable[[], object] = lambda: None) -> Iterator[Agreement]:
+    """Run a block on all ranks, and fail on all of them if it fails on one, whatever it raises there.
+
+    Args:
+        ranks: this rank and the others.
+        then: runs with all other ranks if no block failed; interrupts wait until it is done, since it cannot stop on
+            one rank alone.
 
     Raises:
         RankError: another rank failed.
     """
-    ranks.begin()
+    agreement = Agreement()
     try:
         try:
+            yield agreement
+        except BaseException:
+            _report_failure(ranks)
+            raise
+        with _interrupts_wait(ranks):
+            failing = _exchange(ranks, False, agreement)
+            if failing:
+                raise RankError(_FAILED.format(", ".join(map(str, failing))))
+            then()
+            agreement.is_done = bool(ranks.groups)
+    except BaseException:
+        if not agreement.is_done:
+            ranks.abandon()
+        raise
+
+
+@contextmanager
+def apart(ranks: Ranks) -> Iterator[None]:
+    """Run parts without the other ranks, and wait for these at the end.
+
+    Raises:
+        RankError: another rank failed.
+    """
+    with agreed(ranks):
+        try:
+            with _interrupts_wait(ranks):
+                ranks.begin()
             yield
         finally:
             ranks.end()
-    except Exception:
-        _tell(ranks)
-        ranks.abandon()
-        raise
-    failing = _failing(ranks, False)
-    if failing:
-        ranks.abandon()
-        raise RankError(_FAILED.format(", ".join(map(str, failing))))
 
 
-def _tell(ranks: Ranks) -> None:
-    """Say that this rank failed; its own error comes first, even where nobody is there to hear it."""
+def _report_failure(ranks: Ranks) -> None:
+    """Tell the other ranks that this one failed; if they cannot be reached, its own error still comes first."""
     try:
-        _failing(ranks, True)
+        with _interrupts_wait(ranks):
+            _exchange(ranks, True, Agreement())
     except RuntimeError as lost:
         warnings.warn(f"the other ranks could not be told that this one failed: {lost}", stacklevel=2)
 
 
-def _failing(ranks: Ranks, failed: bool) -> list[int]:
-    """The ranks that failed, where there are others."""
+def _exchange(ranks: Ranks, failed: bool, agreement: Agreement) -> list[int]:
+    """The ranks that failed; the agreement gets the common dtype."""
     if not ranks.groups:
         return []
-    flags = torch.zeros(dist.get_world_size(), dtype=torch.bool)
+    world = dist.get_world_size()
+    flags = torch.zeros(world + len(_DTYPES), dtype=torch.bool)
     flags[dist.get_rank()] = failed
-    return [rank for rank, flag in enumerate(agree(ranks, flags).tolist()) if flag]
+    if agreement.dtype in _DTYPES:
+        flags[world + _DTYPES.index(agreement.dtype)] = True
+    told = agree(ranks, flags)
+    if told[world:].any():
+        agreement.dtype = _DTYPES[int(told[world:].nonzero().max())]
+    return [rank for rank, flag in enumerate(told[:world].tolist()) if flag]
+
+
+@contextmanager
+def _interrupts_wait(ranks: Ranks) -> Iterator[None]:
+    """Hold Ctrl-C back while ranks communicate: one that left a collective alone would be a step ahead for good."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not ranks.groups or not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
 
 
 def agree(ranks: Ranks, flags: Tensor) -> Tensor:
@@ -106,9 +173,3 @@ def agree(ranks: Ranks, flags: Tensor) -> Tensor:
     for group in ranks.groups:
         dist.all_reduce(told, dist.ReduceOp.MAX, group)
     return told.cpu() != 0
-
-
-def common_dtype(ranks: Ranks, dtype: torch.dtype) -> torch.dtype:
-    """The widest of all ranks' dtypes: a loss of no edges has none of its own, and what ranks add up has to agree."""
-    told = agree(ranks, torch.tensor([dtype == each for each in _DTYPES])) if ranks.groups else torch.zeros(0)
-    return _DTYPES[int(told.nonzero().max())] if told.any() else dtype

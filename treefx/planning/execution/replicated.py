@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from treefx.errors import UnsupportedError
@@ -31,7 +33,7 @@ class Replicated(Ranks):
                 "DistributedDataParallel; leave out register_comm_hook"
             )
         self.wrapper, self.groups, self.device = wrapper, (wrapper.process_group,), wrapper.device
-        self._flags = (True, True)
+        self._flags = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
 
     def begin(self) -> None:
         self._flags = self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync
@@ -40,7 +42,7 @@ class Replicated(Ranks):
     def end(self) -> None:
         self._set(*self._flags)
 
-    def reduce(self) -> None:
+    def reduce(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """The mean over all ranks of what is in `.grad`, unless in `no_sync`."""
         if not self._flags[0]:
             return

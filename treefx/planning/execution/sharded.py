@@ -10,7 +10,7 @@ rank holds all parameters, and all gradients of its parts.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Sharded(Ranks):
         first = self._parameter_groups[0]
         self.groups, self.device = first.mesh_info.mesh.get_all_groups(), first.device
         self._undo: list[Callable[[], None]] = []
-        self._before: list[tuple[Any, Tensor | None]] = []
+        self._reduced: dict[Tensor, torch.dtype] = {}
         self._shards: list[Tensor] = []
 
     def begin(self) -> None:
@@ -53,8 +53,7 @@ class Sharded(Ranks):
             root._get_fsdp_state()._lazy_init()
         for module in self.modules:
             module.unshard()
-        self._before = [(item, item.unsharded_accumulated_grad) for item in self._fsdp_parameters()]
-        self.forget()
+        self._reduced = {x.unsharded_param: x.reduce_dtype or x.unsharded_param.dtype for x in self._fsdp_parameters()}
         self._undo = [undo for root in self.roots for x in root.modules() for undo in _as_written(x)]
 
     def resident_bytes(self) -> int:
@@ -66,11 +65,8 @@ class Sharded(Ranks):
             total += 2 * shard.numel() * shard.element_size() + (full.numel() * wide.itemsize if wide else 0)
         return total
 
-    def settle(self) -> None:
-        """To the dtype that gradients are reduced in, where that is another."""
-        for item in self._fsdp_parameters():
-            item.accumulate_unsharded_grad_if_needed()
-            item.to_accumulated_grad_if_needed()
+    def reduced(self) -> Mapping[Tensor, torch.dtype]:
+        return self._reduced
 
     def end(self) -> None:
         for undo in reversed(self._undo):
@@ -79,20 +75,16 @@ class Sharded(Ranks):
         for run in find(self._parameters()):  # the owner asks for it by its shards
             run.report.parameters.update(dict.fromkeys(self._shards))
 
-    def forget(self) -> None:
-        for item, _ in self._before:
-            item.unsharded_accumulated_grad = None
-
     def abandon(self) -> None:
-        for item, before in self._before:
-            item.unsharded_accumulated_grad = before
         for module in self.modules:
             module.reshard()
 
-    def reduce(self) -> None:
-        self.settle()
-        for item, before in self._before:
-            _add_to(item, before)
+    def reduce(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        for item in self._fsdp_parameters():
+            item.accumulate_unsharded_grad_if_needed()
+            item.to_accumulated_grad_if_needed()  # what earlier backwards left
+            if item.unsharded_param in gradients:
+                _add_to(item, gradients[item.unsharded_param])
         self._fill_up()
         for root in self.roots:
             root._get_fsdp_state()._root_post_backward_final_callback()
@@ -107,8 +99,7 @@ class Sharded(Ranks):
             parameters, there, agree(self, torch.tensor(there)).tolist(), strict=True
         ):
             if is_anywhere and not is_here:
-                item.unsharded_param.grad = torch.zeros_like(item.unsharded_param)
-        self.settle()
+                _add_to(item, torch.zeros_like(item.unsharded_param, dtype=self._reduced[item.unsharded_param]))
 
     def _fsdp_parameters(self) -> Iterator[Any]:
         """What FSDP knows of each parameter, in an order that is the same on all ranks."""
@@ -123,11 +114,17 @@ def _gradient(item: Any) -> Tensor | None:
     return found
 
 
-def _add_to(item: Any, before: Tensor | None) -> None:
-    """Add what was made to what earlier backwards had left to be reduced."""
-    if before is not None and item.unsharded_accumulated_grad is not None:
-        before += item.unsharded_accumulated_grad
-    item.unsharded_accumulated_grad = item.unsharded_accumulated_grad if before is None else before
+def _add_to(item: Any, gradient: Tensor) -> None:
+    """Add a gradient to what earlier backwards left to be reduced."""
+    parameter = item.unsharded_param
+    before = _gradient(item) if item.unsharded_accumulated_grad is None else item.unsharded_accumulated_grad
+    total = gradient if before is None else before + gradient
+    if total.stride() != parameter.stride():
+        total = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
+    if item.unsharded_accumulated_grad is None and total.dtype == parameter.dtype:
+        parameter.grad = total
+    else:
+        parameter.grad, item.unsharded_accumulated_grad = None, total
 
 
 # The module as its author wrote it ------------------------------------------------------------------------------------

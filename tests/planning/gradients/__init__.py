@@ -1,0 +1,1 @@
+"""Gradients of plans: what acts on them during backward, and what they are added to."""
