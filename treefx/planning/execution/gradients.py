@@ -31,6 +31,8 @@ class Gradients:
         self.totals: dict[Tensor, Tensor] = {}
         self._owned: set[Tensor] = set()
         """Leaves whose sum is a tensor made here, which no other tensor shares memory with."""
+        self._nothing: dict[Tensor, Tensor] = {}
+        """Zeros of one element, in the shapes of leaves."""
         self._before: list[tuple[Tensor, Tensor | None, Tensor | None, int]] = []
         """What `add` found: a leaf, its `.grad`, a copy of that, and its version."""
 
@@ -88,7 +90,10 @@ class Gradients:
         if gradient.is_sparse or type(gradient) is not Tensor:
             return None  # `backward` adds it
         self._add(leaf, gradient)
-        return gradient.new_zeros(()).expand(gradient.shape)
+        nothing = self._nothing.get(leaf)
+        if nothing is None:
+            nothing = self._nothing[leaf] = gradient.new_zeros(()).expand(gradient.shape)
+        return nothing
 
     def _add(self, leaf: Tensor, gradient: Tensor) -> None:
         dtype = self.apart().get(leaf, gradient.dtype)
