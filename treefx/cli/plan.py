@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treefx.cli.checks import check_choice, check_input, check_output, check_positive, parse_bytes
-from treefx.errors import InputError
+from treefx.errors import InputError, shorten
 from treefx.output import notes, print_json, print_line, waiting
 
 if TYPE_CHECKING:
@@ -113,7 +113,10 @@ def _read_cost(model: str | None, profile: Path | None, speeds: tuple[str, float
     from treefx.planning.execution.profile import Profile
 
     if profile is not None:
-        return Profile.load(profile).cost
+        try:
+            return Profile.load(profile).cost
+        except OSError as error:
+            raise InputError(f"--profile {profile} cannot be read: {error.strerror}") from error
     dtype, tflops, host_gbps = speeds
     if model is None:
         sizes, source = Dimensions(**_SAMPLE_MODEL, bytes_per_number=_BYTES_OF[dtype]), "the sizes of Qwen3 0.6B"
@@ -156,11 +159,13 @@ def read_dimensions(model: str, dtype: str) -> Dimensions:
     try:
         with torch.device("meta"):
             empty = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:  # its message lists every causal LM that transformers has
-        reason = str(error).partition("Model type should be one of")[0].strip()
+        parameters = sum(parameter.numel() for parameter in empty.parameters())
+        return _dimensions(config.get_text_config(), parameters, _BYTES_OF[dtype])
+    except Exception as error:  # sizes that do not fit each other are found in all kinds of places
+        # the message of a ValueError may list every causal LM that transformers has
+        cause = str(error).partition("Model type should be one of")[0].strip()
+        reason = f"{type(error).__name__}: {shorten(cause, 400)}"
         raise InputError(f"{model} is not the configuration of a causal language model: {reason}") from error
-    parameters = sum(parameter.numel() for parameter in empty.parameters())
-    return _dimensions(config.get_text_config(), parameters, _BYTES_OF[dtype])
 
 
 def _dimensions(config: Any, parameters: int, bytes_per_number: int) -> Dimensions:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from treefx.documents import parse_document, read_document
 from treefx.errors import InputError
 
 __all__ = ["Finding", "Journal"]
@@ -47,7 +48,7 @@ class Journal:
             return
         folder.mkdir(parents=True, exist_ok=True)
         known = folder / "settings.json"
-        if known.exists() and json.loads(known.read_text()) != settings:
+        if known.exists() and read_document(known, "the settings of a search").raw != settings:
             raise InputError(
                 f"{folder} holds a search with the settings {known.read_text().strip()}, not {json.dumps(settings)}; "
                 "give the same options to go on with it, or another folder with --out"
@@ -80,9 +81,13 @@ class Journal:
 def _read(path: Path) -> list[Finding]:
     """The findings of a file; a last line that an interruption cut short is left out."""
     found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
-            found.append(Finding(**json.loads(line)))
-        except json.JSONDecodeError:
-            continue
+            read = parse_document(line, f"{path}, line {number}", "a finding", allow_nan=True)
+        except InputError:
+            if number == len(lines):
+                break
+            raise
+        found.append(read.read(Finding))
     return found

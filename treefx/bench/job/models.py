@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from treefx.errors import InputError
+from treefx.documents import Field, read_document
+from treefx.errors import InputError, shorten
+from treefx.output import notes
 
 __all__ = [
     "close_matches",
@@ -38,6 +40,15 @@ def close_matches(name: str, known: Any, otherwise: str) -> str:
     """Name up to three known names close to a mistyped one, or ``otherwise``."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else otherwise
+
+_CODE = {
+    "auto_map": "the architecture's code is that of transformers, none is fetched",
+    "trust_remote_code": "no code is fetched",
+    "use_kernels": "no kernels are fetched",
+    "kernel_config": "no kernels are fetched",
+}
+"""Fields of a configuration by which code would be fetched, and what is done instead."""
+_BUILT_IN = {"attention": ("eager", "sdpa", "flex_attention"), "experts": ("eager", "batched_mm", "grouped_mm")}
 
 
 def require_transformers() -> Any:
@@ -95,7 +106,7 @@ def make_config(
     transformers = require_transformers()
     if model.endswith(".json") or Path(model).is_file():
         fields = _read_config(Path(model))
-        fields["vocab_size"] = max(int(fields.get("vocab_size", 0)), vocab_size)
+        fields["vocab_size"] = max(fields.get("vocab_size", 0), vocab_size)
         fields |= {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     else:
         fields = _small_fields(model, hidden_size, layers, max_positions) | {"vocab_size": vocab_size}
@@ -108,7 +119,7 @@ def make_config(
     try:
         return transformers.AutoConfig.for_model(kind, **fields)
     except Exception as error:  # validators raise errors of huggingface_hub
-        raise InputError(f"{model} is no configuration of {kind}: {_last_line(error)}") from error
+        raise InputError(f"{model} is no configuration of {kind}: {shorten(_last_line(error), 400)}") from error
 
 
 def _small_fields(model: str, hidden_size: int | None, layers: int | None, max_positions: int) -> dict[str, Any]:
@@ -165,17 +176,54 @@ def make_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32
     torch.manual_seed(seed)
     try:
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:  # its message lists every causal LM that transformers has
-        reason = str(error).partition("Model type should be one of")[0].strip()
-        raise InputError(f"{config.model_type} is not a causal language model: {reason}") from error
+    except Exception as error:  # sizes that do not fit each other are found in all kinds of places
+        # the message of a ValueError may list every causal LM that transformers has
+        cause = str(error).partition("Model type should be one of")[0].strip()
+        reason = f"{type(error).__name__}: {shorten(cause, 400)}"
+        raise InputError(
+            f"transformers makes no causal language model of this {config.model_type}: {reason}"
+        ) from error
     return model.train()
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        document = read_document(path, "a model configuration with the key 'model_type', as transformers writes it")
+    except OSError as error:
         raise InputError(f"cannot read a model configuration from {path}: {error}") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise InputError(f"{path} must hold a JSON object with the key 'model_type', as transformers writes it")
-    return fields
+    document["model_type"].read(str)
+    if "vocab_size" in document.items():
+        document["vocab_size"].read(int)
+    return {name: _without_code(name, field) for name, field in document.items().items() if _is_kept(name, field)}
+
+
+def _without_code(name: str, field: Field) -> Any:
+    """A value of a configuration, in which no name is left that transformers would fetch code by.
+
+    Raises:
+        InputError: it chooses an implementation that is not part of transformers and torch.
+    """
+    if "_implementation" in name:
+        _check_implementation(name, field)
+    if isinstance(field.raw, list):
+        return [_without_code("", entry) for entry in field.entries()]
+    if isinstance(field.raw, dict):
+        return {key: _without_code(key, value) for key, value in field.items().items() if _is_kept(key, value)}
+    return field.raw
+
+
+def _is_kept(name: str, field: Field) -> bool:
+    if name not in _CODE:
+        return True
+    notes.print(f"{field.document}: {field.name} is left out: {_CODE[name]}", markup=False, soft_wrap=True)
+    return False
+
+
+def _check_implementation(name: str, field: Field) -> None:
+    known = _BUILT_IN["experts" if "experts" in name else "attention"]
+    for value in field.items().values() if isinstance(field.raw, dict) else [field]:
+        if value.raw is not None and value.raw not in known:
+            value.fail(
+                f"one of {', '.join(known)}, which are part of transformers (for others it fetches code): "
+                "take the line out, or write one of these"
+            )

@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from treefx.bench.zoo.batches import describe_batches
-from treefx.bench.zoo.run import ZooBatch, ZooRow
+from treefx.bench.zoo.run import ZooRow
+from treefx.documents import read_document
 from treefx.errors import InputError
 
 __all__ = ["ZooRecord", "conditions"]
@@ -58,12 +58,18 @@ class ZooRecord:
             return
         if not resume:
             raise InputError(f"{path} holds a run already; go on with it by --resume, or give another file")
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["inner"] != inner:
-            raise InputError(f"{path} was made with the inner compiler {kept['inner']}, got --inner {inner}")
-        if kept["batches"] != self.conditions["batches"]:
-            raise InputError(f"{path} was made with batches of {kept['batches']}, got {self.conditions['batches']}")
-        self.rows = {row["model"]: _row(row) for row in kept["rows"]}
+        try:
+            kept = read_document(path, "what `treefx doctor --zoo --out` writes", allow_nan=True)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        made_with = {name: kept[name].read(str) for name in ("inner", "batches")}
+        if made_with["inner"] != inner:
+            raise InputError(f"{path} was made with the inner compiler {made_with['inner']}, got --inner {inner}")
+        if made_with["batches"] != self.conditions["batches"]:
+            raise InputError(
+                f"{path} was made with batches of {made_with['batches']}, got {self.conditions['batches']}"
+            )
+        self.rows = {row.model: row for row in kept["rows"].read(list[ZooRow])}
 
     def remaining(self, names: Iterable[str]) -> list[str]:
         """The models that have no verdict to keep."""
@@ -83,8 +89,3 @@ class ZooRecord:
     def of(self, names: Sequence[str]) -> list[ZooRow]:
         """Rows of these models, in their order."""
         return [self.rows[name] for name in names if name in self.rows]
-
-
-def _row(kept: dict[str, Any]) -> ZooRow:
-    batches = [ZooBatch(**batch) for batch in kept["batches"]]
-    return ZooRow(**{**kept, "batches": batches})

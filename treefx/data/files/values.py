@@ -2,17 +2,17 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from treefx.data.files.nulls import NullFields
+from treefx.documents import names, outline
 from treefx.errors import RecordError, shorten
 
 __all__ = ["Place", "Value", "outline"]
 
 _LONGEST_FIELD = 200
-_SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Value:
         found = self.get(name)
         if found is None:
             state = "is null" if name in self.raw else "is missing"
-            raise self.place.inside(name).error(f"{state}; the fields are {_names(self.raw)}")
+            raise self.place.inside(name).error(f"{state}; the fields are {names(self.raw)}")
         return found
 
     def items(self, expected: str = "a list") -> list["Value"]:
@@ -140,29 +140,6 @@ class Value:
             return Value(json.loads(self.text(expected)), self.place, self.nulls)
         except (ValueError, RecursionError):
             self.fail(expected)
-
-
-def outline(raw: Any) -> str:
-    """The outer shape of a JSON value, for messages of errors: two levels of lists, and no more."""
-    if isinstance(raw, list):
-        if not raw:
-            return "an empty list"
-        first = f"a list of {len(raw[0])}" if isinstance(raw[0], list) and raw[0] else outline(raw[0])
-        return f"a list of {len(raw)}, its first entry {first}"
-    if isinstance(raw, dict):
-        return f"an object with the fields {_names(raw)}"
-    if raw is None or isinstance(raw, bool):
-        return {None: "null", True: "true", False: "false"}[raw]
-    return f"text {ascii(_beginning(raw))}" if isinstance(raw, str) else f"the number {_beginning(str(raw))}"
-
-
-def _beginning(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-def _names(fields: Iterable[str]) -> str:
-    names = [ascii(_beginning(name)) for name in fields]
-    return ", ".join(names[:8] + (["..."] if len(names) > 8 else [])) or "(none)"
 
 
 def _check_characters(text: str, place: Place) -> None:

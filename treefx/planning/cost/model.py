@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from treefx.documents import Field, finite
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 
@@ -131,6 +132,18 @@ class Bytes:
         result: FloatArray = (linear + square * n * n + product * n * p).max(axis=0)
         return result
 
+    @classmethod
+    def read_field(cls, field: Field) -> "Bytes":
+        """Read the rows of coefficients that a document has.
+
+        Raises:
+            InputError: it has something else.
+        """
+        try:
+            return cls(field.read(list[list[float]]))
+        except InputError as error:
+            raise InputError(f"{field.document}, field {field.name}: {error}") from error
+
     def __repr__(self) -> str:
         return f"Bytes({[list(row) for row in self.rows]})"
 
@@ -192,6 +205,19 @@ class CostModel:
     forest_bytes_per_raw_token: float = 0.0
     host_bytes_per_second: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse figures from which no plan can be made.
+
+        Raises:
+            InputError: a figure is negative, NaN or infinite.
+        """
+        for name, value in vars(self).items():
+            numbers = value if isinstance(value, Seconds) else () if isinstance(value, Bytes | None) else (value,)
+            if not finite(*numbers):
+                raise InputError(f"CostModel needs figures that are finite and at least 0, got {name}={value!r}")
+        if self.host_bytes_per_second == 0:
+            raise InputError("CostModel needs host_bytes_per_second above 0, or None for no host memory, got 0")
+
     def for_forest(self, forest: Forest) -> "CostModel":
         """The same with what the forest itself takes among the resident bytes."""
         tokens = self.forest_bytes_per_token * forest.num_tokens
@@ -239,11 +265,12 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "CostModel":
-        """The model that `to_dict` described."""
-        made: dict[str, Any] = dict(fields)
-        made |= {name: Bytes(fields[name]) for name in ("saved", "forward", "backward", "kv")}
-        made |= {name: Seconds(*fields[name]) for name in ("forward_seconds", "backward_seconds", "kv_seconds")}
-        return cls(**made)
+        """The model that `to_dict` described.
+
+        Raises:
+            InputError: it is something else; the field is named.
+        """
+        return Field(fields, "the dictionary of a cost model").read(cls)
 
 
 def _plain(value: Any) -> Any:

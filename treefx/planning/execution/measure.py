@@ -64,11 +64,6 @@ class Sample:
             "seconds": self.seconds,
         }
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "Sample":
-        """The sample that `to_dict` described."""
-        return cls(fields["kind"], Size(*fields["size"]), fields["bytes"], fields["left_bytes"], fields["seconds"])
-
 
 def probe_schedules(forest: Forest, lengths: Sequence[int]) -> list[Schedule]:
     """Pairs of parts along the longest row, one above the other; every pair of lengths that the row has room for.

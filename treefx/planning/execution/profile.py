@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import nn
 
+from treefx.documents import parse_document, read_document
 from treefx.errors import InputError, UnsupportedError
 from treefx.forests.forest import Forest
 from treefx.inspection.compiled_modules import modules_of
@@ -123,17 +124,7 @@ class Profile:
         Raises:
             InputError: it is something else.
         """
-        try:
-            fields = json.loads(text)
-            return cls(
-                cost=CostModel.from_dict(fields["cost"]),
-                flops={name: Flops(**flops) for name, flops in fields["flops"].items()},
-                samples=tuple(Sample.from_dict(sample) for sample in fields["samples"]),
-                inner=fields["inner"],
-                device=fields["device"],
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"expected what Profile.to_json writes, got {text[:40]!r}... ({error})") from error
+        return parse_document(text, "the text of a profile", "what Profile.to_json writes").read(cls)
 
     def save(self, path: "str | PathLike[str]") -> None:
         """Write the profile to a file, to plan again without measuring."""
@@ -144,9 +135,10 @@ class Profile:
         """Read a file that `save` wrote.
 
         Raises:
-            InputError: the file holds something else.
+            InputError: the file holds something else; the message names it and the field.
+            OSError: the file cannot be read.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        return read_document(path, "what Profile.to_json writes").read(cls)
 
 
 def profile(

@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treefx.errors import InputError
+from treefx.documents import outline
+from treefx.errors import InputError, shorten
 
 __all__ = ["read_columns", "write_columns"]
 
@@ -71,10 +72,13 @@ def _read_record(text: str, name: str) -> Any:
     try:
         record = json.loads(text)
         version, info = record["version"], record["info"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{name}: the metadata {_KEY!r} must be JSON with 'version' and 'info': {error!r}") from error
+        if not isinstance(info, dict):
+            raise TypeError(f"info must be an object, got {outline(info)}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = shorten(repr(error), 200)
+        raise InputError(f"{name}: the metadata {_KEY!r} must be JSON with 'version' and 'info': {reason}") from error
     if version != _VERSION:
         raise InputError(
-            f"{name} is of version {version}, this treefx reads version {_VERSION}; use the one that wrote it"
+            f"{name} is of version {version!r:.40}, this treefx reads version {_VERSION}; use the one that wrote it"
         )
     return info

@@ -112,7 +112,9 @@ class Rollouts:
         """
         columns, info = read_columns(path, _DTYPES)
         try:
-            return cls(**columns, info=info)
+            found = cls(**columns, info=info)
+            StepTree(found.parent, found.leaf, found.group, found.tree)  # refuses steps that are no trees
+            return found
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
 
@@ -205,6 +207,7 @@ class Rollouts:
         yield "group, tree, rewards and finished must be as long as leaf", lengths == {rows}
         yield "prompt_offsets must cut prompt_tokens", _cuts(self.prompt_offsets, self.prompt_tokens)
         yield "step_offsets must cut step_tokens", _cuts(self.step_offsets, self.step_tokens)
+        yield "token ids must be at least 0", (torch.cat([self.prompt_tokens, self.step_tokens]) >= 0).all()
         yield "group must name tasks", ((self.group >= 0) & (self.group < len(self.prompt_offsets) - 1)).all()
         sampled = self.step_sampled
         yield "a step has between 1 and all of its tokens sampled", (sampled >= 1).all()

@@ -1,0 +1,1 @@
+"""What users hand over: files and arguments, and what is said of those that mean nothing."""
