@@ -1,4 +1,4 @@
-"""What all commands share: where text goes, tables, JSON, progress, and how a refusal ends a command."""
+"""Output of all commands: text, tables, JSON, progress, and the line of a refusal."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Waiting:
 
 @contextmanager
 def waiting(what: str, *, total: int | None = None, quiet: bool = False) -> Iterator[Waiting]:
-    """Show on standard error what a command is busy with, until the block ends.
+    """Show the progress of a command on standard error, until the block ends.
 
     A terminal gets a spinner or, with ``total``, a bar, with the seconds; anything else one plain line.
 

@@ -1,4 +1,4 @@
-"""What a newcomer meets before any work: help, versions, early refusals, progress, tables, names of the package."""
+"""Help, version, early refusals, progress, tables, and the public names of the package."""
 
 import dataclasses
 import importlib.metadata

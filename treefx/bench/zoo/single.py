@@ -1,4 +1,4 @@
-"""One model by name, one batch, one step: what ``treefx inspect`` compiles, and how far its gradients are from eager.
+"""One compiled step of one model, for ``treefx inspect``, and its gradient error against eager execution.
 
 A name is a model of the zoo, any other causal LM of transformers, or the path of a ``config.json``.
 """
