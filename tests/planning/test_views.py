@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.planning.costs import linear_cost
 from tests.strategies import Rows, row_batches
 from treefx.cli.app import app
-from treefx.cli.plan import parse_bytes, read_dimensions
+from treefx.cli.plan import _SAMPLE_MODEL, parse_bytes, read_dimensions
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.analytic import Dimensions, estimate_cost
@@ -37,7 +37,16 @@ def test_explain_names_every_part_and_policy() -> None:
         assert row[3] == str(size.tokens) and row[4] == str(size.boundary)
     for policy in ("treefx", "uncut", "separate rows", "micro-batches", "one branch"):
         assert f"\n{policy} " in text
-    assert max(map(len, text.splitlines())) <= 110 and "binds         the step with the peak" in text
+    assert all(f"\n{name} " in text for name in ("under", "keep", "boundary", "outgoing", "held above", "binds"))
+
+
+def test_the_table_of_parts_fits_a_terminal() -> None:
+    cost = estimate_cost(Dimensions(**_SAMPLE_MODEL, bytes_per_number=2), flops_per_second=2e13)
+    rows = [[*range(300), *range(10_000 * row, 10_000 * row + 2500)] for row in range(1, 7)]
+    found = plan(Forest.from_sequences(rows), cost, 8 * 2**30)
+    lines = found.explain().splitlines()
+    assert len(found.parts) > 2 and any("MiB" in line and "GiB" in line for line in lines)
+    assert max(map(len, lines[1:])) <= 80
 
 
 def test_explain_of_very_many_parts_says_what_it_leaves_out() -> None:

@@ -10,13 +10,14 @@ from treefx.planning.views.tables import format_bytes, format_seconds, make_figu
 __all__ = ["explain_plan"]
 
 _MOST_PARTS = 60
-_LEGEND = """\
-under         part whose K/V the tokens of this part read first
-keep          activations stay while the parts below run (keep), are computed again (recompute), or K/V go to
-              host memory (offload); leaf: no part below
-boundary      tokens of parts above whose K/V are read; outgoing: own tokens whose K/V parts below read
-held above    bytes that parts above hold when the part starts
-binds         the step with the peak, and its share of the limit
+_LEGEND = """
+under       the part above, whose K/V this part reads
+keep        what stays while the parts below run: activations (keep), K/V
+            (recompute), K/V in host memory (offload); leaf: no part below
+boundary    tokens of parts above whose K/V are read
+outgoing    tokens of this part whose K/V parts below read
+held above  bytes that parts above hold when the part starts
+binds       the step with the peak, and its share of the limit
 """
 _LEGEND_OF_POLICIES = "per distinct: tokens that run forward, over distinct tokens"
 
@@ -27,7 +28,7 @@ def explain_plan(plan: Plan) -> str:
 
 
 def _parts_table(plan: Plan) -> Table:
-    columns = ("part", "under", "keep", "tokens", "boundary", "outgoing", "held\nabove", "peak", "time", "binds")
+    columns = ("part", "under", "keep", "tokens", "boundary", "out-\ngoing", "held\nabove", "peak", "time", "binds")
     worst = _worst_moments(plan)
     first = {moment.step.part: moment for moment in reversed(plan.moments)}
     rows = []
