@@ -1,6 +1,7 @@
 """``treefx inspect``: every model of the zoo, the comparison of gradients, and reports without a comparison."""
 
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def _build(name: str) -> nn.Module:
     try:
         return build_model(name, BATCH.shape[1])
     except InputError as error:
-        if "not installed" not in str(error):
+        if "cannot be imported" not in str(error):
             raise
         pytest.skip(str(error))
 
@@ -88,6 +89,14 @@ def test_a_name_that_is_no_model_gets_a_short_answer(name: str, words: str) -> N
     done = CliRunner().invoke(app, ["inspect", name])
     assert isinstance(done.exception, InputError) and words in str(done.exception)
     assert len(str(done.exception)) < 400
+
+
+def test_a_library_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "x_transformers", None)
+    with pytest.raises(
+        InputError, match="library 'x-transformers', which cannot be imported: import of"
+    ):
+        build_model("x-transformers-sinks", 8)
 
 
 def test_rows_longer_than_a_model_of_one_file_are_refused() -> None:

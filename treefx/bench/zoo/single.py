@@ -119,7 +119,10 @@ def _build_other(model: ZooModel, longest: int) -> nn.Module:
     try:
         return model.build().train()
     except ImportError as error:
-        raise InputError(f"{model.name} needs the library {model.library!r}, which is not installed") from error
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise InputError(
+            f"{model.name} needs the library {model.library!r}, which cannot be imported: {reason}"
+        ) from error
 
 
 def run_single(model: nn.Module, batch: Batch, inner: str) -> SingleRun:
