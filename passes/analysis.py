@@ -105,6 +105,12 @@ class Analysis:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @cached_property
+    def position_of_ids(self) -> int:
+        """Which of the tensors of a call are its token ids."""
+        assert self.tokens is not None
+        return self.gm.graph.find_nodes(op="placeholder").index(self.tokens.ids)
+
+    @cached_property
     def attentions_on_rows(self) -> int:
         """Attention operators that read tokens and are not among ``attentions``: not those of a vision tower."""
         assert self.tokens is not None

@@ -63,9 +63,7 @@ def place_lanes(parent: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return lane
 
 
-def draw_links(
-    axes: Any, left: npt.NDArray[Any], lane: npt.NDArray[np.float64], parent: npt.NDArray[np.int64]
-) -> None:
+def draw_links(axes: Any, left: npt.NDArray[Any], lane: npt.NDArray[np.float64], parent: npt.NDArray[np.int64]) -> None:
     """Draw a grey line from the lane of every node to the first token of each of its children.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from treefx.errors import SharingWarning
+from treefx.errors import SharingWarning, shorten
 from treefx.runtime.lost_sharing.distinct_tokens import Counts
 from treefx.runtime.lost_sharing.graph_breaks import is_entry
 
@@ -52,7 +52,7 @@ def warn_once(owner: Any, what: str, reason: str, counts: Counts) -> None:
         f"this call has {counts.raw_tokens:,} tokens, of which {counts.distinct_tokens:,} are distinct "
         f"(sharing ratio {counts.ratio:.2f})"
     )
-    text = f"treefx computes {what.format(name)}: {reason}; {loss}; {_MORE}"
+    text = f"treefx computes {what.format(name)}: {shorten(reason)}; {loss}; {_MORE}"
     warnings.warn(text, SharingWarning, _level(owner))
 
 

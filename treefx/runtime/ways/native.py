@@ -67,7 +67,7 @@ class NativeRun:
         """The native level: the graph's row is the packed row of a forest."""
         tokens = shape.analysis.tokens
         assert tokens is not None
-        position = shape.analysis.gm.graph.find_nodes(op="placeholder").index(tokens.ids)
+        position = shape.analysis.position_of_ids
         ids = args[position]
         if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
             raise wrong_row(forest, [ids.shape])

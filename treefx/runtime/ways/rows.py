@@ -82,7 +82,8 @@ class RowsRun:
                 args, fallback="a position that sees no key is read by the loss or the caller"
             )
         raw = grid.rows * grid.columns if seen is None or keep is None else int((seen & keep).sum())
-        found = self._shared(Rows.of(shape, tensors, grid, keep, starts), raw)
+        ids = tensors[shape.analysis.position_of_ids]
+        found = self._shared(Rows.of(shape, tensors, grid, keep, starts), raw, ids)
         if found is None:
             return self._ordinary.instead(args, fallback=None)
         batch, redundant = found
@@ -94,16 +95,16 @@ class RowsRun:
             return self._run_unhidden(shape, args)
         return self._outputs.hand_back(shape, args, results, batch, variant)
 
-    def _shared(self, rows: Rows, raw: int) -> tuple[Batch, frozenset[Expr]] | None:
+    def _shared(self, rows: Rows, raw: int, ids: Tensor) -> tuple[Batch, frozenset[Expr]] | None:
         """The trie of rows of ``raw`` tokens, if they share enough."""
         limit = self._config.min_sharing
         prefixes = rows.unshared() if limit > 1.0 else None
         if prefixes is not None:
-            self._records.count_rows(raw, raw, prefixes, rows.keys[0])
+            self._records.count_rows(raw, raw, prefixes, ids)
             return None
         batch = rows.batch()
         shared = limit <= 1.0 or raw >= limit * batch.tokens
-        self._records.count_rows(raw, batch.tokens if shared else raw, batch.prefixes, rows.keys[0])
+        self._records.count_rows(raw, batch.tokens if shared else raw, batch.prefixes, ids)
         return (batch, rows.redundant) if shared else None
 
     def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:
