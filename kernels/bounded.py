@@ -20,6 +20,7 @@ class Bounded(dict[_K, _V]):
         self.limit = limit
 
     def __setitem__(self, key: _K, value: _V) -> None:
+        self.pop(key, None)  # it becomes the newest
         super().__setitem__(key, value)
         while len(self) > self.limit:
             try:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from treefx.kernels.bounded import Bounded
 from treefx.passes.trace.flash import autograd_recorded
 
 __all__ = ["UNSCORED", "Head", "copy_graph", "head", "register_head", "tell_masks"]
@@ -59,7 +60,7 @@ class Head:
             found: Sequence[Tensor | None] = apply(hidden, weight, bias, targets, *self.settings)
         return found
 
-    @functools.cache
+    @functools.lru_cache(256)
     def example(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """What it gives for one row of a type: which results there are, their types, and which have a gradient."""
         with unset_fake_temporarily(), autograd_recorded(), torch.inference_mode(mode=False):
@@ -67,7 +68,8 @@ class Head:
             return tuple(self(one, one, None, torch.zeros(1, dtype=torch.int64)))
 
 
-_HEADS: dict[str, Head] = {}
+_HEADS: Bounded[str, Head] = Bounded(1024)
+"""Dynamo compiles a function once per head, and gives up after a few."""
 
 
 def register_head(made: Head) -> str:

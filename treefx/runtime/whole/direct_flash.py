@@ -89,7 +89,7 @@ class _Form:
     defaults: Mapping[str, Any]
 
     @staticmethod
-    @functools.cache
+    @functools.lru_cache(256)
     def of(function: Callable[..., Any]) -> _Form | None:
         """None where an argument has no role and must be given, or what a call of flash attention needs is missing."""
         parameters = inspect.signature(function).parameters
@@ -183,7 +183,7 @@ def _run(
     return found[None] if lengths else found
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _computes(
     function: Any, how: tuple[tuple[str, Any], ...], lengths: bool, sinks: bool, meaning: tuple[Any, ...],
     device: torch.device, dtype: torch.dtype,

@@ -214,7 +214,7 @@ _KNOWN = {
 }  # fmt: skip
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _computes(
     function: type[torch.autograd.Function], known: _Known, types: tuple[tuple[str, torch.dtype], ...],
     settings: tuple[tuple[str, Any], ...], device: torch.device,
