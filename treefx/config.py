@@ -69,6 +69,9 @@ class Config:
             _check(item.name, getattr(self, item.name), hints[item.name])
         if not self.min_sharing >= 1.0:  # also refuses NaN
             raise ConfigError(f"option 'min_sharing' must be a ratio of at least 1.0, got {self.min_sharing!r}")
+        for name in ("max_logits", "max_shapes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"option {name!r} must be at least 1, got {getattr(self, name)!r}")
         if self.mode != "default" and self.inner != "inductor":
             raise ConfigError(f"option 'mode' is of inner 'inductor', got {self.mode!r} with inner {self.inner!r}")
         object.__setattr__(self, "disable_passes", _check_passes(self.disable_passes))

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -13,7 +12,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 from treefx.errors import InputError, shorten
 
-__all__ = ["Field", "finite", "names", "outline", "parse_document", "read_document"]
+__all__ = ["Field", "names", "outline", "parse_document", "read_document"]
 
 _SHOWN_CHARACTERS = 40
 _NAMES = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false", NoneType: "null"}
@@ -192,8 +191,3 @@ def names(given: Iterable[str]) -> str:
 
 def _beginning(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-def finite(*numbers: float) -> bool:
-    """Whether all are finite and at least 0."""
-    return all(0 <= number < math.inf for number in numbers)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from treefx.arguments import check_number, check_whole
 from treefx.errors import ForestError, InputError
 from treefx.forests.forest import Forest
 
@@ -116,8 +117,9 @@ def edge_entropy(
 def _check_temperature(temperature: float) -> None:
     if isinstance(temperature, torch.Tensor) and temperature.requires_grad:
         raise InputError("temperature gets no gradient; divide the logits by it, and leave temperature at 1")
-    if not isinstance(temperature, int | float | torch.Tensor) or not temperature > 0:
-        raise InputError(f"temperature must be greater than 0, got {temperature!r}")
+    if isinstance(temperature, torch.Tensor) and temperature.numel() != 1:
+        raise InputError(f"temperature must be one number greater than 0, got shape {list(temperature.shape)}")
+    check_number(temperature, "temperature", "greater than 0", above=0)
 
 
 def _check_no_head(bias: torch.Tensor | None, softcap: float | None) -> None:
@@ -158,10 +160,9 @@ def _check_head(
         raise InputError(f"weight must be [V, H] with H = {rows.shape[1]}, got {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(f"bias must be [V] with V = {weight.shape[0]}, got {list(bias.shape)}")
-    if softcap is not None and not softcap > 0:
-        raise InputError(f"softcap must be greater than 0 or None, got {softcap}")
-    if not isinstance(chunk, int) or chunk < 1:
-        raise InputError(f"chunk must be a whole number of at least 1, got {chunk!r}")
+    if softcap is not None:
+        check_number(softcap, "softcap", "greater than 0 or None", above=0)
+    check_whole(chunk, "chunk", least=1)
     given = [rows] + [tensor for tensor in (weight, bias) if tensor is not None]
     if len({tensor.dtype for tensor in given}) > 1 and not torch.is_autocast_enabled(rows.device.type):
         kinds = ", ".join(str(tensor.dtype) for tensor in given)

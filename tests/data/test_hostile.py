@@ -224,5 +224,5 @@ def test_the_limit_is_the_longest_record_that_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True, float("inf"), None])
 def test_limits_that_are_none_are_refused(tmp_path: Path, limit: Any) -> None:
-    with pytest.raises(InputError, match="max_record_bytes must be a whole number of at least 1, got"):
+    with pytest.raises(InputError, match="max_record_bytes must be (a whole number of )?at least 1, got"):
         read_records(tmp_path, _raw, max_record_bytes=limit)

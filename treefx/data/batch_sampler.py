@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from treefx.arguments import check_number, check_whole
 from treefx.data.rank_steps import deal_rows
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
@@ -82,7 +83,9 @@ class TreeBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         weights: Sequence[Any] | None = None,
     ) -> None:
-        if not 0 <= rank < num_replicas:
+        check_whole(num_replicas, "num_replicas", least=1)
+        check_whole(seed, "seed")
+        if check_whole(rank, "rank") >= num_replicas:
             raise InputError(f"rank must be in [0, num_replicas = {num_replicas}), got {rank}")
         self.forest = Forest.from_sequences(sequences, weights)
         self.max_tokens = _read_budget(max_tokens, memory_limit_bytes, cost)
@@ -213,6 +216,7 @@ def first_fit_batches(forest: Forest, max_tokens: int) -> list[list[int]]:
 
     As the sparse tree mode of AReaL 1.0 packs its trees.
     """
+    check_whole(max_tokens, "max_tokens", least=1)
     batches: list[list[int]] = []
     covered: list[npt.NDArray[np.bool_]] = []
     for row, path in enumerate(forest.token_of):
@@ -238,12 +242,10 @@ def _read_budget(max_tokens: int | None, limit: int | None, cost: CostModel | No
     if (max_tokens is None) == (limit is None):
         raise InputError(f"expected max_tokens or memory_limit_bytes, got max_tokens={max_tokens} and {limit} bytes")
     if max_tokens is not None:
-        if max_tokens < 1:
-            raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
-        return max_tokens
+        return check_whole(max_tokens, "max_tokens", least=1)
     if cost is None:
         raise InputError("memory_limit_bytes needs cost=, the model's bytes per token: treefx.profile(...).cost")
-    assert limit is not None
+    limit = int(check_number(limit, "memory_limit_bytes", "a positive number of bytes", above=0))
     return cost.most_tokens(limit - cost.resident_bytes)
 
 

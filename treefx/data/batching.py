@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from treefx.arguments import check_whole
 from treefx.data.samples import IGNORED, Sample
 from treefx.errors import InputError
 
@@ -49,6 +50,10 @@ def collate(samples: Sequence[Sample], pad_id: int, *, pad_multiple: int = 1, le
     """
     if not samples:
         raise InputError("a batch needs at least one sample, got none")
+    check_whole(pad_id, "pad_id")
+    check_whole(pad_multiple, "pad_multiple", least=1)
+    if length is not None:
+        check_whole(length, "length", least=1, or_none="the longest sample's")
     longest = max(len(sample) for sample in samples)
     if length is not None and longest > length:
         raise InputError(f"length must be at least the longest sample's {longest} tokens, got {length}")
@@ -83,8 +88,9 @@ def batches(samples: Sequence[Sample], rows: int, *, max_tokens: int | None = No
     Raises:
         InputError: ``rows`` is not positive, or one row alone is over ``max_tokens``.
     """
-    if rows < 1:
-        raise InputError(f"rows must be at least 1, got {rows}")
+    check_whole(rows, "rows", least=1)
+    if max_tokens is not None:
+        check_whole(max_tokens, "max_tokens", least=1, or_none="any number")
     result: list[list[Sample]] = []
     longest = 0
     for sample in prefix_order(samples):

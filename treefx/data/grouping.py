@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from treefx.arguments import check_whole
 from treefx.data.files import MAX_RECORD_BYTES, OnError, ReadReport
 from treefx.data.loading import read_conversations
 from treefx.data.trajectories import Conversation
@@ -76,8 +77,8 @@ def group_trials(conversations: Iterable[Conversation], *, window: int | None = 
         InputError: no such window.
         RecordError: a trial of a task that is closed already; make the window larger, or sort the file by tasks.
     """
-    if window is not None and window < 1:
-        raise InputError(f"window must be at least 1, or None for all tasks, got {window}")
+    if window is not None:
+        check_whole(window, "window", least=1, or_none="all tasks")
     return _group(conversations, window)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from treefx.arguments import check_whole
 from treefx.data.samples import IGNORED
 from treefx.errors import InputError
 
@@ -41,6 +42,8 @@ def packed_batches(
         >>> batch.ids.tolist(), batch.positions.tolist(), batch.labels.tolist()
         ([[5, 5, 6, 0]], [[0, 0, 1, 0]], [[6, 6, 7, -100]])
     """
+    check_whole(rows, "rows", least=1)
+    check_whole(columns, "columns", least=1)
     if not documents:
         raise InputError("expected documents to pack, got none")
     for number, (ids, labels) in enumerate(documents):

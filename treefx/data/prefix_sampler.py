@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from treefx.arguments import check_whole, is_whole
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 
@@ -39,8 +40,9 @@ class PrefixSampler(Sampler[int]):
     """
 
     def __init__(self, sequences: Sequence[Any], rows: int, *, seed: int = 0) -> None:
-        if rows < 1 or not len(sequences):
-            raise InputError(f"expected rows to sample and at least 1 row per batch, got {len(sequences)} and {rows}")
+        if not len(sequences) or not is_whole(rows, 1):
+            raise InputError(f"expected rows to sample and at least 1 row per batch, got {len(sequences)} and {rows!r}")
+        check_whole(seed, "seed")
         self.forest = Forest.from_sequences(sequences)
         self.rows, self.seed, self.epoch = rows, seed, 0
 

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from treefx.arguments import check_whole, is_whole
 from treefx.data.trajectories import Conversation, Message, ToolCall
 from treefx.errors import InputError
 
@@ -97,8 +98,9 @@ def scripted_conversations(tasks: int = 8, trials: int = 4, seed: int = 0) -> li
     Raises:
         InputError: ``tasks`` or ``trials`` is not positive.
     """
-    if tasks < 1 or trials < 1:
-        raise InputError(f"tasks and trials must be at least 1, got tasks={tasks} and trials={trials}")
+    if not (is_whole(tasks, 1) and is_whole(trials, 1)):
+        raise InputError(f"tasks and trials must be at least 1, got tasks={tasks!r} and trials={trials!r}")
+    check_whole(seed, "seed")
     return [_play(task, trial, seed) for task in range(tasks) for trial in range(trials)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from treefx.arguments import check_whole
 from treefx.errors import InputError
 
 __all__ = ["SPECIAL_TOKENS", "BpeTokenizer", "ByteTokenizer", "Tokenizer", "train_tokenizer"]
@@ -123,7 +124,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenize
         InputError: The library ``tokenizers`` is not installed, or ``vocab_size`` has no room for all bytes.
     """
     smallest = _BYTES + len(SPECIAL_TOKENS)
-    if vocab_size < smallest:
+    if check_whole(vocab_size, "vocab_size", least=1) < smallest:
         raise InputError(f"vocab_size must be at least {smallest} (all bytes and the special tokens), got {vocab_size}")
     try:
         library: Any = importlib.import_module("tokenizers")

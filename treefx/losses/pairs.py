@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from treefx.arguments import check_number
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.losses.metrics import Metrics
@@ -146,6 +147,7 @@ def simpo(
         CoupledLossError: called on some of a forest's edges.
     """
     _check_positive(beta, "beta")
+    check_number(gamma, "gamma", "a finite number")
     chosen, rejected = indices = read_pairs(pairs, forest)
     means = row_sums(logp, forest, "simpo") / row_totals(forest, "simpo", indices).to(logp.dtype)
     if metrics is not None:
@@ -207,8 +209,7 @@ def orpo(
 
 def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
     """-log of the probability that the pair is as labelled, or with some probability the other way round."""
-    if not 0 <= label_smoothing < 0.5:
-        raise InputError(f"label_smoothing must be from 0 to below 0.5, got {label_smoothing}")
+    check_number(label_smoothing, "label_smoothing", "from 0 to below 0.5", least=0, below=0.5)
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 
 
@@ -247,5 +248,4 @@ def _record_pairs(metrics: Metrics, rewards: Tensor, logps: Tensor, chosen: Tens
 
 
 def _check_positive(value: float, name: str) -> None:
-    if not value > 0:
-        raise InputError(f"{name} must be greater than 0, got {value}")
+    check_number(value, name, "greater than 0", above=0)

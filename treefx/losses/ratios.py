@@ -10,7 +10,14 @@ from torch import Tensor
 
 from treefx.errors import ForestError, InputError
 from treefx.forests.forest import Forest
-from treefx.losses.reading import PerEdge, check_weights, counted, read_per_token, require_whole
+from treefx.losses.reading import (
+    PerEdge,
+    check_weights,
+    counted,
+    read_entries,
+    read_per_token,
+    require_whole,
+)
 from treefx.losses.terms import Collect, align
 
 __all__ = ["Groups", "Level", "Ratios", "compute_ratios", "read_groups"]
@@ -114,14 +121,15 @@ class _Sequences:
 
 def read_groups(groups: Groups, forest: Forest) -> Tensor:
     """int64 [raw]: the group of every raw token, counting from 0."""
-    if isinstance(groups, Tensor) and groups.ndim == 1 or all(isinstance(group, int) for group in groups):
+    given = [] if isinstance(groups, Tensor) else read_entries(groups, "groups")
+    if (groups.ndim == 1) if isinstance(groups, Tensor) else all(isinstance(group, int) for group in given):
         numbers = torch.as_tensor(groups, device=forest.device)
-        if numbers.shape != (len(forest),) or numbers.is_floating_point():
+        if numbers.shape != (len(forest),) or numbers.is_floating_point() or numbers.is_complex():
             got = f"{numbers.dtype} {list(numbers.shape)}"
             raise ForestError(f"groups must be one integer per row [{len(forest)}] or a vector per row, got {got}")
         found = torch.repeat_interleave(torch.unique(numbers, return_inverse=True)[1], forest.row_lengths)
     else:
-        step = read_per_token(groups, forest, "groups")  # type: ignore[arg-type]
+        step = read_per_token(groups, forest, "groups", torch.int64)  # type: ignore[arg-type]
         row = torch.repeat_interleave(forest.row_lengths).to(step.dtype)
         found = torch.unique(torch.stack([row, step], 1), dim=0, return_inverse=True)[1]
     return found

@@ -1,12 +1,13 @@
 """Check what losses are given and bring it to one value per edge, per entry or per raw token."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from treefx.errors import CoupledLossError, ForestError, InputError
+from treefx.arguments import check_number, read_tensor
+from treefx.errors import CoupledLossError, ForestError
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_weights",
     "counted",
     "read_bounds",
+    "read_entries",
     "read_per_edge",
     "read_per_row",
     "read_per_token",
@@ -84,10 +86,12 @@ def require_whole(forest: Forest, name: str) -> None:
 
 def read_bounds(clip: float | tuple[float, float]) -> tuple[float, float]:
     """(low, high) of a clip range [1 - low, 1 + high]."""
-    bounds = (clip, clip) if isinstance(clip, int | float) else tuple(clip)
-    if len(bounds) != 2 or not all(bound >= 0 for bound in bounds):
-        raise InputError(f"clip must be at least 0, or a pair (low, high) of such, got {clip}")
-    return float(bounds[0]), float(bounds[1])
+    bounds = tuple(clip) if isinstance(clip, tuple | list) and len(clip) == 2 else (clip, clip)
+    low, high = (
+        check_number(bound, "clip", "at least 0, or a pair (low, high) of such", least=0, infinite=True)
+        for bound in bounds
+    )
+    return low, high
 
 
 def read_per_edge(values: PerEdge, forest: Forest) -> Tensor | None:
@@ -105,9 +109,10 @@ def read_per_row(values: PerRow, forest: Forest, name: str) -> Tensor:
     """float64 [raw]: the value of every raw token, from one number per row or what `read_per_token` takes."""
     values = _own_rows(values, forest)
     if isinstance(values, Tensor) and values.ndim == 1 and len(values) == len(forest):
+        _check_real(values, name)
         numbers = values.detach().to(forest.device, torch.float64)
         return torch.repeat_interleave(numbers, forest.row_lengths)
-    if not isinstance(values, Tensor) and all(isinstance(value, int | float) for value in values):
+    if not isinstance(values, Tensor) and all(isinstance(value, int | float) for value in read_entries(values, name)):
         return read_per_row(torch.tensor(values, dtype=torch.float64), forest, name)
     return read_per_token(values, forest, name)  # type: ignore[arg-type]
 
@@ -124,15 +129,16 @@ def _own_rows(values: PerRow, forest: Forest) -> PerRow:
     return [values[row] for row in share.rows.tolist()]
 
 
-def read_per_token(values: PerEdge, forest: Forest, name: str) -> Tensor:
-    """float64 [raw]: values of all rows end to end, from a vector per row or the padded batch's [B, T]."""
+def read_per_token(values: PerEdge, forest: Forest, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[raw] of a dtype: values of all rows end to end, from a vector per row or the padded batch's [B, T]."""
     values = _own_rows(values, forest)  # type: ignore[assignment]
     if isinstance(values, Tensor):
+        _check_real(values, name)
         got = str(list(values.shape))
         if values.shape == (len(forest), forest.padded_width):
-            return values.detach().to(forest.device, torch.float64)[forest.padded_token_of() >= 0]
+            return _converted(values.detach().to(forest.device)[forest.padded_token_of() >= 0], name, dtype)
     else:
-        rows = [torch.as_tensor(row, dtype=torch.float64).detach().to(forest.device) for row in values]
+        rows = [_as_vector(row, name, dtype).detach().to(forest.device) for row in read_entries(values, name)]
         got = ", ".join(str(list(row.shape)) for row in rows)
         if [row.shape for row in rows] == [(length,) for length in forest.row_lengths.tolist()]:
             return torch.cat(rows)
@@ -141,3 +147,34 @@ def read_per_token(values: PerEdge, forest: Forest, name: str) -> Tensor:
         f"per row), a list of {len(forest)} vectors as long as their rows, or a tensor of the padded batch's "
         f"shape; got shape {got[:80]}"
     )
+
+
+def read_entries(values: object, name: str) -> Sequence[Any]:
+    """Refuse what is no list with an entry per row."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ForestError(f"{name} must be a tensor, or a list with one entry per row, got {type(values).__name__}")
+    return values
+
+
+def _as_vector(row: object, name: str, dtype: torch.dtype) -> Tensor:
+    try:
+        vector = read_tensor(row)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ForestError(f"{name} must be numbers, a vector per row, got {type(row).__name__}: {error}") from error
+    _check_real(vector, name)
+    return _converted(vector, name, dtype)
+
+
+def _converted(values: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """The same numbers in another dtype; integers are made of whole numbers alone."""
+    if not dtype.is_floating_point and values.is_floating_point():
+        whole = (values.trunc() == values) & values.isfinite()  # NaN equals nothing
+        if not bool(whole.all()):
+            raise ForestError(f"{name} must be whole numbers, got {float(values[~whole][0])}")
+    return values.to(dtype)
+
+
+def _check_real(values: Tensor, name: str) -> None:
+    """Refuse complex numbers, whose imaginary parts a conversion would drop."""
+    if values.is_complex():
+        raise ForestError(f"{name} must be real numbers, got {values.dtype}")

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from treefx.arguments import check_number
 from treefx.errors import ForestError, InputError
 from treefx.forests.forest import Forest
 
@@ -26,8 +27,7 @@ class Constant:
     length: float
 
     def __post_init__(self) -> None:
-        if not self.length > 0:
-            raise InputError(f"Constant(length) must be greater than 0, got {self.length}")
+        check_number(self.length, "Constant(length)", "a finite number greater than 0", above=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ def _group_means(weight: Tensor, has_weight: Tensor, group: Tensor) -> Tensor:
 def _read_prompts(prompts: Sequence[int] | Tensor, weight: Tensor) -> Tensor:
     """int64 [W], counting from 0."""
     values = torch.as_tensor(prompts, device=weight.device)
-    if values.shape != (len(weight),) or values.is_floating_point():
+    if values.shape != (len(weight),) or values.is_floating_point() or values.is_complex():
         raise ForestError(
             f"PromptMean(prompts) needs one integer per row, [{len(weight)}], got {values.dtype} {list(values.shape)}"
         )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from treefx.arguments import check_number
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.losses.metrics import Metrics
@@ -114,8 +115,8 @@ def clipped(
     """
     check_logp(logp, forest)
     low, high = read_bounds(clip)
-    if dual_clip is not None and not dual_clip > 1:
-        raise InputError(f"dual_clip must be greater than 1, or None, got {dual_clip}")
+    if dual_clip is not None:
+        check_number(dual_clip, "dual_clip", "greater than 1, or None", above=1, infinite=True)
     check_weights(forest, "the clipped policy loss")
     gains = _gains(forest, advantages, importance, reduction)
     ratios = compute_ratios(logp, forest, old_logp, level, groups, gains != 0)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from treefx.arguments import check_number
 from treefx.errors import ForestError, InputError
 from treefx.forests.forest import Forest
 from treefx.losses.metrics import Metrics
@@ -60,8 +61,9 @@ def kto(
         InputError: a number is out of range, no such reduction, or not one of `kl` and `kl_rows`.
         CoupledLossError: called on some of a forest's edges.
     """
-    if not beta > 0:
-        raise InputError(f"beta must be greater than 0, got {beta}")
+    check_number(beta, "beta", "greater than 0", above=0)
+    check_number(desirable_weight, "desirable_weight", "a finite number of at least 0", least=0)
+    check_number(undesirable_weight, "undesirable_weight", "a finite number of at least 0", least=0)
     good, other = _read_judgements(desirable, forest), _read_rows(kl_rows, forest)
     sums = row_sums(logp, forest, "kto")
     log_ratio = sums - ref_sums(ref_logp, forest).to(sums.dtype)
@@ -84,10 +86,7 @@ def _reference_point(log_ratio: Tensor, kl: float | Tensor | None, rows: Tensor 
         )
     if rows is not None:
         return log_ratio[rows].mean().clamp(min=0)
-    point = torch.as_tensor(kl, dtype=torch.float64).detach().to(log_ratio)
-    if point.numel() != 1 or not bool(point >= 0):
-        raise InputError(f"kl must be one number of at least 0, got {kl}")
-    return point.reshape(())
+    return log_ratio.new_tensor(check_number(kl, "kl", "one number of at least 0", least=0))
 
 
 def _read_judgements(desirable: Tensor | Sequence[bool], forest: Forest) -> Tensor:

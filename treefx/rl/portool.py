@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treefx.arguments import check_number
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.rl.relative import Numbers, Scale, group_relative, read_numbers
@@ -65,8 +66,7 @@ def step_rewards(
     formatting = torch.zeros(len(tree), dtype=torch.float64)
     if format_rewards is not None:
         formatting = read_numbers(format_rewards, len(tree), "format_rewards", "step")
-    if not 0 <= gamma <= 1:
-        raise InputError(f"gamma must be in [0, 1], got {gamma}")
+    check_number(gamma, "gamma", "in [0, 1]", least=0, most=1)
     if exponent not in ("steps_after", "steps_from"):
         raise InputError(f"exponent must be 'steps_after' or 'steps_from', got {exponent!r}")
     left = tree.path_lengths[tree.entry_row] - tree.position[tree.entry_step] + (exponent == "steps_from")

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treefx.arguments import check_number, read_tensor
 from treefx.errors import InputError
 
 __all__ = ["Numbers", "Scale", "group_relative", "read_numbers"]
@@ -48,8 +49,7 @@ def group_relative(
     """
     if scale not in ("sample_std", "population_std", "none"):
         raise InputError(f"scale must be 'sample_std', 'population_std' or 'none', got {scale!r}")
-    if not epsilon >= 0:
-        raise InputError(f"epsilon must be at least 0, got {epsilon}")
+    check_number(epsilon, "epsilon", "at least 0", least=0)
     weights = torch.ones_like(values) if weights is None else weights
     number = torch.unique(group, return_inverse=True)[1]
     count = torch.bincount(number, weights)
@@ -72,7 +72,10 @@ def read_numbers(values: Numbers, count: int, name: str, unit: str) -> Tensor:
         InputError: another number of them, no numbers, or NaN or infinity.
     """
     try:
-        read = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+        read = read_tensor(values)
+        if read.is_complex():
+            raise TypeError(f"{read.dtype} are no real numbers")
+        read = read.detach().to("cpu", torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{name} must be numbers, one per {unit}, got {type(values).__name__}: {error}") from error
     if read.shape != (count,):

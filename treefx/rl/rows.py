@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from treefx.arguments import check_number
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.rl.relative import Numbers, Scale, group_relative, read_numbers
@@ -138,6 +139,7 @@ def reinforce_plus_plus_tokens(
     Raises:
         InputError: an argument does not fit.
     """
+    check_number(beta, "beta", "a finite number")
     tree = read_tree(tree)
     values = _less_baseline(_read_rewards(rewards, tree), tree, baseline)
     shapes = [[list(x.shape) for x in given] for given in (mask, kl)]
@@ -187,6 +189,8 @@ def tree_grpo(
     Raises:
         InputError: an argument does not fit.
     """
+    for name, weight in (("w_intra", w_intra), ("w_inter", w_inter)):
+        check_number(weight, name, "a finite number")
     tree = read_tree(tree)
     values = _read_rewards(rewards, tree)
     intra = group_relative(values, tree.tree, scale, epsilon)

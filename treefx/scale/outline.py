@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from treefx.arguments import check_whole
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.forests.input import read_sequences
@@ -97,6 +98,7 @@ def fingerprint(tokens: Any, chunk: int = CHUNK) -> IntArray:
     Raises:
         ForestError: not a row of token ids.
     """
+    check_whole(chunk, "chunk", least=1)
     (row,) = read_sequences([tokens], None).rows
     running, marks = hashlib.blake2b(digest_size=8), []
     for start in range(0, len(row), chunk):

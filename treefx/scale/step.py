@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from treefx.arguments import check_number
 from treefx.forests.forest import Forest
 from treefx.planning.cost.model import CostModel
 from treefx.planning.search.plan import Plan
@@ -30,6 +31,12 @@ class Step:
     plans: dict[int, Plan]
     resident_bytes: float
     link_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.link_bytes_per_second is not None:
+            check_number(
+                self.link_bytes_per_second, "link_bytes_per_second", "above 0, or None", above=0, infinite=True
+            )
 
     @property
     def wire_bytes(self) -> float:

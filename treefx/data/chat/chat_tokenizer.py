@@ -1,12 +1,12 @@
 """Rows of conversations by the chat template of any Hugging Face tokenizer."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from treefx.arguments import check_number
 from treefx.data.chat.messages import Arguments
 from treefx.data.chat.rendering import Engine, RenderedChat
 from treefx.data.formats.openai_chat import RESERVED_OPTIONS
@@ -68,10 +68,8 @@ class ChatTokenizer:
             )
         if arguments not in ("object", "text"):
             raise InputError(f"arguments must be 'object' or 'text', got {arguments!r}")
-        if template_seconds is not None and not _is_seconds(template_seconds):
-            raise InputError(
-                f"template_seconds must be a number of seconds above 0, or None for no limit, got {template_seconds!r}"
-            )
+        if template_seconds is not None:
+            check_number(template_seconds, "template_seconds", "a number of seconds above 0, or None", above=0)
         self.engine = tokenizer
         self._arguments: Arguments = arguments
         self._cut, self._markers, self._recorded, self._options = cut_at_turns, markers, recorded, options
@@ -211,7 +209,3 @@ class ChatTokenizer:
     def _encode(self, text: str) -> Tokens:
         """With what the tokenizer adds by itself, such as the token for a text's beginning."""
         return np.asarray(self.engine(text)["input_ids"], dtype=np.int64)
-
-
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

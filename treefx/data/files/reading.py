@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from treefx.arguments import check_whole
 from treefx.data.files.nulls import NullFields
 from treefx.data.files.opening import open_bytes
 from treefx.data.files.parsing import parse_records
@@ -95,8 +96,7 @@ def read_records(
         raise InputError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
     if drop_null_arguments is not None and not isinstance(drop_null_arguments, bool):
         raise InputError(f"drop_null_arguments must be True, False or None, got {drop_null_arguments!r}")
-    if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 1:
-        raise InputError(f"max_record_bytes must be a whole number of at least 1, got {max_record_bytes!r}")
+    check_whole(max_record_bytes, "max_record_bytes", least=1)
     counts = ReadReport() if report is None else report
     records = _walk(_find_files(path), progress, counts, max_record_bytes)
     nulls = NullFields(drop_null_arguments, counts.null_fields)

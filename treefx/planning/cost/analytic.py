@@ -8,6 +8,7 @@ intermediates of the gated MLP; the logits and their gradient at the top. An est
 
 from dataclasses import dataclass
 
+from treefx.arguments import check_number, check_whole
 from treefx.planning.cost.model import Bytes, CostModel, Seconds
 
 __all__ = ["Dimensions", "estimate_cost"]
@@ -44,6 +45,15 @@ class Dimensions:
     active_parameters: int
     bytes_per_number: int
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that no model has.
+
+        Raises:
+            InputError: a size is no whole number of at least 1.
+        """
+        for name, size in vars(self).items():
+            check_whole(size, name, least=1)
+
 
 def estimate_cost(
     dimensions: Dimensions, *, flops_per_second: float, host_bytes_per_second: float | None = None
@@ -55,6 +65,9 @@ def estimate_cost(
         flops_per_second: that the machine reaches in training.
         host_bytes_per_second: speed to host memory; None: nothing is put there.
     """
+    check_number(flops_per_second, "flops_per_second", "above 0", above=0)
+    if host_bytes_per_second is not None:
+        check_number(host_bytes_per_second, "host_bytes_per_second", "above 0, or None", above=0, infinite=True)
     d = dimensions
     q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
     layer = 4 * d.hidden + 2 * q + 2 * kv + 3 * d.intermediate

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from treefx.errors import InputError
+from treefx.arguments import check_number
 from treefx.planning.cost.model import CostModel
 
 __all__ = ["available_bytes", "check_limit"]
@@ -23,11 +23,9 @@ def check_limit(limit: object, device: torch.device, cost: CostModel) -> int:
     Raises:
         InputError: neither a positive number nor "auto".
     """
-    if limit == "auto":
+    if isinstance(limit, str) and limit == "auto":
         return available_bytes(device, cost)
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-        raise InputError(f"memory_limit_bytes must be a positive number of bytes or 'auto', got {limit!r}")
-    return int(limit)
+    return int(check_number(limit, "memory_limit_bytes", "a positive, finite number of bytes or 'auto'", above=0))
 
 
 def available_bytes(device: torch.device, cost: CostModel) -> int:

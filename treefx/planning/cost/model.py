@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from treefx.documents import Field, finite
+from treefx.arguments import check_number
+from treefx.documents import Field
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 FloatArray = npt.NDArray[np.float64]
+_HOST = "host_bytes_per_second"
 
 LOGITS_ROWS = 512
 """Rows of logits that `edge_logprobs` has in float32 at a time."""
@@ -212,11 +214,10 @@ class CostModel:
             InputError: a figure is negative, NaN or infinite.
         """
         for name, value in vars(self).items():
-            numbers = value if isinstance(value, Seconds) else () if isinstance(value, Bytes | None) else (value,)
-            if not finite(*numbers):
-                raise InputError(f"CostModel needs figures that are finite and at least 0, got {name}={value!r}")
+            for number in value if isinstance(value, Seconds) else () if isinstance(value, Bytes | None) else (value,):
+                check_number(number, name, "finite and at least 0", least=0, infinite=name == _HOST)
         if self.host_bytes_per_second == 0:
-            raise InputError("CostModel needs host_bytes_per_second above 0, or None for no host memory, got 0")
+            raise InputError(f"{_HOST} must be above 0, or None for no host memory, got 0")
 
     def for_forest(self, forest: Forest) -> "CostModel":
         """The same with what the forest itself takes among the resident bytes."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from treefx.arguments import check_whole, is_whole
 from treefx.errors import InputError
 from treefx.rl.rollouts.growth import Branch, GrowingTree
 from treefx.rl.rollouts.protocol import Completion, Environment, Generate
@@ -61,11 +62,13 @@ def rollout(
         ...     logp, rollouts.forest, rollouts.old_logprobs, rollouts.steps.to_tokens(advantages)
         ... )
     """
-    if not len(tasks) or min(max_steps, tool_threads) < 1 or seed < 0:
+    if not len(tasks) or not (is_whole(max_steps, 1) and is_whole(tool_threads, 1) and is_whole(seed)):
         raise InputError(
             "expected a task, max_steps >= 1, tool_threads >= 1 and seed >= 0, "
-            f"got {len(tasks)} tasks, {max_steps}, {tool_threads} and {seed}"
+            f"got {len(tasks)} tasks, {max_steps!r}, {tool_threads!r} and {seed!r}"
         )
+    if max_length is not None:
+        check_whole(max_length, "max_length", least=1, or_none="no limit")
     trees = [GrowingTree(*environment.start(task), f"task {number}") for number, task in enumerate(tasks)]
     growths = [
         scheme.grow(tree, np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,))))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from treefx.arguments import check_whole
 from treefx.errors import InputError
 from treefx.rl.rollouts.growth import PROMPT, Branch, GrowingTree
 
@@ -69,7 +70,8 @@ class PortoolTree:
 
     def __post_init__(self) -> None:
         _check(trajectories=self.trajectories, forks=self.forks)
-        if self.first_steps is not None and not 1 <= self.first_steps <= self.trajectories:
+        first = self.first_steps
+        if first is not None and not 1 <= check_whole(first, "first_steps", least=-1) <= self.trajectories:
             raise InputError(f"first_steps must be in [1, trajectories = {self.trajectories}], got {self.first_steps}")
 
     def grow(self, tree: GrowingTree, random: np.random.Generator, /) -> Iterator[Sequence[Branch]]:
@@ -104,8 +106,7 @@ class RandomExpansion:
 
     def __post_init__(self) -> None:
         _check(chains=self.chains, nodes=self.nodes)
-        if self.rounds < 0:
-            raise InputError(f"rounds must be at least 0, got {self.rounds}")
+        check_whole(self.rounds, "rounds")
 
     def grow(self, tree: GrowingTree, random: np.random.Generator, /) -> Iterator[Sequence[Branch]]:
         """Yield chains to their ends, then in each round the drawn branches to theirs."""
@@ -124,5 +125,4 @@ class RandomExpansion:
 
 def _check(**counts: int) -> None:
     for name, count in counts.items():
-        if count < 1:
-            raise InputError(f"{name} must be at least 1, got {count}")
+        check_whole(count, name, least=1)

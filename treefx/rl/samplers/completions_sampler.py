@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from treefx.arguments import check_number, is_whole
 from treefx.errors import InputError, TreefxError, UnsupportedError
 from treefx.rl.rollouts.protocol import Completion
 
@@ -72,11 +73,14 @@ class CompletionsSampler:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if min(self.max_new_tokens, self.concurrency) < 1 or self.retries < 0:
+        if not (is_whole(self.max_new_tokens, 1) and is_whole(self.concurrency, 1) and is_whole(self.retries)):
             raise InputError(
                 "max_new_tokens and concurrency must be at least 1 and retries at least 0, "
-                f"got {self.max_new_tokens}, {self.concurrency} and {self.retries}"
+                f"got {self.max_new_tokens!r}, {self.concurrency!r} and {self.retries!r}"
             )
+        check_number(self.temperature, "temperature", "a finite number of at least 0", least=0)
+        check_number(self.timeout, "timeout", "a number of seconds above 0", above=0)
+        check_number(self.pause, "pause", "a number of seconds of at least 0", least=0)
         if not self.url.startswith(("http://", "https://")):
             raise InputError(f"url must begin with http:// or https://, got {self.url!r}")
         if self.temperature != 1 and not self.tempered_logprobs:

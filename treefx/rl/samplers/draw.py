@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treefx.errors import InputError
+from treefx.arguments import check_number, check_whole
 
 __all__ = ["Drawing", "draw", "uniforms"]
 
@@ -24,12 +24,11 @@ class Drawing:
     """Draw from the fewest most probable tokens that have this probability together."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise InputError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k must be at least 1 or None, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p must be in (0, 1] or None, got {self.top_p}")
+        check_number(self.temperature, "temperature", "at least 0", least=0)
+        if self.top_k is not None:
+            check_whole(self.top_k, "top_k", least=1, or_none="all")
+        if self.top_p is not None:
+            check_number(self.top_p, "top_p", "in (0, 1] or None", above=0, most=1)
 
 
 def uniforms(seeds: Sequence[int], count: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treefx.arguments import check_whole
 from treefx.errors import InputError, UnsupportedError
 from treefx.rl.rollouts.protocol import Completion
 from treefx.rl.samplers.draw import Drawing, draw, uniforms
@@ -65,8 +66,9 @@ class TransformersSampler:
         max_rows: int | None = None,
         check: bool = True,
     ) -> None:
-        if max_new_tokens < 1 or (max_rows is not None and max_rows < 1):
-            raise InputError(f"max_new_tokens and max_rows must be at least 1, got {max_new_tokens} and {max_rows}")
+        check_whole(max_new_tokens, "max_new_tokens", least=1)
+        if max_rows is not None:
+            check_whole(max_rows, "max_rows", least=1, or_none="any number")
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         _refuse_unfit(model)
         self.model, self.max_new_tokens, self.max_rows = model, max_new_tokens, max_rows
