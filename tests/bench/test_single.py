@@ -93,9 +93,7 @@ def test_a_name_that_is_no_model_gets_a_short_answer(name: str, words: str) -> N
 
 def test_a_library_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "x_transformers", None)
-    with pytest.raises(
-        InputError, match="library 'x-transformers', which cannot be imported: import of"
-    ):
+    with pytest.raises(InputError, match="library 'x-transformers', which cannot be imported: import of"):
         build_model("x-transformers-sinks", 8)
 
 
@@ -131,6 +129,14 @@ def test_a_reference_that_cannot_run_is_said_and_loses_nothing(monkeypatch: pyte
     done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     read = json.loads(done.stdout)
     assert read["gradient_error"] is None and "no double here" in read["not_compared"] and done.stderr == ""
+
+
+def test_a_graph_that_does_not_exist_loses_nothing_else(tmp_path: Path) -> None:
+    page, graph = tmp_path / "page.html", tmp_path / "graph.py"
+    arguments = ["inspect", "nanogpt-flash", "--inner", "eager", "--stage", "backward", "--out", str(graph)]
+    done = CliRunner().invoke(app, [*arguments, "--html", str(page)])
+    assert isinstance(done.exception, InputError) and "never with inner='eager'" in str(done.exception)
+    assert page.exists() and not graph.exists() and "gradients against eager float64" in done.stdout
 
 
 def _run(change: Any) -> GradientCheck:

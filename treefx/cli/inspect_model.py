@@ -9,6 +9,7 @@ import typer
 
 from treefx.cli.checks import check_choice, check_output
 from treefx.config import Config
+from treefx.errors import InputError
 from treefx.output import print_json, print_line, waiting
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def inspect(
         run = run_single(built, batch, inner)
         report = treefx.inspect(run.compiled)
         progress.tell("writing the report")
-        written = _write(report, stage, out, html)
+        written, refusal = _write(report, stage, out, html)
     if not json:
         print_line(report.summary())
         for line in written:
@@ -65,20 +66,25 @@ def inspect(
     with waiting("comparing gradients with eager float64", quiet=json):
         check = run.check_gradients()
     _show(check, report, json)
+    if refusal is not None:
+        raise refusal
     if check.is_wrong:
         raise typer.Exit(1)
 
 
-def _write(report: Inspection, stage: str, out: Path | None, html: Path | None) -> list[str]:
-    """Write the files, and return a line about each."""
+def _write(report: Inspection, stage: str, out: Path | None, html: Path | None) -> tuple[list[str], InputError | None]:
+    """Write the files, and return a line about each; a graph that does not exist must not lose the page."""
     written = []
-    if out is not None:
-        out.write_text(report.readable(stage), encoding="utf-8")
-        written.append(f"{stage} graph: {out}")
     if html is not None:
         report.to_html(html)
         written.append(f"page: {html}")
-    return written
+    if out is not None:
+        try:
+            out.write_text(report.readable(stage), encoding="utf-8")
+        except InputError as error:
+            return written, error
+        written.append(f"{stage} graph: {out}")
+    return written, None
 
 
 def _show(check: GradientCheck, report: Inspection, json: bool) -> None:
