@@ -204,6 +204,7 @@ def test_rows_of_a_packed_sequence_and_padding_are_counted_apart() -> None:
     assert (padded.counts.raw_tokens, padded.counts.distinct_tokens) == (5, 3)
     assert CallRows.find({"input_ids": ids, "past": torch.zeros(1, 2, 3, 4)}) is None
     assert CallRows.find({"labels": ids}) is None
+    assert CallRows.find({"ends": torch.tensor([3, 6]), "positions": positions[0]}) is None
 
 
 def test_a_graph_break_in_a_called_module_names_that_module() -> None:

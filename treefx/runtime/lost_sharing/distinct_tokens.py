@@ -17,6 +17,8 @@ __all__ = ["CallRows", "Counts"]
 
 _NO_IDS = ("mask", "position", "label", "type", "segment", "target", "cache", "buffer")
 """Parts of the names of integer inputs [B, T] that are not token ids."""
+_FLAT_IDS = ("ids", "tokens", "idx")
+"""Ends of the names of integer inputs [T] that are."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class CallRows:
         tensors = {name: x for name, x in named.items() if type(x) is Tensor and not x.is_meta}
         ids = _find_ids(tensors)
         if ids is None:  # [T] without a dimension of rows, whose positions tell sequences apart
-            tensors = {name: x[None] if x.dim() == 1 else x for name, x in tensors.items()}
-            ids = _find_ids(tensors)
+            flat = {name: x[None] for name, x in tensors.items() if x.dim() == 1}
+            ids = _find_ids({name: x for name, x in flat.items() if name.endswith(_FLAT_IDS)})
+            tensors |= flat
         if ids is None or any(x.dim() == 4 and x.is_floating_point() for x in tensors.values()):
             return None
         mask = _like(ids, tensors, "attention_mask")
