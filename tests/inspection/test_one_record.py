@@ -31,6 +31,14 @@ def trained(what: str = "", *shared: int, **options: Any) -> Any:
     return model
 
 
+def refused_later() -> Any:
+    """Dynamo compiles the model again: another graph of the same function ran before."""
+    model = trained()
+    model._orig_mod.what = "dropout"
+    train(model, ids_of())
+    return model
+
+
 def without_gradients() -> Any:
     model = compiled()
     with torch.no_grad():
@@ -78,7 +86,7 @@ SITUATIONS: dict[str, tuple[str, Callable[[], Any]]] = {
     "below min_sharing": ("ordinary", lambda: trained(min_sharing=9.0)),
     "nothing to share after a packed call": ("ordinary", lambda: trained("", 6, 0, inner="aot_eager")),
     "not causal": ("ordinary", lambda: trained("not causal")),
-    "refused after a packed call": ("ordinary", lambda: trained("dropout", on_unsupported="fallback")),
+    "refused after a packed call": ("ordinary", refused_later),
     "one layer on rows": ("packed", lambda: trained("mean", inner="aot_eager")),
     "on_unsupported='fallback'": ("ordinary", lambda: trained("mean", on_unsupported="fallback")),
     "break in the loop": ("ordinary", lambda: trained("break in the loop")),
