@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, fx
 
 from treefx.passes.causal.domain import CausalDomain, token_dims
@@ -31,6 +32,7 @@ from treefx.passes.labels.label_tokens import Improve, Tokens
 
 __all__ = ["Contracted", "Contractor", "contracting", "leaks", "mixes"]
 
+aten = torch.ops.aten
 _LARGEST_UNLEARNED = 4
 """Functions of the inputs alone with more entries per position are masks, which are lifted instead."""
 
@@ -105,11 +107,12 @@ def mixes(gm: fx.GraphModule) -> bool:
 
 
 def leaks(node: fx.Node, live: set[fx.Node]) -> bool:
-    """Whether a value computed per row reaches anything but contracted values."""
+    """Whether a value computed per row reaches anything but contracted values: an output, or an input that the graph
+    changes in place (a buffer that counts tokens, say)."""
     stack, seen = [node], {node}
     while stack:
         top = stack.pop()
-        if top.op == "output":
+        if top.op == "output" or top.target is aten.copy_.default:
             return True
         fact = fact_of(top)
         if isinstance(fact.law, _MIXERS) or fact.kind is Kind.INVARIANT:  # the latter borrows a shape

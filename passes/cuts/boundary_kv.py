@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,7 +35,9 @@ from treefx.errors import UnsupportedError
 from treefx.kernels import ops as _tree_operator  # noqa: F401  (registers it)
 from treefx.kernels.score import Score, walk
 from treefx.passes.cuts.boundary_windows import Window, extend_windows, find_windows
+from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.ranks import collectives as _collectives  # noqa: F401  (registers sums over ranks)
+from treefx.passes.trace import changed_inputs as _changed_inputs  # noqa: F401  (registers as_read)
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 
@@ -56,6 +58,7 @@ _ATTENTION = torch.ops.treefx.tree_attention.default
 _TOKEN_WISE = {
     _ATTENTION, torch.ops.treefx.custom_function.default, operator.getitem, torch.ops.treefx.sum_over_ranks.default,
     torch.ops.treefx.same_on_ranks.default, torch.ops.treefx.gather_pieces.default, torch.ops.treefx.own_piece.default,
+    torch.ops.treefx.as_read.default,
 }  # fmt: skip
 _VECTORS = (torch.int32, torch.int32, torch.int64)
 """Dtypes of lo, hi and the boundary's columns."""
@@ -86,12 +89,14 @@ class CutGraph:
             along the tree, [1, P, 1, width] each.
         results: the uncut graph's outputs where they are not computed: a stand-in, or the constant itself.
         reads_parents: whether it takes the parents of the own tokens [N], of the boundary's [P] and of nothing [1].
+        changed: positions of the inputs that it changes in place: counters among the model's buffers.
     """
 
     run: Run | Ranks
     caches: list[Tensor]
     results: list[Any]
     reads_parents: bool
+    changed: list[int] = field(default_factory=list)
 
 
 def add_boundary(
@@ -124,7 +129,7 @@ def add_boundary(
     gm.recompile()
     fakes = cutter.inputs if run == "train" else [_without_gradient(x, mode) for x in cutter.inputs]
     FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
-    return gm, fakes, CutGraph(run, cutter.caches, results, bool(windows))
+    return gm, fakes, CutGraph(run, cutter.caches, results, bool(windows), _changed(gm))
 
 
 def check_operators(gm: fx.GraphModule) -> None:
@@ -136,6 +141,12 @@ def check_operators(gm: fx.GraphModule) -> None:
                 f"a forest can be cut where tokens meet in attention or in a convolution, but the model runs "
                 f"{node.target}, whose state does not cross cuts; run the uncut forest (treefx.use), or a smaller one"
             )
+
+
+def _changed(gm: fx.GraphModule) -> list[int]:
+    """Positions of the inputs that a graph changes in place."""
+    changed = changed_inputs(gm)
+    return [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in changed]
 
 
 def _without_gradient(x: Any, mode: FakeTensorMode) -> Any:

@@ -7,13 +7,13 @@ words for that (there, the new value is a function of the old one, with a deriva
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-__all__ = ["check_changes", "seen_by_autograd"]
+__all__ = ["changed_by", "check_changes", "seen_by_autograd"]
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior,
@@ -43,6 +43,39 @@ def seen_by_autograd(nodes: Iterable[fx.Node]) -> tuple[bool, ...]:
     """Which values have gradients, as Dynamo saw them: what decides about a change beside the operators."""
     examples = map(_example, nodes)
     return tuple(x is not None and x.requires_grad for x in examples)
+
+
+def changed_by(gm: fx.GraphModule, positions: Collection[int]) -> tuple[fx.Node, fx.Node] | None:
+    """Find the first operator in Dynamo's graph that writes into an input what some inputs or their sizes determine.
+
+    Args:
+        gm: Dynamo's graph.
+        positions: Those inputs, among all placeholders.
+
+    Returns:
+        The operator and the placeholder it changes, such as a buffer that counts tokens. None if there is none: what a
+        counter of steps holds depends on no input.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    changeable = {_memory(node): node for node in placeholders if _memory(node) is not None}
+    made, memory = {placeholders[i] for i in positions}, set[int | None]()
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if not any(source in made or _memory(source) in memory for source in node.all_input_nodes):
+            continue
+        made.add(node)
+        changed = _changed(node)
+        if changed is not None and _storage(changed) in changeable:
+            return node, changeable[_storage(changed)]
+        if changed is not None:
+            memory.add(_storage(changed))
+    return None
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = _example(node)
+    return None if value is None else _storage(value)
 
 
 def _changed(node: fx.Node) -> Tensor | None:

@@ -64,7 +64,7 @@ class CompiledGraph:
         packed = PackedRun(passes, self._records)
         self._ordinary = Ordinary(gm, config.compiler, self._records)
         self._rows = RowsRun(gm, roles, self._analyses, packed, self._ordinary, config, self._records)
-        self._native = NativeRun(roles, packed, self._records, 1 if self._own is None else self._own.ranks)
+        self._native = NativeRun(gm, roles, packed, self._records, 1 if self._own is None else self._own.ranks)
         self._watch = SharingWatch(gm, roles, config, cached=cached)
         self._attends = _attends_on_tree(gm)
         """Whether the graph is one of a block of a converted model, which gets distinct tokens and their tree."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -41,6 +42,8 @@ class Cut:
             tokens followed by the boundary, N + P at roots; and that number.
         taken: what was gathered; leaves that receive gradients where the run has any.
         handed: K/V of the outgoing tokens, [1, Q, heads, width] each.
+        changes: inputs that the model changes in place (counters of steps), and what it writes there. All parts of a
+            step read what was there before, so the run leaves it there.
     """
 
     run: Run
@@ -49,6 +52,7 @@ class Cut:
     parents: Callable[[], list[Tensor]]
     taken: list[Tensor] = field(default_factory=list)
     handed: list[Tensor] = field(default_factory=list)
+    changes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -61,13 +65,25 @@ class Cut:
         if self.run == "train":
             self.taken = [x.requires_grad_() for x in self.taken]
         parents = self.parents() if graph.reads_parents else ()
-        results = list(run(*given, *self.vectors, *parents, *self.taken, *self.sizes))
+        with self._put_back([given[i] for i in graph.changed]):
+            results = list(run(*given, *self.vectors, *parents, *self.taken, *self.sizes))
         split = len(results) - len(graph.caches)
         self.handed = results[split:]
         if self.run != "kv":
             return results[:split]
         tokens = given[-1]
         return [item.make(tokens) if isinstance(item, StandIn) else item for item in graph.results]
+
+    @contextmanager
+    def _put_back(self, changed: Sequence[Tensor]) -> Iterator[None]:
+        before = [x.clone() for x in changed]
+        try:
+            yield
+        finally:
+            self.changes = [(x, x.clone()) for x in changed]
+            with torch.no_grad():
+                for x, value in zip(changed, before, strict=True):
+                    x.copy_(value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,7 +153,9 @@ def _run_parts(model: Model, forest: Forest, plan: Plan, loss: Loss, session: _S
     executor = Executor(model, forest, plan.schedule, loss, session.gradients.backward)
     steps = _tracked(plan.steps, session.progress)
     with all_or_nothing():
-        return _run_additive(executor, steps) if additive else _run_in_two_passes(executor, plan, steps)
+        value = _run_additive(executor, steps) if additive else _run_in_two_passes(executor, plan, steps)
+    executor.write_changes()
+    return value
 
 
 def _run_additive(executor: Executor, steps: Iterable[Step]) -> Tensor:

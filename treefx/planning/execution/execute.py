@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from treefx.errors import InputError, UnsupportedError
@@ -110,6 +111,7 @@ class Executor:
     loss: Loss
     backward: Backward
     value: Tensor | None = None
+    _changes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _latest: Part | None = None
     _live: dict[int, _Live] = field(default_factory=dict)
 
@@ -151,6 +153,12 @@ class Executor:
         assert result is not None, "a forest has at least one token"
         return result
 
+    def write_changes(self) -> None:
+        """Write into the model's buffers what its forward writes there: once a step, not once a part."""
+        with torch.no_grad():
+            for buffer, value in self._changes:
+                buffer.copy_(value)
+
     def _kv(self, part: Part) -> None:
         _forget_others()
         row, _ = make_row(self.store, part, "kv")
@@ -161,6 +169,7 @@ class Executor:
         _forget_others()
         row, crossings = make_row(self.store, part, "train")
         output = self.model.run(row)
+        self._changes = row.cut.changes
         loss = self._loss(output, row) if len(row.edge_index) else None
         if part.keep == "keep":
             self.store.put(part, row.cut.handed)

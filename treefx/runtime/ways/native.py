@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from treefx.errors import ForestError, UnsupportedError
 from treefx.forests.context import ran_on_forest
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset
 from treefx.passes.analysis import Variant
+from treefx.passes.labels.label_tokens import user_line
 from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.pipeline import UNHIDDEN
+from treefx.passes.trace.unseen_changes import changed_by
 from treefx.runtime.batch import forest_batch
 from treefx.runtime.cut import CutRow
+from treefx.runtime.kept.given import name_of_input
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
 from treefx.runtime.ways.packed import PackedRun
@@ -29,18 +32,28 @@ _BLIND = (
     "zero), or call the model on padded rows"
 )
 
+_COUNTS = (
+    "under treefx.use(forest) the inputs hold a shared token once, but {operator} changes {buffer} by what they hold "
+    "({line}), and separate rows would count that token once each. Call the model on a padded batch without "
+    "treefx.use, or compute the statistic outside of the model, from forest.token_of"
+)
+
 
 class NativeRun:
     """Runs a graph whose inputs are those of a forest.
 
     Args:
+        gm: Dynamo's graph.
         roles: What each placeholder is.
         packed: What runs a variant.
         records: Where to report.
         ranks: How many share the graph, which then may take for granted that they can divide its columns.
     """
 
-    def __init__(self, roles: list[str], packed: PackedRun, records: Records, ranks: int = 1) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, roles: list[str], packed: PackedRun, records: Records, ranks: int = 1
+    ) -> None:
+        self._gm, self._counts = gm, dict[tuple[int, ...], str | None]()
         self._roles, self._packed, self._records, self._ranks = roles, packed, records, ranks
         self._columns = 0
 
@@ -56,12 +69,14 @@ class NativeRun:
         ]
         if not any(packed):
             return None
+        sized = [item or (_is_number(x) and x == count) for item, x in zip(packed, args, strict=True)]
+        self._check_changes(tuple(i for i, item in enumerate(sized) if item))
         dynamic = any(isinstance(x, int) and x == count for x in args)
         if dynamic:
             self._columns = max(self._columns, _capacity(forest, self._ranks))
         columns = self._columns if dynamic else count
         result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
-        return [columns if isinstance(x, int) and not isinstance(x, bool) and x == count else x for x in result]
+        return [columns if _is_number(x) and x == count else x for x in result]
 
     def run(self, shape: Shape, args: Sequence[Any], by_column: list[Any], forest: Forest) -> Any:
         """The native level: the graph's row is the packed row of a forest."""
@@ -89,6 +104,24 @@ class NativeRun:
             rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value
             for i, value in enumerate(results)
         )
+
+    def _check_changes(self, positions: tuple[int, ...]) -> None:
+        """Raise if the model changes a buffer by what the inputs at some positions hold."""
+        if positions not in self._counts:
+            found = changed_by(self._gm, positions)
+            self._counts[positions] = None if found is None else _describe(*found)
+        reason = self._counts[positions]
+        if reason is not None:
+            raise UnsupportedError(reason)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _describe(operator: fx.Node, changed: fx.Node) -> str:
+    name = str(getattr(operator.target, "__name__", operator.target))
+    return _COUNTS.format(buffer=name_of_input(changed), operator=name, line=user_line(operator))
 
 
 def _check_sight(shape: Shape, by_column: Sequence[Any], position: int, forest: Forest) -> None:
