@@ -15,6 +15,7 @@ from treefx.kernels.score import Expr
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
 from treefx.passes.labels.constants import Constants, InputValues
 from treefx.passes.labels.facts import Dims, ancestors, fact_of
+from treefx.passes.labels.index_ranges import Lookup, find_lookups
 from treefx.passes.labels.label_tokens import (
     Role,
     Tokens,
@@ -122,7 +123,13 @@ class Analysis:
         """Values [B, T] that tell tokens apart where rows start in different columns; None where tokens are known by
         their column. Conditions that all tokens of a call meet are ``redundant``."""
         assert self.tokens is not None
-        return find_own_positions(self.gm, self.tokens, self.attentions, live_nodes(self.gm), redundant)
+        live = live_nodes(self.gm, checks=False)
+        return find_own_positions(self.gm, self.tokens, self.attentions, live, redundant)
+
+    @cached_property
+    def lookups(self) -> list[Lookup]:
+        """Lookups that run once per distinct token, and so not at padding that is dropped."""
+        return find_lookups(self.gm, live_nodes(self.gm))
 
     @property
     def segments(self) -> Segments:

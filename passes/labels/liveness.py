@@ -5,16 +5,24 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from treefx.passes.labels.facts import ReadsOthers, fact_of
+from treefx.passes.labels.facts import Kind, ReadsOthers, ancestors, fact_of
 from treefx.passes.labels.label_tokens import SHAPE_ONLY
 
-__all__ = ["live_nodes"]
+__all__ = ["input_checks", "live_nodes"]
+
+aten = torch.ops.aten
+_CHECKS = (aten._assert_async.default, aten._assert_async.msg)
 
 
-def live_nodes(gm: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose values reach an output or change a buffer; who only lends a shape does not count."""
-    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    stack = [*gm.graph.find_nodes(op="output"), *copies]
+def live_nodes(gm: fx.GraphModule, *, checks: bool = True) -> set[fx.Node]:
+    """Nodes whose values reach an output, change a buffer, or are checked; who only lends a shape does not count.
+
+    Args:
+        gm: A labelled graph.
+        checks: Whether ``input_checks`` count.
+    """
+    copies = gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    stack = [*gm.graph.find_nodes(op="output"), *copies, *(input_checks(gm) if checks else ())]
     seen = set(stack)
     while stack:
         node = stack.pop()
@@ -23,6 +31,19 @@ def live_nodes(gm: fx.GraphModule) -> set[fx.Node]:
                 seen.add(source)
                 stack.append(source)
     return seen
+
+
+def input_checks(gm: fx.GraphModule) -> list[fx.Node]:
+    """Assertions about the inputs of a call alone, such as that of ``one_hot`` about token ids.
+
+    What is packed is computed here, from valid indices: its assertions are left out.
+    """
+    checks = [node for target in _CHECKS for node in gm.graph.find_nodes(op="call_function", target=target)]
+    return [node for node in checks if all(fact_of(source).kind is not Kind.PACKED for source in _behind(node))]
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    return [source for source in ancestors(node) if source.op == "call_function"]
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.passes.labels.facts import Fact, fact_of
+from treefx.passes.labels.facts import Fact, fact_of, shape_of
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import Reindexed, reindexed_entries, token_index
 from treefx.passes.packing.emitters import Packer, emits_full
 from treefx.passes.packing.layout import tokens_first
-from treefx.passes.packing.restore_gradients import expand, pick
+from treefx.passes.packing.restore_gradients import entries, expand, pick
 from treefx.passes.packing.vocab_tail import find_tail, surprise
 from treefx.passes.trace.heads import head
 
@@ -38,15 +38,16 @@ def _picked(packer: Packer, node: fx.Node, fact: Fact) -> Any:
         targets, weight, bias = map(packer.full, node.args[1:4])
         return head(_entries(packer, source), targets, weight, bias, token_of.reshape(-1), node.args[5])
     if node.target is aten.gather.default:
-        index = packer.full(node.args[2])
+        index = entries(packer.full(node.args[2]), shape_of(source)[-1], None)
         repeated = token_of.reshape(-1, 1).expand(-1, index.shape[-1]).reshape(-1)
         if packer.absent and find_tail(source) is not None:
             return -_surprise(packer, source, repeated, index.reshape(-1)).reshape(index.shape)
         return pick(_entries(packer, source), repeated, index.reshape(-1)).reshape(index.shape)
     target = packer.full(node.args[1])
     flat, tokens = target.reshape(-1), token_of.reshape(-1)
+    chosen = entries(flat, shape_of(source)[1], law.ignore_index)
     valid = flat != law.ignore_index
-    losses = torch.where(valid, _surprise(packer, source, tokens, torch.where(valid, flat, -1)), 0)
+    losses = torch.where(valid, _surprise(packer, source, tokens, chosen), 0)
     return _reduced(losses, valid, target.shape, node.args[3])
 
 

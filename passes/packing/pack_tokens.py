@@ -38,7 +38,7 @@ from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import LABELLED, find_law
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import Reindexed
-from treefx.passes.labels.liveness import live_nodes
+from treefx.passes.labels.liveness import input_checks, live_nodes
 from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.layers.find_layers import described, find_layers
 from treefx.passes.packing import emit_attention as _emit_attention  # noqa: F401  (registers emitters)
@@ -96,7 +96,8 @@ class PackingInterpreter:
         """Whether masks hide what they are to hide, for the attentions where only the numbers of the call tell."""
         self._forms = Forms()
         self.changed = changed_inputs(gm)
-        self._live = live_nodes(gm)
+        self._live = live_nodes(gm, checks=not native)
+        self._checks = [] if native else input_checks(gm)
         self._of_ids = _made_of(tokens.ids) if native else set[fx.Node]()
         self._metadata: Metadata | None = None
 
@@ -129,7 +130,7 @@ class PackingInterpreter:
             return
         fact = fact_of(node)
         on_rows = fact.kind is Kind.ROW and not isinstance(fact.law, Reindexed)
-        if on_rows or isinstance(fact.law, Contracted):
+        if on_rows or node in self._checks or isinstance(fact.law, Contracted):
             self.full(node)
         elif fact.kind is Kind.PACKED or (fact.parts and fact.parts[0].kind is Kind.PACKED):
             self.packed(node)

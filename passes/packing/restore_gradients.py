@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["expand", "pick", "restorations"]
+__all__ = ["entries", "expand", "pick", "restorations"]
 
 
 @torch.library.custom_op("treefx::expand", mutates_args=())
@@ -57,6 +57,48 @@ def restore(grad: Tensor, token_of: Tensor, like: Tensor) -> Tensor:
 @restore.register_fake
 def _(grad: Tensor, token_of: Tensor, like: Tensor) -> Tensor:
     return grad.new_empty(like.shape)
+
+
+_LABELS = (torch.int64, torch.uint8)
+"""The dtypes of labels that ``nll_loss`` takes."""
+
+
+@torch.library.custom_op("treefx::entries", mutates_args=())
+def entries(target: Tensor, size: int, ignore_index: int | None) -> Tensor:
+    """Check the entries [0, size) that labels or indices name; -1 where a label is to be ignored.
+
+    A target that names no entry is an error, as in ``nll_loss`` and ``gather``. Other devices than the CPU get ``size``
+    for it, which is no entry either: the kernel that reads it fails, without waiting for the device here.
+
+    Args:
+        target: Labels; or indices where ``ignore_index`` is None.
+        size: Number of entries.
+        ignore_index: The label that stands for none.
+
+    Returns:
+        int64, of the shape of ``target``.
+
+    Raises:
+        IndexError: A label names no entry.
+        RuntimeError: An index names no entry, or the loss takes no labels of this dtype.
+    """
+    if ignore_index is not None and target.dtype not in _LABELS:
+        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {target.dtype}")
+    target = target.to(torch.int64)
+    outside = (target < 0) | (target >= size)
+    ignored = target == ignore_index if ignore_index is not None else torch.zeros_like(outside)
+    outside &= ~ignored
+    if target.device.type == "cpu" and bool(outside.any()):
+        first = int(target[outside][0])
+        if ignore_index is None:
+            raise RuntimeError(f"index {first} is out of bounds for a dimension with size {size}")
+        raise IndexError(f"Target {first} is out of bounds.")
+    return target.masked_fill(ignored, -1).masked_fill_(outside, size)
+
+
+@entries.register_fake
+def _(target: Tensor, size: int, ignore_index: int | None) -> Tensor:
+    return torch.empty_like(target, dtype=torch.int64)
 
 
 @torch.library.custom_op("treefx::pick", mutates_args=())

@@ -53,8 +53,10 @@ def _chunks(rows: int, vocabulary: int, size: int, slot: Tensor, token: Tensor) 
     step = size or max(256, _ENTRIES_PER_CHUNK // max(1, rows))
     key = torch.where(slot < 0, -1, token)
     order = key.argsort(stable=True)
-    starts = torch.arange(0, vocabulary + step, step, device=token.device)
+    starts = torch.arange(0, vocabulary + step, step, device=token.device).clamp_(max=vocabulary)
     bounds = torch.searchsorted(key[order], starts).tolist()
+    if bounds[-1] < len(key):
+        raise IndexError(f"a target is out of bounds of a vocabulary with {vocabulary} entries")
     for number, start in enumerate(range(0, vocabulary, step)):
         picks = order[bounds[number] : bounds[number + 1]]
         yield _Chunk(slice(start, start + step), picks, slot[picks], token[picks] - start)

@@ -58,6 +58,7 @@ def test_as_read(lay: Callable[[Tensor], Tensor]) -> None:
 def test_pick_and_restore_pick(lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     x = lay(torch.randn(4, 6, dtype=dtype))
     opcheck(_ops.pick.default, (leaf(x), ROW, TARGET))
+    opcheck(_ops.entries.default, (lay(TARGET.masked_fill(TARGET < 0, -100)), 6, -100))
     opcheck(_ops.restore_pick.default, (torch.ones((), dtype=dtype).expand(6), ROW, TARGET, x))
 
 

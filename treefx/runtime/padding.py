@@ -93,6 +93,25 @@ class Padding:
             read.view(-1)[token_index(source, positions, grid.sizes).reshape(-1)[wanted]] = True
         return read
 
+    def check_lookups(self, grid: Grid) -> None:
+        """Make sure that the indices of lookups are in range at all positions: also where padding does not run.
+
+        Other devices than the CPU are not waited for: they fail there, as a lookup out of range does.
+
+        Raises:
+            IndexError: One is not; or RuntimeError, where the operator raises that.
+        """
+        for item in self._analysis.lookups:
+            index = grid.value(item.index)
+            outside = (index < item.first) | (index >= item.size)
+            if index.device.type != "cpu":
+                torch._assert_async(~outside.any())
+            elif bool(outside.any()):
+                raise item.error(
+                    f"index {int(index[outside][0])} is out of bounds for dimension {item.dim} with size {item.size}"
+                    f"{'' if item.line is None else f' ({item.line})'}; padding is looked up in eager mode as well"
+                )
+
     def _can_tell(self, node: fx.Node, law: Pick) -> bool:
         target = node.args[1]
         if law.ignore_index is None or not isinstance(target, fx.Node):

@@ -87,6 +87,8 @@ class RowsRun:
         if found is None:
             return self._ordinary.instead(args, fallback=None)
         batch, redundant = found
+        if keep is not None:
+            shape.padding.check_lookups(grid)
         detached = self._analyses.use.detached(shape.analysis)
         absent = self._absent(shape.analysis, batch.size, detached)
         variant = Variant(detached, redundant, absent=absent, own_positions=batch.own_positions)
