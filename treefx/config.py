@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from treefx.errors import ConfigError
 
@@ -37,7 +38,8 @@ class Config:
         padding: "auto" drops padding only where no result depends on it. "drop" always drops it; outputs at padding
             are zero.
         max_logits: Logits (tokens times vocabulary) above which LM head and loss run in chunks of the vocabulary.
-            Reading the logits then runs the head a second time.
+            Reading the logits then runs the head a second time. "auto": 2^26 on the CPU; on a GPU as many as an eighth
+            of the memory holds that is free at the first step.
         lazy_outputs: Whether packed outputs are expanded to rows only when they are read, at the latest before weights
             or inputs change. False expands all of them in their call, padding and large logits too.
         max_shapes: Number of shapes [B, T] that one graph keeps compiled packed where rows and columns have to be
@@ -57,7 +59,7 @@ class Config:
     min_sharing: float = 1.15
     on_unsupported: Literal["expand", "fallback", "error"] = "expand"
     padding: Literal["auto", "drop"] = "auto"
-    max_logits: int = 2**26
+    max_logits: int | Literal["auto"] = "auto"
     lazy_outputs: bool = True
     max_shapes: int = 8
     regions: Literal["auto", True, False] = "auto"
@@ -70,7 +72,7 @@ class Config:
         if not self.min_sharing >= 1.0:  # also refuses NaN
             raise ConfigError(f"option 'min_sharing' must be a ratio of at least 1.0, got {self.min_sharing!r}")
         for name in ("max_logits", "max_shapes"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ConfigError(f"option {name!r} must be at least 1, got {getattr(self, name)!r}")
         if self.mode != "default" and self.inner != "inductor":
             raise ConfigError(f"option 'mode' is of inner 'inductor', got {self.mode!r} with inner {self.inner!r}")
@@ -120,6 +122,10 @@ def _check_passes(names: Any) -> tuple[str, ...]:
 
 
 def _check(name: str, value: Any, hint: Any) -> None:
+    if get_origin(hint) in (Union, UnionType):
+        words, hint = sorted(get_args(hint), key=lambda item: item is int)
+        if isinstance(value, str) and value in get_args(words):
+            return
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     if choices and value not in choices:
         raise ConfigError(f"option {name!r} must be one of {', '.join(map(repr, choices))}, got {value!r}")

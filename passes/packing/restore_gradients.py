@@ -34,6 +34,8 @@ def expand(x: Tensor, token_of: Tensor) -> Tensor:
     flat = token_of.reshape(-1)
     torch.index_select(x, 0, flat.clamp(min=0), out=result.view(flat.numel(), *x.shape[1:]))
     missing = token_of < 0
+    if x.device.type != "cpu":  # the host would wait for the answer
+        return result.masked_fill_(missing.reshape(*missing.shape, *[1] * (x.dim() - 1)), 0)
     if bool(missing.any()):
         result[missing] = 0
     return result

@@ -30,8 +30,9 @@ from treefx.passes.labels.laws.reindex import Reindexed
 __all__ = ["LossLogits", "Tail", "find_tail", "logits_of_losses", "surprise"]
 
 aten = torch.ops.aten
-_ENTRIES_PER_CHUNK = 2**24
-"""Logits that exist at once: 64 MiB in float32."""
+_ENTRIES_PER_CHUNK = {"cpu": 2**24}
+"""Logits that exist at once: 64 MiB in float32. Other devices take larger chunks, each of which is a few launches."""
+_ENTRIES_ON_DEVICE = 2**26
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,26 +41,68 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Entries ``part`` of the vocabulary and the picks that fall into them: positions, their rows and columns."""
+    """Entries ``part`` of the vocabulary, and picks with the positions of their logits [N, chunk].
+
+    Attributes:
+        part: The entries.
+        picks: Positions of the picks in this chunk; None for all picks, whether they are in it or not.
+        row, column: int64, where the logit of each pick stands.
+        inside: bool, which picks are in this chunk; None where ``picks`` says it.
+    """
 
     part: slice
-    picks: Tensor
+    picks: Tensor | None
     row: Tensor
     column: Tensor
+    inside: Tensor | None = None
+
+    def read(self, chosen: Tensor, scores: Tensor) -> Tensor:
+        """Return the picked logits [R] with those of this chunk in place."""
+        if self.inside is not None:
+            return torch.where(self.inside, scores[self.row, self.column], chosen)
+        chosen[self.picks] = scores[self.row, self.column]
+        return chosen
+
+    def subtract(self, scores: Tensor, grad: Tensor) -> None:
+        """Subtract the gradient [R] of each pick from its logit."""
+        if self.inside is None:
+            scores.index_put_((self.row, self.column), -grad[self.picks], accumulate=True)
+        else:
+            place = self.row * scores.shape[1] + self.column
+            scores.view(-1).index_add_(0, place, torch.where(self.inside, -grad, 0.0))
 
 
 def _chunks(rows: int, vocabulary: int, size: int, slot: Tensor, token: Tensor) -> Iterator[_Chunk]:
-    """Walk over the vocabulary. Picks with a negative row or token fall into no chunk."""
-    step = size or max(256, _ENTRIES_PER_CHUNK // max(1, rows))
+    """Walk over the vocabulary. Picks with a negative row or token are in no chunk.
+
+    On the CPU each chunk gets its own picks. Elsewhere the host would have to wait for their number: each chunk gets
+    all picks and leaves out the others, which a few numbers per row of the batch cost.
+    """
+    entries = _ENTRIES_PER_CHUNK.get(token.device.type, _ENTRIES_ON_DEVICE)
+    step = size or max(256, entries // max(1, rows))
+    parts = [slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step)]
+    return (_picked_chunks if token.device.type in _ENTRIES_PER_CHUNK else _masked_chunks)(parts, slot, token)
+
+
+def _picked_chunks(parts: Sequence[slice], slot: Tensor, token: Tensor) -> Iterator[_Chunk]:
     key = torch.where(slot < 0, -1, token)
     order = key.argsort(stable=True)
-    starts = torch.arange(0, vocabulary + step, step, device=token.device).clamp_(max=vocabulary)
+    starts = torch.tensor([part.start for part in parts] + [parts[-1].stop], device=token.device)
     bounds = torch.searchsorted(key[order], starts).tolist()
     if bounds[-1] < len(key):
-        raise IndexError(f"a target is out of bounds of a vocabulary with {vocabulary} entries")
-    for number, start in enumerate(range(0, vocabulary, step)):
+        raise IndexError(f"a target is out of bounds of a vocabulary with {parts[-1].stop} entries")
+    for number, part in enumerate(parts):
         picks = order[bounds[number] : bounds[number + 1]]
-        yield _Chunk(slice(start, start + step), picks, slot[picks], token[picks] - start)
+        yield _Chunk(part, picks, slot[picks], token[picks] - part.start)
+
+
+def _masked_chunks(parts: Sequence[slice], slot: Tensor, token: Tensor) -> Iterator[_Chunk]:
+    torch._assert_async(((slot < 0) | (token < parts[-1].stop)).all())
+    row = slot.clamp(min=0)
+    for part in parts:
+        column = token - part.start
+        inside = (slot >= 0) & (column >= 0) & (token < part.stop)
+        yield _Chunk(part, None, row, column.clamp(0, part.stop - part.start - 1), inside)
 
 
 def _scores(
@@ -92,7 +135,7 @@ def surprise(
         token: int64 [R], entries of the vocabulary; a negative one gives 0.
         scale: one over the temperature.
         softcap: final logit cap, cap(z) = softcap * tanh(z / softcap), or None.
-        chunk: entries of the vocabulary per step; 0 for a number that keeps a chunk at 2^24 logits.
+        chunk: entries of the vocabulary per step; 0 for a number that keeps a chunk at 2^24 logits (2^26 off the CPU).
 
     Returns:
         surprise [R] and the log-sum-exp of every row [N], in float32, or float64 for float64 input.
@@ -102,7 +145,7 @@ def surprise(
     chosen = torch.zeros(len(token), dtype=dtype, device=hidden.device)
     for item in _chunks(len(hidden), len(weight), chunk, slot, token):
         scores, _ = _scores(hidden, weight, bias, item.part, scale, softcap)
-        chosen[item.picks] = scores[item.row, item.column]
+        chosen = item.read(chosen, scores)
         # Subtract, exponentiate and sum by hand: logsumexp would hold a second chunk.
         top = scores.amax(dim=1)
         top.masked_fill_(top == -torch.inf, 0.0)  # a chunk of forbidden entries: -inf - (-inf) would be NaN
@@ -139,7 +182,7 @@ def restore_surprise(
     for item in _chunks(len(hidden), len(weight), chunk, slot, token):
         scores, tanh = _scores(hidden, weight, bias, item.part, scale, softcap)
         scores.sub_(lse[:, None]).exp_().mul_(total[:, None])
-        scores.index_put_((item.row, item.column), -grad[item.picks], accumulate=True)
+        item.subtract(scores, grad)
         if scale != 1.0:
             scores.mul_(scale)
         if tanh is not None:
@@ -238,10 +281,18 @@ def _linear(node: fx.Node, scale: float) -> Tail | None:
 
 @dataclass(frozen=True)
 class LossLogits:
-    """Logits that losses pick from: their width V, and the positions of the outputs that need them otherwise."""
+    """Logits that losses pick from.
+
+    Attributes:
+        width: V.
+        outputs: The positions of the outputs that need the logits otherwise.
+        dtype, device: Of the logits.
+    """
 
     width: int
     outputs: frozenset[int]
+    dtype: torch.dtype
+    device: torch.device
 
 
 def logits_of_losses(picks: Sequence[fx.Node]) -> LossLogits | None:
@@ -260,4 +311,5 @@ def logits_of_losses(picks: Sequence[fx.Node]) -> LossLogits | None:
         and fact_of(item).kind is Kind.PACKED
         and (item is product or product in ancestors(item))
     ]
-    return LossLogits(shape_of(product)[-1], frozenset(need))
+    logits: Tensor = product.meta["val"]
+    return LossLogits(shape_of(product)[-1], frozenset(need), logits.dtype, logits.device)

@@ -98,7 +98,7 @@ def _pairs(targets: Tensor, slot: Tensor | None) -> _Pairs:
     return _Pairs(pairs[0], pairs[1], place)
 
 
-@torch.library.custom_op("treefx::head", mutates_args=())
+@torch.library.custom_op("treefx::head", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def head(
     hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, slot: Tensor | None, key: str
 ) -> list[Tensor]:
@@ -133,7 +133,7 @@ def _dtypes(key: str, dtype: torch.dtype) -> list[torch.dtype]:
     return [x.dtype for x in _HEADS[key].example(dtype) if x is not None]
 
 
-@torch.library.custom_op("treefx::head_backward", mutates_args=())
+@torch.library.custom_op("treefx::head_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def head_backward(
     grads: Sequence[Tensor | None], hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None,
     slot: Tensor | None, key: str, wanted: Sequence[bool],

@@ -13,16 +13,23 @@ from tests.batches import distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import compare, compile_with, stats_of
 from tests.spellings import SPELLINGS
+from treefx.passes.packing import restore_gradients, vocab_tail
 from treefx.passes.packing.vocab_tail import surprise
+from treefx.runtime.ways import most_logits
 
 pytestmark = pytest.mark.sample(2)
 
 
+@pytest.mark.parametrize("form", ["picked", "masked"])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, 7, 64])
-def test_operator_matches_plain_torch(chunk: int, biased: bool, softcap: float | None) -> None:
+def test_operator_matches_plain_torch(
+    chunk: int, biased: bool, softcap: float | None, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows picked twice, the same entry picked twice, padding, and chunks that divide the vocabulary or do not."""
+    if form == "masked":  # as on a GPU
+        monkeypatch.setattr(vocab_tail, "_ENTRIES_PER_CHUNK", {})
     hidden = torch.randn(6, 4, dtype=torch.float64)
     weight, bias = torch.randn(21, 4, dtype=torch.float64), torch.randn(21, dtype=torch.float64)
     slot = torch.tensor([0, 1, 1, 5, -1, 3, 3, 2])
@@ -44,6 +51,40 @@ def test_operator_matches_plain_torch(chunk: int, biased: bool, softcap: float |
     wanted = torch.autograd.grad(expected, leaves, share)
     found = torch.autograd.grad(got, leaves, share)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_no_device_is_waited_for() -> None:
+    """Tensors of the meta device refuse whatever the host needs a number for, as a GPU would make it wait."""
+    hidden, weight = torch.empty(6, 4, device="meta"), torch.empty(21, 4, device="meta")
+    slot, token = (torch.empty(9, dtype=torch.int64, device="meta") for _ in range(2))
+    _, lse = vocab_tail.surprise._init_fn(hidden, weight, None, slot, token, 1.3, 0.7, 5)
+    given = (torch.empty(9, device="meta"), hidden, weight, None, slot, token, lse, 1.3, 0.7, 5)
+    grads = vocab_tail.restore_surprise._init_fn(*given, [True, True, False])
+    assert [grad.shape for grad in grads[:2]] == [hidden.shape, weight.shape]
+    assert restore_gradients.expand._init_fn(hidden, slot).shape == (9, 4)
+    with pytest.raises((RuntimeError, NotImplementedError)):  # the mistake: the form of the CPU
+        list(vocab_tail._picked_chunks([slice(0, 21)], slot, token))
+
+
+def test_a_target_beyond_the_vocabulary_fails_in_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.ones(2, 4), torch.ones(8, 4), None, torch.tensor([0, 1]), torch.tensor([3, 8]), 1.0, None, 3
+    with pytest.raises(IndexError, match="8 entries"):
+        surprise(*given)
+    monkeypatch.setattr(vocab_tail, "_ENTRIES_PER_CHUNK", {})
+    with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):
+        surprise(*given)
+
+
+def test_the_bound_on_logits_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(most_logits, "_free_bytes", lambda device: 64 * 2**30)
+    on_gpu = torch.device("cuda", 0)
+    assert most_logits.most_logits("auto", torch.bfloat16, on_gpu) == 4 * 2**30
+    assert most_logits.most_logits("auto", torch.float32, on_gpu) == 2 * 2**30
+    assert most_logits.most_logits("auto", torch.float32, torch.device("cpu")) == 2**26
+    assert most_logits.most_logits(1000, torch.bfloat16, on_gpu) == 1000
+    assert treefx.Config().max_logits == treefx.Config(max_logits="auto").max_logits == "auto"
+    with pytest.raises(treefx.ConfigError, match="max_logits"):
+        treefx.Config(max_logits="all")  # type: ignore[arg-type]
 
 
 def fused(compiled: nn.Module) -> bool:

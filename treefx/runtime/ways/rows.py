@@ -23,6 +23,7 @@ from treefx.runtime.padding import Grid
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Outgrown, Shape, Unfit
+from treefx.runtime.ways.most_logits import most_logits
 from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.outputs import Outputs
 from treefx.runtime.ways.packed import PackedRun
@@ -118,7 +119,9 @@ class RowsRun:
     def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
         """The outputs of logits to do without: large ones that only losses have read so far."""
         found = logits_of_losses(analysis.picks)
-        if found is None or tokens * found.width <= self._config.max_logits or not found.outputs:
+        if found is None or not found.outputs:
+            return frozenset()
+        if tokens * found.width <= most_logits(self._config.max_logits, found.dtype, found.device):
             return frozenset()
         return found.outputs if found.outputs <= detached - self._analyses.use.read else frozenset()
 
