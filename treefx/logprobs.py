@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treefx.arguments import check_number, check_whole
 from treefx.errors import ForestError, InputError
+from treefx.forests.context import check_run
 from treefx.forests.forest import Forest
 
 __all__ = ["edge_entropy", "edge_logprobs"]
@@ -51,6 +52,7 @@ def edge_logprobs(
         ForestError: `x` does not have one row per token of the forest, lies on another device, or has too
             small a vocabulary for the forest's tokens.
         InputError: an argument is out of range or does not fit the form.
+        UnsupportedError: `treefx.use` of the forest saw no run of a compiled model.
 
     Example:
         >>> logp = edge_logprobs(out.logits, forest)
@@ -142,6 +144,7 @@ def _read_rows(x: torch.Tensor, forest: Forest) -> torch.Tensor:
         raise ForestError(f"logits are on {rows.device}, the forest on {forest.device}; use forest.to(...)")
     if not rows.is_floating_point():
         raise InputError(f"expected floating-point logits or hidden states, got {rows.dtype}")
+    check_run(forest)
     return rows
 
 

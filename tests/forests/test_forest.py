@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import treefx
 from tests.strategies import Rows, SlowTrie, row_batches, weighted_row_batches
 from treefx import Forest, ForestError
+from treefx.forests.context import ran_on_forest
 
 many = settings(max_examples=150)
 
@@ -350,8 +351,9 @@ def test_use_nests_and_restores() -> None:
         assert entered is first
         with pytest.raises(RuntimeError, match="inside"), treefx.use(second):
             assert treefx.current_forest() is second
-            raise RuntimeError("inside")
+            raise RuntimeError("inside")  # which the context passes on, though nothing ran in it
         assert treefx.current_forest() is first
+        ran_on_forest()
     assert treefx.current_forest() is None
 
 
@@ -361,7 +363,27 @@ def test_threads_do_not_see_each_others_forest() -> None:
         thread = threading.Thread(target=lambda: seen.append(treefx.current_forest()))
         thread.start()
         thread.join()
+        ran_on_forest()
     assert seen == [None]
+
+
+def test_a_context_without_a_run_is_an_error() -> None:
+    """Also where another context, inside or around, has seen one; and logits made in it are refused."""
+    first, second = Forest.from_sequences([[1, 2], [1, 3]]), Forest.from_sequences([[1, 2], [1, 4]])
+    logits = torch.zeros(first.num_tokens, 5)
+    treefx.edge_logprobs(logits, first)  # of a forest that was never in use the logits may come from anywhere
+    with pytest.raises(treefx.UnsupportedError, match="none did.*model.compile"), treefx.use(first):
+        with pytest.raises(treefx.UnsupportedError, match="no compiled model has run"):
+            treefx.edge_logprobs(logits, first)
+        with treefx.use(second):
+            ran_on_forest()
+    for read in (treefx.edge_logprobs, treefx.edge_entropy):
+        with pytest.raises(treefx.UnsupportedError, match="no compiled model has run"):
+            read(logits, first)
+    treefx.edge_logprobs(logits, second)
+    with treefx.use(first):
+        ran_on_forest()
+    treefx.edge_logprobs(logits, first)
 
 
 def test_use_refuses_what_is_no_forest() -> None:

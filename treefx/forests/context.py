@@ -3,23 +3,28 @@
 Also the tree of the forward that is running under ``treefx.distribute``.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from torch import Tensor
 
-from treefx.errors import ForestError
+from treefx.errors import ForestError, UnsupportedError
 from treefx.forests.forest import Forest
 
-__all__ = ["RunningTree", "current_forest", "current_tree", "ran_on_forest", "set_tree", "use"]
+__all__ = ["RunningTree", "check_run", "current_forest", "current_tree", "ran_on_forest", "set_tree", "use"]
 
 _NOTHING_RAN = (
-    "a forest was in use, and no compiled model ran on it: any other lets the rows of a packed row see each other. "
-    "Call the compiled model inside of the context (Dynamo runs a model uncompiled that it has compiled too often: "
-    "raise torch._dynamo.config.recompile_limit)"
+    "treefx.use(forest) expects that a model compiled with backend='treefx' runs on the forest inside of the context, "
+    "and none did: any other model lets the rows of a packed row see each other. Compile the model "
+    "(model.compile(backend='treefx')) and call it with **forest.model_inputs() inside of the context. Dynamo runs a "
+    "model uncompiled that it has compiled too often: raise torch._dynamo.config.recompile_limit"
+)
+_NOT_OF_A_RUN = (
+    "expected logits or hidden states of a compiled model that ran on the forest, but the forest is or was in use, and "
+    "no compiled model has run on it: call model.compile(backend='treefx'), then the model inside of treefx.use(forest)"
 )
 
 
@@ -43,22 +48,25 @@ class _Use:
 
 _TREE: ContextVar[RunningTree | None] = ContextVar("treefx_tree", default=None)
 _CURRENT: ContextVar[_Use | None] = ContextVar("treefx_forest", default=None)
+_USED: WeakSet[Forest] = WeakSet()
+"""Forests whose context ended without a run."""
+_RAN: WeakSet[Forest] = WeakSet()
+"""Forests on which a compiled model has run."""
 
 
 @contextmanager
 def use(forest: Forest) -> Iterator[Forest]:
     """Run calls of compiled models on `forest`: their inputs are its packed row, [1, N].
 
-    Contexts nest, the innermost counts; each thread and each asyncio task has its own.
+    Contexts nest, the innermost counts; each thread and each asyncio task has its own. In each context at least one
+    compiled model must run: an uncompiled one would read the packed row as one sequence.
 
     Args:
         forest: the forest whose `model_inputs()` the calls inside get.
 
     Raises:
         ForestError: `forest` is not a Forest.
-
-    Warns:
-        UserWarning: No compiled model ran inside; any other lets the rows of the forest see each other.
+        UnsupportedError: The context ends, without an exception, and no compiled model ran on the forest inside.
 
     Example:
         >>> with treefx.use(forest):
@@ -74,8 +82,9 @@ def use(forest: Forest) -> Iterator[Forest]:
         yield forest
     finally:
         _CURRENT.reset(token)
-    if not current.ran:
-        warnings.warn(_NOTHING_RAN, stacklevel=3)
+    if not current.ran:  # not reached by an exception, which is passed on as it is
+        _USED.add(forest)
+        raise UnsupportedError(_NOTHING_RAN)
 
 
 def current_forest() -> Forest | None:
@@ -89,6 +98,19 @@ def ran_on_forest() -> None:
     current = _CURRENT.get()
     assert current is not None
     current.ran = True
+    _RAN.add(current.forest)
+
+
+def check_run(forest: Forest) -> None:
+    """Check that values of a forest can come from a compiled model, as far as its contexts show.
+
+    Raises:
+        UnsupportedError: The forest is in use, or was, and no compiled model has ever run on it.
+    """
+    current = _CURRENT.get()
+    in_use = current is not None and current.forest is forest
+    if (in_use or forest in _USED) and forest not in _RAN:
+        raise UnsupportedError(_NOT_OF_A_RUN)
 
 
 def set_tree(tree: RunningTree | None) -> None:

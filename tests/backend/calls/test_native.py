@@ -242,9 +242,12 @@ def test_a_graph_without_token_ids_is_refused() -> None:
         compile_with(Embedded())(torch.randn(1, FOREST.num_tokens, 16))
 
 
-def test_a_model_that_runs_uncompiled_is_told_of() -> None:
-    with pytest.warns(UserWarning, match="no compiled model ran"), treefx.use(FOREST):
-        TinyLM(SPELLINGS["sdpa_is_causal"], layers=1)(FOREST.model_inputs()["input_ids"])
+def test_a_model_that_runs_uncompiled_is_an_error() -> None:
+    forest = treefx.Forest.from_sequences(rollouts())
+    with refused("compiled", "none did"), treefx.use(forest):
+        logits = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1)(forest.model_inputs()["input_ids"]).logits
+    with refused("no compiled model has run"):
+        treefx.edge_logprobs(logits, forest)
 
 
 def test_shallower_forests_run_on_what_a_deeper_one_compiled() -> None:

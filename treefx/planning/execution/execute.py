@@ -76,11 +76,11 @@ class Model:
         """
         with use(row):
             output = self.compiled(**row.model_inputs(), **self.kwargs)
-        if not row.cut.handed:
-            raise UnsupportedError(
-                "parts need a model compiled by treefx, whose graph hands out keys and values, but none arrived; "
-                'compile it with model.compile(backend="treefx")'
-            )
+            if not row.cut.handed:
+                raise UnsupportedError(
+                    "parts need a model compiled by treefx, whose graph hands out keys and values, but none arrived; "
+                    'compile it with model.compile(backend="treefx")'
+                )
         return output
 
 
