@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from treefx.planning.execution.profile import profile
     from treefx.planning.search.planner import plan
     from treefx.runtime.blocks.distributed import distribute
-    from treefx.runtime.converted.convert import convert
+    from treefx.runtime.converted.convert import convert, unconvert
 
     __version__: str
 
@@ -89,6 +89,7 @@ __all__ = [
     "profile",
     "rl",
     "scale",
+    "unconvert",
     "use",
 ]
 
@@ -105,6 +106,7 @@ _LAZY = {
     "inspect": "treefx.inspection.inspector",
     "plan": "treefx.planning.search.planner",
     "profile": "treefx.planning.execution.profile",
+    "unconvert": "treefx.runtime.converted.convert",
     "use": "treefx.forests.context",
 }
 """Where each public function and class is defined; errors are in ``treefx.errors``."""

@@ -17,7 +17,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 
 from treefx.passes.trace.opaque_ops import bodies_of
 
-__all__ = ["changed_inputs", "draws", "has_effects", "impurity"]
+__all__ = ["changed_inputs", "draws", "has_effects", "impurity", "randomness"]
 
 aten = torch.ops.aten
 _KEY = "treefx_impurity"
@@ -70,7 +70,12 @@ def changed_inputs(gm: fx.GraphModule) -> dict[fx.Node, Any]:
 
 def has_effects(gm: fx.GraphModule) -> bool:
     """Whether a second run of the graph differs from the first: it draws random numbers or changes a buffer."""
-    return bool(changed_inputs(gm)) or any(_randomness(node) is not None for node in gm.graph.nodes)
+    return bool(changed_inputs(gm)) or randomness(gm) is not None
+
+
+def randomness(gm: fx.GraphModule) -> str | None:
+    """Why a graph draws random numbers, or may; None if it draws none."""
+    return next((reason for node in gm.graph.nodes if (reason := _randomness(node)) is not None), None)
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

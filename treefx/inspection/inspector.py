@@ -56,6 +56,11 @@ def inspect(compiled: Any) -> Inspection:
     if graphs:
         return Inspection(graphs)
     name = type(getattr(modules[0], "_orig_mod", modules[0])).__name__
+    if any("treefx_hooks" in part.__dict__ for module in modules for part in module.modules()):
+        raise InputError(
+            f"treefx.inspect expects a model that has run, got {name}, which treefx.convert has converted and which "
+            "has not been called since; call it once first"
+        )
     if not is_compiled(compiled):
         raise InputError(
             f"treefx.inspect expects a compiled model, got {name}, which is not compiled; "

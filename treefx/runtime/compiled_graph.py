@@ -67,7 +67,7 @@ class CompiledGraph:
         self._native = NativeRun(gm, roles, packed, self._records, 1 if self._own is None else self._own.ranks)
         self._watch = SharingWatch(gm, roles, config, cached=cached)
         self._attends = _attends_on_tree(gm)
-        """Whether the graph is one of a block of a converted model, which gets distinct tokens and their tree."""
+        """Whether the graph is of a converted model, whole or a block, which gets distinct tokens and their tree."""
 
     @property
     def reports(self) -> list[GraphReport]:
@@ -90,6 +90,8 @@ class CompiledGraph:
         cut = why_cut(self.gm) if forest is not None and "parameter" in self.roles else None
         if cut is not None:
             raise UnsupportedError(f"{_WHOLE}Dynamo cut it: {cut}; {_WHERE}")
+        if self._attends and forest is None:  # the model is converted: its hooks have found the tree
+            return self._run_ordinary(args, None, None)
         by_column = None if forest is None else self._native.by_column(args, forest)
         shape = self._analyses.shape(args if by_column is None else by_column)
         if isinstance(shape, str):

@@ -126,9 +126,8 @@ def test_a_trainer_calls_as_it_likes() -> None:
     assert torch.equal(*(run.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0) for run in (model, twin)))
 
 
-def test_later_calls_trace_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the model's file asks here for its attention from the first call on: a trace of many layers takes long."""
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+def test_later_calls_trace_nothing() -> None:
+    """Though attentions get another forward in the first call: a trace of many layers takes long."""
     model, twin = converted(small())
     counts = []
     for batch in batches():
@@ -188,8 +187,9 @@ def test_adapters_after_conversion_and_switched_off() -> None:
         torch.testing.assert_close(total(adapted, given), total(twin, given), rtol=1e-10, atol=0)
     lora = [module for module in adapted.modules() if hasattr(module, "lora_dropout")]
     lora[0].lora_dropout["default"] = torch.nn.Dropout(0.5).train()
-    with pytest.raises(treefx.UnsupportedError, match="dropout.default draws random numbers"):
+    with pytest.warns(UserWarning, match="dropout.default:? draws random numbers"):
         total(adapted, given)
+    assert "dropout.default" in treefx.inspect(adapted).stats["fallback"]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "treefx", "inductor"])
@@ -207,8 +207,6 @@ def test_a_copy_of_a_converted_model_is_converted() -> None:
     again = copy.deepcopy(model)
     check(again, twin, lambda run: total(run, batches()[:1]))
     assert again.model.treefx_hooks.owner is again.model
-    with pytest.raises(treefx.ConfigError, match="not converted yet"):
-        treefx.convert(again)
     with pytest.raises(treefx.ConfigError, match="expects a model, got NoneType"):
         treefx.convert(None)  # type: ignore[arg-type]
 
@@ -235,16 +233,17 @@ def test_calls_on_rows_are_exact_and_named() -> None:
 
 def refuses(model: Any, reason: str) -> None:
     """A call that would share is refused, and says why."""
-    treefx.convert(model)
+    treefx.convert(model, on_unsupported="error")
     with pytest.raises(treefx.UnsupportedError, match=reason):
         total(model, batches()[:1])
 
 
 def test_settings_changed_after_the_proof_are_seen() -> None:
-    model = treefx.convert(small("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    model = small("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    treefx.convert(model, on_unsupported="error")
     total(model, batches()[:1])
     model.transformer.h[0].mlp.dropout.p = 0.5
-    with pytest.raises(treefx.UnsupportedError, match="dropout.default draws random numbers"):
+    with pytest.raises(treefx.UnsupportedError, match="dropout.default:? draws random numbers"):
         total(model, batches()[:1])
     total(model.eval(), batches()[:1])
     assert treefx.inspect(model).stats["ran"] == "packed"

@@ -27,7 +27,7 @@ def test_gradients_on_rows_asked_too_late_are_refused(how: str, pair: tuple[Any,
         "grad": lambda: torch.autograd.grad(loss, x),
         "backward": lambda: loss.backward(inputs=[x]),
     }
-    with pytest.raises(treefx.UnsupportedError, match="without lazy_outputs"):
+    with pytest.raises(treefx.UnsupportedError, match="without pack_lm_head"):
         late[how]()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treefx.errors import UnsupportedError
+from treefx.runtime.converted.seam import reads_trees
 
 __all__ = ["INNER", "read_trees"]
 
@@ -25,10 +26,12 @@ _IN_BFLOAT16 = "VarlenAttention"
 
 
 class _Functions:
-    """What the files of transformers have under this name: where ``treefx.convert`` puts tree attention."""
+    """What the files of transformers have under this name; the function that it returns reads trees."""
+
+    reads_trees = True
 
     def get_interface(self, name: str, default: Any) -> Callable[..., Any]:
-        return _attend_on_rows
+        return reads_trees(_attend_on_rows)
 
 
 ALL_ATTENTION_FUNCTIONS: Any = _Functions()

@@ -77,8 +77,11 @@ def convert(decoder: nn.Module, *, min_sharing: float = 1.15) -> nn.Module:
 
     Raises:
         ConfigError: No attention of torchtitan is in it, or it is converted already.
-        UnsupportedError: It is parallelized in another way. At a call: the model is not proved to be one that can run
-            on a tree (experts that count their tokens, say).
+        UnsupportedError: It is parallelized in another way.
+
+    Warns:
+        UserWarning: The model is not proved to be one that can run on a tree (experts that count their tokens, say),
+            and runs on rows.
     """
     if _HOOKS in decoder.__dict__:
         raise ConfigError(f"expected a decoder that is not converted yet, got {type(decoder).__name__}")

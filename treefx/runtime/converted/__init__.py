@@ -8,6 +8,6 @@ labelled, and masks lifted (``planner``, ``frame``).
 
 Order of imports, each only of what stands before an arrow::
 
-    skeleton, seam, branches, packed_rows, sequence_parallel -> specs, row_laws -> frame, row_views -> planner -> hooks
-    -> convert
+    seam, branches, packed_rows, sequence_parallel, readers, kept_values -> skeleton, specs, row_laws -> frame,
+    row_views -> planner -> hooks -> convert
 """

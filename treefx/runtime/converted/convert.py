@@ -12,7 +12,7 @@ from treefx.errors import ConfigError
 from treefx.runtime.converted.hooks import Hooks
 from treefx.runtime.converted.seam import attention_modules
 
-__all__ = ["convert"]
+__all__ = ["convert", "unconvert"]
 
 _HOOKS = "treefx_hooks"
 
@@ -22,47 +22,56 @@ def convert(
     *,
     min_sharing: float = 1.15,
     padding: Literal["auto", "drop"] = "auto",
-    lazy_outputs: bool = False,
+    pack_lm_head: bool = False,
+    on_unsupported: Literal["expand", "fallback", "error"] = "expand",
+    lazy_outputs: bool | None = None,
 ) -> nn.Module:
     """Run the backbone of a model once per distinct token of a batch, without a compiler.
 
     For models that do not reach one whole graph: sharded (``fully_shard``), in tensor or sequence parallelism
     (``parallelize_module``; PyTorch 2.13 compiles blocks of these for one size alone), compiled block by block, with
-    adapters, or in a trainer that calls the backbone itself. Before or after any of these, once. Calls stay as they
-    are: rows ``[B, T]`` with a mask, padded on either side, or packed rows whose positions start anew. The backbone
-    gets the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the
-    tree.
+    adapters, or in a trainer that calls the backbone itself. Convert before or after any of these. Calls stay as they
+    are: rows ``[B, T]`` with a mask, padded on either side, or packed rows whose positions restart. The backbone gets
+    the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the tree.
 
-    What it returns is expanded to rows ``[B, T, H]``; LM head and loss run on these. With ``lazy_outputs`` that happens
-    when it is read: an LM head, caps, temperatures, softmaxes, and log-probabilities and entropies that are gathered of
-    them (``cross_entropy``, ``log_softmax`` and ``gather``, ``logsumexp``) are computed once per distinct token, and
-    ``treefx.inspect(model).stats["head_tokens"]`` counts what the head ran on. Other functions, and compiled ones, get
-    rows. Gradients are those of rows either way.
+    The backbone's outputs are expanded to rows ``[B, T, H]``; LM head and loss run on these. With ``pack_lm_head`` they
+    are expanded when they are read: an LM head, caps, temperatures, softmaxes, and log-probabilities and entropies that
+    are gathered of them (``cross_entropy``, ``log_softmax`` and ``gather``, ``logsumexp``) are computed once per
+    distinct token, and ``treefx.inspect(model).stats["head_tokens"]`` counts what the head ran on. Other functions, and
+    compiled ones, get rows. Gradients are those of rows either way.
 
-    That the model computes on a tree what it computes on rows is proved at the first call of each kind, on a copy
-    without weights. Calls with a cache, a mask of four dimensions, embeddings in place of ids or attention
-    probabilities among the outputs run on rows, and so do batches that share too little; ``treefx.inspect(model)``
-    says which and why. ``past_key_values`` of an output is None unless the call says ``use_cache=True``. Hooks of
-    others on blocks see the packed row. In the model's file, ``ALL_ATTENTION_FUNCTIONS`` is from then on an object that
-    hands out the same functions, which read a tree where they are given one.
+    The first call of each kind proves, on a copy without weights, that the model computes on a tree what it computes on
+    rows. Without a proof the model runs on rows, and a warning names what stands against it: dropout, a hook below the
+    module that takes the ids, a tensor of tokens that its forward keeps in an attribute, a list or a buffer. Tensors
+    that depend on weights alone may be kept. Calls with a cache, a mask of four dimensions, embeddings in place of ids
+    or attention probabilities among the outputs run on rows, and so do batches that share too little;
+    ``treefx.inspect(model)`` says which and why. ``past_key_values`` of an output is None unless the call says
+    ``use_cache=True``.
+
+    A second call of ``convert`` changes the options. ``treefx.unconvert`` undoes the first. Each attention module of a
+    converted model gets a copy of its forward from the first packed call on; other models are not changed. Call the
+    model, a block alone or ``unconvert`` between a forward and its backward only if blocks are not checkpointed.
 
     Args:
         model: A model of transformers, or one that holds one (PEFT).
         min_sharing: Positions of a batch per distinct token below which a call runs on rows.
         padding: Padding that sees no key, in front of a row or a whole window behind it, never runs; its hidden states
             come back as zero. "auto": other padding runs, and what is computed there is exact. "drop": none runs.
-        lazy_outputs: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits then
+        pack_lm_head: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits then
             have no memory of rows until they are read. Ask for gradients of them (hooks, ``retain_grad``) before
             something is computed of them, and change them in place with PyTorch's functions alone, not through DLPack
             and not in a function that inductor compiles.
+        on_unsupported: What happens without a proof. "expand" and "fallback": the call runs on rows. "error": it
+            raises.
+        lazy_outputs: The old name of ``pack_lm_head``.
 
     Returns:
         The model itself, with hooks.
 
     Raises:
         ConfigError: No module of the model takes ids and holds attentions of transformers, or a bad option.
-        UnsupportedError: At a call: the model is not proved to be one that can run on a tree; the message names what
-            stands against it.
+        UnsupportedError: At a call with ``on_unsupported="error"``: there is no proof; the message names what stands
+            against it. At a first call: code that no trace shows has kept a tensor of distinct tokens.
 
     Example:
         >>> treefx.convert(model)
@@ -70,19 +79,53 @@ def convert(
         ...     fully_shard(block)
         >>> fully_shard(model)
     """
+    packs_head = pack_lm_head if lazy_outputs is None else lazy_outputs
+    Config(inner="eager", on_unsupported=on_unsupported, lazy_outputs=packs_head)  # checks these two by name
     config = Config(
-        inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding, lazy_outputs=lazy_outputs
+        inner="eager", on_unsupported="fallback", min_sharing=min_sharing, padding=padding, lazy_outputs=packs_head
     )
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"treefx.convert expects a model, got {type(model).__name__}")
+    _check_model(model, "convert")
     owner = _owner(model)
-    known = getattr(owner, _HOOKS, None)
+    known = owner.__dict__.get(_HOOKS)
     if isinstance(known, Hooks):
-        raise ConfigError(f"treefx.convert expects a model that is not converted yet, got {type(model).__name__}")
-    hooks = Hooks(model, owner, config)
+        known.change(model, config, on_unsupported == "error")
+        return model
+    unconvert(model)
+    hooks = Hooks(model, owner, config, on_unsupported == "error")
     owner.__dict__[_HOOKS] = hooks
     hooks.hang()
     return model
+
+
+def unconvert(model: nn.Module) -> nn.Module:
+    """Undo ``treefx.convert``: remove its hooks and attributes, and give attention modules their own forward back.
+
+    Call it between steps: blocks under checkpoints run again in the backward of a packed call.
+
+    Args:
+        model: A model, converted or not.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ConfigError: It is no model.
+
+    Example:
+        >>> treefx.unconvert(model)
+    """
+    _check_model(model, "unconvert")
+    for module in list(model.modules()):
+        hooks = module.__dict__.get(_HOOKS)
+        if hooks is not None:
+            hooks.remove()
+            del module.__dict__[_HOOKS]
+    return model
+
+
+def _check_model(model: nn.Module, function: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"treefx.{function} expects a model, got {type(model).__name__}")
 
 
 def _owner(model: nn.Module) -> nn.Module:

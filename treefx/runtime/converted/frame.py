@@ -19,9 +19,19 @@ from treefx.passes.analysis import Analysis
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.scores.attention_facts import Attention
+from treefx.runtime.converted.readers import Attributes
 from treefx.runtime.converted.seam import tree_of
 
-__all__ = ["blocks_of", "check_blocks", "check_frame", "module_of", "packed_inputs"]
+__all__ = [
+    "SIZE",
+    "blocks_of",
+    "cache_matters",
+    "check_blocks",
+    "check_frame",
+    "computes_with_size",
+    "module_of",
+    "packed_inputs",
+]
 
 _ROWS = [[0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 5, 6], [0, 0, 1, 2, 5, 7]]
 _PADDING = 2
@@ -56,6 +66,7 @@ def blocks_of(model: nn.Module, attention: Mapping[str, nn.Module]) -> set[str]:
     return found
 
 
+SIZE = "{} computes with a size of the batch, which is another one on the packed row"
 _FAILS = "the code around the blocks fails on a tree: {}: {}"
 
 # By trial ----------------------------------------------------------------------------------------------------------
@@ -119,7 +130,7 @@ def _noted(owner: nn.Module, blocks: set[str], inputs: Mapping[str, Any]) -> lis
 
         return forward
 
-    modules = {name: owner.get_submodule(name) for name in blocks}
+    modules, attributes = {name: owner.get_submodule(name) for name in blocks}, Attributes(owner)
     before = {name: module.__dict__.get("forward") for name, module in modules.items()}
     try:
         for name, module in modules.items():
@@ -130,7 +141,40 @@ def _noted(owner: nn.Module, blocks: set[str], inputs: Mapping[str, Any]) -> lis
             del module.__dict__["forward"]
             if before[name] is not None:
                 module.__dict__["forward"] = before[name]
+        attributes.restore()  # the copy has lists and dictionaries in common with its original
     return notes
+
+
+def cache_matters(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) -> bool:
+    """Whether blocks get other tensors of a packed row with a cache than without one.
+
+    transformers looks for positions that restart, and keeps the sequences of a packed row apart in its masks, only
+    where there is no cache.
+
+    Args:
+        owner: A skeleton of the module that takes the ids.
+        blocks: Names of its blocks.
+        given: The arguments of a call without a mask; of its tensors only which are there counts.
+
+    Raises:
+        UnsupportedError: The code around the blocks cannot be run.
+    """
+    row = {**given, "input_ids": torch.tensor([[3, 4, 5, 3, 4, 6]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            plain, cached = (_noted(owner, blocks, {**row, "use_cache": use}) for use in (False, True))
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "")
+            raise UnsupportedError(_FAILS.format(type(error).__name__, first)) from error
+    ours, others = ([_masks(note) for note in notes if note[0] != "output"] for notes in (plain, cached))
+    return ours != others
+
+
+def _masks(note: tuple[Any, ...]) -> list[Any]:
+    """What of the arguments of a block may be a mask: no hidden states, no rotations. No BlockMask equals another."""
+    leaves = tree_flatten(note[1:], is_leaf=lambda x: type(x).__name__ == "BlockMask")[0]
+    tensors = [x.tolist() for x in leaves if isinstance(x, Tensor) and x.dim() == 4]
+    return tensors + [object() for x in leaves if type(x).__name__ == "BlockMask"]
 
 
 def _agree(on_rows: list[Any], on_tree: list[Any], tree: Tensor, is_block: bool) -> bool:
@@ -165,7 +209,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
-    """Check that no block counts columns itself: on the packed row it would count tokens.
+    """Check that no block counts columns itself, or computes with their number: a packed row has more of them.
 
     Raises:
         UnsupportedError: One does.
@@ -174,6 +218,8 @@ def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
     columns, rows = analysis.tokens.columns, analysis.tokens.rows
     sizes = (str(columns), str(columns * rows))
     for node in live_nodes(analysis.gm):
+        if computes_with_size(node) and _inside(node, blocks):
+            raise UnsupportedError(SIZE.format(f"{node.target} in {module_of(node)}"))
         if (
             node.op != "call_function"
             or fact_of(node).kind is not Kind.PACKED
@@ -184,6 +230,22 @@ def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
             maker = _counter(operand, sizes, blocks)
             if maker is not None:
                 raise UnsupportedError(f"{maker.target} in {module_of(maker)} counts columns inside of a block")
+
+
+def computes_with_size(node: fx.Node) -> bool:
+    """Whether an operator takes a symbolic size as a number to compute with, not as a size."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket is torch.ops.aten.arange:
+        return False
+    arguments = target._schema.arguments
+    given = {**dict(zip((item.name for item in arguments), node.args, strict=False)), **node.kwargs}
+    values = (given.get(item.name) for item in arguments if "int" not in str(item.type))
+    return any(_is_symbolic(value) for value in values)
+
+
+def _is_symbolic(value: Any) -> bool:
+    value = value.meta.get("val") if isinstance(value, fx.Node) else value
+    return isinstance(value, torch.SymInt | torch.SymFloat)
 
 
 def _counter(node: fx.Node, sizes: tuple[str, str], blocks: set[str]) -> fx.Node | None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import treefx.runtime.converted.row_views  # noqa: F401 - registers what is computed of packed rows
 from treefx.config import Config
 from treefx.errors import UnsupportedError
+from treefx.forests.context import current_forest
 from treefx.forests.paths import Prefixes
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
@@ -19,7 +24,8 @@ from treefx.runtime.batch import find_unshared
 from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
 from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
-from treefx.runtime.converted.seam import install
+from treefx.runtime.converted.readers import Attributes
+from treefx.runtime.converted.seam import install, uninstall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.report import GraphReport, register
 from treefx.runtime.steps import steps_of, version_of
@@ -34,7 +40,21 @@ _SAYS_NOTHING = {*_FOR_OUTPUTS, "num_items_in_batch"}
 """Arguments that no value of the backbone depends on."""
 _IGNORED = -100
 _CACHE = "the call uses a cache"
+_ORDER = "a forward pre-hook was registered behind that of treefx.convert; the next call shares again"
 _UNREAD = "a position that sees no key is read by the loss: its label is not -100"
+
+
+class _Call(threading.local):
+    """What one call leaves for the hook behind it, in each thread."""
+
+    labels: Tensor | None = None
+    token_of: Tensor | None = None
+    plan: Plan
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    """The arguments by name, which hooks behind ours get back."""
+    attributes: Attributes | None = None
+    """The attributes before the first packed call of its kind."""
+    has_counted = False
 
 
 class Hooks:
@@ -43,22 +63,22 @@ class Hooks:
     Args:
         model: What the user converted.
         owner: The module in it that takes the ids.
-        config: Options.
+        config: Options of the planner.
+        is_strict: Whether a model that is not proved raises; else it runs on rows.
     """
 
-    def __init__(self, model: nn.Module, owner: nn.Module, config: Config) -> None:
-        self.model, self.owner, self.config = model, owner, config
+    def __init__(self, model: nn.Module, owner: nn.Module, config: Config, is_strict: bool = False) -> None:
+        self.model, self.owner, self.config, self.is_strict = model, owner, config, is_strict
         parameters = inspect.signature(type(owner).forward).parameters
         self._names = [name for name, item in parameters.items() if item.kind is item.POSITIONAL_OR_KEYWORD][1:]
-        self._planner = Planner(owner, config)
+        self._planner, self._lock = Planner(owner, config), threading.RLock()
         self._report, self.rewrites = GraphReport(has_tokens=True, way="converted"), list[Rewritten]()
-        self._token_of: Tensor | None = None
-        self._labels: Tensor | None = None
-        self._heads, self._counted = dict[Any, int](), False
+        self._call, self._heads = _Call(), dict[Any, int]()
+        self._watched, self._has_warned = set[Any](), False
         register(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "owner": self.owner, "config": self.config}
+        return {name: getattr(self, name) for name in ("model", "owner", "config", "is_strict")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -68,29 +88,53 @@ class Hooks:
         """The one report of the model."""
         return [self._report]
 
+    def change(self, model: nn.Module, config: Config, is_strict: bool) -> None:
+        """Take other options, or a model around the one that was converted."""
+        self.remove()
+        if config != self.config:
+            self._planner = Planner(self.owner, config)
+        self.model, self.config, self.is_strict = model, config, is_strict
+        self.hang()
+
     def hang(self) -> None:
-        """Hang the hooks on the model."""
+        """Register the hooks: the first one before all others of its kind, so that these get rows."""
         self.owner.register_forward_pre_hook(self.before, with_kwargs=True)
-        self.owner.register_forward_hook(self.after, always_call=True)
+        self.owner.register_forward_hook(self.after_call, always_call=True, prepend=True, with_kwargs=True)
         for module in self.model.modules():
             if module is not self.owner and "labels" in inspect.signature(type(module).forward).parameters:
                 module.register_forward_pre_hook(self.note_labels, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Remove the hooks, and give attention modules their own forward back."""
+        for module in {*self.model.modules(), *self.owner.modules()}:
+            uninstall(module)
+            for name in _OF_MODULES:
+                found = module.__dict__[name]
+                for key in [key for key, hook in found.items() if getattr(hook, "__self__", None) is self]:
+                    del found[key]
+                    for flags in _FLAGS:
+                        module.__dict__[flags].pop(key, None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember what the loss of the call predicts."""
         names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self._labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
+        self._call.labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace a batch [B, T] by the packed row of its distinct tokens."""
-        labels, self._labels, self._token_of = self._labels, None, None
-        self._heads, self._counted, self._report.head_tokens = {}, False, None
+        if current_forest() is not None:
+            raise UnsupportedError(_FOREST.format(type(owner).__name__))
+        call = self._call
+        labels, call.labels, call.token_of, call.attributes = call.labels, None, None, None
+        self._heads, call.has_counted, self._report.head_tokens = {}, False, None
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        call.kwargs = kwargs
         self._begin()
-        reason = _why_rows(given, getattr(self.owner, "config", None))
-        found = self._plan(given, labels) if reason is None else reason
+        reason = _why_rows(given, getattr(self.owner, "config", None)) or self._put_in_order()
+        with self._lock:  # Dynamo and the skeleton serve one call at a time
+            found = self._plan(given, labels) if reason is None else reason
         if isinstance(found, Plan):
             self._report.ran, self._report.fallback = "packed", None
             return (), self._packed(given, found)
@@ -101,7 +145,7 @@ class Hooks:
 
     def _note_loss(self, given: dict[str, Any], reason: str | None) -> None:
         """Warn of a call on rows; keys and values of earlier tokens are those of a generation."""
-        generates = reason == _CACHE and not torch.is_grad_enabled()
+        generates = reason == _ORDER or reason == _CACHE and not torch.is_grad_enabled()
         self._report.keep_rows(None if reason is None or generates else CallRows.find(given))
         if reason is None:
             return
@@ -109,6 +153,18 @@ class Hooks:
         report.distinct_tokens, report.calls_on_rows = None, report.calls_on_rows + 1
         if not report.calls_on_rows & (report.calls_on_rows - 1) and not report.warned:
             warn_of_rows(report, EVERY_ROW, reason, self.config.min_sharing, self.model)
+
+    def _put_in_order(self) -> str | None:
+        """Why this call runs on rows: a hook on the owner would get the packed row, which the next call mends."""
+        hooks: Any = self.owner._forward_pre_hooks
+        after: Any = self.owner._forward_hooks
+        ours, behind = (next((key for key, x in d.items() if _is_of(x, self)), None) for d in (hooks, after))
+        if behind is not None and next(iter(after)) != behind:
+            after.move_to_end(behind, last=False)
+        if ours is None or next(reversed(hooks)) == ours:
+            return None
+        hooks.move_to_end(ours)
+        return _ORDER
 
     def _begin(self) -> None:
         self._report.keep_rows(None)
@@ -133,9 +189,16 @@ class Hooks:
         rows = {name: x for name, x in given.items() if x is not None and name not in _SAYS_NOTHING}
         rows["position_ids"] = None if positions is None else positions.expand_as(ids)
         try:
+            if mask is None and positions is not None and self._mixes_sequences(rows, positions):
+                if not self._has_warned:
+                    warnings.warn(_MIXED.format(type(self.owner).__name__), stacklevel=2)
+                self._has_warned = self._report.warned = True
+                return _CACHED
             found = self._planner.plan(rows)
         except UnsupportedError as error:
-            raise UnsupportedError(_REFUSED.format(type(self.owner).__name__, error)) from error
+            if self.is_strict:
+                raise UnsupportedError(_REFUSED.format(type(self.owner).__name__, error)) from error
+            return str(error)
         if isinstance(found, str):
             return found
         token_of = found.batch.metadata[3]
@@ -143,6 +206,11 @@ class Hooks:
         unread = labels is not None and labels.shape == ids.shape and _reads(labels.cpu(), token_of < 0)
         self._count(found, found.raw_tokens if unshared or unread else found.tokens, ids)
         return _UNREAD if unread else None if unshared else found
+
+    def _mixes_sequences(self, rows: Mapping[str, Any], positions: Tensor) -> bool:
+        """Whether the model as written lets sequences of a packed row see each other, because it makes a cache."""
+        restart = positions.shape[1] > 1 and bool((positions.diff(dim=1) != 1).any())
+        return restart and _makes_cache(self.owner, rows.get("use_cache")) and self._planner.cache_matters(rows)
 
     def _count(self, found: Plan, tokens: int, ids: Tensor) -> None:
         report = self._report
@@ -159,23 +227,46 @@ class Hooks:
 
     def _packed(self, given: dict[str, Any], found: Plan) -> dict[str, Any]:
         ids, positions = given["input_ids"], given.get("position_ids")
-        row, column, _, self._token_of = (x.to(ids.device) for x in found.batch.metadata)
+        row, column, _, token_of = (x.to(ids.device) for x in found.batch.metadata)
         place = column if positions is None else positions.expand_as(ids)[row, column]
         for name, module in self._planner.modules.items():
             install(module, found.specs[without_compiled_name(name)])
+        call = self._call
+        call.token_of, call.plan = token_of, found
+        kind = found.kind, self.owner.training
+        if kind not in self._watched:
+            self._watched.add(kind)
+            call.attributes = Attributes(self.owner)
         return packed_inputs(given, ids[row, column], place, found.tree.to(ids.device))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after_call(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Expand what the module returns to rows; other hooks get the arguments of the caller."""
+        given, self._call.kwargs = self._call.kwargs, MappingProxyType({})
+        if self._call.token_of is not None:
+            kwargs.clear()
+            kwargs.update(given)
+        return self.after(owner, args, output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Expand what the module returns to rows."""
-        token_of, self._token_of = self._token_of, None
+        call = self._call
+        token_of, call.token_of = call.token_of, None
         if token_of is None or output is None:
             return None
+        attributes, call.attributes = call.attributes, None
+        changed = () if attributes is None else attributes.changed()
+        kept = next((name for name in changed if name not in call.plan.kept), None)
+        if kept is not None:
+            self._watched.discard((call.plan.kind, self.owner.training))
+            self._planner.refuse(call.plan.kind, f"{kept}: a tensor of tokens is kept in it")
+            raise UnsupportedError(_HIDDEN.format(type(owner).__name__, kept))
         return expanded(output, token_of, self._rows if self.config.lazy_outputs else expand)
 
     def _rows(self, x: Tensor, token_of: Tensor) -> Tensor:
         """Hidden states [N, H] on rows that stay packed; one token more stands for dropped padding."""
-        count, self._counted = (None if self._counted else self._count_head), True
+        count, self._call.has_counted = (None if self._call.has_counted else self._count_head), True
         if bool((token_of < 0).any()):
             x, token_of = torch.cat([x, x.new_zeros(1, *x.shape[1:])]), torch.where(token_of < 0, len(x), token_of)
         return packed_rows(x, token_of, count=count)
@@ -187,12 +278,44 @@ class Hooks:
         self._report.head_tokens = max(self._heads.values())
 
 
-_REFUSED = (
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks")
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_PROOF = (
     "treefx.convert runs a model on its distinct tokens if every attention is proved to be causal attention with a "
     "scale, softcap, window or sinks, and all else to be computed token by token, but of {} this was not proved: {}. "
-    "Way out: change what is named (dropout to 0, say), or leave the model unconverted; "
-    'torch.compile(model, backend="treefx") expands what it cannot share'
 )
+_REFUSED = _PROOF + (
+    "Change what is named (set dropout to 0, say), or take on_unsupported='expand', which runs such calls on rows"
+)
+_CACHED = (
+    "the model makes a cache (config.use_cache=True), and without a mask its attentions then let the sequences of a "
+    "packed row see each other"
+)
+_MIXED = (
+    "{} makes a cache (config.use_cache=True), and transformers then lets the sequences of a packed row see each "
+    "other. treefx.convert computes the same, on rows. To train on sequences that do not see each other, set "
+    "model.config.use_cache = False, or pass use_cache=False; then prefixes are shared too"
+)
+_HIDDEN = (
+    "under treefx.convert a model may keep no values of tokens, which are there once per distinct token, but {}.{} got "
+    "a tensor in this call, by code that a trace does not run (it depends on torch.compiler.is_compiling(), say). "
+    "Discard this call; later ones run on rows. Return the value from the model, or compute it from what it returns"
+)
+_FOREST = (
+    "under treefx.use(forest) a compiled model gets the packed row of a forest, but {} was converted by "
+    "treefx.convert: it takes rows [B, T] and finds their tree itself. Call it on rows outside of treefx.use, or "
+    "compile a model that is not converted (treefx.unconvert(model), then model.compile(backend='treefx'))"
+)
+
+
+def _is_of(hook: Any, hooks: Hooks) -> bool:
+    return getattr(hook, "__self__", None) is hooks
+
+
+def _makes_cache(owner: Any, asked: Any) -> bool:
+    """Whether a model makes a cache in a call, as the argument, its configuration and its checkpoints say it."""
+    use = getattr(getattr(owner, "config", None), "use_cache", False) if asked is None else asked
+    return bool(use) and not (owner.training and getattr(owner, "gradient_checkpointing", False))
 
 
 def _count_rows(given: Mapping[str, Any]) -> int:
@@ -226,8 +349,8 @@ def _why_rows(given: Mapping[str, Any], config: Any) -> str | None:
     asked = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if asked is None else asked:
         return "the call asks for attention probabilities (output_attentions)"
-    others = [name for name, x in given.items() if isinstance(x, Tensor) and x.dim() and name not in _PER_POSITION]
-    others = [name for name in others if name not in _SAYS_NOTHING]
+    others = [name for name, x in given.items() if name not in _PER_POSITION and name not in _SAYS_NOTHING]
+    others = [name for name in others if any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(given[name]))]
     return f"the call gives {others[0]}, of which nothing is known on distinct tokens" if others else None
 
 

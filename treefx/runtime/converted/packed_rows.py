@@ -102,12 +102,12 @@ class _Family:
 
 _CHANGED = (
     "under treefx.convert hidden states and logits are expanded to rows when they are read, and views of them have no "
-    "common memory, but {}; change a copy (clone()), or convert the model without lazy_outputs"
+    "common memory, but {}; change a copy (clone()), or convert the model without pack_lm_head"
 )
 _HOOKED = (
     "under treefx.convert hidden states and logits have a gradient on rows only if nothing was computed of them on "
     "distinct tokens before, but it was; ask for the gradient before that (hooks, retain_grad), or convert the model "
-    "without lazy_outputs"
+    "without pack_lm_head"
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,26 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.lasting import lasting
 from treefx.kernels.recurrence.tree_conv import find_depths
 from treefx.kernels.score import Expr
-from treefx.passes.labels.facts import fact_of
+from treefx.passes.analysis import Analysis
+from treefx.passes.labels.facts import Kind, fact_of
+from treefx.passes.labels.purity import changed_inputs, randomness
 from treefx.passes.pipeline import build_passes
 from treefx.passes.scores.attention_facts import Attention
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch, pad_batch
 from treefx.runtime.converted.branches import Branches
-from treefx.runtime.converted.frame import blocks_of, check_blocks, check_frame, module_of
-from treefx.runtime.converted.seam import Spec, attention_modules, listen, tree_of
+from treefx.runtime.converted.frame import (
+    SIZE,
+    blocks_of,
+    cache_matters,
+    check_blocks,
+    check_frame,
+    computes_with_size,
+    module_of,
+)
+from treefx.runtime.converted.kept_values import Kept, kept_values, name_of, outputs_of
+from treefx.runtime.converted.readers import find_hook
+from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
 from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.converted.skeleton import WRAPPERS, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
@@ -56,7 +68,11 @@ class Plan:
     tokens: int
     """Tokens under the mask, in rows and distinct."""
     captured: fx.GraphModule
+    kept: frozenset[str]
+    """Attributes and buffers in which a call leaves values that do not depend on its tokens."""
     seconds: Mapping[str, float]
+    kind: tuple[str, ...] = ()
+    """The names of the arguments of the call."""
 
 
 class _Planned(Exception):
@@ -80,6 +96,8 @@ class Planner:
         self._known: list[nn.Module] = []
         self._compiled: Callable[..., Any] = owner
         self._checked: set[Any] = set()
+        self._refused: dict[Any, str] = {}
+        self._cached: dict[Any, bool] = {}
 
     def plan(self, given: Mapping[str, Any]) -> Plan | str:
         """A plan for a call with these arguments, or why it runs on rows.
@@ -89,50 +107,82 @@ class Planner:
         """
         on_cpu = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
         on_cpu["use_cache"] = False
-        kind = tuple(sorted(name for name, x in on_cpu.items() if x is not None))
+        kind = _kind_of(on_cpu)
         with lasting():  # old log-probabilities often come first, under inference mode: later calls change the skeleton
-            self._renew()
-            if kind not in self._checked:
-                check_frame(self._copy.eval(), self._blocks, on_cpu)
-                self._checked.add(kind)
-        for module, copied in self._pairs:
-            refresh(copied, module)
+            modules = self._renew()
+            hook = find_hook(modules)
+            if hook is not None:
+                raise UnsupportedError(_HOOKED.format(hook))
+            if self._refresh():
+                self._refused.clear()
+            key = kind, torch.is_grad_enabled(), _settings(self._owner) if self._refused else ()
+            if key in self._refused:
+                raise UnsupportedError(self._refused[key])
+            try:
+                if kind not in self._checked:
+                    check_frame(self._copy.eval(), self._blocks, on_cpu)
+                    self._checked.add(kind)
+                    self._refresh()
+            except UnsupportedError as error:
+                self.refuse(kind, str(error))
+                raise
+        return self._traced(kind, on_cpu)
+
+    def _traced(self, kind: tuple[str, ...], on_cpu: Mapping[str, Any]) -> Plan | str:
         try:
-            with torch.no_grad():
-                self._compiled(**on_cpu)
+            self._compiled(**on_cpu)  # with gradients on or off as they are, which the code of a model may ask for
         except _Planned as planned:
-            return planned.found
+            return replace(planned.found, kind=kind) if isinstance(planned.found, Plan) else planned.found
         except FailOnRecompileLimitHit:
             return "more than torch._dynamo.config.recompile_limit kinds of calls"
         except TorchDynamoException as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise UnsupportedError(f"its rows cannot be traced as one graph: {reason}") from error
+            line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            reason = f"its rows cannot be traced as one graph: {line}"
+            self.refuse(kind, reason)
+            raise UnsupportedError(reason) from error
         raise AssertionError("a skeleton has run")
 
-    def _renew(self) -> None:
+    def refuse(self, kind: tuple[str, ...], reason: str) -> None:
+        """Run calls of a kind on rows until a setting of the model changes."""
+        for gradients in (False, True):
+            self._refused[kind, gradients, _settings(self._owner)] = reason
+
+    def cache_matters(self, given: Mapping[str, Any]) -> bool:
+        """Whether a cache changes the masks of a packed row, as far as the made-up row of ``cache_matters`` shows."""
+        key = _kind_of(given)
+        with lasting():
+            self._renew()
+            if key not in self._cached:
+                self._cached[key] = cache_matters(self._copy.eval(), self._blocks, given)
+        return self._cached[key]
+
+    def _refresh(self) -> bool:
+        return any([refresh(copied, module) for module, copied in self._pairs])
+
+    def _renew(self) -> list[nn.Module]:
         """Make the skeleton, again if the modules of the model are others than those it was made of."""
         modules = list(self._owner.modules())
         if modules != self._known:
             self._copy = skeleton(self._owner)
             self._pairs = list(zip(_without_wrappers(modules), self._copy.modules(), strict=True))
             self.modules = attention_modules(self._owner)
-            for module in self.modules.values():
-                listen(module)  # before anything is traced: a trace holds only while the file asks the same object
             attention = attention_modules(self._copy)
             self._blocks = blocks_of(self._copy, attention)
             self._compiled = torch.compile(
                 _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
             )
-            self._known, self._checked = modules, set()
+            self._known, self._checked, self._refused, self._cached = modules, set(), {}, {}
+        return modules
 
     def _backend(self, attention: Mapping[str, nn.Module]) -> Any:
         def treefx(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
             nodes = gm.graph.find_nodes(op="placeholder")
             roles = [role_of(node, example) for node, example in zip(nodes, examples, strict=True)]
-            graph = _Graph(gm, roles, self._config, attention, self._blocks, self._owner)
+            graph = _Graph(gm, roles, self._config, attention, self._blocks, self._owner, kept_values("module"))
 
             def run(*args: Any) -> Any:
-                raise _Planned(graph.plan(args))
+                with torch.no_grad():
+                    raise _Planned(graph.plan(args))
 
             return run
 
@@ -161,6 +211,35 @@ def _own_code(module: nn.Module) -> Any:
     )
 
 
+def _kind_of(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the arguments of a call: calls of one kind are proved once."""
+    return tuple(sorted(name for name, x in given.items() if x is not None))
+
+
+def _settings(owner: nn.Module) -> tuple[Any, ...]:
+    """Numbers and names in the configuration of a model."""
+    values = vars(getattr(owner, "config", None) or types.SimpleNamespace()).items()
+    return tuple(item for item in values if isinstance(item[1], str | int | float | None))
+
+
+def _is_of_weights(node: fx.Node) -> bool:
+    """Whether a value is the same on rows and on the packed row: it depends on no token and on no size of the batch."""
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:
+        item = waiting.pop()
+        value = item.meta.get("val")
+        sizes = value.shape if isinstance(value, Tensor) else [value]
+        if computes_with_size(item) or any(isinstance(size, torch.SymInt | torch.SymFloat) for size in sizes):
+            return False
+        seen.add(item)
+        waiting += [x for x in item.all_input_nodes if x not in seen]
+    return fact_of(node).kind is Kind.INVARIANT
+
+
+_KEPT = "{}: {}. Return the value from the model, or compute it from what the model returns"
+_HOOKED = "{}, which would get distinct tokens in place of rows. Remove it, or register it on the model that is called"
+
+
 class _Graph:
     """One graph of the skeleton: plans the calls that Dynamo has traced to it."""
 
@@ -172,7 +251,9 @@ class _Graph:
         attention: Mapping[str, nn.Module],
         blocks: set[str],
         owner: nn.Module,
+        kept: Sequence[Kept],
     ) -> None:
+        self._kept, self._written = kept, set[str]()
         self._gm, self._config, self._modules, self._blocks, self._owner = gm, config, attention, blocks, owner
         self._records = Records(gm)
         self._analyses = Analyses(gm, roles, build_passes(config.compiler), config, self._records)
@@ -186,7 +267,7 @@ class _Graph:
             if shape.startswith(_PASSING) or shape.endswith(LATER):
                 return shape
             raise UnsupportedError(shape or "no input is looked up in an embedding")
-        self._check(shape)
+        self._check(shape, args)
         tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
         grid = shape.grid(tensors)
         starts = find_starts(shape.analysis, grid) if shape.analysis.segmented else None
@@ -218,7 +299,7 @@ class _Graph:
         specs = {name: item.spec for name, item in found.items()}
         return Plan(
             batch, tree_of(end, place, at_tokens), specs, int(counted.sum()), distinct, self._gm,
-            dict(shape.analysis.seconds),
+            frozenset({*self._written, *(item.where for item in self._kept)}), dict(shape.analysis.seconds),
         )  # fmt: skip
 
     def _keep(self, shape: Shape, grid: Grid, starts: Tensor | None) -> Any:
@@ -243,23 +324,62 @@ class _Graph:
             return seen, None
         return seen, keep
 
-    def _check(self, shape: Shape) -> None:
+    def _check(self, shape: Shape, args: Sequence[Any]) -> None:
         """Raise unless all that is asked of the model itself holds."""
-        if getattr(shape, "converted", False):
-            return
+        known = getattr(shape, "converted", None)
+        if known is None:
+            try:
+                self._check_model(shape, args)
+                known = ""
+            except UnsupportedError as error:
+                known = str(error)
+            setattr(shape, "converted", known)
+        if known:
+            raise UnsupportedError(known)
+
+    def _check_model(self, shape: Shape, args: Sequence[Any]) -> None:
         analysis = shape.analysis
-        if analysis.recurrences or analysis.has_side_effects:
-            what = (
-                "has a recurrence along the tokens" if analysis.recurrences else "draws random numbers or keeps state"
-            )
-            raise UnsupportedError(f"the model {what}")
-        outputs: Any = next(iter(analysis.gm.graph.find_nodes(op="output"))).args[0]
-        tensors = {i for i, item in enumerate(outputs) if isinstance(item, fx.Node)}
-        if tensors != set(analysis.packed_outputs):
+        if analysis.batch is None:  # as numbers they cannot be told from other numbers
+            raise UnsupportedError(SIZE.format("its code"))
+        if analysis.recurrences:
+            raise UnsupportedError("the model has a recurrence along the tokens")
+        drawn = randomness(analysis.gm)
+        if drawn is not None:
+            raise UnsupportedError(drawn)
+        self._check_buffers(analysis, args)
+        kept = self._check_kept(analysis)
+        tensors = {i for i, item in enumerate(outputs_of(analysis.gm)) if isinstance(item, fx.Node)} - kept
+        if tensors != set(analysis.packed_outputs) - kept:
             raise UnsupportedError("the module that takes the ids returns values that are none of tokens")
         check_blocks(analysis, self._blocks)
         self._lifted(shape, frozenset())
-        setattr(shape, "converted", True)
+
+    def _check_buffers(self, analysis: Analysis, args: Sequence[Any]) -> None:
+        """Raise if a buffer or an input gets values of tokens; note the buffers that get others."""
+        placeholders = analysis.gm.graph.find_nodes(op="placeholder")
+        tensors, nodes = self._analyses.tensors(args), self._gm.graph.find_nodes(op="placeholder")
+        for node, written in changed_inputs(analysis.gm).items():
+            position = placeholders.index(node)
+            given = next((i for i, x in enumerate(args) if position < len(tensors) and x is tensors[position]), None)
+            name = "an input" if given is None else name_of(nodes[given])
+            if not isinstance(written, fx.Node) or not _is_of_weights(written):
+                raise UnsupportedError(_KEPT.format(name, "changed in place by values of tokens or their number"))
+            self._written.add(name)
+
+    def _check_kept(self, analysis: Analysis) -> set[int]:
+        """Positions of outputs that are kept and do not depend on tokens; raise if another one is kept."""
+        outputs: list[Any] = outputs_of(self._gm)
+        found = set()
+        for item in self._kept:
+            if item.is_input or item.node is None:
+                what = "an input of the call" if item.is_input else "a size of the batch"
+                raise UnsupportedError(_KEPT.format(item.where, f"{what} is kept in it"))
+            position = next((i for i, x in enumerate(outputs) if getattr(x, "name", None) == item.node.name), None)
+            value = None if position is None else outputs_of(analysis.gm)[position]
+            if position is None or isinstance(value, fx.Node) and not _is_of_weights(value):
+                raise UnsupportedError(_KEPT.format(item.where, "a tensor that depends on tokens is kept in it"))
+            found.add(position)
+        return found
 
     def _lifted(self, shape: Shape, redundant: frozenset[Expr]) -> dict[str, Lifted]:
         """What each attention module computes."""

@@ -1,16 +1,19 @@
-"""Where transformers computes attention: one function per model file, which here reads a tree instead of a mask.
+"""Let the attention modules of a converted model read a tree in place of a mask.
 
-Attention modules ask ``ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)`` for a function of query, key, value and
-mask. In the files of converted models that name stands for an object which hands out the same functions; given a tree
-in place of the mask they compute tree attention, given anything else they are what they were. The tree comes as the
-mask, because that argument reaches every attention of every model, is saved by checkpoints with the other inputs of a
-block, and is an ordinary input of a compiled one.
+The forward of an attention module calls ``ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)`` for a function of query,
+key, value and mask. Each converted module gets a copy of its forward whose code calls ``treefx_get_interface`` instead,
+a method that treefx adds to the class of that object. The method returns the same function; given a tree in place of
+the mask the function computes tree attention, given anything else it is unchanged. No name of the model's file and no
+class of it changes, so other models of the same file are not affected. The tree is passed as the mask, because that
+argument reaches every attention of every model, is saved by checkpoints with the other inputs of a block, and is an
+ordinary input of a compiled one.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,19 +26,28 @@ from treefx.kernels.ops import attend
 from treefx.kernels.score import Expr, Score
 
 __all__ = [
+    "UNWRAPPED",
     "Spec",
     "attend_on_tree",
     "attention_modules",
     "eager_or_other",
     "install",
     "is_tree",
-    "listen",
+    "original_of",
+    "reads_trees",
     "score_of",
     "tree_of",
+    "uninstall",
 ]
 
+UNWRAPPED = "_old_forward"
+"""Where accelerate keeps the forward of a module under the one that it puts in its place."""
+
 _NAME = "ALL_ATTENTION_FUNCTIONS"
+_GET, _GET_READING = "get_interface", "treefx_get_interface"
 _SPEC = "treefx_spec"
+_ORIGINAL = "treefx_original"
+"""Attribute of a forward that reads trees: the forward that it is a copy of."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +79,11 @@ def tree_of(subtree_end: Tensor, place: Tensor, seen: Tensor | None) -> Tensor:
     return torch.stack(rows)[:, None, None]
 
 
-def is_tree(mask: Any, query: Tensor) -> bool:
+def is_tree(mask: Any, query: Any) -> bool:
     """Whether an attention mask is a tree: a mask of one row of queries has no second entry in front."""
     return (
         isinstance(mask, Tensor)
+        and isinstance(query, Tensor)
         and mask.dtype is torch.int32
         and mask.dim() == 4
         and mask.shape[0] in (2, 3)
@@ -80,36 +93,7 @@ def is_tree(mask: Any, query: Tensor) -> bool:
     )
 
 
-# Model files ------------------------------------------------------------------------------------------------------
-
-
-class _Interfaces:
-    """Stands for ``ALL_ATTENTION_FUNCTIONS`` in a model file."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-
-    def get_interface(self, name: Any, default: Any) -> Any:
-        return functools.partial(_attention, self.original.get_interface(name, default))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["original"], name)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.original[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.original
-
-
-def _attention(
-    original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    """An attention function: query [B, H, T, D], key, value [B, Hkv, T, D] -> [B, T, H, D] and probabilities."""
-    if not is_tree(mask, query):
-        return original(module, query, key, value, mask, *args, **kwargs)
-    return attend_on_tree(module, query, key, value, mask, *args, **kwargs), None
+# Modules ----------------------------------------------------------------------------------------------------------
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -122,33 +106,114 @@ def _globals_of(module: nn.Module) -> dict[str, Any] | None:
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     found: dict[str, Any] = getattr(forward, "__globals__", {})
-    return found if code is not None and _NAME in code.co_names and "get_interface" in code.co_names else None
+    return found if code is not None and _NAME in code.co_names and _GET in code.co_names else None
 
 
 def eager_or_other(module: nn.Module) -> Callable[..., Any]:
     """The attention function that a module would call now."""
     names = _globals_of(module)
     assert names is not None
-    interfaces = names[_NAME]
-    original = interfaces.original if isinstance(interfaces, _Interfaces) else interfaces
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", "")
-    found: Callable[..., Any] = original.get_interface(chosen, names.get("eager_attention_forward"))
+    found: Callable[..., Any] = names[_NAME].get_interface(chosen, names.get("eager_attention_forward"))
     return found
 
 
-def listen(module: nn.Module) -> None:
-    """Let the file of an attention module ask here for its functions."""
+def install(module: nn.Module, spec: Spec) -> None:
+    """Let an attention module compute tree attention by a spec where it is given a tree.
+
+    Raises:
+        UnsupportedError: Its forward cannot be copied.
+    """
     names = _globals_of(module)
     assert names is not None
-    if not isinstance(names[_NAME], _Interfaces):
-        names[_NAME] = _Interfaces(names[_NAME])
+    functions = names[_NAME]
+    if not getattr(functions, "reads_trees", False):  # those of torchtitan do by themselves
+        if not hasattr(type(functions), _GET_READING):
+            setattr(type(functions), _GET_READING, _get_interface)
+        slot = UNWRAPPED if UNWRAPPED in module.__dict__ else "forward"
+        forward = module.__dict__.get(slot, types.MethodType(type(module).forward, module))
+        if original_of(forward) is None:
+            module.__dict__[slot] = types.MethodType(_reading(_function_of(forward, module)), module)
+    if getattr(module, _SPEC, None) != spec:  # compiled blocks are compiled again for another object
+        module.__dict__[_SPEC] = spec
 
 
-def install(module: nn.Module, spec: Spec) -> None:
-    """Let an attention module compute tree attention by a spec where it is given a tree."""
-    listen(module)
-    if getattr(module, _SPEC, None) != spec:  # compiled blocks are compiled anew for another object
-        setattr(module, _SPEC, spec)
+def uninstall(module: nn.Module) -> None:
+    """Give a module its own forward back."""
+    module.__dict__.pop(_SPEC, None)
+    for slot in (UNWRAPPED, "forward"):
+        original = original_of(module.__dict__.get(slot))
+        if original is None:
+            continue
+        if slot == "forward" and original is type(module).forward:
+            del module.__dict__[slot]
+        else:
+            module.__dict__[slot] = types.MethodType(original, module)
+
+
+def original_of(forward: Any) -> Any:
+    """The function that a forward which reads trees is a copy of; None for any other forward."""
+    return getattr(getattr(forward, "__func__", None), _ORIGINAL, None)
+
+
+def _function_of(forward: Any, module: nn.Module) -> types.FunctionType:
+    function = getattr(forward, "__func__", None)
+    if not isinstance(function, types.FunctionType) or forward.__self__ is not module:
+        raise UnsupportedError(_WRAPPED.format(type(module).__name__, type(forward).__name__))
+    return function
+
+
+@functools.lru_cache(maxsize=64)
+def _reading(function: types.FunctionType) -> types.FunctionType:
+    """A copy of a forward that calls ``treefx_get_interface`` where the original calls ``get_interface``."""
+    code, cells = function.__code__, function.__closure__
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        code = code.replace(co_names=tuple(_GET_READING if name == _GET else name for name in code.co_names))
+    else:  # a decorator: the copy of what it wraps takes its place among the variables that the wrapper closes over
+        if not isinstance(inner, types.FunctionType) or not any(_contents(cell) is inner for cell in cells or ()):
+            raise UnsupportedError(_WRAPPED.format(function.__qualname__, "decorated function"))
+        cells = tuple(types.CellType(_reading(inner)) if _contents(cell) is inner else cell for cell in cells or ())
+    made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__dict__.update(function.__dict__)
+    made.__kwdefaults__, made.__doc__, made.__module__ = function.__kwdefaults__, function.__doc__, function.__module__
+    made.__qualname__, made.__annotations__ = function.__qualname__, function.__annotations__
+    setattr(made, _ORIGINAL, function)
+    return made
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that was never assigned
+        return None
+
+
+def _get_interface(functions: Any, name: Any, default: Any) -> Any:
+    """``get_interface`` of the attentions of converted models."""
+    return reads_trees(functions.get_interface(name, default))
+
+
+def reads_trees(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention function that computes tree attention where its mask is a tree, and else is the given one."""
+    return functools.partial(_attention, function)
+
+
+_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
+"""The first arguments of all attention functions of transformers; modules pass them by place or by name."""
+
+
+def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An attention function: query [B, H, T, D], key, value [B, Hkv, T, D] -> [B, T, H, D] and probabilities."""
+    given = dict(zip(_ARGUMENTS, args, strict=False))
+    given.update(kwargs)
+    if not is_tree(given.get("attention_mask"), given.get("query")):
+        return original(*args, **kwargs)
+    if len(args) > len(_ARGUMENTS):  # their order differs from function to function
+        names = list(inspect.signature(original).parameters)
+        given.update(zip(names[len(_ARGUMENTS) :], args[len(_ARGUMENTS) :], strict=False))
+    first = [given.pop(name) for name in _ARGUMENTS]
+    return attend_on_tree(*first, **given), None
 
 
 # Attention --------------------------------------------------------------------------------------------------------
@@ -193,6 +258,10 @@ def attend_on_tree(
     return out.to(query.dtype).transpose(1, 2).contiguous()
 
 
+_WRAPPED = (
+    "treefx.convert replaces the forward of attention modules by a copy that reads trees, and the forward of {} is a "
+    "{} that hides the function"
+)
 _UNPROVED = (
     "under treefx.convert every attention that gets a tree must be proved first, but {} was not; call treefx.convert "
     "after the model has got all its modules"

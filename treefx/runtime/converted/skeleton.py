@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treefx.runtime.converted.seam import UNWRAPPED, original_of
+
 __all__ = ["UNWRAPPED", "WRAPPERS", "refresh", "skeleton", "wrapped_in"]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where what ``torch.compile`` and PyTorch's ``checkpoint_wrapper`` return for a module holds it."""
-
-UNWRAPPED = "_old_forward"
-"""Where accelerate keeps the forward of a module under the one that it puts in its place: copies run that one."""
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -37,6 +36,8 @@ _OWN = {
     "_compiled_call_impl",
     "gradient_checkpointing",
     "forward",
+    "treefx_hooks",
+    "treefx_spec",
 }
 """What a copy does not share with its original."""
 
@@ -52,13 +53,18 @@ def wrapped_in(module: nn.Module) -> nn.Module | None:
     return next((inner for inner in found if inner is not None), None)
 
 
-def refresh(copied: nn.Module, module: nn.Module) -> None:
-    """Give a copy the settings that its original has now: training, a dropout's probability, an adapter's switch."""
-    state = copied.__dict__
+def refresh(copied: nn.Module, module: nn.Module) -> bool:
+    """Give a copy the settings that its original has now: training, a dropout's probability, an adapter's switch.
+
+    Returns:
+        Whether any has changed.
+    """
+    state, has_changed = copied.__dict__, False
     for name, value in module.__dict__.items():
         if name in _OWN or state.get(name) is value or isinstance(value, types.MethodType | Tensor | nn.Module):
             continue
-        state[name] = value
+        state[name], has_changed = value, True
+    return has_changed
 
 
 class _Copy:
@@ -121,7 +127,7 @@ def _bind_methods(module: nn.Module, made: nn.Module) -> None:
         made.__dict__["forward"] = made.__dict__[UNWRAPPED]
     for name, value in made.__dict__.items():
         if isinstance(value, types.MethodType) and value.__self__ is module:
-            made.__dict__[name] = types.MethodType(value.__func__, made)
+            made.__dict__[name] = types.MethodType(original_of(value) or value.__func__, made)
     forward = made.__dict__.get("forward")
     if isinstance(forward, types.MethodType) and forward.__func__ is type(made).forward:
         del made.__dict__["forward"]  # a trace would name modules by the way through it
