@@ -81,7 +81,7 @@ def test_inspect_writes_a_page_and_compares(name: str, tmp_path: Path) -> None:
         ("qwen33", "did you mean qwen3"),
         ("nosuch", "for example llama"),
         ("nanogtp", "did you mean nanogpt"),
-        ("t5", "t5 is not a causal language model"),
+        ("t5", "no causal language model of this t5"),
         ("no/where.json", "cannot read a model configuration"),
     ],
 )
