@@ -3,6 +3,9 @@
 The first tokens of a forest are a forest. So when a process first meets an attention of some kind, it runs that much
 of it on the generated kernels and on the dense reference, forward and backward. If a kernel cannot be made or differs,
 FlexAttention takes all attentions of this kind over, with one warning.
+
+NaN and infinity: the plain kernels keep them to the tokens that see them, except for gradients of queries that one pass
+adds up. FlexAttention and the kernels in Gluon spread them over a tile of tokens. No implementation makes them finite.
 """
 
 import warnings

@@ -10,7 +10,13 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMES = ("interpreted_triton", "interpreted_once", "interpreted_boundary", "layers/interpreted_layers")
+NAMES = (
+    "interpreted_triton",
+    "interpreted_once",
+    "interpreted_boundary",
+    "interpreted_not_finite",
+    "layers/interpreted_layers",
+)
 
 
 @pytest.mark.sample(6)
