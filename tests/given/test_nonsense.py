@@ -200,7 +200,17 @@ ROW_VECTORS = [torch.ones(len(row)) for row in FOREST.sequences()]
 
 @pytest.mark.parametrize(
     "values",
-    [COMPLEX, [row.to(torch.complex64) for row in ROW_VECTORS], "abc", {"a": 1}, 3, [None] * 3, ["x"] * 3, [1j] * 3],
+    [
+        COMPLEX,
+        LOGP.to(torch.complex128),
+        [row.to(torch.complex64) for row in ROW_VECTORS],
+        "abc",
+        {"a": 1},
+        3,
+        [None] * 3,
+        ["x"] * 3,
+        [1j] * 3,
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("loss", ["policy_gradient", "clipped", "cispo", "old_logp", "importance", "kl", "groups"])
@@ -237,6 +247,13 @@ def test_groups_of_64_bits_are_told_apart() -> None:
 
     assert torch.equal(value(2**62, 2**62 + 1), value(0, 1))
     assert not torch.allclose(value(0, 1), value(0, 0))
+
+
+def test_arrays_of_numpy_are_rows() -> None:
+    expected = losses.clipped(LOGP, FOREST, LOGP, ADVANTAGES)
+    assert torch.equal(losses.clipped(LOGP, FOREST, LOGP, ADVANTAGES.double().numpy()), expected)
+    vectors = [np.full(len(row), value) for row, value in zip(ROW_VECTORS, ADVANTAGES.tolist(), strict=True)]
+    assert torch.equal(losses.clipped(LOGP, FOREST, LOGP, vectors), expected)
 
 
 def test_rewards_are_real_numbers() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,6 +99,7 @@ def read_per_edge(values: PerEdge, forest: Forest) -> Tensor | None:
     """[E] without gradient where that is what is given, in a part also for all edges of the uncut forest; else None."""
     if not isinstance(values, Tensor) or values.ndim != 1:
         return None
+    _check_real(values, "values per edge")
     if len(values) == len(forest.edges):
         return values.detach().to(forest.device)
     if isinstance(forest, EdgeSubset) and len(values) == len(forest.uncut.edges):
@@ -151,6 +153,8 @@ def read_per_token(values: PerEdge, forest: Forest, name: str, dtype: torch.dtyp
 
 def read_entries(values: object, name: str) -> Sequence[Any]:
     """Refuse what is no list with an entry per row."""
+    if isinstance(values, np.ndarray) and values.ndim:
+        return list(values)
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise ForestError(f"{name} must be a tensor, or a list with one entry per row, got {type(values).__name__}")
     return values

@@ -41,6 +41,7 @@ def close_matches(name: str, known: Any, otherwise: str) -> str:
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else otherwise
 
+
 _CODE = {
     "auto_map": "the architecture's code is that of transformers, none is fetched",
     "trust_remote_code": "no code is fetched",
@@ -112,14 +113,19 @@ def make_config(
         fields = _small_fields(model, hidden_size, layers, max_positions) | {"vocab_size": vocab_size}
     kind = str(fields.pop("model_type"))
     if kind not in transformers.CONFIG_MAPPING:
+        hint = close_matches(kind, transformers.CONFIG_MAPPING, "try llama, qwen3 or gpt2")
         raise InputError(
             f"model must be an architecture that transformers {transformers.__version__} knows or the path of a "
-            f"config.json, got {kind!r}; {close_matches(kind, transformers.CONFIG_MAPPING, 'try llama, qwen3 or gpt2')}"
+            f"config.json, got {kind!r}{_origin(model, kind)}; {hint}"
         )
     try:
         return transformers.AutoConfig.for_model(kind, **fields)
     except Exception as error:  # validators raise errors of huggingface_hub
         raise InputError(f"{model} is no configuration of {kind}: {shorten(_last_line(error), 400)}") from error
+
+
+def _origin(model: str, kind: str) -> str:
+    return "" if model == kind else f" in {model}"
 
 
 def _small_fields(model: str, hidden_size: int | None, layers: int | None, max_positions: int) -> dict[str, Any]:
