@@ -4,6 +4,7 @@ A plant replaces attributes of modules by name; ``planted`` fails if one is not 
 function cannot leave a plant without effect.
 """
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -146,6 +147,25 @@ def _leaves_alone(strided_fake: Change) -> Any:
     return wrong
 
 
+def _labels_below_zero_ignored(entries: Change) -> Any:
+    return lambda target, size, ignore_index: target.clamp(min=-1)
+
+
+def _outputs_alone(leaks: Change) -> Any:
+    """A value that reaches a changed buffer alone counts as unread."""
+    return lambda node, live: leaks(node, {item for item in live if item.target is not aten.copy_.default})
+
+
+def _part_by_part(backward: Change) -> Any:
+    """Every part of a plan runs the hooks of leaves, on its own share of the gradient."""
+
+    def wrong(gradients: Any, roots: Any, given: Any, own: Any = ()) -> Any:
+        torch.autograd.backward(roots, given)
+        return [leaf.grad for leaf in own]
+
+    return wrong
+
+
 PLANTS = {
     "window": Plant(
         "a window of w keys admits w + 1",
@@ -232,6 +252,46 @@ PLANTS = {
         "a token of weight 0 is multiplied by its weight, not left out",
         "weights",
         {"treefx.losses.supervised:counted": lambda counted: lambda values, counts: values},
+    ),
+    "labels": Plant(
+        "a label below zero is taken for the ignored one",
+        "invalid",
+        {"treefx.passes.packing.emit_losses:entries": _labels_below_zero_ignored},
+    ),
+    "lookups": Plant(
+        "ids of dropped padding are not compared with the size of their table",
+        "invalid",
+        {"treefx.runtime.padding:Padding.check_lookups": _always(None)},
+    ),
+    "counters": Plant(
+        "padding that only a changed buffer reads is dropped",
+        "counters",
+        {"treefx.passes.pipeline:leaks": _outputs_alone},
+    ),
+    "hooks": Plant(
+        "gradient hooks run for each part of a plan",
+        "hooks",
+        {
+            "treefx.planning.execution.gradients:Gradients.backward": _part_by_part,
+            "treefx.planning.execution.backward:weights_unchanged": _always(contextlib.nullcontext()),
+        },
+        "aot_eager",
+    ),
+    "put back": Plant(
+        "a fault while a plan adds its gradients leaves some of them added",
+        "faults",
+        {"treefx.planning.execution.gradients:Gradients.put_back": _always(None)},
+        "aot_eager",
+    ),
+    "kept": Plant(
+        "values that a converted model keeps are handed out packed",
+        "converted",
+        {"treefx.runtime.converted.planner:kept_values": lambda kept_values: lambda root: []},
+    ),
+    "forward hook": Plant(
+        "forward hooks inside of a converted model get packed values",
+        "converted",
+        {"treefx.runtime.converted.planner:find_hook": _always(None)},
     ),
     "numbers": Plant(
         "calls that are not packed do not know the floats of the model, which dynamic=True makes inputs",

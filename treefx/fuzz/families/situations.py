@@ -272,6 +272,16 @@ FAULTS = {
         "left = [p.grad.abs().sum() for p in m.parameters() if p.grad is not None and f is not m]\n"
         "seen['{k} left'] = sum(left, torch.zeros((), dtype=dtype)).detach()\nopt.zero_grad()\n",
     ),
+    "a fault while a plan adds": Part(
+        "b, own = batches[{b}], [p for p in m.parameters() if p.requires_grad]\n"
+        "for p in own: p.grad = torch.ones_like(p)\n"
+        "handle = own[-1].register_post_accumulate_grad_hook(fault)\n"
+        "try: planned(m, f, compile, rows_of(b), True) if f is not m else None\nexcept KeyboardInterrupt: pass\n"
+        "handle.remove()\n"
+        "seen['{k} left'] = sum(((p.grad - 1).abs().sum() for p in own), torch.zeros((), dtype=dtype)).detach()\n"
+        "opt.zero_grad()\n",
+        top=_FAULT,
+    ),
 }
 SITUATIONS = {**CALLS, **INVALID, **INPLACE, **NONFINITE, **WEIGHTED, **HOOKED, **CONVERTED, **FAULTS}
 """All calls by name."""
@@ -279,4 +289,4 @@ SITUATIONS = {**CALLS, **INVALID, **INPLACE, **NONFINITE, **WEIGHTED, **HOOKED, 
 
 def is_forest(name: str) -> bool:
     """Whether the call runs a forest."""
-    return name.startswith(("forest", "plan")) or name == "a fault in a plan"
+    return name.startswith(("forest", "plan")) or name in ("a fault in a plan", "a fault while a plan adds")
