@@ -290,7 +290,7 @@ def _compiled(scale: Scale, run: Run, model: Any) -> Callable[..., Any]:
         return torch.compile(model, backend="inductor", dynamic=False)
     inner = "aot_eager" if scale.rehearsal else "inductor"
     if run.way == OURS[3]:
-        treefx.convert(model, lazy_outputs=True)
+        treefx.convert(model, pack_lm_head=True)
         for block in model.model.layers:
             block.compile(backend=inner, dynamic=True)
         return model  # type: ignore[no-any-return]
