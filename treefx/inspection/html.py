@@ -12,7 +12,7 @@ from torch import fx
 from treefx.inspection.graph_diff import OperatorChange, operator_name
 from treefx.inspection.page import PAGE
 from treefx.inspection.source_lines import module_of, type_of
-from treefx.inspection.text import is_earlier, none_expanded
+from treefx.inspection.text import is_earlier, none_expanded, shown_expansions
 from treefx.passes.labels.label_tokens import user_line
 
 __all__ = ["render_page"]
@@ -78,7 +78,7 @@ def _figures(stats: Mapping[str, Any]) -> Iterator[str]:
         "sharing ratio": f"{stats['sharing_ratio']:.2f}",
         "attention layers on the tree": _share(stats["attention_rewritten"], stats["attention_layers"]),
         **({"recurrences on the tree": str(recurrences)} if recurrences else {}),
-        "expansions": str(len(stats["expansions"])),
+        "expansions": str(len(shown_expansions(stats))),
         "last call ran": stats["ran"],
     }
     for name, value in figures.items():
@@ -102,7 +102,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _expansion_rows(stats: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for item in stats["expansions"]:
+    for item in shown_expansions(stats):
         yield item["op"], item["reason"], item["line"] or ""
 
 

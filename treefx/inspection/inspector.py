@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from treefx.inspection.graph_diff import OperatorChange, diff_operators
 from treefx.inspection.html import render_page
 from treefx.inspection.inner_graphs import trace_inner_graphs
 from treefx.inspection.score_text import describe_attentions
-from treefx.inspection.text import mark_restorations, summarise
+from treefx.inspection.text import mark_restorations, shown_expansions, summarise
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import restorations
 from treefx.runtime.report import NO_IDS, GraphReport, Run, find
@@ -99,7 +100,7 @@ class Inspection:
             stats["ran"],
             f"{stats['raw_tokens']} -> {stats['tokens']} tokens",
             f"{stats['attention_rewritten']} attentions rewritten",
-            f"{len(stats['expansions'])} expansions",
+            f"{len(shown_expansions(stats))} expansions",
             f"fallback={stats['fallback']!r}",
         )
         return f"Inspection({', '.join(parts)})"
@@ -276,6 +277,11 @@ def _of_tokens(latest: list[GraphReport], first: GraphReport) -> dict[str, Any]:
     }
 
 
+def _analysed(latest: list[GraphReport]) -> Iterator[GraphReport]:
+    """The reports whose expansions count: those of packed graphs, and those that say why a graph runs on rows."""
+    return (report for report in latest if report.ran == "packed" or report.fallback is not None)
+
+
 def _statistics(
     everything: list[GraphReport], latest: list[GraphReport], first: GraphReport, config: Config
 ) -> dict[str, Any]:
@@ -295,7 +301,7 @@ def _statistics(
         "attention_layers": sum(report.attention_layers for report in latest),
         "attention_rewritten": sum(report.attention_rewritten for report in packed),
         "recurrences_rewritten": sum(report.recurrences_rewritten for report in packed),
-        "expansions": [dict(item) for report in packed for item in report.expansions],
+        "expansions": [dict(item) for report in _analysed(latest) for item in report.expansions],
         "fallback": cut if stated is not None and cut is not None and stated in cut else "; ".join(reasons) or None,
         "warned": any(report.warned for report in latest),
         "uncompiled": given_up(report.frame for report in everything),

@@ -147,7 +147,7 @@ def _kind(stats: Mapping[str, Any]) -> str:
 
 def _expansions(stats: Mapping[str, Any]) -> Iterator[str]:
     """Equal ones, as every layer has them, once."""
-    expansions = stats["expansions"]
+    expansions = shown_expansions(stats)
     if not expansions:
         yield none_expanded(stats)
     counted = Counter((item["op"], item["reason"], item["line"]) for item in expansions)
@@ -155,6 +155,12 @@ def _expansions(stats: Mapping[str, Any]) -> Iterator[str]:
         yield f"{op}: {reason}" + (f" ({times} times)" if times > 1 else "")
         if line:
             yield f"    {line}"
+
+
+def shown_expansions(stats: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return what the last call expanded: nothing on rows, where ``expansions`` says what stands against packing."""
+    expansions: Sequence[Mapping[str, Any]] = stats["expansions"] if stats["ran"] == "packed" else ()
+    return expansions
 
 
 def none_expanded(stats: Mapping[str, Any]) -> str:
