@@ -14,7 +14,16 @@ from torch import Tensor
 from treefx.errors import ForestError, UnsupportedError
 from treefx.forests.forest import Forest
 
-__all__ = ["RunningTree", "check_run", "current_forest", "current_tree", "ran_on_forest", "set_tree", "use"]
+__all__ = [
+    "RunningTree",
+    "check_run",
+    "current_forest",
+    "current_tree",
+    "raised_on_forest",
+    "ran_on_forest",
+    "set_tree",
+    "use",
+]
 
 _NOTHING_RAN = (
     "treefx.use(forest) expects that a model compiled with backend='treefx' runs on the forest inside of the context, "
@@ -40,10 +49,11 @@ class RunningTree:
 
 @dataclass
 class _Use:
-    """A forest in use, and whether a compiled model has run on it."""
+    """A forest in use, and whether a compiled model has run on it, or has raised."""
 
     forest: Forest
     ran: bool = False
+    raised: bool = False
 
 
 _TREE: ContextVar[RunningTree | None] = ContextVar("treefx_tree", default=None)
@@ -66,7 +76,8 @@ def use(forest: Forest) -> Iterator[Forest]:
 
     Raises:
         ForestError: `forest` is not a Forest.
-        UnsupportedError: The context ends, without an exception, and no compiled model ran on the forest inside.
+        UnsupportedError: The context ends, without an exception, and no compiled model ran on the forest inside, nor
+            raised.
 
     Example:
         >>> with treefx.use(forest):
@@ -84,7 +95,8 @@ def use(forest: Forest) -> Iterator[Forest]:
         _CURRENT.reset(token)
     if not current.ran:  # not reached by an exception, which is passed on as it is
         _USED.add(forest)
-        raise UnsupportedError(_NOTHING_RAN)
+        if not current.raised:  # else the caller has caught that, and has no logits
+            raise UnsupportedError(_NOTHING_RAN)
 
 
 def current_forest() -> Forest | None:
@@ -99,6 +111,13 @@ def ran_on_forest() -> None:
     assert current is not None
     current.ran = True
     _RAN.add(current.forest)
+
+
+def raised_on_forest() -> None:
+    """Note that a compiled or converted model has raised; nothing happens outside of `use`."""
+    current = _CURRENT.get()
+    if current is not None:
+        current.raised = True
 
 
 def check_run(forest: Forest) -> None:

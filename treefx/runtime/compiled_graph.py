@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
-from treefx.forests.context import current_forest, current_tree
+from treefx.forests.context import current_forest, current_tree, raised_on_forest
 from treefx.forests.forest import Forest
 from treefx.passes.analysis import Rewritten
 from treefx.passes.pipeline import build_passes
@@ -80,6 +80,13 @@ class CompiledGraph:
         return self._analyses.rewrites
 
     def __call__(self, *given: Any) -> Any:
+        try:
+            return self._run(given)
+        except BaseException:
+            raised_on_forest()
+            raise
+
+    def _run(self, given: Sequence[Any]) -> Any:
         args = as_tensors(given, self._numbers)
         given_parameters = (x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter")
         self._records.begin(tuple(given_parameters))

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from treefx.kernels.bounded import Bounded
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.triton_tree import tuning
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem, candidates
@@ -122,7 +123,7 @@ def test_without_room_to_measure_nothing_is_kept(own_folder: Path, monkeypatch: 
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("triton.testing.do_bench", bench)
-    monkeypatch.setattr(tuning, "_without_room", set())
+    monkeypatch.setattr(tuning, "_without_room", Bounded(8))
     choices = candidates(attention().problem("forward"))
     assert launch(attention()).config == launch(attention()).config == choices[0]
     assert len(tried) == len(choices) and not own_folder.exists()

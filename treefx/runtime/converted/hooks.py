@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import treefx.runtime.converted.row_views  # noqa: F401 - registers what is computed of packed rows
 from treefx.config import Config
 from treefx.errors import UnsupportedError
-from treefx.forests.context import current_forest
+from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.paths import Prefixes
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
@@ -125,6 +125,7 @@ class Hooks:
     def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace a batch [B, T] by the packed row of its distinct tokens."""
         if current_forest() is not None:
+            raised_on_forest()
             raise UnsupportedError(_FOREST.format(type(owner).__name__))
         call = self._call
         labels, call.labels, call.token_of, call.attributes = call.labels, None, None, None
