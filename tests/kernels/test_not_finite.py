@@ -35,14 +35,16 @@ def test_boundary(where: str, ends_of: Callable[[list[int]], Tensor]) -> None:
     q, k, v, grad = (torch.randn(1, 2, len(parents), 8) for _ in range(4))
     {"k": k, "v": v, "grad": grad}[where][:, :, 5] = torch.nan
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    wanted = attend(*whole, ends, make_score(scale=0.3))
+    wanted = attend(whole[0], whole[1], whole[2], ends, make_score(scale=0.3))
     wanted_grads = torch.autograd.grad(wanted, whole, grad)
     cut = 4  # tokens of the first node, which all of the others up to the second tree see
     lo = torch.zeros(cut, dtype=torch.int32)
     hi = ends[:cut] - cut
     parts = [q[:, :, cut:], k[:, :, cut:], v[:, :, cut:], k[:, :, :cut], v[:, :, :cut]]
     leaves = [x.clone().requires_grad_() for x in parts]
-    got = attend(*leaves[:3], ends[cut:] - cut, make_score(scale=0.3), boundary=Boundary(*leaves[3:], lo, hi))
+    boundary = Boundary(leaves[3], leaves[4], lo, hi)
+    own_ends = ends[cut:] - cut
+    got = attend(leaves[0], leaves[1], leaves[2], own_ends, make_score(scale=0.3), boundary=boundary)
     torch.testing.assert_close(got, wanted[:, :, cut:], equal_nan=True)
     own = torch.autograd.grad(got, leaves, grad[:, :, cut:])
     for first, second in zip(own[:3], wanted_grads, strict=True):

@@ -211,9 +211,10 @@ def test_every_operator_has_its_check() -> None:
     """``on_tree`` is a mark: the rewrite takes it out, and it refuses to run."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
-        "as_read", "attention", "custom_function", "custom_function_backward", "exchange", "exchange_backward",
-        "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward", "on_tree", "own_piece", "pick",
-        "restore", "restore_pick", "restore_surprise", "same_on_ranks", "segments", "sum_over_ranks", "surprise",
+        "as_read", "attention", "custom_function", "custom_function_backward", "entries", "exchange",
+        "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward",
+        "on_tree", "own_piece", "pick", "restore", "restore_pick", "restore_surprise", "same_on_ranks", "segments",
+        "sum_over_ranks", "surprise",
         "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip
     with pytest.raises(treefx.TreefxError, match="must run as a graph of treefx"):

@@ -305,8 +305,8 @@ def shifted_cache(model: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda m: TransformersSampler(m, max_new_tokens=0), InputError, "max_new_tokens and max_rows"),
-        (lambda m: TransformersSampler(m, max_new_tokens=1, max_rows=0), InputError, "max_new_tokens and max_rows"),
+        (lambda m: TransformersSampler(m, max_new_tokens=0), InputError, "max_new_tokens must be at least 1"),
+        (lambda m: TransformersSampler(m, max_new_tokens=1, max_rows=0), InputError, "max_rows must be at least 1"),
         (lambda m: TransformersSampler(nn.Linear(1, 1), max_new_tokens=1), InputError, "got Linear without its config"),
         (lambda m: TransformersSampler(m, max_new_tokens=1)([[1]], [0]), InputError, "inside a with-block"),
         (changes_inside, InputError, "weights changed inside"),

@@ -14,7 +14,7 @@ NAMES = (
     "interpreted_triton",
     "interpreted_once",
     "interpreted_boundary",
-    "interpreted_not_finite",
+    "layers/interpreted_not_finite",
     "layers/interpreted_layers",
 )
 
