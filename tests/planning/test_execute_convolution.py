@@ -113,9 +113,9 @@ def the_token_before(own: Tensor, outside: Tensor, nothing: Tensor) -> list[Tens
     return [torch.where(torch.arange(len(own)) > 0, torch.arange(len(own)) - 1, own), outside, nothing]
 
 
-def no_relay(store: boundary.Store, crossings: Any, taken: Any) -> None:
+def no_relay(store: boundary.Store, crossings: Any, gradients: Any) -> None:
     """Gradients of what windows read above the cut do not cross; those of keys and values do."""
-    add_gradients(store, crossings, [x if number < 2 else x.detach() for number, x in enumerate(taken)])
+    add_gradients(store, crossings, [x if number < 2 else None for number, x in enumerate(gradients)])
 
 
 add_gradients = boundary.Store.add_gradients
