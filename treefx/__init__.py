@@ -6,7 +6,7 @@ The journey of one batch, by room:
    and scores, proves what is causal, and writes the packed graph (``pipeline``). This happens once, for batches of all
    sizes.
 2. ``runtime``: a call comes in. ``compiled_graph`` asks what it is: padded rows, a forest given by the caller
-   (``forests.context``), a part of a plan, or a block of a sharded model (``runtime.blocks``).
+   (``forests.context``) or a part of a plan.
 3. ``forests``: the trie of its rows, as ``subtree_end``, ``depth`` and ``token_of``.
 4. ``runtime.shapes``: the variant of the graph for this batch; its executable, compiled once, serves any number of
    tokens.
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from treefx.planning.execution.backward import backward, forward_backward
     from treefx.planning.execution.profile import profile
     from treefx.planning.search.planner import plan
-    from treefx.runtime.blocks.distributed import distribute
     from treefx.runtime.converted.convert import convert, unconvert
 
     __version__: str
@@ -76,7 +75,6 @@ __all__ = [
     "convert",
     "current_forest",
     "data",
-    "distribute",
     "edge_entropy",
     "edge_logprobs",
     "forward_backward",
@@ -99,7 +97,6 @@ _LAZY = {
     "backward": "treefx.planning.execution.backward",
     "convert": "treefx.runtime.converted.convert",
     "current_forest": "treefx.forests.context",
-    "distribute": "treefx.runtime.blocks.distributed",
     "edge_entropy": "treefx.logprobs",
     "edge_logprobs": "treefx.logprobs",
     "forward_backward": "treefx.planning.execution.backward",

@@ -9,8 +9,6 @@ from torch import fx
 
 from treefx.config import Config
 from treefx.passes.trace.heads import tell_masks
-from treefx.runtime.blocks.block_graph import BlockGraph
-from treefx.runtime.blocks.on_tree import is_on_tree
 from treefx.runtime.compiled_graph import CompiledGraph
 from treefx.runtime.dynamo import keep_graphs_whole, role_of
 from treefx.runtime.report import register
@@ -25,7 +23,7 @@ def treefx(
     *,
     options: Mapping[str, Any] | Config | None = None,
     mode: str | None = None,
-) -> BlockGraph | CompiledGraph:
+) -> CompiledGraph:
     """Compile one graph of Dynamo so that shared prefixes are computed once.
 
     Args:
@@ -43,7 +41,7 @@ def treefx(
     placeholders = gm.graph.find_nodes(op="placeholder")
     roles = [role_of(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
     gm = tell_masks(gm)
-    graph = BlockGraph(gm, roles, config) if is_on_tree(gm) else CompiledGraph(gm, roles, config)
+    graph = CompiledGraph(gm, roles, config)
     register(graph)
     return graph
 

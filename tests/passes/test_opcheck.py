@@ -10,13 +10,11 @@ from torch import Tensor, fx, nn
 from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
 
-import treefx
-import treefx.backend  # defines the operators
+import treefx.backend  # noqa: F401  (registers the operators)
 from tests.backend.calls.test_heads import Scores
 from treefx.passes.cuts.exchange import exchange, exchange_backward
 from treefx.passes.packing.vocab_tail import surprise
 from treefx.passes.trace import flash, heads, opaque_ops
-from treefx.runtime.blocks import on_tree
 
 pytestmark = pytest.mark.sample(2)
 
@@ -208,14 +206,11 @@ def test_over_ranks(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: 
 
 
 def test_every_operator_has_its_check() -> None:
-    """``on_tree`` is a mark: the rewrite takes it out, and it refuses to run."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
         "as_read", "attention", "custom_function", "custom_function_backward", "entries", "exchange",
         "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward",
-        "on_tree", "own_piece", "pick", "restore", "restore_pick", "restore_surprise", "same_on_ranks", "segments",
+        "own_piece", "pick", "restore", "restore_pick", "restore_surprise", "same_on_ranks", "segments",
         "sum_over_ranks", "surprise",
         "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip
-    with pytest.raises(treefx.TreefxError, match="must run as a graph of treefx"):
-        on_tree.on_tree(torch.randn(1, 2, 3), torch.tensor([2, 2], dtype=torch.int32), None)

@@ -1,4 +1,4 @@
-"""DDP, and FSDP2 with ``treefx.distribute``: two processes, each with batches of its own."""
+"""DDP: two processes, each with batches of its own."""
 
 import os
 import socket
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import treefx
@@ -92,32 +91,11 @@ def compiled_around_ddp() -> tuple[nn.Module, nn.Module]:
     return torch.compile(wrapped, backend="treefx", options={"inner": "aot_eager"}), model
 
 
-def compiled_then_sharded() -> tuple[nn.Module, nn.Module]:
-    model = llama()
-    for block in model.model.layers:
-        block.compile(backend="treefx", options={"inner": "eager"})
-        fully_shard(block)
-    fully_shard(model)
-    return treefx.distribute(model), model
-
-
-def sharded_then_compiled() -> tuple[nn.Module, nn.Module]:
-    model = llama(checkpointing=True)
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    for block in model.model.layers:
-        block.compile(backend="treefx", options={"inner": "aot_eager"})
-    return treefx.distribute(model), model
-
-
 Cases = dict[str, tuple[Callable[[], tuple[nn.Module, nn.Module]], bool]]
 
 CASES: Cases = {
     "ddp of compiled": (compiled_in_ddp, False),
     "compiled ddp": (compiled_around_ddp, False),
-    "fsdp2": (compiled_then_sharded, False),
-    "fsdp2, checkpointing, accumulation": (sharded_then_compiled, True),
 }
 """How to build the model that is called and the one that holds the weights; whether two forwards share a backward."""
 

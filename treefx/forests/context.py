@@ -1,7 +1,4 @@
-"""The forest of the current call: how the native level hands a tree to the compiled graph.
-
-Also the tree of the forward that is running under ``treefx.distribute``.
-"""
+"""The forest of the current call: how the native level hands a tree to the compiled graph."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,19 +6,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from weakref import WeakSet
 
-from torch import Tensor
-
 from treefx.errors import ForestError, UnsupportedError
 from treefx.forests.forest import Forest
 
 __all__ = [
-    "RunningTree",
     "check_run",
     "current_forest",
-    "current_tree",
     "raised_on_forest",
     "ran_on_forest",
-    "set_tree",
     "use",
 ]
 
@@ -37,16 +29,6 @@ _NOT_OF_A_RUN = (
 )
 
 
-@dataclass(frozen=True)
-class RunningTree:
-    """Figures of the tree on which a model under ``treefx.distribute`` is running its forward."""
-
-    raw_tokens: int
-    tokens: int
-    parameters: tuple[Tensor, ...]
-    """The model's parameters as its owner sees them: FSDP swaps others in while a block runs."""
-
-
 @dataclass
 class _Use:
     """A forest in use, and whether a compiled model has run on it, or has raised."""
@@ -56,7 +38,6 @@ class _Use:
     raised: bool = False
 
 
-_TREE: ContextVar[RunningTree | None] = ContextVar("treefx_tree", default=None)
 _CURRENT: ContextVar[_Use | None] = ContextVar("treefx_forest", default=None)
 _USED: WeakSet[Forest] = WeakSet()
 """Forests whose context ended without a run."""
@@ -130,13 +111,3 @@ def check_run(forest: Forest) -> None:
     in_use = current is not None and current.forest is forest
     if (in_use or forest in _USED) and forest not in _RAN:
         raise UnsupportedError(_NOT_OF_A_RUN)
-
-
-def set_tree(tree: RunningTree | None) -> None:
-    """Begin (or end, with None) the forward of a model on a tree; ``treefx.distribute`` calls it."""
-    _TREE.set(tree)
-
-
-def current_tree() -> RunningTree | None:
-    """Return the tree of the forward that is running, None outside of one."""
-    return _TREE.get()

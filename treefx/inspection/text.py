@@ -21,12 +21,10 @@ _NONE_EXPANDED = {
     "rows": "none: everything runs once per distinct token, up to the loss",
     "forest": "none: everything runs once per token of the forest",
     "converted": "none: the module that takes the ids runs once per distinct token",
-    "block": "none: the blocks run once per distinct token",
 }
 _RESTORED_OUTSIDE = {
     "forest": "none needed: the loss weighs every edge of the forest, and nothing is expanded to rows",
     "converted": "outside of graphs: where hidden states are expanded to rows, behind the module that takes the ids",
-    "block": "outside of graphs: where hidden states are expanded to rows, behind the last block",
 }
 _NO_BACKWARD = "none: no graph of a backward was compiled, because no call needed gradients"
 _WITHOUT_STEP = {
@@ -34,7 +32,6 @@ _WITHOUT_STEP = {
     "converted": "none: no call with gradients of rows [B, T]",
     "ordinary": "none: no call with gradients of rows [B, T]",
     "forest": "not counted: the caller gave a forest, which holds all rows of its step",
-    "block": "not counted: calls of blocks are not counted",
     "lost": "none: the last call shared nothing",
 }
 _MUCH_LOST = 1.1

@@ -5,5 +5,5 @@ In: the inputs of a call and what the passes found out. Out: its outputs, and a 
 Order of imports, each only of what stands before an arrow::
 
     kept, lost_sharing, steps, versions, whole -> report, dynamo, compiling, output_use, padding, batch, cut, lazy
-    -> segments -> shapes -> records -> analyses -> ways -> converted, compiled_graph -> blocks
+    -> segments -> shapes -> records -> analyses -> ways -> converted, compiled_graph
 """

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from treefx.config import Config
 from treefx.errors import UnsupportedError
-from treefx.forests.context import current_forest, current_tree, raised_on_forest
+from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.forest import Forest
 from treefx.passes.analysis import Rewritten
 from treefx.passes.pipeline import build_passes
@@ -32,12 +32,6 @@ _WHOLE = "under treefx.use(forest) the model must be one whole graph, because no
 _WHERE = "call it on a padded batch without treefx.use (TORCH_LOGS=graph_breaks shows the line)"
 
 _ON_TREE = {torch.ops.treefx.tree_attention, torch.ops.treefx.tree_attention.default}
-
-_OFF_TREE = (
-    "under treefx.distribute every compiled graph must start from the hidden states of a block, got one that does not: "
-    "it knows no tree, so an attention in it would let rows see each other; compile the blocks, each as one graph, and "
-    "nothing else (TORCH_LOGS=graph_breaks shows where Dynamo cuts one in two)"
-)
 
 
 class CompiledGraph:
@@ -91,8 +85,6 @@ class CompiledGraph:
         given_parameters = (x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter")
         self._records.begin(tuple(given_parameters))
         args = args if self._own is None else self._own.inputs(args)
-        if current_tree() is not None:
-            raise UnsupportedError(_OFF_TREE)
         forest = current_forest()
         cut = why_cut(self.gm) if forest is not None and "parameter" in self.roles else None
         if cut is not None:

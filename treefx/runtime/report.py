@@ -68,9 +68,8 @@ class GraphReport:
     """Why the last call did not run packed, or None. Low sharing is a choice, not a fallback."""
     ran: str = "nothing"
     """"packed", "ordinary" or "nothing": what the last call ran."""
-    way: Literal["rows", "forest", "converted", "block"] = "rows"
-    """What the last call was given: rows [B, T] to a compiled graph, a forest, rows to a converted model, or the hidden
-    states of a block under ``treefx.distribute``."""
+    way: Literal["rows", "forest", "converted"] = "rows"
+    """What the last call was given: rows [B, T] to a compiled graph, a forest, or rows to a converted model."""
     cut: str | None = None
     """The graph break that keeps token ids or attention away from the graph; None without one."""
     calls_on_rows: int = 0
