@@ -26,6 +26,7 @@ from treefx.passes.labels.purity import has_effects
 from treefx.passes.labels.segments import Segments
 from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import Output, is_packed_output
+from treefx.passes.packing.vocab_tail import LossLogits, logits_of_losses
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 from treefx.passes.trace.token_count import TokenCount
@@ -131,7 +132,7 @@ class Analysis:
         """Lookups that run once per distinct token, and so not at padding that is dropped."""
         return find_lookups(self.gm, live_nodes(self.gm))
 
-    @property
+    @cached_property
     def segments(self) -> Segments:
         """What masks say of segments; ``segmented`` analyses are good for calls whose values are such."""
         return Segments() if self.constants is None else self.constants.segments
@@ -155,13 +156,13 @@ class Analysis:
         staying = [read for condition, read in self.identity_of_keys.items() if condition not in redundant]
         return sorted({*self.identity, *(position for read in staying for position in read)})
 
-    @property
+    @cached_property
     def packed_outputs(self) -> dict[int, Dims]:
         """Positions and dimensions of the outputs that leave the graph packed."""
         facts = {i: fact_of(item) for i, item in enumerate(self._outputs) if isinstance(item, fx.Node)}
         return {i: fact.dims for i, fact in facts.items() if is_packed_output(fact) and fact.dims is not None}
 
-    @property
+    @cached_property
     def returns_loss(self) -> bool:
         """Whether a single number made with parameters is among the outputs."""
         nodes = [item for item in self._outputs if isinstance(item, fx.Node)]
@@ -170,12 +171,12 @@ class Analysis:
             for i, node in enumerate(nodes)
         )
 
-    @property
+    @cached_property
     def returns_reindexed(self) -> bool:
         """Whether shifted logits are among the outputs."""
         return any(isinstance(node, fx.Node) and isinstance(fact_of(node).law, Reindexed) for node in self._outputs)
 
-    @property
+    @cached_property
     def changed_parameter(self) -> str | None:
         """Which operator changes a parameter, and where; None if none does."""
         roles = dict(zip(self.gm.graph.find_nodes(op="placeholder"), self.roles, strict=True))
@@ -185,12 +186,17 @@ class Analysis:
                 return f"{source.target} {fact_of(source).obstacle or 'changes it in place'}"
         return None
 
-    @property
+    @cached_property
+    def loss_logits(self) -> LossLogits | None:
+        """The logits behind the graph's losses, if each loss picks from those of one linear layer."""
+        return logits_of_losses(self.picks)
+
+    @cached_property
     def has_side_effects(self) -> bool:
         """Whether a second run of the graph differs: it draws random numbers or changes a buffer."""
         return has_effects(self.gm)
 
-    @property
+    @cached_property
     def _outputs(self) -> Sequence[Any]:
         outputs: Any = next(iter(self.gm.graph.find_nodes(op="output"))).args[0]
         return outputs  # type: ignore[no-any-return]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -80,18 +82,30 @@ class Padding:
 
     def read(self, grid: Grid) -> Tensor:
         """bool [B, T], the positions whose own outputs something inside the graph reads."""
-        picks = [(node, fact_of(node).law) for node in self._analysis.picks]
-        unclear = any(not item.contracted for item in self._analysis.expansions) or self._analysis.returns_reindexed
-        if unclear or any(not self._can_tell(node, law) for node, law in picks):
+        if self._readings is None:
             return grid.everywhere()
         read = ~grid.everywhere()
         positions = torch.arange(read.numel(), device=grid.device).reshape(read.shape)
-        for node, law in picks:
-            source, target = node.args[:2]
-            assert isinstance(source, fx.Node)
-            wanted = (grid.value(target) != law.ignore_index).reshape(-1)
+        for source, target, ignored in self._readings:
+            wanted = (grid.value(target) != ignored).reshape(-1)
             read.view(-1)[token_index(source, positions, grid.sizes).reshape(-1)[wanted]] = True
         return read
+
+    @cached_property
+    def _readings(self) -> list[tuple[fx.Node, fx.Node, int]] | None:
+        """What losses pick from, by which targets, which of them ignored; None where others may read positions too."""
+        if any(not item.contracted for item in self._analysis.expansions) or self._analysis.returns_reindexed:
+            return None
+        found = []
+        for node in self._analysis.picks:
+            law, (source, target) = fact_of(node).law, node.args[:2]
+            assert isinstance(law, Pick) and isinstance(source, fx.Node)
+            if law.ignore_index is None or not isinstance(target, fx.Node):
+                return None
+            if fact_of(target).learned or impurity(target) is not None:
+                return None
+            found.append((source, target, law.ignore_index))
+        return found
 
     def check_lookups(self, grid: Grid) -> None:
         """Make sure that the indices of lookups are in range at all positions: also where padding does not run.
@@ -111,12 +125,6 @@ class Padding:
                     f"index {int(index[outside][0])} is out of bounds for dimension {item.dim} with size {item.size}"
                     f"{'' if item.line is None else f' ({item.line})'}; padding is looked up in eager mode as well"
                 )
-
-    def _can_tell(self, node: fx.Node, law: Pick) -> bool:
-        target = node.args[1]
-        if law.ignore_index is None or not isinstance(target, fx.Node):
-            return False
-        return not fact_of(target).learned and impurity(target) is None
 
     def own_positions(self, grid: Grid, redundant: frozenset[Expr]) -> list[Tensor] | None:
         """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then.
@@ -139,12 +147,24 @@ class Padding:
         Such are conditions on keys that all kept positions meet, and ``x[query] == x[key]`` whose x is the same at all
         kept positions of a row (one document). In the native level the token ids are packed, not in ``args``.
         """
-        attentions = self._analysis.attentions
         kept = grid.everywhere() if keep is None else keep
-        asked = {item for attention in attentions for item in attention.conditions + attention.padding}
-        asked = {item for item in asked if not (_is_learned(item) or (native and self._reads_ids(item)))}
-        of_keys = [item for item in asked if reads_key_alone(item) and bool((self._met(grid, [item]) | ~kept).all())]
-        return frozenset(of_keys + [item for item in asked if _compares_one_value(item) and grid.is_one(item, kept)])
+        of_keys, of_values = self._asked if not native else self._asked_without_ids
+        met = [item for item in of_keys if bool((self._met(grid, [item]) | ~kept).all())]
+        return frozenset(met + [item for item in of_values if grid.is_one(item, kept)])
+
+    @cached_property
+    def _asked(self) -> tuple[list[Expr], list[Expr]]:
+        """The conditions that inputs alone decide: those on keys, and those that compare one value at query and key."""
+        attentions = self._analysis.attentions
+        asked = dict.fromkeys(item for attention in attentions for item in attention.conditions + attention.padding)
+        known = [item for item in asked if not _is_learned(item)]
+        return [item for item in known if reads_key_alone(item)], list(filter(_compares_one_value, known))
+
+    @cached_property
+    def _asked_without_ids(self) -> tuple[list[Expr], list[Expr]]:
+        """Those of them that do not read the token ids."""
+        of_keys, of_values = self._asked
+        return list(filterfalse(self._reads_ids, of_keys)), list(filterfalse(self._reads_ids, of_values))
 
     def _reads_ids(self, condition: Expr) -> bool:
         assert self._analysis.tokens is not None
@@ -240,7 +260,7 @@ class Grid:
 
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
         """A condition on the key, where the query is the key itself, bool [heads, B * T], or [1, B * T]."""
-        heads = heads if _asks_of_heads(condition) else 1
+        heads = heads if heads > 1 and _asks_of_heads(condition) else 1
         if (condition, heads) not in self._keys:
             flat = torch.arange(self.rows * self.columns, device=self.device)
             self._keys[condition, heads] = self._evaluate(condition, flat, flat, heads)[:, 0]
@@ -270,7 +290,7 @@ class Grid:
         """bool [heads, Q, K], or [1, Q, K] where all heads agree; Q = 1 where ``queries`` is a vector."""
         buffers: list[Tensor] = []
         resolved = self._resolve(condition, buffers)
-        count = heads if _asks_of_heads(condition) else 1
+        count = heads if heads > 1 and _asks_of_heads(condition) else 1
         head = torch.arange(count, device=self.device).reshape(-1, 1, 1)
         zero = torch.zeros((), device=self.device)
         value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head[:1], buffers=buffers)

@@ -14,7 +14,6 @@ from treefx.errors import UnsupportedError
 from treefx.forests.paths import Prefixes
 from treefx.kernels.score import Expr
 from treefx.passes.analysis import Analysis, Variant
-from treefx.passes.packing.vocab_tail import logits_of_losses
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch, build_batch, find_unshared
@@ -118,7 +117,7 @@ class RowsRun:
 
     def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
         """The outputs of logits to do without: large ones that only losses have read so far."""
-        found = logits_of_losses(analysis.picks)
+        found = analysis.loss_logits
         if found is None or not found.outputs:
             return frozenset()
         if tokens * found.width <= most_logits(self._config.max_logits, found.dtype, found.device):
