@@ -12,16 +12,20 @@ export PYTHONSAFEPATH := 1
 # The tokenizers library warns when a process forks after it was used in parallel.
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-gpu-versions lint bench clean
+# One area after the other, end to end last; make test runs everything.
+SMOKE := tests/test_oracle.py tests/forests tests/losses tests/passes/packing tests/kernels/tiles tests/kernels/cpu \
+	tests/backend/calls/test_inputs.py tests/backend/test_wrong_variants.py tests/planning/test_execute_wrong.py
+
+.PHONY: demo test smoke test-gpu-versions lint bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_rollouts.py $(ARGS)
 
 # One thread per worker: the tests are many small computations.
-test: export OMP_NUM_THREADS := 1
-test: export TORCHINDUCTOR_COMPILE_THREADS := 1
-test: $(VENV)/.test
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+test smoke: export OMP_NUM_THREADS := 1
+test smoke: export TORCHINDUCTOR_COMPILE_THREADS := 1
+test smoke: $(VENV)/.test
+	$(BIN)/pytest -n $(WORKERS) $(if $(filter smoke,$@),$(SMOKE)) $(ARGS)
 
 # The oldest versions that the library supports, which GPU machines have; downloads some gigabytes. Not part of .ci/run.
 test-gpu-versions:

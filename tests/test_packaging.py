@@ -91,6 +91,50 @@ def test_importing_treefx_loads_no_optional_library() -> None:
     assert done.stdout.split() == []
 
 
+_ALONE = """
+import sys
+
+sys.modules |= dict.fromkeys(["matplotlib", "rich", "typer", "safetensors", "transformers"])
+import torch
+import treefx, treefx.data, treefx.rl
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 8)
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0] @ self.embed.weight.T
+
+model = Model().double()
+ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]])
+wanted = model(ids).sum()
+model.compile(backend="treefx", options={"inner": "eager"})
+torch.testing.assert_close(model(ids).sum(), wanted)
+assert treefx.inspect(model).stats["ran"] == "packed"
+forest = treefx.Forest.from_sequences(ids)
+with treefx.use(forest):
+    packed = model(**forest.model_inputs())
+assert packed.shape[1] == forest.num_tokens == 7
+for call in (lambda: forest.draw("tree.png"), lambda: __import__("treefx.cli")):
+    try:
+        call()
+    except (ModuleNotFoundError, SystemExit) as error:
+        print(error)
+"""
+
+
+def test_the_core_needs_no_extra(tmp_path: Path) -> None:
+    """Compiling and forests run without the libraries of the extras; what needs one names the extra."""
+    done = subprocess.run([sys.executable, "-P", "-c", _ALONE], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "a picture of a forest needs matplotlib, which is not installed: pip install 'treefx[plot]'",
+        "the command treefx needs typer, which is not installed: pip install 'treefx[cli]'",
+    ]
+
+
 def test_constraints_agree_with_the_makefile() -> None:
     pins = {line for line in (ROOT / ".ci/constraints.txt").read_text().split() if "==" in line}
     makefile = (ROOT / "Makefile").read_text()

@@ -18,13 +18,13 @@ The journey of one batch, by room:
 gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``bench`` measures;
 ``simulate`` predicts what communication costs; ``cli`` is the command. What a user imports lies open: ``backend``,
 ``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of
-users, ``arguments`` their numbers.
+users, ``arguments`` their numbers; ``extras`` names the extra of a library that is missing.
 
 Order of imports, each only of what stands before an arrow::
 
-    errors, views -> arguments, documents, simulate, kernels -> passes -> config, forests -> losses, logprobs -> rl ->
-    runtime -> backend -> inspection -> planning -> scale -> data -> integrations -> __init__ -> output -> bench ->
-    fuzz -> cli -> __main__
+    errors, extras, views -> arguments, documents, simulate, kernels -> passes -> config, forests -> losses, logprobs ->
+    rl -> runtime -> backend -> inspection -> planning -> scale -> data -> integrations -> __init__ -> output ->
+    bench -> fuzz -> cli -> __main__
 """
 
 from importlib import import_module

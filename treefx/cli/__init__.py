@@ -5,6 +5,12 @@ Order of imports, each only of what stands before an arrow::
     checks, lazy -> plan_many -> plan -> data, demo, doctor, fuzz, inspect_model, run, simulate -> bench -> app
 """
 
-from treefx.cli.app import app, main
+from treefx.extras import needs
+
+try:
+    with needs("cli", "the command treefx"):
+        from treefx.cli.app import app, main
+except ModuleNotFoundError as error:
+    raise SystemExit(str(error)) from None
 
 __all__ = ["app", "main"]

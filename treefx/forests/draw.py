@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from treefx.extras import needs
 from treefx.forests.forest import Forest
 
 __all__ = ["draw_forest", "draw_links", "place_lanes"]
@@ -16,6 +17,7 @@ _MAX_EDGED_NODES = 250
 _INK = "#444444"
 
 
+@needs("plot", "a picture of a forest")
 def draw_forest(forest: Forest, path: "str | PathLike[str]") -> None:
     """Draw the forest at node level.
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from treefx.extras import needs
 from treefx.simulate.sublayer import Outcome
 
 __all__ = ["save_picture"]
@@ -10,6 +11,7 @@ _BARS = (("t3", "T3", "#c9a227"), ("t3-mca", "T3-MCA", "#2e7d5b"), ("ideal", "id
 _PUBLISHED = {"t3": 1.20, "t3-mca": 1.30, "ideal": 1.35}
 
 
+@needs("plot", "a picture of speed-ups")
 def save_picture(outcomes: list[Outcome], path: Path) -> None:
     """Draw one group of bars per sub-layer; dotted lines are the paper's means over the two smaller models."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

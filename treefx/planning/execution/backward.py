@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import CoupledLossError, InputError
+from treefx.extras import needs
 from treefx.forests.forest import Forest
 from treefx.inspection.compiled_modules import modules_of
 from treefx.losses.metrics import all_or_nothing
@@ -186,6 +187,7 @@ def _device_of(compiled: Any, plan: Plan) -> torch.device:
 def _tracked(steps: Sequence[Step], progress: bool) -> Iterable[Step]:
     if not progress:
         return steps
-    from rich.progress import track
+    with needs("cli", "a progress bar"):
+        from rich.progress import track
 
     return track(steps, description="parts")

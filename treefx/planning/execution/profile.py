@@ -23,6 +23,7 @@ from torch import nn
 
 from treefx.documents import parse_document, read_document
 from treefx.errors import InputError, UnsupportedError
+from treefx.extras import needs
 from treefx.forests.forest import Forest
 from treefx.inspection.compiled_modules import modules_of
 from treefx.inspection.inspector import inspect
@@ -101,6 +102,7 @@ class Profile:
         runs = {name: getattr(self.cost, f"{name}_seconds") for name in self.flops}
         return {name: fit.part + fit.token * N + fit.pair * A for name, fit in runs.items()}
 
+    @needs("cli", "a table of a profile")
     def explain(self) -> str:
         """Tables for people: the expressions, and predicted against measured bytes and seconds of the samples."""
         text: str = find_view("explain_profile")(self)

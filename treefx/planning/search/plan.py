@@ -6,6 +6,7 @@ from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from treefx.extras import needs
 from treefx.forests.forest import Forest
 from treefx.planning.cost.model import CostModel, Size
 from treefx.planning.search.part import Part, Schedule, Step, spans
@@ -78,6 +79,7 @@ class Plan:
             f"recomputed, predicted peak {peak:,.1f} of {limit:,.1f} MiB)"
         )
 
+    @needs("cli", "a table of a plan")
     def explain(self) -> str:
         """A table for people: part, tokens, boundary, bytes, time, what binds; and the rivals' policies."""
         text: str = find_view("explain_plan")(self)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from treefx.errors import InputError, MemoryLimitError
+from treefx.extras import needs
 from treefx.forests.draw import place_lanes
 from treefx.forests.forest import Forest
 from treefx.planning.cost.model import CostModel
@@ -75,6 +76,7 @@ def comparison_table(attempts: Sequence[Attempt]) -> Table:
     return make_figures("The same forest cut by every strategy", columns, rows)
 
 
+@needs("plot", "a picture of plans")
 def draw_comparison(attempts: Sequence[Attempt], path: "str | PathLike[str]") -> None:
     """Draw the tree once per strategy that keeps the limit, a colour per part.
 

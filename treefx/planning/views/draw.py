@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from treefx.extras import needs
 from treefx.forests.draw import draw_links, place_lanes
 from treefx.planning.search.plan import Plan
 from treefx.planning.views.tables import format_bytes, format_seconds
@@ -18,6 +19,7 @@ _SMALL_PEAK = 0.5
 _LIMIT, _HELD, _PEAK = "#c0392b", "#8fb3d9", "#2c5f8a"
 
 
+@needs("plot", "a picture of a plan")
 def draw_plan(plan: Plan, path: "str | PathLike[str]") -> None:
     """Draw the tree by depth, a colour per part, above the predicted memory of every step.
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from treefx.documents import outline
 from treefx.errors import InputError, shorten
+from treefx.extras import needs
 
 __all__ = ["read_columns", "write_columns"]
 
@@ -22,6 +21,7 @@ _KEY = "treefx.rollouts"
 _VERSION = 1
 
 
+@needs("rl", "a file of rollouts")
 def write_columns(path: "str | PathLike[str]", columns: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
     """Write a file, whole or not at all: another one of that name stays until the new one is complete.
 
@@ -29,6 +29,8 @@ def write_columns(path: "str | PathLike[str]", columns: Mapping[str, Tensor], in
         InputError: `info` is not JSON.
         OSError: the file cannot be written.
     """
+    from safetensors.torch import save_file
+
     try:
         record = json.dumps({"version": _VERSION, "info": dict(info)}, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -40,6 +42,7 @@ def write_columns(path: "str | PathLike[str]", columns: Mapping[str, Tensor], in
     os.replace(partial, path)
 
 
+@needs("rl", "a file of rollouts")
 def read_columns(path: "str | PathLike[str]", dtypes: Mapping[str, torch.dtype]) -> tuple[dict[str, Tensor], Any]:
     """Read the columns of the given names and dtypes, and the JSON record.
 
@@ -47,6 +50,8 @@ def read_columns(path: "str | PathLike[str]", dtypes: Mapping[str, torch.dtype])
         InputError: the file is no rollouts of this version, is damaged, or lacks a column.
         OSError: the file cannot be read.
     """
+    from safetensors import SafetensorError, safe_open
+
     name = os.fspath(path)
     try:
         with safe_open(path, framework="pt") as file:

@@ -9,6 +9,7 @@ import numpy as np
 
 from treefx.arguments import check_whole, is_whole
 from treefx.errors import InputError
+from treefx.extras import needs
 from treefx.rl.rollouts.growth import Branch, GrowingTree
 from treefx.rl.rollouts.protocol import Completion, Environment, Generate
 from treefx.rl.rollouts.records import Rollouts
@@ -93,7 +94,8 @@ def rollout(
 def _tracked(waves: Iterator[Wave], progress: bool) -> Iterable[Wave]:
     if not progress:
         return waves
-    from rich.progress import track
+    with needs("cli", "a progress bar"):
+        from rich.progress import track
 
     return track(waves, "Sampling trees")
 
