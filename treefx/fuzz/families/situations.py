@@ -269,6 +269,7 @@ FAULTS = {
         "def broken(logp, forest):\n    if next(tries): raise ArithmeticError\n"
         "    return treefx.losses.sft(logp, forest)\n"
         "opt.zero_grad()\ntry: planned(m, f, compile, rows_of(b), True, broken)\nexcept ArithmeticError: pass\n"
+        "else: opt.zero_grad()\n"  # of one part alone: nothing has failed
         "left = [p.grad.abs().sum() for p in m.parameters() if p.grad is not None and f is not m]\n"
         "seen['{k} left'] = sum(left, torch.zeros((), dtype=dtype)).detach()\nopt.zero_grad()\n",
     ),

@@ -272,6 +272,8 @@ class _Graph:
         grid = shape.grid(tensors)
         starts = find_starts(shape.analysis, grid) if shape.analysis.segmented else None
         seen, keep = self._keep(shape, grid, starts)
+        if keep is not None:
+            shape.padding.check_lookups(grid)
         if not shape.padding.is_defined(grid, keep, starts):
             return "a position that sees no key is read by the caller"
         rows = Rows.of(shape, tensors, grid, keep, starts)

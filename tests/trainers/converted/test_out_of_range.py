@@ -1,0 +1,70 @@
+"""Ids and positions out of range at padding that a converted model leaves out: they raise as in eager mode."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import treefx
+from tests.batches import Side, shared_batch
+from tests.models import double
+from tests.oracle import FLOAT64, assert_close, outcome
+from treefx.runtime.padding import Padding
+
+pytestmark = pytest.mark.sample(8)
+
+VOCAB = 128
+PLAIN: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def step(model: Any, given: dict[str, Tensor]) -> Any:
+    """Loss and gradients, or the error."""
+    try:
+        return outcome(model, lambda: model(**given, use_cache=False).loss)
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def given(side: Side, name: str, index: int | None) -> dict[str, Tensor]:
+    """A padded batch with positions; ids or positions (``name``) are ``index`` at padding."""
+    inputs = shared_batch(rows=4, length=10, shared=6, padding=side).inputs()
+    mask = inputs["attention_mask"]
+    inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    if index is not None:
+        inputs[name] = inputs[name].masked_fill(mask == 0, index)
+    return inputs
+
+
+def check(name: str, index: int, side: Side, **options: Any) -> None:
+    """Invalid padding raises in both models, naming the index; valid padding is packed before and after."""
+    model = double("gpt2", num_hidden_layers=1, **PLAIN)
+    twin = copy.deepcopy(model)
+    treefx.convert(model, **options)
+    for wrong in (None, index, None):
+        inputs = given(side, name, wrong)
+        expected, got = step(twin, inputs), step(model, inputs)
+        if wrong is None:
+            assert_close(got, expected, FLOAT64)
+            assert treefx.inspect(model).stats["ran"] == "packed"
+        else:
+            assert isinstance(expected, IndexError)
+            assert isinstance(got, IndexError) and str(index) in str(got), f"eager raises, but treefx has {got!r}"
+
+
+@pytest.mark.parametrize(("name", "index"), [("input_ids", -1), ("position_ids", 4000)])
+@pytest.mark.parametrize(
+    ("side", "options"),
+    [("left", {}), ("right", {"padding": "drop"}), ("left", {"padding": "drop", "pack_lm_head": True})],
+    ids=["left", "dropped", "head packed"],
+)
+def test_padding_out_of_range(side: Side, options: dict[str, Any], name: str, index: int) -> None:
+    check(name, index, side, **options)
+
+
+def test_padding_that_is_not_looked_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plausible mistake: only the lookups that run are checked."""
+    monkeypatch.setattr(Padding, "check_lookups", lambda self, grid: None)
+    with pytest.raises(AssertionError, match="eager raises"):
+        check("input_ids", VOCAB, "left")
