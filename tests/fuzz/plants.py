@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+import treefx
+from treefx.forests import context
 from treefx.passes import pipeline as _pipeline  # noqa: F401  (registers all laws)
 from treefx.passes.trace.heads import copy_graph
 from treefx.runtime import batch
@@ -263,6 +265,11 @@ PLANTS = {
         "invalid",
         {"treefx.runtime.padding:Padding.check_lookups": _always(None)},
     ),
+    "lookups of converted models": Plant(
+        "ids of padding that a converted model leaves out are not compared with the size of their table",
+        "converted",
+        {"treefx.runtime.padding:Padding.check_lookups": _always(None)},
+    ),
     "counters": Plant(
         "padding that only a changed buffer reads is dropped",
         "counters",
@@ -293,6 +300,22 @@ PLANTS = {
         "converted",
         {"treefx.runtime.converted.planner:find_hook": _always(None)},
     ),
+    "cache": Plant(
+        "a converted model keeps the sequences of a packed row apart where its cache lets them meet",
+        "converted",
+        {"treefx.runtime.converted.hooks:Hooks._mixes_sequences": _always(False)},
+    ),
+    "not compiled": Plant(
+        "a forest is taken for used by a model that is not compiled",
+        "weights",
+        {"treefx:use": lambda use: _unchecked, "treefx.logprobs:check_run": _always(None)},
+    ),
+    "no sum": Plant(
+        "every loss is taken for a sum over the parts of a plan",
+        "hooks",
+        {"treefx.planning.execution.additive:SumCheck._check": _always(None)},
+        "aot_eager",
+    ),
     "numbers": Plant(
         "calls that are not packed do not know the floats of the model, which dynamic=True makes inputs",
         "modes",
@@ -300,6 +323,15 @@ PLANTS = {
         "aot_eager",
     ),
 }
+
+
+@contextmanager
+def _unchecked(forest: treefx.Forest) -> Iterator[treefx.Forest]:
+    token = context._CURRENT.set(context._Use(forest))
+    try:
+        yield forest
+    finally:
+        context._CURRENT.reset(token)
 
 
 def _no_numbers(gm: torch.fx.GraphModule, numbers: dict[int, float]) -> torch.fx.GraphModule:

@@ -6,14 +6,17 @@ plant.
 """
 
 import os
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from tests.fuzz.drawing import sources
 from tests.fuzz.plants import PLANTS, Plant, planted
+from tests.fuzz.test_grammar import PLAIN
 from treefx.fuzz.describe import describe
 from treefx.fuzz.grammar import generate
+from treefx.fuzz.program import Attention, Batch, Call
 from treefx.fuzz.truth import FAILURES, judge
 
 PROGRAMS = 600
@@ -46,3 +49,23 @@ def test_a_plant_has_its_place_in_the_sources(name: str) -> None:
 @pytest.mark.parametrize("name", drawn())
 def test_a_planted_mistake_is_found(name: str) -> None:
     assert hunt(PLANTS[name], PROGRAMS) is not None
+
+
+def test_dynamo_imports_the_module_of_a_program() -> None:
+    """Else a converted model whose layers are the program's is never traced, and runs on rows whatever is planted."""
+    program = replace(PLAIN, calls=(Call("converted, AppendsOutside, a mask"),))
+    with planted(PLANTS["kept"]):
+        assert judge(program).kind == "wrong"
+    assert judge(program).kind not in FAILURES
+
+
+ONE_ROW = Batch(((11, 11),), ((1, 1),))
+LEFT = Batch(((0, 0, 0, 3, 4), (0, 3, 4, 9, 1)), ((0, 0, 0, 1, 1), (0, 1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize(("call", "batch"), [("a fault in a plan", ONE_ROW), ("converted, nn.Linear, positions", LEFT)])
+def test_programs_ask_for_no_more_than_treefx_promises(call: str, batch: Batch) -> None:
+    """A plan of one part calls its loss once; the hidden states of padding that sees no key are zero."""
+    layers = (Attention(("causal",)),)
+    program = replace(PLAIN, inner="aot_eager", output="logits", layers=layers, batches=(batch,), calls=(Call(call),))
+    assert judge(program).kind not in FAILURES

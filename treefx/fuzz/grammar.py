@@ -15,20 +15,13 @@ from treefx.fuzz.families.around import COUNTERS, CUTS
 from treefx.fuzz.families.attention import SPELLINGS, WRITTEN, condition_part
 from treefx.fuzz.families.autograd import AUTOGRAD
 from treefx.fuzz.families.calls import CALLS
+from treefx.fuzz.families.converted import CONVERTED
 from treefx.fuzz.families.embeddings import CONDITIONING, EMBEDDINGS, POSITIONS
 from treefx.fuzz.families.layers import EXPERTS, MIXERS, NORMS, NUMBERED, POINTWISE, ROWS
 from treefx.fuzz.families.losses import CALLER_LOSSES, HEADS, LABELS, LOSSES
 from treefx.fuzz.families.masks import CONDITIONS, FILLS, OPENINGS
 from treefx.fuzz.families.scores import QUERIES, SCORES
-from treefx.fuzz.families.situations import (
-    CONVERTED,
-    FAULTS,
-    HOOKED,
-    INPLACE,
-    INVALID,
-    NONFINITE,
-    WEIGHTED,
-)
+from treefx.fuzz.families.situations import FAULTS, HOOKED, INPLACE, INVALID, NONFINITE, WEIGHTED
 from treefx.fuzz.program import Attention, Piece, Program, Sizes
 
 __all__ = ["FAMILIES", "choose_families", "generate"]
@@ -244,7 +237,12 @@ def _invalid(draft: Draft, rng: Random) -> None:
     draft.loss = rng.choice([name for name, part in LOSSES.items() if not part.is_random])
     draft.labels = rng.choice(list(LABELS))
     draft.output = rng.choice(("loss", "loss", "loss and logits"))
-    draft.calls = rng.choice(([], ["train"])) + [rng.choice(list(INVALID))] + rng.choice(([], ["train"]))
+    name = rng.choice([*INVALID, *[_PADDED] * 4])
+    draft.calls = rng.choice(([], ["train"])) + [name] + rng.choice(([], ["train"]))
+    if name == _PADDED and rng.random() < 0.7:  # padding that no loss reads is left out
+        draft.loss, draft.labels, draft.output = "cross entropy", "padding ignored", "loss"
+        for place in draft.attentions():
+            draft.set_conditions(place, ["causal", "padding"])
     draft.inner = rng.choice(("eager", "aot_eager"))  # inductor's own checks end the process
 
 
@@ -290,6 +288,7 @@ def _faults(draft: Draft, rng: Random) -> None:
         draft.calls = rng.choice(([], ["train"])) + [name, rng.choice(("train", "train and step", "accumulate"))]
 
 
+_PADDED = "id beyond the vocabulary in padding"
 _OF_POSITIONS = ["window", "dilated", "not the same token", "same class of tokens", "per head"]
 _READS = [name for name in CALLS if name.startswith(("train", "in-place", "numpy", "dlpack", "no_grad", "inference"))]
 
@@ -353,9 +352,9 @@ FAMILIES = {
     "invalid": "inputs that eager refuses: labels, ids, shapes, types",
     "counters": "statistics of tokens that reach a buffer alone",
     "nonfinite": "a token whose embedding is NaN or infinite",
-    "weights": "forests with weights of zero and forbidden tokens",
-    "hooks": "what acts on gradients while a plan runs",
-    "converted": "treefx.convert and values kept, counted or hooked inside of the model",
+    "weights": "forests with weights of zero and forbidden tokens, and without a compiler",
+    "hooks": "what acts on gradients while a plan runs, and a loss that is no sum over its parts",
+    "converted": "treefx.convert: values kept, counted or hooked inside, packed rows, caches, ids out of range",
     "cuts": "models that Dynamo cuts: pictures, deep features, numbers printed",
     "faults": "errors and interrupts in the middle of a call, and the calls after them",
 }

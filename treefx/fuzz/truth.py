@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import time
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -93,15 +95,16 @@ def _judge(program: Program) -> Outcome:
 
 
 def player(program: Program, casts: str = ".float()") -> Callable[..., Seen]:
-    """The function ``play`` of a program's script; tracebacks and Dynamo find its lines.
+    """The function ``play`` of a program's script; tracebacks and Dynamo find its lines and import its module.
 
     ``casts`` are written for the program's own casts to float32.
     """
     text, name = script(program).replace(".float()", casts), f"<program {program.seed}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"__name__": f"treefx_fuzz_program_{program.seed}"}
-    exec(compile(text, name, "exec"), space)  # noqa: S102
-    play: Callable[..., Seen] = space["play"]
+    module = types.ModuleType("treefx_fuzz_program")
+    sys.modules[module.__name__] = module  # Dynamo imports it where it traces from another module
+    exec(compile(text, name, "exec"), module.__dict__)  # noqa: S102
+    play: Callable[..., Seen] = module.__dict__["play"]
     return play
 
 

@@ -1,4 +1,4 @@
-"""Catalogue: what callers do around a model: invalid inputs, hooks, steps inside of backward, conversions, faults.
+"""Catalogue: what callers do around a model: invalid inputs, hooks, steps inside of backward, faults.
 
 A text reads the names that the texts of ``calls`` read. Where a call may raise, both runs record that it raised.
 """
@@ -6,9 +6,10 @@ A text reads the names that the texts of ``calls`` read. Where a call may raise,
 from __future__ import annotations
 
 from treefx.fuzz.families.calls import CALLS
+from treefx.fuzz.families.converted import CONVERTED
 from treefx.fuzz.families.parts import Part
 
-__all__ = ["CONVERTED", "FAULTS", "HOOKED", "INPLACE", "INVALID", "NONFINITE", "SITUATIONS", "WEIGHTED", "is_forest"]
+__all__ = ["FAULTS", "HOOKED", "INPLACE", "INVALID", "NONFINITE", "SITUATIONS", "WEIGHTED", "is_forest"]
 
 _TRY = (
     "opt.zero_grad()\ntry:\n    torch.manual_seed({k})\n    out = f(**b)\n    loss = criterion(out, b)\n"
@@ -123,13 +124,18 @@ def weighted(m, f, b):
     return treefx.losses.sft(treefx.edge_logprobs(out[0] + bar, forest), forest)
 '''
 
+_BACKWARD = "loss.backward()\ncollect(seen, '{k}', loss, m, {})\n"
+
 WEIGHTED = {
     "forest with weights of zero": Part(
-        "b = batches[{b}]\nopt.zero_grad()\nloss = weighted(m, f, b)\nloss.backward()\n"
-        "collect(seen, '{k}', loss, m, {})\n",
-        top=_WEIGHTED,
-    )
+        "b = batches[{b}]\nopt.zero_grad()\nloss = weighted(m, f, b)\n" + _BACKWARD, top=_WEIGHTED
+    ),
+    "forest without a compiler": Part(
+        "b = batches[{b}]\nopt.zero_grad()\n"
+        "loss = native(m, m if f is m else lambda **given: m(**given), rows_of(b))\n" + _BACKWARD
+    ),
 }
+"""What forests say of their tokens, and a model that does not hear it, which treefx refuses."""
 
 _ACTING = '''
 def stepped_inside(m):
@@ -156,6 +162,21 @@ def normalised(m):
 '''
 
 
+_MEAN = '''
+def mean_over_edges(m, f, compile, rows):
+    """The mean over distinct edges, each once; its gradients in place."""
+    if f is not m: return planned(m, f, compile, rows, True, lambda logp, forest: -logp.mean())
+    found = {}
+    for row in rows:
+        out = m(ids=torch.tensor(row)[None], am=None, labels=None, positions=torch.arange(len(row))[None])[0]
+        logp = out[0].log_softmax(-1)
+        for t in range(1, len(row)): found.setdefault(tuple(row[: t + 1]), logp[t - 1, row[t]])
+    loss = -torch.stack(list(found.values())).mean()
+    loss.backward()
+    return loss
+'''
+
+
 def _hooked(name: str, cut: bool) -> Part:
     return Part(
         f"b = batches[{{b}}]\nopt.zero_grad()\nhandles = {name}(m)\nloss = planned(m, f, compile, rows_of(b), {cut})\n"
@@ -171,81 +192,14 @@ HOOKED = {
     f"plan{' in parts' if cut else ''}, {name.replace('_', ' ')}": _hooked(name, cut)
     for name in ("stepped_inside", "clamped", "counted", "normalised")
     for cut in (True, False)
-}
-"""What acts on gradients while a plan runs backward: once, on the whole gradient."""
-
-_LLAMA = '''
-def llama(dtype):
-    from transformers import LlamaConfig, LlamaForCausalLM
-    torch.manual_seed(3)
-    config = LlamaConfig(vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, use_cache=False)
-    lm = LlamaForCausalLM(config)
-    for layer in lm.model.layers:  # those of transformers compute in float32
-        layer.input_layernorm, layer.post_attention_layernorm = nn.RMSNorm(16), nn.RMSNorm(16)
-    lm.model.norm = nn.RMSNorm(16)
-    return lm.to(dtype)
-
-
-class KeepsNumber(nn.Linear):
-    def forward(self, x):
-        self.scale = self.weight.detach().abs().amax()
-        return F.linear(x, self.weight, self.bias)
-
-
-class KeepsTokens(nn.Linear):
-    def forward(self, x):
-        self.kept = F.linear(x, self.weight, self.bias)
-        return self.kept
-
-
-class AppendsTokens(nn.Linear):
-    def forward(self, x):
-        self.list = [F.linear(x, self.weight, self.bias)]
-        return self.list[0]
-
-
-class CountsTokens(nn.Linear):
-    def forward(self, x):
-        with torch.no_grad(): self.seen.add_((x > 0).to(x.dtype).sum())
-        return F.linear(x, self.weight, self.bias)
-
-
-class Hooked(nn.Linear):
-    """A plain layer whose output a hook keeps."""
-
-
-def converted(seen, k, b, kind, given, convert, dtype):
-    lm = llama(dtype)
-    layer, caught = lm.model.layers[1].mlp.down_proj, []
-    layer.__class__ = kind
-    layer.register_buffer("seen", torch.zeros((), dtype=dtype))
-    if kind is Hooked: layer.register_forward_hook(lambda module, args, out: caught.append(out))
-    if convert: treefx.convert(lm)
-    for turn in range(2):
-        lm.zero_grad()
-        caught.clear()
-        logits = lm(input_ids=b["ids"], **given(b)).logits
-        loss = F.cross_entropy(logits[:, :-1].reshape(-1, V), b["labels"][:, 1:].reshape(-1))
-        kept = [layer.kept] if kind is KeepsTokens else layer.list if kind is AppendsTokens else caught
-        loss = loss + sum(x.square().mean() for x in kept)
-        loss.backward()
-        collect(seen, f"{k}.{turn}", loss, lm, {})
-'''
-_GIVEN = {
-    "a mask": "lambda b: {'attention_mask': b['am']}",
-    "no mask": "lambda b: {}",
-    "positions": "lambda b: {'attention_mask': b['am'], 'position_ids': (b['am'].cumsum(1) - 1).clamp(min=0)}",
-}
-
-CONVERTED = {
-    f"converted, {kind}, {name}": Part(
-        "b = batches[{b}]\n" + f"converted(seen, '{{k}}', b, {kind}, {given}, f is not m, dtype)\n", top=_LLAMA
+} | {
+    "plan in parts, a mean over edges": Part(
+        "b = batches[{b}]\nopt.zero_grad()\nloss = mean_over_edges(m, f, compile, rows_of(b))\n"
+        "collect(seen, '{k}', loss, m, {})\n",
+        top=_MEAN,
     )
-    for kind in ("nn.Linear", "KeepsNumber", "KeepsTokens", "AppendsTokens", "CountsTokens", "Hooked")
-    for name, given in _GIVEN.items()
 }
-"""A Llama that is converted, with a layer that keeps, counts or shows what it computes."""
+"""What acts on gradients while a plan runs backward (once, on the whole gradient); a loss that is no sum of parts."""
 
 _CAUGHT = "except (ArithmeticError, KeyboardInterrupt): seen['{k} raised'] = torch.ones(())\n"
 _FAULT = "def fault(*_): raise KeyboardInterrupt\n"
@@ -269,7 +223,7 @@ FAULTS = {
         "def broken(logp, forest):\n    if next(tries): raise ArithmeticError\n"
         "    return treefx.losses.sft(logp, forest)\n"
         "opt.zero_grad()\ntry: planned(m, f, compile, rows_of(b), True, broken)\nexcept ArithmeticError: pass\n"
-        "else: opt.zero_grad()\n"  # of one part alone: nothing has failed
+        "else: opt.zero_grad()\n"  # a plan of one part calls the loss once, and nothing fails
         "left = [p.grad.abs().sum() for p in m.parameters() if p.grad is not None and f is not m]\n"
         "seen['{k} left'] = sum(left, torch.zeros((), dtype=dtype)).detach()\nopt.zero_grad()\n",
     ),
