@@ -53,7 +53,8 @@ def tree_attention(
         alibi_slopes: slope of each query head ``[H]`` (ALiBi, https://arxiv.org/abs/2108.12409),
             differentiable.
         sinks: one extra logit per query head ``[H]`` that takes weight and has no value, differentiable.
-        impl: ``"auto"``, ``"reference"`` (dense), ``"cpu"``, ``"flex"`` or ``"triton"``.
+        impl: ``"auto"``, ``"reference"`` (dense), ``"cpu"``, ``"flex"`` or ``"triton"``. NaN and infinity stay with the
+            tokens that see them, except in ``"flex"``, which spreads them over blocks of 128 tokens.
         deterministic: whether gradients must be the same bits every time. On a GPU dq is otherwise added up in no fixed
             order where that costs less, unless ``torch.use_deterministic_algorithms`` is set.
 

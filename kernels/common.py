@@ -90,8 +90,8 @@ class Inputs:
     def first_tokens(self, tokens: int, outside: int = 2048) -> "Inputs":
         """Return the first tokens of the batch's first element, which are a forest, and the first keys from outside.
 
-        Implementations are compared on them. So numbers that are not finite are zeros there, as each implementation
-        spreads such numbers to other rows; and keys from outside that only other tokens see are seen by all of these.
+        Implementations are compared on them. So numbers that are not finite are zeros there, of which a comparison
+        would say nothing; and keys from outside that only other tokens see are seen by all of these.
         """
         q, k, v = (_finite(x[:1, :, :tokens]) for x in (self.q, self.k, self.v))
         boundary = self.boundary

@@ -4,6 +4,8 @@ The block lists come from the extrema of each key block: with key k seen from ``
 index and ``subtree_end``), the block pair (q in [q0, q1], k in [k0, k1]) has a visible pair only if ``min(first) <= q1
 and max(end) > q0``, and only visible ones iff ``max(first) <= q0 and min(end) > q1``. Without a boundary the former
 is exact too. The backward runs the forward again under autograd.
+
+Masked values are multiplied by 0: NaN and infinity reach every token of a block, forward and backward.
 """
 
 from collections.abc import Callable, Sequence

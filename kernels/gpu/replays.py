@@ -92,7 +92,8 @@ class Replay:
                 tensors[name] = made.empty()
             values = step.values.copy()
             for place, name in step.places:
-                values[place] = tensors[name]
+                tensor = tensors[name]
+                values[place] = tensor if tensor.dtype != torch.bool else tensor.view(torch.uint8)
             step.run(*values)
             for name in step.frees:
                 del tensors[name]
@@ -138,6 +139,7 @@ class Recorder:
         for place, (parameter, value) in enumerate(arguments.items()):
             if not isinstance(value, Tensor):
                 continue
+            value = self._booleans(value)
             if self._name(value) is None and (parameter in self._written or parameter.startswith(VALUES)):
                 step.makes.append((self._named(value), _Made.like(value)))
             name = self._name(value)
@@ -147,6 +149,14 @@ class Recorder:
             elif parameter not in _LISTS and not self._belongs(value):
                 self._complete = False
         self._steps.append(step)
+
+    def _booleans(self, tensor: Tensor) -> Tensor:
+        """Return the given booleans whose bytes these are, as kernels read them, or the tensor itself."""
+        if tensor.dtype != torch.uint8:
+            return tensor
+        lies = tensor.data_ptr(), tensor.shape, tensor.stride()
+        given = (x for x in self._given.values() if x.dtype == torch.bool)
+        return next((x for x in given if (x.data_ptr(), x.shape, x.stride()) == lies), tensor)
 
     def keep(self, tensor: Tensor) -> None:
         """Let a tensor be the forest's, which stays what it is for all layers."""

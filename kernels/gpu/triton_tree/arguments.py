@@ -5,8 +5,8 @@ tiles.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 from treefx.kernels.common import Inputs, make_indices
 from treefx.kernels.score import Expr, Score, evaluate, loads
 from treefx.kernels.tiles.hosted import host_copies
+from treefx.kernels.tiles.tree_blocks import Keys
 
 __all__ = [
     "TOO_LARGE",
     "ColumnValues",
+    "KeySource",
     "RowValues",
     "buffer_arguments",
     "dense_features",
@@ -37,6 +39,29 @@ TOO_LARGE = (
 
 _ALIGNED = 128
 """Vectors that are read by tiles have a multiple of this many elements, so that every one of them starts aligned."""
+
+
+@dataclass(frozen=True)
+class KeySource:
+    """Keys and values of one launch.
+
+    Attributes:
+        k: ``[B, Hkv, K, D]``, or a pool ``[B, Hkv, R, D]`` of which ``rows`` picks the keys.
+        v: ``[B, Hkv, K, Dv]``, or a pool ``[B, Hkv, R, Dv]``.
+        keys: which queries see them.
+        rows: int32 ``[K]``: where in the pool each key lies; ``None``: key j is row j. Keys of ancestors are used in
+            place this way, without a gathered copy.
+        values: what Gluon reads of the score, see ``Attention.with_values``.
+    """
+
+    k: Tensor
+    v: Tensor
+    keys: Keys
+    rows: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.keys.high)
 
 
 def scratch(size: int, alignment: int, stream: int | None) -> Tensor:

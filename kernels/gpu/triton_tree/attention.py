@@ -162,10 +162,13 @@ def backward_from(
         delta, sums = prologue.arguments["Delta"], of_keys["SumsQ"]
         pairs = [_backward_keys(attention, source, of_keys) for source in sources]
         del prologue, of_keys  # what dk and dv alone read makes room for dq
+        seen = [source for source in sources if attention.is_seen(source)]
         if attention.once:
             launch_finish(sums, dq, attention.code.factor, attention.inputs.k.shape[1]).run()
+            del sums  # what repairs takes no more room
+            _repair_queries(attention, seen, of_queries, dq)
         else:
-            _backward_queries(attention, [one for one in sources if attention.is_seen(one)], of_queries, dq)
+            _backward_queries(attention, seen, of_queries, dq)
     return dq, pairs, delta
 
 
@@ -199,6 +202,15 @@ def _backward_queries(
         previous = target
     if not sources:
         dq.zero_()
+
+
+def _repair_queries(attention: Attention, sources: Sequence[KeySource], rows: dict[str, Any], dq: Tensor) -> None:
+    """Compute tiles of a sum over all sources again where keys that are not finite reached rows beside their own."""
+    previous = None
+    for source in sources:
+        target = dq if source is sources[-1] else torch.empty_like(dq, dtype=torch.float32)
+        attention.repair_sums(source, rows, dq, target, previous).run()
+        previous = target
 
 
 def attention_of(inputs: Inputs, score: Score) -> Attention:

@@ -40,6 +40,7 @@ _PACKED = {
     "plain": (),
     "gluon": ("packed_rows", "packed_keys", "lists"),
     "values": ("packed_rows", "packed_columns"),
+    "repair": ("packed_rows", "lists"),
 }
 """How far vectors of rows and of keys lie apart, by path; and how many lists of tiles there are."""
 _lock = Lock()
@@ -55,7 +56,7 @@ class Request:
         head_dim: width of queries and keys.
         value_dim: width of values.
         chunk_widths: the narrowest and the widest piece of a head in one product, powers of two.
-        path: a template: ``"plain"``, ``"gluon"``, or ``"values"``, which Gluon reads.
+        path: a template: ``"plain"``, ``"gluon"``, ``"values"``, which Gluon reads, or ``"repair"``, which follows it.
         origin: the line of the model that the attention comes from, or ``""``.
     """
 
@@ -100,7 +101,7 @@ def kernel_source(request: Request) -> str:
     """
     score = score_code(request.score, request.buffers)
     lengths = ["queries", "keys", "query_base", "key_base", *_PACKED[request.path]]
-    for number in score.used if request.path in ("plain", "values") else ():
+    for number in score.used if request.path != "gluon" else ():
         for dim in range(request.buffers[number].ndim):
             last = dim == request.buffers[number].ndim - 1
             lengths += [f"buffer_{number}_size_{dim}", *([] if last else [f"buffer_{number}_stride_{dim}"])]

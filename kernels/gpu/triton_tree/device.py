@@ -17,6 +17,7 @@ __all__ = [
     "seen_in_tile_or_lowest",
     "seen_operands",
     "seen_or_lowest",
+    "soft_weight",
     "softened",
     "store_rows",
     "sums_offsets",
@@ -208,8 +209,17 @@ def own_before(query, STEP: tl.constexpr, OWN: tl.constexpr):
 @triton.jit
 def softened(logit):
     """Return the logit times log2(e); what was finite stays finite, so the lowest number still masks softly."""
-    finite = tl.maximum(logit, -2.3e38) * 1.4426950408889634
+    finite = tl.maximum(logit, -2.3e38, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634
     return tl.where(logit == float("-inf"), logit, finite)
+
+
+@triton.jit
+def soft_weight(difference):
+    """Return the weight of a soft logit less the log-sum-exp of its row: never above 1, and NaN where that is NaN.
+
+    Where only the lowest number was seen, it rounds more coarsely than 1.
+    """
+    return tl.exp2(tl.minimum(difference, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from treefx.kernels.common import Inputs
 from treefx.kernels.gpu.replays import VALUES, of_forest
 from treefx.kernels.gpu.triton_tree.arguments import (
     ColumnValues,
+    KeySource,
     RowValues,
     buffer_arguments,
     forest_numbers,
@@ -27,6 +28,7 @@ from treefx.kernels.gpu.triton_tree.small_launches import (
     Launch,
     join_values,
     launch_prologue,
+    launch_repair,
     launch_sums,
     launch_values,
 )
@@ -35,29 +37,6 @@ from treefx.kernels.score import Score, loads
 from treefx.kernels.tiles.tree_blocks import Keys, TileLists, TreeBlocks, find_blocks, remembered
 
 __all__ = ["Attention", "KeySource", "Launch"]
-
-
-@dataclass(frozen=True)
-class KeySource:
-    """Keys and values of one launch.
-
-    Attributes:
-        k: ``[B, Hkv, K, D]``, or a pool ``[B, Hkv, R, D]`` of which ``rows`` picks the keys.
-        v: ``[B, Hkv, K, Dv]``, or a pool ``[B, Hkv, R, Dv]``.
-        keys: which queries see them.
-        rows: int32 ``[K]``: where in the pool each key lies; ``None``: key j is row j. Keys of ancestors are used in
-            place this way, without a gathered copy.
-        values: what Gluon reads of the score, see :meth:`Attention.with_values`.
-    """
-
-    k: Tensor
-    v: Tensor
-    keys: Keys
-    rows: Tensor | None = None
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.keys.high)
 
 
 @dataclass(frozen=True)
@@ -157,7 +136,7 @@ class Attention:
             **strides("out", out),
             **strides("previous", out if previous is None else previous[0]),
         }
-        return self.launch("forward", len(blocks.by_query.order), arguments, config)
+        return self._with_repair(self.launch("forward", len(blocks.by_query.order), arguments, config), {})
 
     @property
     def of_keys(self) -> str:
@@ -197,26 +176,57 @@ class Attention:
             **strides("dk", dk),
             **strides("dv", dv),
         }
-        launch = self.launch(self.of_keys, len(work.order), arguments, config)
+        launch = self._with_repair(self.launch(self.of_keys, len(work.order), arguments, config), {})
         if not len(work.split):
             return launch
-        return replace(launch, after=(launch_sums(work, config, parts, (dk, dv)),))
+        return replace(launch, after=(*launch.after, launch_sums(work, config, parts, (dk, dv))))
 
     def backward_queries(
         self, source: KeySource, gradients: dict[str, Any], dq: Tensor, previous: Tensor | None = None
     ) -> Launch:
         """Return the launch that writes the gradient of the queries, added to a previous one."""
         config = self.config("backward_queries")
+        arguments = self._of_queries(source, config, dq, previous) | gradients
+        launch = self.launch("backward_queries", len(arguments["order"]), arguments, config)
+        return self._with_repair(launch, {**gradients.get("in_place", {}), "Spoiled": dq, **strides("spoiled", dq)})
+
+    def repair_sums(
+        self, source: KeySource, rows: dict[str, Any], spoiled: Tensor, dq: Tensor, previous: Tensor | None = None
+    ) -> Launch:
+        """Return the launch that computes tiles of dq again, which one pass has added up, with one source of keys.
+
+        Args:
+            source: the keys.
+            rows: what :meth:`prologue` returned for the kernel of dq.
+            spoiled: dq of all sources, which says where that is needed.
+            dq: where the result goes.
+            previous: that of the sources before.
+        """
+        config = self.config(self.of_keys)
+        arguments = self._of_queries(source, config, dq, previous) | rows
+        return self._repair("backward_queries", {**arguments, "Spoiled": spoiled, **strides("spoiled", dq)}, config)
+
+    def _of_queries(self, source: KeySource, config: Config, dq: Tensor, previous: Tensor | None) -> dict[str, Any]:
         blocks = self.blocks(source, config)
-        arguments = {
+        return {
             **self.shared(source, config, blocks, blocks.by_query),
-            **gradients,
             "GradQ": dq,
             "PreviousGradQ": previous,
             **strides("dq", dq),
             **strides("previous", dq if previous is None else previous),
         }
-        return self.launch("backward_queries", len(blocks.by_query.order), arguments, config)
+
+    def _with_repair(self, launch: Launch, beside: Mapping[str, Any]) -> Launch:
+        """Return a launch, in Gluon with one after it that reads the same and some arguments beside."""
+        if self.path == "plain":  # these kernels do so themselves
+            return launch
+        repair = self._repair(launch.kernel.__name__, {**launch.arguments, **beside}, launch.config)
+        return replace(launch, after=(repair,))
+
+    def _repair(self, name: str, arguments: Mapping[str, Any], config: Config) -> Launch:
+        kernel = getattr(kernel_module(replace(self.request, path="repair")), f"repair_{name}")
+        buffers = buffer_arguments(self.inputs.buffers, self.code.used)
+        return launch_repair(kernel, {**arguments, **buffers}, config, self.heads)
 
     def is_seen(self, source: KeySource) -> bool:
         """Return whether any query sees a key of a source; two keys of every boundary may be there for their number."""
@@ -291,8 +301,8 @@ class Attention:
     ) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
         """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
 
-        All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles. In one pass the
-        sums of dq are zeroed. ``values`` are made there too.
+        All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles; what repairs dq
+        in Gluon reads them ``in_place`` too. In one pass the sums of dq are zeroed. ``values`` are made there too.
         """
         q = self.inputs.q
         width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
@@ -305,7 +315,7 @@ class Attention:
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
         launch = join_values(self._value_kernels, launch, values) if values else launch
-        return launch, packed, in_place if self.path == "plain" else packed
+        return launch, packed, in_place if self.path == "plain" else {**packed, "in_place": in_place}
 
     def with_values(self, sources: Sequence[KeySource]) -> tuple[list[KeySource], list[Launch]]:
         """Return key sources with what Gluon reads of the score, and the launches that make it.

@@ -4,7 +4,7 @@ A launch can be run, or compiled ahead of time without a device, from the same a
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -25,6 +25,7 @@ __all__ = [
     "join_values",
     "launch_finish",
     "launch_prologue",
+    "launch_repair",
     "launch_sums",
     "launch_values",
     "scratch_bytes",
@@ -34,6 +35,7 @@ ROW_VECTORS = "PackedLse", "PackedDelta", "PackedHalves"
 """Forms of the log-sum-exp and minus delta of rows; the last is read by the plain kernels of dk and dv alone."""
 _PROLOGUE_ROWS = 32
 _SUMMED_ROWS = 16
+_REPAIRED_LISTS = 16
 _MOST_HEADS = 65_535
 _DESCRIPTOR = 128
 """Bytes."""
@@ -258,6 +260,25 @@ def launch_sums(work: KeyPrograms, config: Config, parts: Sequence[Tensor], grad
     }
     grid = (len(work.split) * (config.block_n // rows), parts_k.shape[1])
     return Launch(sum_parts, grid, arguments, Config(rows, 0, 4, 1))
+
+
+def launch_repair(kernel: Any, arguments: Mapping[str, Any], config: Config, heads: int) -> Launch:
+    """Return the launch that computes again, exactly, those tiles of a result that numbers of other branches spoiled.
+
+    Where all is finite it reads of a result one row per tile and one feature per row, in a program per 16 tiles, and
+    writes nothing: on the device it costs about as much as any launch, and the host waits for nothing.
+
+    Args:
+        kernel: of the module for the path ``"repair"``.
+        arguments: those of the launch before it, and what it reads beside them.
+        config: the tiles of that launch.
+        heads: key heads, of all elements of the batch.
+    """
+    absent = dict.fromkeys(("pool_row", *ROW_VECTORS))
+    given = {**absent, **arguments, "lists": len(arguments["order"]), "LISTS": _REPAIRED_LISTS}
+    taken = {name: given[name] for name in kernel.arg_names}
+    grid = (-(-given["lists"] // _REPAIRED_LISTS), heads)
+    return Launch(kernel, grid, taken, Config(config.block_m, config.block_n, 8, 1))
 
 
 def _widths(width: int, value_width: int) -> dict[str, int]:

@@ -28,7 +28,7 @@ from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource, Launch
 from treefx.kernels.tiles import key_programs, tree_blocks
 
-ONCE = ["prologue", "backward_once", "finish_queries"]
+ONCE = ["prologue", "backward_once", "finish_queries", "repair_backward_queries"]
 TWICE = ["prologue", "backward_keys", "backward_queries"]
 
 

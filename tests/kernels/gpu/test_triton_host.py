@@ -39,7 +39,9 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
 
 LAUNCHED: list[str] = []
 BACKWARD = ["prologue", "backward_keys", "backward_queries"]
-ONCE = ["prologue", "backward_once", "finish_queries"]
+ONCE = ["prologue", "backward_once", "finish_queries", "repair_backward_queries"]
+GLUON_FORWARD = ["forward", "repair_forward"]
+GLUON_BACKWARD = [BACKWARD[0], *(name for kernel in BACKWARD[1:] for name in (kernel, f"repair_{kernel}"))]
 
 
 def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
@@ -50,11 +52,12 @@ def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
 
 def test_both_forms_are_compared_once_and_the_fast_one_stays(compiled: list[str]) -> None:
     attend(200)
-    assert LAUNCHED == [*["forward"] * 3, *BACKWARD * 3], "plain and in Gluon on the first tokens, then the call"
+    both = ["forward", *GLUON_FORWARD * 2, *BACKWARD, *GLUON_BACKWARD * 2]
+    assert LAUNCHED == both, "plain and in Gluon on the first tokens, then the call"
     LAUNCHED.clear()
     attend(200)
-    assert LAUNCHED == ["forward", *BACKWARD]
-    assert len(compiled) == 8 and list(paths._verdicts.values()) == [True, True]
+    assert LAUNCHED == [*GLUON_FORWARD, *GLUON_BACKWARD]
+    assert len(compiled) == 11 and list(paths._verdicts.values()) == [True, True]
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 50, "softcap": 5.0}], ids=["plain", "window, softcap"])
@@ -65,7 +68,7 @@ def test_a_new_length_compiles_nothing(options: dict[str, Any], compiled: list[s
     for tokens in (333, 1008, 4100):
         LAUNCHED.clear()
         attend(tokens, **options)
-        assert [name for name in LAUNCHED if name != "sum_parts"].count("backward_keys") in (1, 3)
+        assert LAUNCHED.count("backward_keys") in (1, 3)
     assert len([name for name in compiled if name != "sum_parts"]) == found
 
 
@@ -93,7 +96,7 @@ def test_long_forests_take_gluon_where_it_runs(compiled: list[str]) -> None:
     for tokens in (1008, 999):
         LAUNCHED.clear()
         attend(tokens)
-    assert LAUNCHED == ["forward", *BACKWARD] and "backward_once" not in compiled
+    assert LAUNCHED == [*GLUON_FORWARD, *GLUON_BACKWARD] and "backward_once" not in compiled
 
 
 @pytest.mark.filterwarnings("error")
@@ -130,7 +133,7 @@ def test_a_backward_that_is_wrong_is_switched_off(
     assert sum("is switched off" in str(warning.message) for warning in caught) == 1
     LAUNCHED.clear()
     attend(1008)
-    assert LAUNCHED == ["forward", *(ONCE if form == "Gluon" else BACKWARD)]
+    assert LAUNCHED == [*GLUON_FORWARD, *ONCE] if form == "Gluon" else ["forward", *BACKWARD]
 
 
 def test_one_token_that_steps_oddly_is_read_in_the_plain_form(compiled: list[str]) -> None:
@@ -178,7 +181,7 @@ def test_the_program_keeps_its_own_allocator(compiled: list[str]) -> None:
         assert len(taken) == 2 and min(taken) > 0, "Gluon, tried and taken"
         _allocation._allocator.reset(token)
         tree_attention(q, q, q, torch.full((200,), 200), impl="triton")
-    assert len(taken) == 2 and LAUNCHED[-1] == "forward"
+    assert len(taken) == 2 and LAUNCHED[-2:] == GLUON_FORWARD
 
 
 def test_lists_that_are_cut_take_one_kernel_more(compiled: list[str]) -> None:

@@ -45,7 +45,8 @@ __all__ = [
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 _TOKENS, _KV_HEADS = 256, 2
-_WITHOUT_PRODUCTS = ("prologue", "values", "sum_parts", "finish_queries")
+_REPAIRS = ("repair_forward", "repair_backward_keys", "repair_backward_queries")
+_WITHOUT_PRODUCTS = ("prologue", "values", "sum_parts", "finish_queries", *_REPAIRS)
 _MULTIPLYING_WARPS = 8
 """Of a kernel in Gluon: two groups of four, which share a tile."""
 _GLUON_LOOPS = 4
@@ -290,9 +291,14 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
     prologue, of_keys, of_queries = attention.prologue(out, out, row, values)
     for number, source in enumerate(sources):  # the last one goes on from what the others have left
         last, before = number == len(sources) - 1, number > 0
-        yield attention.forward(source, out if last else wide, row, (wide, row) if before else None)
-        yield attention.backward_keys(source, of_keys, inputs.k, inputs.v)
-        yield attention.backward_queries(source, of_queries, dq if last else wide_dq, wide_dq if before else None)
+        launches = [
+            attention.forward(source, out if last else wide, row, (wide, row) if before else None),
+            attention.backward_keys(source, of_keys, inputs.k, inputs.v),
+            attention.backward_queries(source, of_queries, dq if last else wide_dq, wide_dq if before else None),
+        ]
+        yield from launches
+        if not case.features and case.group == 1:
+            yield from (after for launch in launches for after in launch.after if after.kernel.__name__ in _REPAIRS)
     if path == "plain" and one_pass_fits(attention.problem("backward_once")):
         attention = replace(attention, once=True)
         prologue, of_keys, _ = attention.prologue(out, out, row)

@@ -243,7 +243,8 @@ class Program:
         self.language.convert_layout = lambda data, layout: data
         numbers = {"float32": torch.float64, "int32": torch.int64, "int64": torch.int64, "uint32": "uint32"}
         vars(self.language).update({"constexpr": lambda number: number, "static_range": range, **numbers})
-        vars(self.language).update({"max": torch.amax, "sum": torch.sum, "num_programs": grid.__getitem__})
+        sums = {"max": torch.amax, "min": torch.amin, "sum": torch.sum, "num_programs": grid.__getitem__}
+        vars(self.language).update({**sums, "debug_barrier": lambda: None, "PropagateNan": SimpleNamespace(ALL=True)})
         self.barriers = SimpleNamespace(
             **{name[8:]: getattr(self, name) for name in dir(self) if name[:8] == "barrier_"}
         )
@@ -359,7 +360,7 @@ def _undecorated(function: Any = None, **options: Any) -> Any:
 def _of_numbers(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return a function of torch that takes numbers too, in the type of the tensors among them."""
 
-    def made(*given: Any) -> Any:
+    def made(*given: Any, propagate_nan: bool = True) -> Any:
         numbers = [torch.as_tensor(one, dtype=torch.float64 if isinstance(one, float) else None) for one in given]
         if function is torch.maximum or function is torch.minimum:
             numbers = [one.to(torch.result_type(*numbers)) for one in numbers]
@@ -372,17 +373,18 @@ def _without_imports(source: str) -> str:
     return re.sub(r"^(import|from) (\(\n[^)]*\)|[^\n(]*(\([^)]*\))?)", "", source, flags=re.MULTILINE)
 
 
-def run_by_hand(launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str | None = None) -> None:
+def run_by_hand(
+    launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str | None = None, repairs: bool = False
+) -> None:
     """Run a launch of a kernel in Gluon, or of one without products, and the launches after it.
 
     Args:
         launch: the launch, of tensors in float64 on the CPU.
         order: the groups of warps, if it has some, the one that runs whenever it can first; 2 is the one that loads.
         text: instead of the kernel's own source.
+        repairs: whether results that are not finite are computed again, which would hide mistakes.
     """
-    file = sys.modules[launch.kernel.fn.__module__].__file__
-    assert file is not None
-    source = text or Path(file).read_text(encoding="utf-8")
+    source = text or Path(str(sys.modules[launch.kernel.fn.__module__].__file__)).read_text(encoding="utf-8")
     functions, of_rows = _without_imports(source), _without_imports(inspect.getsource(row_kernels))
     helpers = inspect.getsource(device).partition("@triton.jit")
     for place in ((first, second) for second in range(launch.grid[1]) for first in range(launch.grid[0])):
@@ -391,10 +393,8 @@ def run_by_hand(launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str |
         exec(of_rows, names)
         names["lay_rows"] = names["prologue"]  # as kernels of values call it
         exec(functions, names)
-        given = {
-            name: Pointer(one, one.storage_offset()) if isinstance(one, Tensor) else one
-            for name, one in launch.arguments.items()
-        }
-        names[launch.kernel.__name__](**given)
+        addresses = {n: Pointer(x, x.storage_offset()) for n, x in launch.arguments.items() if isinstance(x, Tensor)}
+        names[launch.kernel.__name__](**{**launch.arguments, **addresses})
     for following in launch.after:
-        run_by_hand(following)
+        if repairs or not following.kernel.__name__.startswith("repair"):
+            run_by_hand(following)

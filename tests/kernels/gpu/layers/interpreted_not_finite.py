@@ -4,10 +4,13 @@ Not collected by itself: test_triton_interpreter.py runs it in a process with TR
 """
 
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.gpu.interpreted_cases import SCORES, SMALL, draw
 from tests.kernels.not_finite_cases import CASES, EVERYTHING, NotFinite, differs_from_paths
@@ -25,18 +28,45 @@ def test_two_passes(case: NotFinite) -> None:
     assert found is None, found
 
 
-@pytest.mark.parametrize("where", ["q", "grad"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "grad"])
 def test_one_pass(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are not finite. Keys that are not still reach dq of the rows in their tile."""
+    """It adds dq up with keys that rows do not see; tiles in which these are not finite are computed again."""
     monkeypatch.setattr(paths, "ONE_PASS_KEYS", 0)
     torch.use_deterministic_algorithms(False)
     found = differs_from_paths(NotFinite(where, place="two leaves", forest="small"), "triton")
     assert found is None, found
 
 
+def test_one_pass_alone_spreads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "ONE_PASS_KEYS", 0)
+    monkeypatch.setattr(attention, "_repair_queries", lambda *given: None)
+    torch.use_deterministic_algorithms(False)
+    found = differs_from_paths(NotFinite("v", place="two leaves", forest="small"), "triton")
+    assert "dq is not finite elsewhere" in str(found)
+
+
+def test_soft_scores_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minima and maxima of a device leave NaN out where they are not told otherwise; those of the interpreter never."""
+    for name, function in (("minnumf", np.fmin), ("maxnumf", np.fmax)):
+        own = partialmethod(
+            lambda builder, left, right, function: builder.binary_op(left, right, function), function=function
+        )
+        monkeypatch.setattr(InterpreterBuilder, f"create_{name}", own)
+    case = draw(*SMALL, heads=(2, 1))
+    case.narrow.q[:, :, 4, 3] = torch.nan
+    for got, wanted in zip(
+        _results(attention, case.narrow, case.grad, "bias"),
+        _results(reference, case.narrow, case.grad, "bias"),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("where", ["k", "v"])
-def test_boundary(where: str) -> None:
+def test_boundary(where: str, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key from outside that only some see, and sinks: the second launch goes on from the first one's result."""
+    monkeypatch.setattr(paths, "in_one_pass", lambda attention: once)
     case = draw(*SMALL, heads=(2, 1), outside=70, sinks=True)
     inputs, boundary = case.narrow, case.narrow.boundary
     assert boundary is not None
@@ -48,8 +78,8 @@ def test_boundary(where: str) -> None:
         torch.testing.assert_close(got, wanted.to(got.dtype), rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
-def _results(implementation: Any, inputs: Inputs, grad: torch.Tensor) -> list[torch.Tensor]:
-    out, lse = implementation.forward(inputs, SCORES["plain"])
+def _results(implementation: Any, inputs: Inputs, grad: torch.Tensor, score: str = "plain") -> list[torch.Tensor]:
+    out, lse = implementation.forward(inputs, SCORES[score])
     marked = [False] * len(inputs.buffers)
-    dq, dk, dv, rest = implementation.backward(grad.to(out.dtype), inputs, out, lse, SCORES["plain"], marked)
+    dq, dk, dv, rest = implementation.backward(grad.to(out.dtype), inputs, out, lse, SCORES[score], marked)
     return [out, lse, dq, dk, dv, *rest[:2]]
