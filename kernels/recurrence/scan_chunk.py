@@ -74,15 +74,24 @@ class Chunk:
     @cached_property
     def leaving(self) -> Tensor:
         """exp(t_L - t), ``[C, H, L, 1]``: what is left of each token's write at the end."""
+        if self._is_one_token:
+            return torch.ones_like(self.g)[..., None]
         return (self.total[..., -1:] - self.total).exp().to(self.g.dtype)[..., None]
 
     @cached_property
     def decay(self) -> Tensor:
         """D, ``[C, H, L, L]``."""
+        if self._is_one_token:
+            return torch.ones_like(self.g)[..., None]
         length = self.total.shape[-1]
         future = torch.ones(length, length, dtype=torch.bool, device=self.g.device).triu_(1)
         difference = (self.total[..., :, None] - self.total[..., None, :]).to(self.g.dtype)
         return difference.masked_fill_(future, -torch.inf).exp_()
+
+    @property
+    def _is_one_token(self) -> bool:
+        """Whether decays within the chunk are 1: of a logarithm that is not finite, exp(t - t) would not be."""
+        return self.g.shape[-1] == 1
 
     @cached_property
     def mixing(self) -> Tensor:
@@ -190,9 +199,10 @@ class Chunk:
         k += pairs.mT @ self.w
         return residual, pairs @ self.k - faded @ state.mT
 
-    @staticmethod
-    def _add_products(total: Tensor, grad: Tensor, product: Tensor) -> None:
+    def _add_products(self, total: Tensor, grad: Tensor, product: Tensor) -> None:
         """The gradient of t through D; ``grad`` is that of a product which D multiplies, with D applied."""
+        if self._is_one_token:
+            return
         through = grad * product
         total += through.sum(-1, dtype=torch.float64)
         total -= through.sum(-2, dtype=torch.float64)
@@ -200,8 +210,10 @@ class Chunk:
     def _add_outgoing(self, total: Tensor, kept: Tensor, state: Tensor, outgoing: Tensor) -> None:
         """The gradient of t through exp(t_L) and exp(t_L - t); ``total`` and ``kept`` are float64."""
         gated = (state * outgoing * self.gate).sum(2)  # [C, G, R * E]
-        total -= kept
-        total[..., -1] += kept.sum(-1) + split(gated, 2, gated.shape[2] // self.v.shape[-1]).sum(-1).flatten(1)
+        if not self._is_one_token:
+            total -= kept
+            total[..., -1] += kept.sum(-1)
+        total[..., -1] += split(gated, 2, gated.shape[2] // self.v.shape[-1]).sum(-1).flatten(1)
 
     def _for_heads(self, x: Tensor) -> Tensor:
         """``[C, G, ...]`` as ``[C, H, ...]``."""

@@ -65,16 +65,17 @@ def find_chunk_plan(subtree_end: Tensor, length: int) -> ChunkPlan:
     return plan
 
 
-def plan_chunks(subtree_end: Tensor, length: int) -> ChunkPlan:
+def plan_chunks(subtree_end: Tensor, length: int, alone: Tensor | None = None) -> ChunkPlan:
     """Cut a forest into chunks.
 
     Args:
         subtree_end: exclusive end of each token's subtree in packed order, int ``[N]``.
         length: L, the longest chunk.
+        alone: bool ``[N]``, tokens that are chunks by themselves; then chunks of one token are not padded.
     """
     ends = subtree_end.cpu().numpy().astype(np.int64)
-    head, size, above, level = _cut(ends, length)
-    lengths = np.array(_padded_lengths(length))
+    head, size, above, level = _cut(ends, length, None if alone is None else alone.cpu().numpy())
+    lengths = np.array([*([] if alone is None else [1]), *_padded_lengths(length)])
     kind = np.searchsorted(lengths, size)
     inner = np.zeros(len(head), dtype=bool)
     inner[above[above >= 0]] = True
@@ -100,9 +101,15 @@ def _padded_lengths(length: int) -> list[int]:
     return found
 
 
-def _cut(ends: IntArray, length: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _cut(
+    ends: IntArray, length: int, alone: npt.NDArray[np.bool_] | None
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """First token, number of tokens, parent (-1 at roots) and level of each chunk, in packed order."""
-    start = np.flatnonzero(np.diff(ends, prepend=-1))  # a token goes on a chain iff its subtree ends as the one before
+    begins = np.diff(ends, prepend=-1) != 0  # a token goes on a chain iff its subtree ends as the one before
+    if alone is not None:
+        begins |= alone
+        begins[1:] |= alone[:-1]
+    start = np.flatnonzero(begins)
     count = np.diff(start, append=len(ends))
     pieces = -(-count // length)
     last = np.cumsum(pieces) - 1

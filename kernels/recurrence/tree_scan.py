@@ -11,12 +11,18 @@ more); between chunks only the state at a chunk's end is passed on, each from it
 children read the state of one parent, and the gradients of their reads add up. Only inputs are kept for the backward,
 which computes the states again.
 
+Within a chunk a product over pairs of tokens multiplies later ones by 0, which keeps their NaN and infinity. On the CPU
+a result that is not finite is computed again with every token that is not finite in a chunk of its own, so such numbers
+reach descendants (and gradients of ancestors) alone. On a device nobody looks at results, because the host would have
+to wait: there they reach the whole chunk, at most 64 tokens that follow one another without a fork, and so rows that
+end within it.
+
 The operator is ``treefx::tree_scan``; its schedule (``tree_chunks``) is made once per forest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,8 +30,9 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError
+from treefx.kernels.masked_products import are_finite
 from treefx.kernels.recurrence.scan_chunk import Chunk, Gradients, split
-from treefx.kernels.recurrence.tree_chunks import ChunkPlan, Chunks, find_chunk_plan
+from treefx.kernels.recurrence.tree_chunks import ChunkPlan, Chunks, find_chunk_plan, plan_chunks
 
 __all__ = ["CHUNK", "tree_delta_rule", "tree_scan", "tree_ssd"]
 
@@ -35,6 +42,8 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 """The schedule of a forest is made on the host: a captured CUDA graph would replay that of another forest."""
 _ENTRIES_ON_CPU, _ENTRIES_ON_DEVICE = 1 << 20, 1 << 26
 """Entries of the [L, L] matrices that are in memory together."""
+_LARGE = 2.0**60
+"""Below it a product of two numbers, summed over the features of a head, stays in the range of float32."""
 
 
 def tree_ssd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, subtree_end: Tensor, chunk: int = CHUNK) -> Tensor:
@@ -257,12 +266,37 @@ def _put_all(results: dict[str, Tensor], chunks: Chunks, part: slice, found: Gra
             _put(target, chunks, part, values)
 
 
+def _contained(
+    run: Callable[[_Scan], list[Tensor]],
+    inputs: _Inputs,
+    subtree_end: Tensor,
+    chunk: int,
+    beside: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """Run a scan; on the CPU again if a result is not finite, with each token that may be the reason in its own chunk.
+
+    Args:
+        run: what is computed.
+        inputs: of the scan.
+        subtree_end: of the forest.
+        chunk: tokens per chunk.
+        beside: what else is read of tokens, ``[N, ...]``.
+    """
+    found = run(_Scan(inputs, find_chunk_plan(subtree_end, chunk)))
+    if not inputs.v.is_cpu or are_finite(*found):
+        return found
+    given = [x for x in (*vars(inputs).values(), *beside) if x is not None]
+    alone = torch.stack([~(x.abs() < _LARGE).flatten(1).all(1) for x in given]).any(0)
+    return run(_Scan(inputs, plan_chunks(subtree_end, chunk, alone))) if alone.any() else found
+
+
 @torch.library.custom_op("treefx::tree_scan", mutates_args=(), tags=_TAGS)
 def _tree_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor, chunk: int
 ) -> Tensor:
     with torch.autocast(v.device.type, enabled=False):  # dtypes are settled outside
-        return _Scan(_Inputs(q, k, v, g, w), find_chunk_plan(subtree_end, chunk)).output()
+        (out,) = _contained(lambda scan: [scan.output()], _Inputs(q, k, v, g, w), subtree_end, chunk)
+        return out
 
 
 @_tree_scan.register_fake
@@ -276,7 +310,7 @@ def _tree_scan_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, then of g and w where given."""
     with torch.autocast(v.device.type, enabled=False):
-        return _Scan(_Inputs(q, k, v, g, w), find_chunk_plan(subtree_end, chunk)).backward(grad)
+        return _contained(lambda scan: scan.backward(grad), _Inputs(q, k, v, g, w), subtree_end, chunk, [grad])
 
 
 @_tree_scan_backward.register_fake
