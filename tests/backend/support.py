@@ -5,7 +5,11 @@ its backward takes more than half of a test's time. What AOTAutograd and inducto
 architectures (test_zoo), on forests (test_native) and where graphs are kept or changed (test_life, test_modes).
 """
 
+import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +18,43 @@ from tests import oracle
 from tests.batches import Batch
 from tests.models import double
 
-__all__ = ["assert_packed", "compare", "compile_with", "llama", "logits_at_real_tokens"]
+__all__ = ["Pair", "assert_packed", "compare", "compile_with", "in_case", "llama", "logits_at_real_tokens"]
 
 compare = functools.partial(oracle.compare, inner="eager")
 compile_with = functools.partial(oracle.compile_with, inner="eager")
+
+
+class Pair:
+    """Compare many steps of one model with eager mode, on one compilation.
+
+    Args:
+        model: Copied twice, for eager mode and for treefx.
+        options: Of the backend.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.eager, self.model = copy.deepcopy(model), copy.deepcopy(model)
+        self.compiled = compile_with(self.model, **options)
+
+    def check(self, step: oracle.Step | Batch, tolerance: float | None = None) -> oracle.Checked:
+        """Assert equal loss and gradients of one step, as `compare` does."""
+        run = oracle.loss_of(step) if isinstance(step, Batch) else step
+        if tolerance is None:
+            in_float64 = next(self.eager.parameters()).dtype == torch.float64
+            tolerance = oracle.FLOAT64 if in_float64 else oracle.FLOAT32
+        expected = oracle.outcome(self.eager, lambda: run(self.eager))
+        got = oracle.outcome(self.model, lambda: run(self.compiled))
+        zeros = functools.partial(oracle.zero_gradients, self.eager, run)
+        return oracle.Checked(self.compiled, self.model, oracle.assert_close(got, expected, tolerance, zeros))
+
+
+@contextmanager
+def in_case(name: object) -> Iterator[None]:
+    """Name the case of a loop in the message of a failed assertion."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"case {name}: {error}") from error
 
 
 def llama() -> nn.Module:
