@@ -1,8 +1,10 @@
-"""Chunked products and collectives on two ranks with gloo: forward and backward equal to the bit."""
+"""Chunked products and collectives on two ranks with gloo: forward and backward equal to the bit.
 
-import functools
+Behind AOTAutograd alone; test_packed.py cuts what inductor compiles.
+"""
+
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._inductor import config as inductor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,14 +29,11 @@ from treefx.errors import ConfigError
 from treefx.passes.overlap import OverlapCollectives, Rates, measure_rates, overlap_collectives
 from treefx.passes.overlap import send_chunks as sending
 
-pytestmark = pytest.mark.sample(3)
-
 WIDTH, ROWS = 16, 150  # 75 rows of each rank: no number of chunks divides them
 LAYOUTS = {"all_reduce": Replicate(), "gather_scatter": Shard(1)}
 CUT = {"all_reduce": 1, "gather_scatter": 2}
 """How many collectives forward and backward have, each of them."""
-CHUNKS = (2, 4, 8)
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+CHUNKS = {torch.float32: (4,), torch.float64: (2, 4, 8)}
 SECONDS = 400
 
 
@@ -100,25 +98,11 @@ def with_aot(chunks: int, counts: list[int]) -> Any:
     return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
 
 
-def run_aot(kind: str, dtype: torch.dtype, chunks: int) -> tuple[list[Tensor], list[int]]:
+def run_aot(kind: str, dtype: torch.dtype, chunks: int, sizes: tuple[int, ...] = ()) -> tuple[list[Tensor], list[int]]:
     torch._dynamo.reset()
     model, counts = parallel(kind, dtype), list[int]()
-    return run(model, torch.compile(model, backend=with_aot(chunks, counts)), kind, (ROWS,)), counts
-
-
-def run_inductor(
-    kind: str, dtype: torch.dtype, chunks: int, sizes: tuple[int, ...] = (), backend: str = "inductor"
-) -> tuple[list[Tensor], list[int]]:
-    torch._dynamo.reset()
-    model, overlap = parallel(kind, dtype), OverlapCollectives(chunks)
-    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
-    with uncached, inductor.patch(post_grad_custom_pre_pass=overlap, fx_graph_cache=False):
-        found = run(model, torch.compile(model, backend=backend), kind, sizes or (ROWS,), bool(sizes))
-    return found, [overlap.count]
-
-
-Runs = dict[str, Callable[..., tuple[list[Tensor], list[int]]]]
-RUNS: Runs = {"aot": run_aot, "inductor": run_inductor}
+    compiled = torch.compile(model, backend=with_aot(chunks, counts))
+    return run(model, compiled, kind, sizes or (ROWS,), bool(sizes)), counts
 
 
 def equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -136,49 +120,42 @@ def whole_shares() -> Iterator[None]:
         sending._cut = right
 
 
-def worker(rank: int, port: int, folder: str, name: str) -> None:
-    """Run one of the cases in one of the processes and write what came out."""
+def worker(rank: int, port: int, folder: str) -> None:
+    """Run all cases in one of the processes and write what came out: a launch costs as much as ten of them."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    torch.save(CASES[name](rank), Path(folder) / f"{rank}.pt")
+    torch.save(all_questions(rank), Path(folder) / f"{rank}.pt")
     dist.barrier()  # no rank ends while another still receives from it
     dist.destroy_process_group()
 
 
-def equal_to_the_bit(rank: int, inner: str, kind: str) -> dict[Any, Any]:
+def equal_to_the_bit(kind: str) -> dict[Any, Any]:
     found = {}
-    for name, dtype in DTYPES.items():
-        whole, _ = RUNS[inner](kind, dtype, 1)
-        for chunks in CHUNKS:
-            cut, counts = RUNS[inner](kind, dtype, chunks)
-            found[name, chunks] = equal(whole, cut), sum(counts)
+    for dtype, cuts in CHUNKS.items():
+        whole, _ = run_aot(kind, dtype, 1)
+        for chunks in cuts:
+            cut, counts = run_aot(kind, dtype, chunks)
+            found[str(dtype), chunks] = equal(whole, cut), sum(counts)
     return found
 
 
-def symbolic_rows(rank: int) -> dict[Any, Any]:
+def symbolic_rows() -> dict[str, Any]:
     """Sizes that change: more rows than at first, too few for any chunk, more again."""
     sizes = (150, 264, 30, 280)
-    whole, _ = run_inductor("gather_scatter", torch.float64, 1, sizes)
-    cut, counts = run_inductor("gather_scatter", torch.float64, 2, sizes)
-    return {"equal": equal(whole, cut), "count": counts[0]}
+    whole, _ = run_aot("gather_scatter", torch.float64, 1, sizes)
+    cut, counts = run_aot("gather_scatter", torch.float64, 2, sizes)
+    return {"equal": equal(whole, cut), "count": sum(counts)}
 
 
-def backend_treefx(rank: int) -> dict[Any, Any]:
-    """A graph that treefx runs ordinarily is compiled with the pass that inductor has."""
-    whole, _ = run_inductor("all_reduce", torch.float64, 1, backend="treefx")
-    cut, counts = run_inductor("all_reduce", torch.float64, 4, backend="treefx")
-    return {"equal": equal(whole, cut), "count": counts[0]}
-
-
-def wrong_shares(rank: int) -> dict[Any, Any]:
+def wrong_shares() -> dict[str, Any]:
     whole, _ = run_aot("gather_scatter", torch.float64, 1)
     with whole_shares():
         cut, counts = run_aot("gather_scatter", torch.float64, 2)
     return {"close": all(torch.allclose(a, b) for a, b in zip(whole, cut, strict=True)), "counts": counts}
 
 
-def agreement(rank: int) -> dict[Any, Any]:
+def agreement(rank: int) -> dict[str, Any]:
     rates = measure_rates(rows=64, width=32, repeats=2)
     OverlapCollectives(rates)
     try:
@@ -188,42 +165,37 @@ def agreement(rank: int) -> dict[Any, Any]:
     return {"rates": repr(rates), "refused": None}
 
 
-CASES: dict[str, Callable[[int], dict[Any, Any]]] = {
-    **{f"{i} {kind}": functools.partial(equal_to_the_bit, inner=i, kind=kind) for i in RUNS for kind in LAYOUTS},
-    "symbolic": symbolic_rows,
-    "treefx": backend_treefx,
-    "wrong": wrong_shares,
-    "agreement": agreement,
-}
+def all_questions(rank: int) -> dict[str, dict[Any, Any]]:
+    equals = {kind: equal_to_the_bit(kind) for kind in LAYOUTS}
+    return {**equals, "symbolic": symbolic_rows(), "wrong": wrong_shares(), "agreement": agreement(rank)}
+
+
+@pytest.fixture(scope="module")
+def found_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[Any, Any]]]:
+    return run_ranks(__name__, tmp_path_factory.mktemp("ranks"), seconds=SECONDS)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("inner", ["aot", pytest.param("inductor", marks=pytest.mark.sample(8))])
-def test_chunks_equal_to_the_bit(inner: str, kind: str, tmp_path: Path) -> None:
-    for found in run_ranks(__name__, tmp_path, f"{inner} {kind}", seconds=SECONDS):
-        assert set(found.values()) == {(True, 2 * CUT[kind])}
-        assert len(found) == len(DTYPES) * len(CHUNKS)
+def test_chunks_equal_to_the_bit(kind: str, found_by_ranks: list[dict[str, dict[Any, Any]]]) -> None:
+    for found in found_by_ranks:
+        assert set(found[kind].values()) == {(True, 2 * CUT[kind])}
+        assert len(found[kind]) == sum(map(len, CHUNKS.values()))
 
 
-@pytest.mark.sample(2)
-def test_symbolic_number_of_rows(tmp_path: Path) -> None:
-    for found in run_ranks(__name__, tmp_path, "symbolic", seconds=SECONDS):
-        assert found == {"equal": True, "count": 4}  # the graph for too few rows has none
+def test_symbolic_number_of_rows(found_by_ranks: list[dict[str, dict[Any, Any]]]) -> None:
+    for found in found_by_ranks:
+        assert found["symbolic"] == {"equal": True, "count": 4}  # the graph for too few rows has none
 
 
-@pytest.mark.sample(2)
-def test_backend_treefx_leaves_the_pass_to_inductor(tmp_path: Path) -> None:
-    for found in run_ranks(__name__, tmp_path, "treefx", seconds=SECONDS):
-        assert found["equal"] and found["count"] >= 2
+def test_chunks_of_all_rows_would_be_scattered_to_the_wrong_ranks(
+    found_by_ranks: list[dict[str, dict[Any, Any]]],
+) -> None:
+    for found in found_by_ranks:
+        assert found["wrong"] == {"close": False, "counts": [2, 2]}
 
 
-def test_chunks_of_all_rows_would_be_scattered_to_the_wrong_ranks(tmp_path: Path) -> None:
-    for found in run_ranks(__name__, tmp_path, "wrong", seconds=SECONDS):
-        assert found == {"close": False, "counts": [2, 2]}
-
-
-def test_ranks_agree_on_rates_and_refuse_different_chunks(tmp_path: Path) -> None:
-    first, second = run_ranks(__name__, tmp_path, "agreement", seconds=SECONDS)
+def test_ranks_agree_on_rates_and_refuse_different_chunks(found_by_ranks: list[dict[str, dict[Any, Any]]]) -> None:
+    first, second = (found["agreement"] for found in found_by_ranks)
     assert first["rates"] == second["rates"] and "Rates(" in first["rates"]
     for found in (first, second):
         assert "expected the same chunks or rates on all ranks, got [2, 3]" in found["refused"]
