@@ -260,7 +260,6 @@ def used_and_kept() -> tuple[fx.GraphModule, list[Tensor]]:
     return fx.GraphModule({"body": inner.module(*results)}, outer.graph), outer.inputs
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("owned", [True, False])
 def test_inductor_gives_the_memory_of_a_result_away(monkeypatch: pytest.MonkeyPatch, owned: bool) -> None:
     """After the last use of it, whatever else lies there: without results of their own, what is kept is overwritten."""

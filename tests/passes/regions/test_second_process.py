@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROGRAM = """
 import json, torch, treefx
 from torch import nn
@@ -52,7 +50,6 @@ print(json.dumps({"ran": stats["ran"], "passes": list(stats["seconds"]), "hits":
 """
 
 
-@pytest.mark.sample(8)
 def test_a_second_process_loads_layers(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     runs = []
