@@ -93,7 +93,16 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _smaller(a: Any, b: Any) -> Any:
-    return sympy.Piecewise((a, a <= b), (b, True))
+    """What depends on the product comes last: a NaN compares False with everything, and stays."""
+    return sympy.Piecewise((b, b < a), (a, True)) if _reads_product(a) else sympy.Piecewise((a, a <= b), (b, True))
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return sympy.Piecewise((b, b > a), (a, True)) if _reads_product(a) else sympy.Piecewise((a, a >= b), (b, True))
+
+
+def _reads_product(value: Any) -> bool:
+    return any(symbol.name == "dot" for symbol in value.free_symbols)
 
 
 _LAWS: dict[str, Any] = {
@@ -109,9 +118,9 @@ _LAWS: dict[str, Any] = {
     "sigmoid": Sigmoid,
     "sqrt": sympy.sqrt,
     "pow": _power,
-    "abs": lambda a: sympy.Piecewise((a, a > 0), (-a, a < 0), (0, True)),
+    "abs": lambda a: sympy.Piecewise((-a, a < 0), (0, sympy.Eq(a, 0)), (a, True)),
     "min": _smaller,
-    "max": lambda a, b: sympy.Piecewise((a, a >= b), (b, True)),
+    "max": _larger,
 }
 _RELATIONS: dict[str, Any] = {
     "eq": sympy.Eq,

@@ -45,7 +45,8 @@ def test_one_pass_alone_spreads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dq is not finite elsewhere" in str(found)
 
 
-def test_soft_scores_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("score", ["bias", "clamped", "chosen"])
+def test_scores_keep_it(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minima and maxima of a device leave NaN out where they are not told otherwise; those of the interpreter never."""
     for name, function in (("minnumf", np.fmin), ("maxnumf", np.fmax)):
         own = partialmethod(
@@ -55,8 +56,8 @@ def test_soft_scores_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case = draw(*SMALL, heads=(2, 1))
     case.narrow.q[:, :, 4, 3] = torch.nan
     for got, wanted in zip(
-        _results(attention, case.narrow, case.grad, "bias"),
-        _results(reference, case.narrow, case.grad, "bias"),
+        _results(attention, case.narrow, case.grad, score),
+        _results(reference, case.narrow, case.grad, score),
         strict=True,
     ):
         torch.testing.assert_close(got, wanted.to(got.dtype), rtol=1e-3, atol=1e-3, equal_nan=True)
