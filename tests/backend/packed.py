@@ -13,8 +13,8 @@ from tests.models import TinyLM
 from tests.oracle import Step
 
 __all__ = [
-    "AGENTS", "DocumentLM", "Packed", "but_for_pads", "by_document", "by_position", "causal", "loss_inside",
-    "loss_of_documents", "loss_outside", "pack", "same", "trie_size",
+    "AGENTS", "DocumentLM", "GivenMaskLM", "Packed", "but_for_pads", "by_document", "by_position", "causal",
+    "loss_inside", "loss_of_documents", "loss_outside", "pack", "same", "trie_size",
 ]  # fmt: skip
 
 AGENTS = [
@@ -113,6 +113,16 @@ class DocumentLM(TinyLM):
             x = block(x, mask(documents, position_ids))
         logits: Tensor = self.head(self.norm(x))
         return logits if labels is None else cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class GivenMaskLM(TinyLM):
+    """One block under the mask [B, 1, T, T] of the caller, called as models of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__(Masked, layers=1, width=16)
+
+    def forward(self, *args: Any, use_cache: bool = False, **inputs: Any) -> Any:
+        return super().forward(*args, **inputs)
 
 
 def causal(documents: Tensor, positions: Tensor) -> Tensor:

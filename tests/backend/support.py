@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,7 +54,7 @@ def in_case(name: object) -> Iterator[None]:
     """Name the case of a loop in the message of a failed assertion."""
     try:
         yield
-    except AssertionError as error:
+    except (AssertionError, pytest.fail.Exception) as error:
         raise AssertionError(f"case {name}: {error}") from error
 
 

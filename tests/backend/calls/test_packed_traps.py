@@ -12,6 +12,7 @@ from tests.backend.calls.test_packed_rows import one_layer
 from tests.backend.packed import (
     AGENTS,
     DocumentLM,
+    GivenMaskLM,
     Packed,
     but_for_pads,
     by_document,
@@ -24,7 +25,7 @@ from tests.backend.packed import (
     same,
     trie_size,
 )
-from tests.backend.support import compare
+from tests.backend.support import Pair, compare
 from tests.models import zoo
 from tests.oracle import Step
 from treefx.passes.packing import emit_attention
@@ -32,8 +33,6 @@ from treefx.passes.packing.emitters import Packer
 from treefx.passes.scores import attention_facts
 from treefx.runtime import segments, shapes
 from treefx.runtime.ways import rows as rows_way
-
-pytestmark = pytest.mark.sample(8)
 
 PACKED = pack(AGENTS)
 
@@ -175,15 +174,15 @@ def given_mask(packed: Packed) -> Tensor:
     return filled(seen)
 
 
-@pytest.mark.parametrize("pads", [0, 3])
-@pytest.mark.parametrize("step", [loss_inside, loss_outside])
-def test_documents_of_a_given_mask(step: Any, pads: int) -> None:
-    packed = pack(AGENTS, pads=pads)
-    stats = compare(one_layer("llama"), step(packed, attention_mask=given_mask(packed))).stats
-    if step is loss_outside and pads:  # pads see nothing, and are read
-        assert stats["ran"] == "ordinary"
-    else:
-        assert (stats["tokens"], stats["ran"]) == (trie_size(PACKED), "packed")
+def test_documents_of_a_given_mask() -> None:
+    """Without pads, with pads that nothing reads, and with pads that see nothing and are read: those run on rows."""
+    pair, padded, more = Pair(GivenMaskLM().double()), pack(AGENTS, pads=3), pack([*AGENTS, [2, 3, 4]])
+    for packed, step in ((more, loss_outside), (padded, loss_inside), (padded, loss_outside), (more, loss_inside)):
+        stats = pair.check(step(packed, attention_mask=given_mask(packed))).stats
+        if step is loss_outside and packed is padded:
+            assert stats["ran"] == "ordinary"
+        else:
+            assert (stats["tokens"], stats["ran"]) == (trie_size(PACKED) + 3 * (packed is more), "packed")
 
 
 def starts_that_overlap(packed: Packed) -> Tensor:
@@ -197,12 +196,12 @@ def starts_that_overlap(packed: Packed) -> Tensor:
 
 
 def test_a_given_mask_whose_documents_overlap() -> None:
-    assert_unshared(compare(one_layer("llama"), loss_inside(PACKED, attention_mask=starts_that_overlap(PACKED))))
+    assert_unshared(compare(GivenMaskLM().double(), loss_inside(PACKED, attention_mask=starts_that_overlap(PACKED))))
 
 
 def test_sharing_documents_that_overlap_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_begins", lambda x, starts: True)
-    assert_wrong(one_layer("llama"), loss_inside(PACKED, attention_mask=starts_that_overlap(PACKED)))
+    assert_wrong(GivenMaskLM().double(), loss_inside(PACKED, attention_mask=starts_that_overlap(PACKED)))
 
 
 # Models of transformers -----------------------------------------------------------------------------------------------
