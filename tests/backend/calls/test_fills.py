@@ -15,10 +15,8 @@ from tests.backend.masked import (
     scores,
     step_of,
 )
-from tests.backend.support import compare
+from tests.backend.support import Pair, compare, in_case
 from treefx.passes.packing import emit_attention
-
-pytestmark = pytest.mark.sample(10)
 
 
 def tensor_fill(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: Tensor) -> Tensor:
@@ -58,9 +56,10 @@ def test_whatever_holds_the_fill(attend: Attend | None) -> None:
     model = model_of(plain)
     model.attends = (buffer_fill(model) if attend is None else attend,)  # type: ignore[assignment]
     ids, mask, labels = batch_of("left")
-    stats = compare(model, step_of(ids, mask, labels)).stats
+    pair = Pair(model)
+    stats = pair.check(step_of(ids, mask, labels)).stats
     assert stats["fallback"] is None and stats["raw_tokens"] == int(mask.sum())
-    stats = compare(model, step_of(*batch_of("left", predicted=True))).stats
+    stats = pair.check(step_of(*batch_of("left", predicted=True))).stats
     assert attend is logarithm or "sees no key" in stats["fallback"]
 
 
@@ -114,6 +113,8 @@ def key_bias(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *more: 
     return (scores(q, k) + bias).masked_fill(~causal(q), LOWEST).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("side", ["none", "right", "left"])
-def test_a_fill_inside_of_what_the_score_reads(side: str) -> None:
-    compare(model_of(key_bias), step_of(*batch_of(side, predicted=True)))
+def test_a_fill_inside_of_what_the_score_reads() -> None:
+    pair = Pair(model_of(key_bias))
+    for side in ("none", "right", "left"):
+        with in_case(side):
+            pair.check(step_of(*batch_of(side, predicted=True)))

@@ -22,15 +22,13 @@ from tests.backend.masked import (
     scores,
     step_of,
 )
-from tests.backend.support import compare, compile_with
+from tests.backend.support import Pair, compare, compile_with, in_case
 from tests.batches import shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64
 from tests.planning.cuts import every_node
 from treefx.passes.analysis import Analysis
 from treefx.runtime.padding import Padding
-
-pytestmark = pytest.mark.sample(10)
 
 # Two masks on keys ----------------------------------------------------------------------------------------------------
 
@@ -70,23 +68,27 @@ def of_documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, *mo
 ATTENDS = [two_booleans, two_sums, two_fills, of_one_head, of_documents]
 
 
-@pytest.mark.parametrize("side", ["none", "right", "left", "holes"])
 @pytest.mark.parametrize("attend", ATTENDS, ids=lambda attend: attend.__name__)
-def test_padding_and_another_condition(attend: Attend, side: str) -> None:
-    ids, mask, labels = batch_of(side)
-    stats = compare(model_of(attend), step_of(ids, mask, labels)).stats
-    assert stats["fallback"] is None and not stats["expansions"]
-    assert stats["tokens"] < int(mask.sum())
+def test_padding_and_another_condition(attend: Attend) -> None:
+    pair = Pair(model_of(attend))
+    for side in ("left", "none", "right", "holes"):
+        ids, mask, labels = batch_of(side)
+        with in_case(side):
+            stats = pair.check(step_of(ids, mask, labels)).stats
+            assert stats["fallback"] is None and not stats["expansions"]
+            assert stats["tokens"] < int(mask.sum())
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(
     "attends",
     [(plain, padding_alone), (two_booleans, padding_alone), (padding_alone, two_fills), (of_one_head, plain)],
     ids=lambda attends: "_".join(attend.__name__ for attend in attends),
 )
-def test_layers_with_masks_of_their_own(attends: tuple[Attend, ...], side: str) -> None:
-    assert compare(model_of(*attends), step_of(*batch_of(side))).stats["fallback"] is None
+def test_layers_with_masks_of_their_own(attends: tuple[Attend, ...]) -> None:
+    pair = Pair(model_of(*attends))
+    for side in ("right", "left"):
+        with in_case(side):
+            assert pair.check(step_of(*batch_of(side))).stats["fallback"] is None
 
 
 def test_what_all_layers_hide_is_padding() -> None:
@@ -263,9 +265,8 @@ def test_probabilities_that_are_returned(outside: bool, side: str) -> None:
     assert (checked.compiled(*batch_of(side))[1] - checked.model(*batch_of(side))[1]).abs().max() <= FLOAT64
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-def test_attentions_of_transformers(padding: Any) -> None:
-    batch = shared_batch(rows=4, length=14, shared=6, padding=padding)
+def test_attentions_of_transformers() -> None:
+    batch = shared_batch(rows=4, length=14, shared=6, padding="left")
 
     def step(model: nn.Module) -> Tensor:
         out = model(**batch.inputs(), output_attentions=True)
@@ -293,9 +294,14 @@ def of_temperature(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor, n
     return score.masked_fill(~causal(q), LOWEST).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
-@pytest.mark.parametrize("attend", [windowed, of_length, of_temperature], ids=lambda attend: attend.__name__)
+@pytest.mark.parametrize(
+    ("attend", "dtype", "shape"),
+    [
+        (windowed, torch.int64, (4,)), (windowed, torch.float64, (4, 1)), (of_length, torch.int64, (4, 1)),
+        (of_length, torch.float64, (4, 1, 1)), (of_temperature, torch.int64, (4, 1, 1)),
+        (of_temperature, torch.float64, (4,)),
+    ],
+)  # fmt: skip
 def test_a_number_per_row(attend: Attend, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Rows with the same number share their tokens, others none."""
     number = torch.tensor([2, 3, 3, 5], dtype=dtype).reshape(shape)
