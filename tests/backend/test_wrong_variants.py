@@ -13,12 +13,10 @@ from torch import Tensor, nn
 import treefx
 import treefx.runtime.batch
 from tests.backend.native import native_loss
-from tests.backend.support import compare, compile_with, llama
+from tests.backend.support import Pair, compile_with, in_case, llama
 from tests.batches import shared_batch
 from tests.models import double
 from tests.oracle import FLOAT64, Outcome, outcome, relative_errors, separate_rows
-
-pytestmark = pytest.mark.sample(4)
 
 STEM = [11, 12, 13, 14, 15, 16, 17, 18]
 ROWS = [
@@ -72,22 +70,16 @@ def gradient_error(got: Outcome, expected: Outcome) -> float:
     return max(error for name, error in relative_errors(got, expected).items() if name != "loss")
 
 
-def error_of(variant: Variant, name: str) -> float:
-    model, forest = double(name), treefx.Forest.from_sequences(ROWS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_wrong_variants(name: str) -> None:
+    """The right variant is exact, and each wrong one is far off, on one compilation."""
+    model, forest = double(name, num_hidden_layers=1), treefx.Forest.from_sequences(ROWS)
     compiled = compile_with(model)
     expected = separate_rows(model, ROWS, [[1.0] * len(row) for row in ROWS])
-    return gradient_error(outcome(model, lambda: variant(compiled, forest)), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_right_variant(name: str) -> None:
-    assert error_of(right, name) <= FLOAT64
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("variant", WRONG, ids=lambda variant: variant.__name__)
-def test_wrong_variant(variant: Variant, name: str) -> None:
-    assert error_of(variant, name) > 1e-3
+    for variant in (right, *WRONG, right):
+        with in_case(variant.__name__):
+            error = gradient_error(outcome(model, lambda: variant(compiled, forest)), expected)
+            assert error <= FLOAT64 if variant is right else error > 1e-3
 
 
 def no_tree(row: Any, column: Any, end: Any) -> tuple[Any, Any, Any]:
@@ -110,14 +102,16 @@ def shifted_columns(row: Any, column: Any, end: Any) -> tuple[Any, Any, Any]:
     return row, np.maximum(column - 1, 0), end
 
 
-@pytest.mark.parametrize("wrong", [no_tree, no_ancestors, shorter_subtrees, shifted_columns])
-def test_wrong_trie_of_a_padded_batch(wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tries_of_a_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = treefx.runtime.batch._tensors
+    pair, batch = Pair(llama()), shared_batch(rows=4, length=14, shared=6)
+    pair.check(batch)
+    for wrong in (no_tree, no_ancestors, shorter_subtrees, shifted_columns):
 
-    def spoiled(row: Any, column: Any, end: Any, *rest: Any) -> treefx.runtime.batch.Batch:
-        return tensors(*wrong(row, column, end), *rest)
+        def spoiled(row: Any, column: Any, end: Any, *rest: Any) -> treefx.runtime.batch.Batch:
+            return tensors(*wrong(row, column, end), *rest)
 
-    monkeypatch.setattr(treefx.runtime.batch, "_tensors", spoiled)
-    monkeypatch.setattr(treefx.runtime.batch, "_recent", deque())
-    with pytest.raises(AssertionError, match="differ by more than"):
-        compare(llama(), shared_batch(rows=4, length=14, shared=6), tolerance=1e-3)
+        monkeypatch.setattr(treefx.runtime.batch, "_tensors", spoiled)
+        monkeypatch.setattr(treefx.runtime.batch, "_recent", deque())
+        with in_case(wrong.__name__), pytest.raises(AssertionError, match="differ by more than"):
+            pair.check(batch, tolerance=1e-3)
