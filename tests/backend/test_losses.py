@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.backend.support import assert_packed, compare, compile_with, llama
-from tests.batches import IGNORED, Batch, distinct_tokens, shared_batch
-from tests.models import zoo
+from tests.backend.support import Pair, assert_packed, compare, compile_with, in_case, llama
+from tests.batches import IGNORED, Batch, Side, distinct_tokens, shared_batch
+from tests.models import TinyLM, zoo
 from tests.oracle import FLOAT64, Checked, loss_of
-
-pytestmark = pytest.mark.sample(4)
+from tests.spellings import PADDED
 
 
 def shifted_logp(logits: Tensor, ids: Tensor) -> Tensor:
@@ -75,9 +74,15 @@ def last_logits(logits: Tensor, batch: Batch) -> Tensor:
     return logits[torch.arange(len(column)), column].square().mean()
 
 
+def everywhere(logits: Tensor, batch: Batch) -> Tensor:
+    """All logits, those at padding too."""
+    return logits.square().mean()
+
+
 Loss = Callable[[Tensor, Batch], Tensor]
 LOSSES: tuple[Loss, ...] = (
-    cross_entropy, label_smoothing, policy_gradient, preference, row_means, entropy, z_loss, last_logits
+    cross_entropy, label_smoothing, policy_gradient, preference, row_means, entropy, z_loss, last_logits,
+    everywhere,
 )  # fmt: skip
 
 
@@ -99,17 +104,24 @@ class WithLoss(nn.Module):
         return self.loss(logits, Batch(input_ids, attention_mask, labels))
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_loss_of_the_caller(loss: Loss) -> None:
-    batch = shared_batch(rows=4, length=14, shared=6)
-    checked = compare(llama(), lambda model: loss(model(**batch.without("labels").inputs()).logits, batch))
-    assert_shared(checked, batch)
+def test_loss_of_the_caller() -> None:
+    """All losses on one compilation, which returns logits."""
+    pair = Pair(llama())
+    for loss, side in [*((loss, "right") for loss in LOSSES), (everywhere, "left"), (row_means, "left")]:
+        batch = shared_batch(rows=4, length=14, shared=6, padding=side)  # type: ignore[arg-type]
+        with in_case(f"{loss.__name__}, {side}"):
+            checked = pair.check(lambda model: loss(model(**batch.without("labels").inputs()).logits, batch))
+            assert_shared(checked, batch)
+
+
+def tiny() -> nn.Module:
+    return TinyLM(PADDED["sdpa_padding"], layers=1, width=16, vocab=128).double()
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_loss_compiled_with_the_model(loss: Loss) -> None:
     batch = shared_batch(rows=4, length=14, shared=6)
-    checked = compare(WithLoss(llama(), loss), lambda model: model(**batch.inputs()))
+    checked = compare(WithLoss(tiny(), loss), lambda model: model(**batch.inputs()))
     if loss is cross_entropy:
         assert_packed(checked, distinct_tokens(batch))
     assert_shared(checked, batch)
@@ -139,14 +151,14 @@ def test_functions_of_shifted_logits(name: str) -> None:
         return F.cross_entropy(SHIFTED[name](logits[:, :-1]).flatten(0, 1), batch.labels[:, 1:].flatten())
 
     batch = shared_batch(rows=4, length=14, shared=6)
-    checked = compare(WithLoss(llama(), loss), lambda model: model(**batch.inputs()))
+    checked = compare(WithLoss(tiny(), loss), lambda model: model(**batch.inputs()))
     assert_shared(checked, batch)
 
 
 @pytest.mark.parametrize("counts", [7, torch.tensor(7)], ids=["int", "tensor"])
 def test_number_of_items_in_the_batch(counts: Any) -> None:
     batch = shared_batch(rows=4, length=14, shared=6)
-    checked = compare(zoo("llama"), loss_of(batch, num_items_in_batch=counts))
+    checked = compare(zoo("llama", num_hidden_layers=1), loss_of(batch, num_items_in_batch=counts))
     assert_packed(checked, distinct_tokens(batch))
 
 
@@ -158,14 +170,7 @@ def test_loss_and_logits_together() -> None:
         assert batch.attention_mask is not None
         return out.loss + 1e-3 * (out.logits.square().mean(-1) * batch.attention_mask).sum()
 
-    compare(llama(), step)
-
-
-@pytest.mark.parametrize("padding", ["right", "left", None])
-def test_logits_everywhere(padding: Any) -> None:
-    """The loss of the caller reads all logits, those at padding too."""
-    batch = shared_batch(rows=4, length=14, shared=6, padding=padding).without("labels")
-    compare(llama(), lambda model: model(**batch.inputs()).logits.square().mean())
+    compare(tiny(), step)
 
 
 def test_hidden_states_of_every_layer() -> None:
@@ -193,9 +198,8 @@ def test_value_head_on_the_last_hidden_state() -> None:
     compare(llama(), step)
 
 
-@pytest.mark.parametrize("padding", ["right", "left", None])
-@pytest.mark.parametrize("training", [True, False])
-def test_outputs_without_gradients(padding: Any, training: bool) -> None:
+@pytest.mark.parametrize(("training", "padding"), [(True, "right"), (False, "left")])
+def test_outputs_without_gradients(training: bool, padding: Side) -> None:
     batch = shared_batch(rows=4, length=14, shared=6, padding=padding)
     model = llama().train(training)
     compiled = compile_with(copy.deepcopy(model))
@@ -213,7 +217,7 @@ def test_outputs_without_gradients(padding: Any, training: bool) -> None:
 def test_logits_read_after_the_loss() -> None:
     """A metric reads the logits of a training step, after and outside of its backward."""
     batch = shared_batch(rows=4, length=14, shared=6)
-    model = llama()
+    model = tiny()
     compiled = compile_with(copy.deepcopy(model))
     got, expected = compiled(**batch.inputs()), model(**batch.inputs())
     got.loss.backward()

@@ -26,8 +26,6 @@ from tests.oracle import FLOAT64, Step, assert_close, outcome, relative_errors, 
 from treefx.passes.trace.flash import autograd_recorded
 from treefx.runtime.whole import direct_flash
 
-pytestmark = pytest.mark.sample(16)
-
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """q [B, H, T, D], k and v [B, Hkv, T, D], ends of sequences or None -> [B, H, T, D]."""
 
@@ -44,8 +42,8 @@ class Calls(nn.Module):
 class DirectLM(TinyLM):
     """Blocks that are given the ends of sequences in place of a mask."""
 
-    def __init__(self, attend: Attend, kv_heads: int = 4) -> None:
-        super().__init__(functools.partial(Calls, attend), layers=2, width=16, kv_heads=kv_heads)
+    def __init__(self, attend: Attend, kv_heads: int = 4, layers: int = 1) -> None:
+        super().__init__(functools.partial(Calls, attend), layers=layers, width=16, kv_heads=kv_heads)
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, ends: Tensor | None = None
@@ -148,10 +146,9 @@ def test_packed_rows(name: str) -> None:
     assert not checked.stats["expansions"]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_packed_rows_compiled(inner: str) -> None:
+def test_packed_rows_compiled() -> None:
     packed = pack(AGENTS)
-    checked = compare(DirectLM(VARLEN(window_size=(-1, 0))).double(), packed_step(packed), inner=inner)
+    checked = compare(DirectLM(VARLEN(window_size=(-1, 0))).double(), packed_step(packed), inner="inductor")
     assert_packed(checked, trie_size(packed))
 
 
@@ -171,7 +168,7 @@ def test_rows(name: str) -> None:
 def test_lengths_that_change_compile_twice() -> None:
     model = DirectLM(FLASH(causal=True)).double()
     compiled = compile_with(model)
-    for count in (6, 4, 5, 2, 3):
+    for count in (6, 4, 5, 2):
         step = packed_step(pack(AGENTS[:count]))
         got = outcome(model, functools.partial(step, compiled))
         assert_close(got, outcome(model, functools.partial(step, model)), FLOAT64)
@@ -203,9 +200,9 @@ def checkpointed_step(count: int) -> Step:
 @pytest.mark.parametrize("min_sharing", [1.0, 100.0])
 def test_checkpoints_of_lengths_that_change_compile_twice(min_sharing: float) -> None:
     """Packed, and as the model has it: a checkpoint hands out what its backward has saved a single time."""
-    model = Checkpointed(FLASH(causal=True)).double()
+    model = Checkpointed(FLASH(causal=True), layers=2).double()
     compiled = compile_with(model, min_sharing=min_sharing)
-    for count in (6, 4, 5, 2, 3):
+    for count in (6, 4, 5):
         step = checkpointed_step(count)
         got = outcome(model, functools.partial(step, compiled))
         assert_close(got, outcome(model, functools.partial(step, model)), FLOAT64)

@@ -17,8 +17,6 @@ from tests.batches import shared_batch
 from tests.oracle import refused
 from treefx.runtime.lazy import Deferred, LazyRows, lazy_rows
 
-pytestmark = pytest.mark.sample(10)
-
 VALUE = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4) + 1
 
 
