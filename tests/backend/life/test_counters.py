@@ -1,7 +1,6 @@
 """Buffers that the forward changes in place stay the tensors they were, for all who hold them."""
 
 import copy
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from tests.batches import shared_batch
 from tests.oracle import assert_close, outcome, stats_of
 from treefx.passes.packing import pack_tokens
 from treefx.passes.trace import trace
-
-pytestmark = pytest.mark.sample(8)
 
 VOCAB, WIDTH = 61, 16
 IDS = shared_batch(rows=4, length=12, shared=6, vocab=VOCAB, padding=None).input_ids
@@ -73,14 +70,19 @@ def three_calls(model: nn.Module, run: Any) -> Any:
     return outcome(model, lambda: run(IDS))
 
 
-KINDS = [Counter, CounterWithoutGradient, CounterThatReturns]
+FLOATS, INTEGERS = torch.float64, torch.int64
+CASES = [
+    (False, "eager", Counter, INTEGERS),
+    (False, "aot_eager", CounterThatReturns, FLOATS),
+    (False, "aot_eager", CounterWithoutGradient, INTEGERS),
+    (True, "eager", CounterWithoutGradient, FLOATS),
+    (True, "eager", CounterThatReturns, INTEGERS),
+    (True, "aot_eager", Counter, FLOATS),
+]
+"""Every pair of two columns."""
 
 
-@pytest.mark.parametrize(
-    "shared, inner, kind",
-    [*product([False, True], ["eager", "aot_eager"], KINDS), (True, "inductor", CounterWithoutGradient)],
-)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+@pytest.mark.parametrize(("shared", "inner", "kind", "dtype"), CASES)
 def test_a_counter_is_the_same_tensor_in_every_call(
     shared: bool, inner: str, kind: type[Counter], dtype: torch.dtype
 ) -> None:
