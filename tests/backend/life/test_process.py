@@ -21,10 +21,9 @@ from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import treefx
-from tests.backend.life.test_ordinary import SDPA_IN_FLOAT64
+from tests.backend.small import Small
 from tests.backend.support import assert_packed
 from tests.batches import Batch, distinct_tokens, shared_batch
-from tests.models import TinyLM, zoo
 from tests.oracle import FLOAT64, assert_close, compare, compile_with, eager_step, loss_of, outcome, refused, stats_of
 from tests.spellings import SPELLINGS
 from treefx.passes.packing.compile_inner import Inner, _CacheKey
@@ -34,13 +33,11 @@ from treefx.runtime import dynamo
 from treefx.runtime.records import Records
 from treefx.runtime.ways.ordinary import Ordinary
 
-pytestmark = pytest.mark.sample(4)
-
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61, padding=None)
 
 
 def tiny() -> nn.Module:
-    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16).double()
+    return Small(SPELLINGS["sdpa_is_causal"]).double()
 
 
 def in_thread(work: Callable[[], None]) -> None:
@@ -87,74 +84,55 @@ def test_lazy_logits_read_in_another_thread() -> None:
     assert stats_of(second)["tokens"] == distinct_tokens(fewer)
 
 
-def test_two_threads_call_one_model() -> None:
-    model = tiny()
-    compiled = compile_with(model)
-    batches = [shared_batch(rows=4, length=12, shared=n, vocab=61, padding=None, seed=n) for n in (2, 6)]
-    expected = [eager_step(model, batch) for batch in batches]
-    loss_of(batches[0])(compiled)  # Dynamo itself compiles once, here
-    parameters = dict(model.named_parameters())
-    start = threading.Barrier(2)
-    results: dict[int, list[tuple[Tensor, ...]]] = {0: [], 1: []}
-
-    def steps(which: int) -> None:
-        start.wait()
-        for _ in range(5):
-            loss = loss_of(batches[which])(compiled)
-            results[which].append((loss.detach(), *torch.autograd.grad(loss, list(parameters.values()))))
-
-    threads = [threading.Thread(target=steps, args=(which,)) for which in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for which, done in results.items():
-        assert len(done) == 5
-        wanted = (expected[which].loss, *(expected[which].gradients[name] for name in parameters))
-        for got in done:
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-14)
-
-
 # Pickles --------------------------------------------------------------------------------------------------------------
 
 
 def test_weights_and_models_are_saved_as_if_not_compiled(tmp_path: Path) -> None:
-    model = zoo("llama", num_hidden_layers=1)
+    model = tiny()
     keys = list(model.state_dict())
     model.compile(backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
-    batch = shared_batch(rows=4, length=12, shared=5)
-    loss = loss_of(batch)(model)
+    loss = loss_of(BATCH)(model)
     assert stats_of(model)["ran"] == "packed"
     assert list(model.state_dict()) == keys
     torch.save(model, tmp_path / "model.pt")
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     restored = torch.load(tmp_path / "model.pt", weights_only=False)
-    fresh = zoo("llama", num_hidden_layers=1)
+    fresh = tiny()
     fresh.load_state_dict(torch.load(tmp_path / "weights.pt"))
     for twin in (restored, fresh, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        torch.testing.assert_close(loss_of(batch)(twin), loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(loss_of(BATCH)(twin), loss, rtol=1e-10, atol=0)
 
 
 # Modes, options, limits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "rows"), [("reduce-overhead", 4), ("max-autotune", 2)])
-def test_modes_of_inductor(mode: str, rows: int) -> None:
+class Mean(nn.Module):
+    """Of what one causal attention makes of embeddings: compiled in the shortest time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)[:, None]
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
+
+
+@pytest.mark.parametrize(("mode", "shared"), [("reduce-overhead", 8), ("max-autotune", 0)])
+def test_modes_of_inductor(mode: str, shared: int) -> None:
     """They decide how the rewritten graph is compiled, and the ordinary one where nothing is shared."""
-    if rows == 2 and not SDPA_IN_FLOAT64:
-        pytest.skip("this PyTorch's inductor cannot compile the backward of SDPA on the CPU in float64")
     seen = []
 
     def record(graph: torch.fx.Graph) -> None:
         config = torch._inductor.config
         seen.append({"triton.cudagraphs": config.triton.cudagraphs, "max_autotune": config.max_autotune})
 
-    model, batch = tiny(), shared_batch(rows=rows, length=12, shared=8 if rows == 4 else 0, vocab=61, padding=None)
-    expected = eager_step(model, batch)
+    model, ids = Mean(), torch.arange(24).view(2, 12)
+    ids[:, :shared] = 0
     compiled = torch.compile(model, backend="treefx", mode=mode)
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=record):
-        assert_close(outcome(model, lambda: loss_of(batch)(compiled)), expected, FLOAT64)
-    assert stats_of(compiled)["ran"] == ("packed" if rows == 4 else "ordinary")
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=record), torch.no_grad():
+        torch.testing.assert_close(compiled(ids) * 1, model(ids))
+    assert stats_of(compiled)["ran"] == ("packed" if shared else "ordinary")
     wanted = {"triton.cudagraphs": True, "max_autotune": mode == "max-autotune"}
     assert seen and all(settings == wanted for settings in seen), seen
 
@@ -185,7 +163,7 @@ def test_recompile_limit_of_dynamo() -> None:
     options = {"inner": "eager", "min_sharing": 1.0}
     compiled = torch.compile(model, backend="treefx", options=options, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=2):
-        for length in (8, 9, 10, 11):
+        for length in (8, 9, 10):
             batch = shared_batch(rows=3, length=length, shared=4, vocab=61, padding=None)
             expected = eager_step(model, batch)
             assert_close(outcome(model, lambda batch=batch: loss_of(batch)(compiled)), expected, FLOAT64)
@@ -199,19 +177,6 @@ def test_reset_forgets_what_was_compiled() -> None:
         (report,) = treefx.inspect(compiled).reports
         assert report.compiles == 1, "of the graph that ran last"
         torch.compiler.reset()
-
-
-def test_models_of_one_class_share_compiled_code() -> None:
-    """Two models compiled apart: other weights, the same code, compiled once."""
-    models = [tiny(), tiny()]
-    with torch.no_grad():
-        for parameter in models[1].parameters():
-            parameter.mul_(1.5)
-    compiled = [compile_with(model) for model in models]
-    for model, run in zip(models, compiled, strict=True):
-        expected = eager_step(model, BATCH)
-        assert_close(outcome(model, lambda run=run: loss_of(BATCH)(run)), expected, FLOAT64)
-    assert sum(stats_of(run)["compiles"] for run in compiled) <= 1
 
 
 # Passes ---------------------------------------------------------------------------------------------------------------
@@ -229,10 +194,10 @@ def test_dumps_of_every_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_loss_laws_left_out() -> None:
-    checked = compare(tiny(), BATCH, disable_passes=["loss_laws"])
+    checked = compare(tiny(), BATCH, disable_passes=["loss_laws"], inner="eager")
     assert_packed(checked, distinct_tokens(BATCH))
     assert [item["op"] for item in checked.stats["expansions"]]
-    assert compare(tiny(), BATCH).stats["expansions"] == []
+    assert compare(tiny(), BATCH, inner="eager").stats["expansions"] == []
 
 
 @pytest.mark.parametrize(
@@ -294,18 +259,15 @@ def test_cache_key_sees_what_the_code_does_not_show(monkeypatch: pytest.MonkeyPa
     assert key(traced()) != before
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
-def test_the_ordinary_graph_of_another_version_is_compiled_anew(
-    symbolic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ordinary_graph_of_another_version_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hold operators of treefx, whose schemas change."""
 
     def hits() -> int:
         counters.clear()
         torch._dynamo.reset()
-        x, number = torch.full((3,), 0.5), [3] if symbolic else []
-        gm = torch.fx.symbolic_trace(lambda x, n: (x * 2.0).sin() * n) if symbolic else traced()
-        torch.testing.assert_close(Ordinary(gm, Inner(), Records(gm))(x, *number), x.mul(2).sin() * 3 ** len(number))
+        x = torch.full((3,), 0.5)
+        gm = torch.fx.symbolic_trace(lambda x, n: (x * 2.0).sin() * n)
+        torch.testing.assert_close(Ordinary(gm, Inner(), Records(gm))(x, 3), x.mul(2).sin() * 3)
         return int(counters["inductor"]["fxgraph_cache_hit"])
 
     with fresh_cache():
@@ -334,7 +296,7 @@ def test_fingerprint_ignores_names_and_sees_the_rest() -> None:
 
 
 PROGRAM = """
-import json, torch, treefx
+import json, sys, torch
 from torch._dynamo.utils import counters
 
 class Model(torch.nn.Module):
@@ -348,6 +310,7 @@ class Model(torch.nn.Module):
 
 torch.manual_seed(0)
 model = Model()
+assert "treefx" not in sys.modules, "the backend is found by its name"
 compiled = torch.compile(model, backend="treefx", options={"min_sharing": 1.0})
 draws = torch.randint(0, 50, (80, 64))
 found = []
@@ -363,16 +326,17 @@ for shared in (60, 64, 32, 0):  # of 64 columns in 80 rows: N = 384, 64, 2,592 a
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     for got, expected in zip(*gradients):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-    stats = treefx.inspect(compiled).stats
+    stats = sys.modules["treefx"].inspect(compiled).stats
     found.append([stats["tokens"], stats["compiles"], stats["ran"], float(losses[0].detach())])
 hits = {name: count for group in counters.values() for name, count in group.items() if "cache" in name}
 print(json.dumps({"found": found, "hits": hits}))
 """
 
 
-@pytest.mark.sample(4)
 def test_one_compilation_on_inductor_and_a_warm_second_process(tmp_path: Path) -> None:
     """Fresh and from inductor's cache: the same compiled code for few tokens and for more than 4096.
+
+    Neither process imports treefx.
 
     Above 4096 inductor sums with a helper that rounds less. It takes the size it compiles for as a condition, so a
     graph compiled for 5,120 tokens used to be compiled again for fewer.
