@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import treefx
+from tests.backend.small import Small
 from tests.backend.support import compile_with
 from tests.batches import shared_batch
 from tests.models import TinyLM
@@ -19,15 +20,12 @@ from tests.spellings import PADDED
 from treefx.passes.packing import kept_graphs
 from treefx.runtime.ways.ordinary import Ordinary
 
-pytestmark = pytest.mark.sample(10)
-
 BATCH = shared_batch(rows=4, length=14, shared=6, vocab=61)
-COMPILED = ["aot_eager"]
 
 
 def tiny() -> nn.Module:
     torch.manual_seed(0)
-    return TinyLM(PADDED["additive_padding"], layers=1, width=16).double()
+    return Small(PADDED["additive_padding"]).double()
 
 
 def collected(model: nn.Module) -> list[Tensor]:
@@ -43,7 +41,10 @@ def worst(got: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((x - y).abs().max()) for x, y in zip(got, wanted, strict=True)) / largest
 
 
-def same(act: Callable[[nn.Module, Any], list[Tensor]], inner: str, model: nn.Module | None = None) -> None:
+Act = Callable[[nn.Module, Any], list[Tensor]]
+
+
+def same(act: Act, inner: str, model: nn.Module | None = None) -> None:
     """``act(model, function)`` gives the same tensors eagerly and compiled, in a first and a second call."""
     reference = tiny() if model is None else model
     twin = copy.deepcopy(reference)
@@ -62,51 +63,138 @@ def keep_twice(model: nn.Module, run: Any) -> list[Tensor]:
     return [*first, *second, *collected(model)]
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-def test_backward_of_a_graph_that_is_kept(inner: str) -> None:
-    same(keep_twice, inner)
-
-
 def test_a_backward_that_overwrites_what_it_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled backwards do write into what the forward saved: without copies the second one is wrong."""
+    model = TinyLM(PADDED["additive_padding"], layers=1, width=16).double()
+    same(keep_twice, "inductor", model)
+    torch._dynamo.reset()
     monkeypatch.setattr(kept_graphs, "_copied", lambda x: x)
     with pytest.raises(AssertionError):
-        same(keep_twice, "inductor")
+        same(keep_twice, "inductor", model)
 
 
-@pytest.mark.parametrize("inner", COMPILED)
-def test_two_losses_on_one_graph(inner: str) -> None:
+def caller_loss(out: Any) -> Tensor:
+    return (out.logits.square().mean(-1) * BATCH.attention_mask).sum()
+
+
+def two_losses_on_one_graph(model: nn.Module, run: Any) -> list[Tensor]:
     """The model's own loss and one of the caller's on its logits, one after the other."""
+    out = run(**BATCH.inputs())
+    out.loss.backward(retain_graph=True)
+    first = collected(model)
+    caller_loss(out).backward()
+    return [*first, *collected(model)]
+
+
+def gradients_of_some_parameters(model: nn.Module, run: Any) -> list[Tensor]:
+    loss = run(**BATCH.inputs()).loss
+    wanted = [model.head.weight, model.embed.weight, torch.zeros(3, requires_grad=True)]
+    some = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    assert some[2] is None and model.head.weight.grad is None
+    other = torch.autograd.grad(loss, [model.mixes[0].weight])
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    return [*some[:2], *other]
+
+
+def hooks_on_parameters(model: nn.Module, run: Any) -> list[Tensor]:
+    """Gradient hooks change what arrives, and hooks after accumulation see all of it once."""
+    seen: list[Tensor] = []
+    handles = [
+        model.embed.weight.register_hook(lambda g: 2 * g),
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
+    ]
+    run(**BATCH.inputs()).loss.backward()
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == 1
+    return [*seen, *collected(model)]
+
+
+def gradients_that_are_there_already(model: nn.Module, run: Any) -> list[Tensor]:
+    run(**BATCH.inputs()).loss.backward()
+    model.zero_grad(set_to_none=False)
+    for _ in range(2):
+        run(**BATCH.inputs()).loss.backward()
+    return collected(model)
+
+
+def checkpointed(reentrant: bool) -> Act:
+    """A checkpoint around the whole model."""
 
     def act(model: nn.Module, run: Any) -> list[Tensor]:
+        def forward(scale: Tensor) -> tuple[Tensor, Tensor]:
+            out = run(**BATCH.inputs())
+            return out.loss * scale, out.logits * scale
+
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        loss, logits = checkpoint(forward, scale, use_reentrant=reentrant)
+        (loss + (logits.square().mean(-1) * BATCH.attention_mask).sum()).backward()
+        return [*collected(model), scale.grad]
+
+    return act
+
+
+def saved_tensors_elsewhere(model: nn.Module, run: Any) -> list[Tensor]:
+    with torch.autograd.graph.save_on_cpu():
         out = run(**BATCH.inputs())
-        out.loss.backward(retain_graph=True)
-        first = collected(model)
-        (out.logits.square().mean(-1) * BATCH.attention_mask).sum().backward()
-        return [*first, *collected(model)]
-
-    same(act, inner)
+        loss = out.loss + caller_loss(out)
+    loss.backward()
+    return collected(model)
 
 
-@pytest.mark.parametrize("inner", COMPILED)
-def test_gradients_of_some_parameters(inner: str) -> None:
-    def act(model: nn.Module, run: Any) -> list[Tensor]:
-        loss = run(**BATCH.inputs()).loss
-        wanted = [model.head.weight, model.embed.weight, torch.zeros(3, requires_grad=True)]
-        some = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-        assert some[2] is None and model.head.weight.grad is None
-        other = torch.autograd.grad(loss, [model.blocks[0].query.weight])
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-        return [*some[:2], *other]
-
-    same(act, inner)
+def anomaly_detection(model: nn.Module, run: Any) -> list[Tensor]:
+    with torch.autograd.set_detect_anomaly(True):
+        out = run(**BATCH.inputs())
+        (out.loss + caller_loss(out)).backward()
+    return collected(model)
 
 
-@pytest.mark.parametrize("inner", COMPILED)
-def test_second_derivatives_are_refused(inner: str) -> None:
+def functional_call(model: nn.Module, run: Any) -> list[Tensor]:
+    prefix = "_orig_mod." if hasattr(run, "_orig_mod") else ""
+    others = {prefix + name: (p * 1.1).detach().requires_grad_() for name, p in model.named_parameters()}
+    out = torch.func.functional_call(run, others, (), BATCH.inputs())
+    return list(torch.autograd.grad(out.loss, list(others.values())))
+
+
+def evaluation_with_gradients(model: nn.Module, run: Any) -> list[Tensor]:
+    model.eval()
+    with torch.no_grad():
+        before = run(**BATCH.inputs()).loss
+        with torch.enable_grad():
+            loss = run(**BATCH.inputs()).loss
+    model.train()
+    return [before, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+OF_THE_LOSS = [gradients_that_are_there_already, gradients_of_some_parameters, keep_twice, hooks_on_parameters]
+OF_THE_LOGITS = [
+    checkpointed(reentrant=True), two_losses_on_one_graph, saved_tensors_elsewhere, anomaly_detection,
+    checkpointed(reentrant=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("acts", "inner"),
+    [
+        (OF_THE_LOSS, "aot_eager"),
+        (OF_THE_LOGITS, "aot_eager"),
+        ([functional_call, evaluation_with_gradients], "eager"),
+    ],
+)
+def test_what_callers_do_with_gradients(acts: list[Act], inner: str) -> None:
+    """Each act twice, all on one compiled model, as in one process."""
+    reference, twin = tiny(), tiny()
+    run = compile_with(twin, inner=inner)
+    for act in acts:
+        wanted = act(reference, reference)
+        for call in range(2):
+            assert worst(act(twin, run), wanted) < FLOAT64, (act, call)
+
+
+def test_second_derivatives_are_refused() -> None:
     model = tiny()
-    loss = compile_with(model, inner=inner)(**BATCH.inputs()).loss
+    loss = compile_with(model, inner="aot_eager")(**BATCH.inputs()).loss
     gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     with pytest.raises(Exception, match="double backward|second derivative"):
         sum(g.square().sum() for g in gradients).backward()
@@ -161,101 +249,6 @@ def test_second_derivatives_through_a_function_of_the_user(packs: bool, monkeypa
         monkeypatch.setattr(Ordinary, "_guarded", lambda self, run: run)
         with pytest.raises(AssertionError):
             same(second_derivatives, "eager", model)
-
-
-@pytest.mark.parametrize("inner", COMPILED)
-def test_hooks_on_parameters(inner: str) -> None:
-    """Gradient hooks change what arrives, and hooks after accumulation see all of it once."""
-
-    def act(model: nn.Module, run: Any) -> list[Tensor]:
-        seen: list[Tensor] = []
-        handles = [
-            model.embed.weight.register_hook(lambda g: 2 * g),
-            model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
-        ]
-        run(**BATCH.inputs()).loss.backward()
-        for handle in handles:
-            handle.remove()
-        assert len(seen) == 1
-        return [*seen, *collected(model)]
-
-    same(act, inner)
-
-
-@pytest.mark.parametrize("inner", COMPILED)
-def test_gradients_that_are_there_already(inner: str) -> None:
-    def act(model: nn.Module, run: Any) -> list[Tensor]:
-        run(**BATCH.inputs()).loss.backward()
-        model.zero_grad(set_to_none=False)
-        for _ in range(2):
-            run(**BATCH.inputs()).loss.backward()
-        return collected(model)
-
-    same(act, inner)
-
-
-@pytest.mark.parametrize("inner", COMPILED)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_around_the_model(inner: str, reentrant: bool) -> None:
-    def act(model: nn.Module, run: Any) -> list[Tensor]:
-        def forward(scale: Tensor) -> tuple[Tensor, Tensor]:
-            out = run(**BATCH.inputs())
-            return out.loss * scale, out.logits * scale
-
-        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-        loss, logits = checkpoint(forward, scale, use_reentrant=reentrant)
-        (loss + (logits.square().mean(-1) * BATCH.attention_mask).sum()).backward()
-        return [*collected(model), scale.grad]
-
-    same(act, inner)
-
-
-@pytest.mark.parametrize("inner", COMPILED)
-def test_saved_tensors_elsewhere(inner: str) -> None:
-    def act(model: nn.Module, run: Any) -> list[Tensor]:
-        with torch.autograd.graph.save_on_cpu():
-            out = run(**BATCH.inputs())
-            loss = out.loss + (out.logits.square().mean(-1) * BATCH.attention_mask).sum()
-        loss.backward()
-        return collected(model)
-
-    same(act, inner)
-
-
-@pytest.mark.parametrize("inner", COMPILED)
-def test_anomaly_detection(inner: str) -> None:
-    def act(model: nn.Module, run: Any) -> list[Tensor]:
-        with torch.autograd.set_detect_anomaly(True):
-            out = run(**BATCH.inputs())
-            (out.loss + (out.logits.square().mean(-1) * BATCH.attention_mask).sum()).backward()
-        return collected(model)
-
-    same(act, inner)
-
-
-@pytest.mark.parametrize("inner", COMPILED)
-def test_functional_call(inner: str) -> None:
-    def act(model: nn.Module, run: Any) -> list[Tensor]:
-        others = {name: (p * 1.1).detach().requires_grad_() for name, p in model.named_parameters()}
-        out = torch.func.functional_call(run, {_name(run, name): p for name, p in others.items()}, (), BATCH.inputs())
-        return list(torch.autograd.grad(out.loss, list(others.values())))
-
-    def _name(run: Any, name: str) -> str:
-        return f"_orig_mod.{name}" if hasattr(run, "_orig_mod") else name
-
-    same(act, inner)
-
-
-def test_evaluation_with_gradients() -> None:
-    def act(model: nn.Module, run: Any) -> list[Tensor]:
-        model.eval()
-        with torch.no_grad():
-            before = run(**BATCH.inputs()).loss
-            with torch.enable_grad():
-                loss = run(**BATCH.inputs()).loss
-        return [before, *torch.autograd.grad(loss, list(model.parameters()))]
-
-    same(act, "aot_eager")
 
 
 class Salient(nn.Module):
