@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import treefx
+from tests.backend.small import Small
 from tests.batches import IGNORED, Batch, shared_batch
-from tests.models import Output, TinyLM
+from tests.models import Output
 from tests.oracle import FLOAT64, assert_close, compile_with, loss_of, outcome, refused, stats_of
 from tests.spellings import SPELLINGS
 from treefx.runtime.kept import proof
-
-pytestmark = pytest.mark.sample(10)
 
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61)
 
@@ -81,11 +80,17 @@ def same(got: Tensor, expected: Tensor) -> None:
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("after", [False, True])
-def test_logits_read_in_one_step_and_training_in_the_next(mode: Callable[[], Any], after: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "after", "inner"),
+    [
+        (torch.enable_grad, True, "eager"),
+        (torch.no_grad, False, "aot_eager"),
+        (torch.inference_mode, True, "aot_eager"),
+    ],
+)
+def test_logits_read_in_one_step_and_training_in_the_next(mode: Callable[[], Any], after: bool, inner: str) -> None:
     """A metric, before or after backward: the code that it compiles never serves a training step."""
-    model, twin, compiled = pair(tiny())
+    model, twin, compiled = pair(tiny(), inner=inner)
     for _ in range(3):
         model.zero_grad(), twin.zero_grad()
         expected, got = model(**BATCH.inputs()), compiled(**BATCH.inputs())
@@ -98,18 +103,6 @@ def test_logits_read_in_one_step_and_training_in_the_next(mode: Callable[[], Any
             got.loss.backward()
         for left, right in zip(twin.parameters(), model.parameters(), strict=True):
             same(left.grad, right.grad)
-
-
-def test_training_with_inductor_after_logits_were_read() -> None:
-    model, twin, compiled = pair(Tiny(), inner="inductor")
-    for _ in range(2):
-        out = compiled(**BATCH.inputs())
-        assert torch.isfinite(out.logits.detach().argmax(-1).float().mean())
-        twin.zero_grad()
-        out.loss.backward()
-    torch.testing.assert_close(
-        twin.qkv.weight.grad, outcome(model, lambda: loss_of(BATCH)(model)).gradients["qkv.weight"]
-    )
 
 
 def test_gradient_of_logits_that_were_read_under_inference_mode() -> None:
@@ -132,10 +125,9 @@ def test_ordinary_graph_under_no_grad_and_with_gradients() -> None:
     assert check(model, twin, compiled, batch)["ran"] == "ordinary"
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_old_probabilities_under_inference_mode_then_training(inner: str) -> None:
+def test_old_probabilities_under_inference_mode_then_training() -> None:
     """The trie, the tiles and the compiled code of the first call serve the second."""
-    model, twin, compiled = pair(tiny().float(), inner=inner)
+    model, twin, compiled = pair(tiny().float(), inner="eager")
     with torch.inference_mode():
         old = compiled(**BATCH.without("labels").inputs()).logits.log_softmax(-1)
         compiled(**BATCH.inputs())
@@ -146,7 +138,7 @@ def test_old_probabilities_under_inference_mode_then_training(inner: str) -> Non
 
 def test_old_probabilities_of_a_forest_under_inference_mode() -> None:
     """A forest keeps its edges; so does one that was built under inference mode."""
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16)
+    model = Small(SPELLINGS["sdpa_is_causal"])
     compiled = compile_with(model, inner="eager")
     with torch.inference_mode():
         forest = treefx.Forest.from_padded(BATCH.input_ids, BATCH.attention_mask)
@@ -205,20 +197,21 @@ def by_set(model: nn.Module, value: Tensor) -> None:
     model.tri.set_(value.clone())
 
 
-@pytest.mark.parametrize(
-    "write", [through_data, through_numpy, under_inference_mode, by_assignment, by_loading, by_set]
-)
-def test_proof_and_refusal_hold_for_the_values_they_were_made_with(write: Callable[..., None]) -> None:
+WRITES = [through_data, through_numpy, under_inference_mode, by_set, by_loading, by_assignment]
+
+
+def test_proof_and_refusal_hold_for_the_values_they_were_made_with() -> None:
     """Causal, not causal, causal again, and a window, however the mask buffer is written."""
     model, twin, compiled = pair(tiny(), inner="eager")
     full = torch.ones(24, 24).bool()
-    ran = []
-    for value in (full.tril(), full, full.tril(), full.tril() & full.triu(-3), full):
-        write(model, value), write(twin, value)
-        stats = check(model, twin, compiled)
-        ran.append("rows" if stats["fallback"] else "packed")
-    assert ran == ["packed", "rows", "packed", "packed", "rows"]
-    assert stats["shapes"] == 3, "a value seen before is not analysed again"
+    for write in WRITES:
+        ran = []
+        for value in (full.tril(), full, full.tril(), full.tril() & full.triu(-3), full):
+            write(model, value), write(twin, value)
+            stats = check(model, twin, compiled)
+            ran.append("rows" if stats["fallback"] else "packed")
+        assert ran == ["packed", "rows", "packed", "packed", "rows"], write
+        assert stats["shapes"] == 3, f"a value seen before is not analysed again: {write}"
 
 
 @pytest.mark.parametrize("causal_first", [True, False])
@@ -298,7 +291,7 @@ def test_option_lazy_outputs_is_a_truth_value() -> None:
 @pytest.mark.parametrize("spread", [lambda x: x.clone(), lambda x: torch.stack([x, x], -1)[..., 0]])
 def test_batch_overwritten_before_the_logits_are_read(spread: Callable[[Tensor], Tensor]) -> None:
     """Trainers keep one tensor for all batches; value and gradient are those of the call's own."""
-    model, twin, compiled = pair(tiny())
+    model, twin, compiled = pair(tiny(), inner="eager")
     batch = Batch(*(spread(x) for x in (BATCH.input_ids, BATCH.attention_mask, BATCH.labels)))
     expected, got = model(**BATCH.inputs()), compiled(**batch.inputs())
     for x in (batch.input_ids, batch.attention_mask):
@@ -346,7 +339,7 @@ def test_another_models_optimizer_is_none_of_its_business() -> None:
 # Sequences ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seed", "inner"), [(0, "aot_eager"), (1, "eager"), (2, "eager"), (3, "eager")])
+@pytest.mark.parametrize(("seed", "inner"), [(2, "aot_eager"), (3, "eager")])
 def test_calls_in_any_order(seed: int, inner: str) -> None:
     """Train, evaluate, read late, freeze, load, write buffers, take other shapes, and back again."""
     draw = random.Random(seed)
