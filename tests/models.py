@@ -17,11 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from treefx.bench.zoo.models import read_configurations
 
-__all__ = ["PACKED_ZOO", "Output", "TinyLM", "config_of", "double", "zoo"]
+__all__ = ["Output", "TinyLM", "config_of", "double", "zoo"]
 
 ZOO = read_configurations()
-PACKED_ZOO = tuple(name for name, entry in ZOO["models"].items() if entry["packed"])
-"""Architectures in which every layer's attention must run once per distinct token."""
 CHOSEN: dict[str, dict[str, Any]] = {"gemma2": {"attn_implementation": "eager"}}
 """transformers 5.17 chooses SDPA for gemma2, which leaves the soft cap out; later ones choose what is written here."""
 

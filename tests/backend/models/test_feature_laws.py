@@ -79,12 +79,24 @@ def complex_numbers(x: Tensor, weight: Tensor) -> Tensor:
     return (z * z.conj()).real + (z * z).imag
 
 
-@pytest.mark.parametrize(
-    "function", [gates, groups, order_statistics, places, ends, written, complex_numbers], ids=lambda f: f.__name__
-)
-def test_functions_of_features_are_packed(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+FUNCTIONS = (gates, groups, order_statistics, places, ends, written, complex_numbers)
+
+
+class SideBySide(nn.Module):
+    """Every function reads the same hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(map(Between, FUNCTIONS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part(x) for part in self.parts]).mean(0)
+
+
+def test_functions_of_features_are_packed() -> None:
+    """All in one graph; an expansion names the line of its function."""
     batch = shared_batch(rows=4, length=11, shared=5, vocab=VOCAB, seed=2)
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], before=Between(function), layers=1).double()
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], before=SideBySide(), layers=1).double()
     checked = compare(model, batch.without("attention_mask"))
     assert checked.stats["expansions"] == []
     assert_packed(checked, distinct_tokens(batch.without("attention_mask")), layers=1)

@@ -14,8 +14,6 @@ from tests.batches import IGNORED, distinct_tokens, shared_batch
 from tests.oracle import stats_of
 from treefx.passes.labels.purity import changed_inputs, has_effects, impurity
 
-pytestmark = pytest.mark.sample(10)
-
 VOCAB, WIDTH = 61, 16
 BATCH = shared_batch(rows=4, length=12, shared=6, vocab=VOCAB)
 assert BATCH.attention_mask is not None

@@ -1,5 +1,7 @@
 """Spellings of attention that transformers lacks: found by what they compute, exact."""
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,55 +11,59 @@ from torch import Tensor
 from tests.backend.support import compare, compile_with
 from tests.batches import Side, distinct_tokens, shared_batch
 from tests.models import TinyLM
-from tests.oracle import FLOAT32, FLOAT64, eager_step, stats_of
-from tests.spellings import EXPANDED, GROUPED, PADDED, SPELLINGS, Spelling
+from tests.oracle import FLOAT32, FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of, zero_gradients
+from tests.spellings import EXPANDED, GROUPED, PADDED, SPELLINGS, Builder, Spelling
 from treefx.passes.scores import attention_facts
 
-pytestmark = pytest.mark.sample(10)
-
 VOCAB = 61
-BOTH = [pytest.param(torch.float64, id="float64"), pytest.param(torch.float32, id="float32")]
+STACK = 6
+"""Spellings in one model, one a block: each is found and exact on its own, and one compilation does for all."""
 
 
-def assert_exact_and_packed(model: TinyLM, padding: Side | None, tolerance: float | None = None) -> None:
-    """Equal to eager on shared rows, with both attentions on the distinct tokens and nothing expanded."""
-    batch = shared_batch(rows=4, length=17, shared=7, vocab=VOCAB, padding=padding, seed=1)
-    stats = compare(model, batch, tolerance).stats
-    assert stats["fallback"] is None
-    assert stats["attention_rewritten"] >= len(model.blocks)
-    assert stats["tokens"] == distinct_tokens(batch)
+def stack(builders: Mapping[str, Builder], names: Sequence[str], kv_heads: int = 4) -> TinyLM:
+    """A model whose block i has the attention called ``names[i]``."""
+    left = iter(names)
+    return TinyLM(lambda: builders[next(left)](), layers=len(names), kv_heads=kv_heads)
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_spelling(name: str) -> None:
-    model = TinyLM(SPELLINGS[name]).double()
-    # Its own cast to float32 ends the comparison there.
-    assert_exact_and_packed(model, None, FLOAT32 if name == "softmax_in_float32" else None)
+def assert_exact_and_packed(
+    model: TinyLM, sides: Sequence[Side | None] = (None,), tolerance: float | None = None
+) -> None:
+    """Equal to eager on shared rows, with each attention on the distinct tokens and nothing expanded."""
+    compiled, twin = compile_with(model), copy.deepcopy(model)
+    tolerance = tolerance or (FLOAT64 if model.head.weight.dtype == torch.float64 else FLOAT32)
+    for side in sides:
+        batch = shared_batch(rows=4, length=17, shared=7, vocab=VOCAB, padding=side, seed=1)
+        got = outcome(model, lambda batch=batch: loss_of(batch)(compiled))
+        expected = outcome(twin, lambda batch=batch: loss_of(batch)(twin))
+        assert_close(got, expected, tolerance, lambda batch=batch: zero_gradients(twin, loss_of(batch)))
+        stats = stats_of(compiled)
+        assert stats["fallback"] is None and stats["expansions"] == []
+        assert stats["attention_rewritten"] >= len(model.blocks)
+        assert stats["tokens"] == distinct_tokens(batch)
 
 
-@pytest.mark.parametrize("name", ["tril_buffer", "baddbmm", "chunked", "sliding_softcap", "alibi"])
-def test_spelling_in_float32(name: str) -> None:
-    assert_exact_and_packed(TinyLM(SPELLINGS[name]), None)
+EXACT = [name for name in SPELLINGS if name != "softmax_in_float32"]
 
 
-@pytest.mark.parametrize("dtype", BOTH)
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("name", GROUPED)
-def test_grouped_heads(name: str, kv_heads: int, dtype: torch.dtype) -> None:
-    assert_exact_and_packed(TinyLM(GROUPED[name], kv_heads=kv_heads, layers=1).to(dtype), None)
+@pytest.mark.parametrize("names", [EXACT[i : i + STACK] for i in range(0, len(EXACT), STACK)], ids=", ".join)
+def test_spellings(names: list[str]) -> None:
+    assert_exact_and_packed(stack(SPELLINGS, names).double())
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("name", PADDED)
-def test_padding_mask(name: str, padding: Side) -> None:
-    assert_exact_and_packed(TinyLM(PADDED[name], layers=1).double(), padding)
+def test_softmax_in_float32() -> None:
+    """Its own cast to float32 ends the comparison there."""
+    assert_exact_and_packed(stack(SPELLINGS, ["softmax_in_float32"]).double(), tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("name", EXPANDED)
-def test_what_no_tree_attention_computes(name: str) -> None:
-    batch = shared_batch(rows=4, length=17, shared=7, vocab=VOCAB, padding=None, seed=1)
-    stats = compare(TinyLM(EXPANDED[name], layers=1).double(), batch).stats
-    assert "spellings.py" in (stats["fallback"] or stats["expansions"][0]["line"])
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(1, torch.float64), (2, torch.float32)])
+def test_grouped_heads(kv_heads: int, dtype: torch.dtype) -> None:
+    assert_exact_and_packed(stack(GROUPED, list(GROUPED), kv_heads).to(dtype))
+
+
+def test_padding_masks() -> None:
+    """On the right, then on the left, through one compiled model."""
+    assert_exact_and_packed(stack(PADDED, list(PADDED)).double(), ["right", "left"])
 
 
 NAMED = {
@@ -70,19 +76,18 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(("name", "words"), NAMED.items())
-def test_the_report_says_why(name: str, words: str) -> None:
-    batch = shared_batch(rows=2, length=5, shared=3, vocab=VOCAB, padding=None, seed=1)
-    compiled = compile_with(TinyLM(EXPANDED[name], layers=1).double())
-    with torch.no_grad():
-        compiled(**batch.inputs())
-    assert words in stats_of(compiled)["expansions"][0]["reason"]
+@pytest.mark.parametrize("name", EXPANDED)
+def test_what_no_tree_attention_computes(name: str) -> None:
+    batch = shared_batch(rows=4, length=17, shared=7, vocab=VOCAB, padding=None, seed=1)
+    stats = compare(TinyLM(EXPANDED[name], layers=1).double(), batch).stats
+    assert "spellings.py" in (stats["fallback"] or stats["expansions"][0]["line"])
+    assert name not in NAMED or NAMED[name] in stats["expansions"][0]["reason"]
 
 
 def test_a_sink_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_facts, "_sinks", lambda *where: None)
     with pytest.raises(AssertionError, match="differ by more than"):
-        assert_exact_and_packed(TinyLM(SPELLINGS["sink_behind"]).double(), None, 1e-3)
+        assert_exact_and_packed(stack(SPELLINGS, ["sink_behind"]).double(), tolerance=1e-3)
 
 
 def test_arithmetic_on_a_mask_of_other_numbers_than_zero_and_one() -> None:
@@ -90,13 +95,12 @@ def test_arithmetic_on_a_mask_of_other_numbers_than_zero_and_one() -> None:
     batch = shared_batch(rows=4, length=17, shared=7, vocab=VOCAB, seed=1)
     assert batch.attention_mask is not None
     marked = replace(batch, attention_mask=batch.attention_mask * (1 + (batch.input_ids % 3 == 0)))
-    spelling = Spelling(weighted_by_the_mask)
-    model = TinyLM(lambda: spelling, layers=1).double()
-    compiled = compare(model, batch).compiled  # compiled for zeros and ones
-    assert compare(model, marked).stats["fallback"] is None
-    expected = eager_step(model, marked).loss
-    with torch.no_grad():
-        assert abs(float(compiled(**marked.inputs()).loss / expected) - 1) <= FLOAT64
+    model = TinyLM(lambda: Spelling(weighted_by_the_mask), layers=1).double()
+    compiled = compile_with(model)
+    for given in (batch, marked):  # compiled for zeros and ones, which a mask of other numbers must not run
+        expected = eager_step(model, given)
+        assert_close(outcome(model, lambda given=given: loss_of(given)(compiled)), expected, FLOAT64)
+        assert stats_of(compiled)["fallback"] is None
 
 
 def weighted_by_the_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -106,9 +110,8 @@ def weighted_by_the_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
     return scores.softmax(-1) @ v
 
 
-@pytest.mark.parametrize("name", ["sdpa_is_causal", "relative_bias"])
-def test_rows_padded_without_a_mask(name: str) -> None:
+def test_rows_padded_without_a_mask() -> None:
     batch = shared_batch(rows=4, length=17, shared=7, vocab=VOCAB, seed=1).without("attention_mask")
-    stats = compare(TinyLM(SPELLINGS[name]).double(), batch).stats
+    stats = compare(stack(SPELLINGS, ["sdpa_is_causal", "relative_bias"]).double(), batch).stats
     assert stats["fallback"] is None
     assert stats["tokens"] <= distinct_tokens(batch)
