@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.data import test_rank_steps as rank_steps
+from tests.trainers.converted import sharded
 from tests.trainers.support import NEEDS_RAY, RAY_SETTINGS
-from tests.trainers.test_distributed import WORLD, Cases, check_ranks, compiled_then_sharded, llama, outcomes
+from tests.trainers.test_distributed import WORLD, Cases, check_ranks, llama, outcomes
 
 ray = pytest.importorskip("ray", reason=NEEDS_RAY)
 ray_train = pytest.importorskip("ray.train", reason=NEEDS_RAY)
@@ -35,7 +36,7 @@ def in_ddp() -> tuple[nn.Module, nn.Module]:
     return prepared(model), model
 
 
-CASES: Cases = {"prepare_model": (in_ddp, False), "fsdp2": (compiled_then_sharded, False)}
+CASES: Cases = {"prepare_model": (in_ddp, False), "fsdp2": sharded.CASES["llama, compiled blocks, head apart"]}
 
 # On every worker ------------------------------------------------------------------------------------------------------
 
@@ -96,7 +97,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_workers_match_one_uncompiled_process(results: list[dict[str, Any]], name: str) -> None:
-    check_ranks([found["cases"] for found in results], name, llama(), CASES[name][1])
+    model = llama() if name == "prepare_model" else sharded.tiny("llama")
+    check_ranks([found["cases"] for found in results], name, model, CASES[name][1])
 
 
 def test_workers_with_shares_of_the_same_rows_have_the_losses_and_gradients_of_all(

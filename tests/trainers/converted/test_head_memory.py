@@ -11,7 +11,7 @@ from torch import Tensor
 
 import treefx
 from tests.oracle import outcome, relative_errors
-from tests.trainers.converted.test_head import BARE, IDS, Step, check, logits, pair, scored
+from tests.trainers.converted.test_head import BARE, IDS, Step, case, check, logits, pair, scored
 from treefx.runtime.converted import row_laws
 
 __all__ = ["pair"]
@@ -44,10 +44,10 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.sample(16)
-def test_parts_share_memory_where_those_of_rows_do(name: str, pair: tuple[Any, Any]) -> None:
-    check(pair, doubled(PARTS[name]))
+def test_parts_share_memory_where_those_of_rows_do(pair: tuple[Any, Any]) -> None:
+    for name, part in PARTS.items():
+        with case(name):
+            check(pair, doubled(part))
 
 
 def after_a_change(run: Any) -> Tensor:
@@ -113,10 +113,10 @@ STEPS: dict[str, Step] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.sample(16)
-def test_steps(name: str, pair: tuple[Any, Any]) -> None:
-    check(pair, STEPS[name])
+def test_steps(pair: tuple[Any, Any]) -> None:
+    for name, step in STEPS.items():
+        with case(name):
+            check(pair, step)
 
 
 def test_bytes_of_another_type(pair: tuple[Any, Any]) -> None:
@@ -127,18 +127,23 @@ def test_bytes_of_another_type(pair: tuple[Any, Any]) -> None:
 # What is refused, and mistakes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["contiguous", "reshape", "mask"])
-def test_gradients_on_rows_that_copies_have_led_by_are_refused(how: str, pair: tuple[Any, Any]) -> None:
-    x = logits(pair[0])
-    copies: dict[str, Callable[[], Tensor]] = {
-        "contiguous": lambda: x[:, :-1].contiguous(),
-        "reshape": lambda: x[:, :-1].reshape(-1, x.shape[-1]),
-        "mask": lambda: x[IDS > 20],
+def test_gradients_on_rows_that_copies_have_led_by_are_refused(pair: tuple[Any, Any]) -> None:
+    copies: dict[str, Callable[[Tensor], Tensor]] = {
+        "contiguous": lambda x: x[:, :-1].contiguous(),
+        "reshape": lambda x: x[:, :-1].reshape(-1, x.shape[-1]),
+        "mask": lambda x: x[IDS > 20],
     }
-    loss = copies[how]().logsumexp(-1).sum() + x.cumsum(1).sum()
-    for ask in (lambda: torch.autograd.grad(loss, x), x.retain_grad, lambda: x.register_hook(lambda grad: grad)):
-        with pytest.raises(treefx.UnsupportedError, match="without pack_lm_head"):
-            ask()
+    asks: tuple[Callable[[Tensor, Tensor], Any], ...] = (
+        torch.autograd.grad,
+        lambda loss, x: x.retain_grad(),
+        lambda loss, x: x.register_hook(lambda grad: grad),
+    )
+    for how, copied in copies.items():
+        x = logits(pair[0])
+        loss = copied(x).logsumexp(-1).sum() + x.cumsum(1).sum()
+        for ask in asks:
+            with case(how), pytest.raises(treefx.UnsupportedError, match="without pack_lm_head"):
+                ask(loss, x)
 
 
 def test_arrays_that_views_would_not_see_changed_are_read_only(pair: tuple[Any, Any]) -> None:

@@ -19,9 +19,7 @@ from tests.models import double
 from tests.oracle import FLOAT32, FLOAT64, assert_close, outcome
 from treefx.runtime.converted import seam
 
-pytestmark = pytest.mark.sample(16)
-
-BATCH = shared_batch(rows=4, length=12, shared=6)
+BATCH = shared_batch(rows=4, length=12, shared=6, padding=None)
 
 
 def small(name: str = "llama", **changes: Any) -> Any:
@@ -145,7 +143,7 @@ def test_other_models_of_the_file_are_not_changed() -> None:
 
 
 def test_two_threads_call_one_model() -> None:
-    model, batches = treefx.convert(small()), [shared_batch(rows=4, length=n, shared=6, seed=n) for n in (12, 14)]
+    model, batches = treefx.convert(small()), [shared_batch(4, n, 6, padding=None, seed=n) for n in (12, 14)]
     wanted = [model(**batch.inputs(), use_cache=False).loss for batch in batches]
     start, got = threading.Barrier(2), dict[int, list[Tensor]]({0: [], 1: []})
 
@@ -243,8 +241,7 @@ def test_arguments_by_place_are_those_of_the_function() -> None:
 # Together with the rest of treefx -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("cached", "implementation"), [(True, "sdpa"), (False, "eager")])
 def test_packed_rows_and_the_cache_of_the_configuration(cached: bool, implementation: str) -> None:
     """With a cache, transformers lets the sequences of a packed row see each other, and so does the converted model."""
     model = small(use_cache=cached, attn_implementation=implementation)
