@@ -83,7 +83,6 @@ def train(path: Path, model: Any, **arguments: Any) -> tuple[Outcome, Trainer]:
     return Outcome(torch.tensor(losses, dtype=torch.float64), updates), trainer
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("compiled_before", [False, True], ids=["the trainer compiles", "so has the user"])
 def test_the_trainer_compiles_by_name(tmp_path: Path, compiled_before: bool) -> None:
     expected, _ = train(tmp_path, llama())

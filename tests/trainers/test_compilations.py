@@ -21,8 +21,6 @@ from treefx.integrations import accelerate  # noqa: E402
 from treefx.runtime import compiled_graph  # noqa: E402
 from treefx.runtime.whole.numbers import Numbers  # noqa: E402
 
-pytestmark = pytest.mark.sample(8)
-
 BASE = [3 + (7 * i * i + i) % 11 for i in range(40)]
 ROWS = [
     {"input_ids": BASE[: 8 + i] + [4 + i % 3], "labels": [-100] * (4 + i) + BASE[4 + i : 8 + i] + [4 + i % 3]}
@@ -66,9 +64,7 @@ def train(build: Any, path: Path, **arguments: Any) -> tuple[Outcome, Any]:
     return Outcome(torch.tensor(losses, dtype=torch.float64), updates), model
 
 
-@pytest.mark.parametrize("build", [sft, plain])
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("build", "evaluates", "steps"), [(sft, True, 1), (plain, True, 4)])
 def test_a_run_compiles_once(tmp_path: Path, build: Any, evaluates: bool, steps: int) -> None:
     """And once more for evaluations, which have no gradients; batches of one row would be a third."""
     more: dict[str, Any] = {"gradient_accumulation_steps": steps, "max_steps": -1, "num_train_epochs": 2}
@@ -120,10 +116,6 @@ def with_items(model: nn.Module, call: int, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch, num_items_in_batch=17 + 5 * call).loss  # type: ignore[no-any-return]
 
 
-def with_tensor(model: nn.Module, call: int, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch, num_items_in_batch=torch.tensor(17 + 5 * call)).loss  # type: ignore[no-any-return]
-
-
 def with_kept(model: nn.Module, call: int, batch: dict[str, Tensor]) -> Tensor:
     """The logits of the last positions alone."""
     labels = batch.pop("labels")[:, -3 - call :]
@@ -135,8 +127,7 @@ def with_temperature(model: nn.Module, call: int, batch: dict[str, Tensor]) -> T
     return model(**batch, temperature=0.7 + 0.1 * call)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("step", [with_items, with_tensor, with_temperature, with_kept], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(("step", "dynamic"), [(with_items, None), (with_temperature, None), (with_kept, True)])
 def test_a_number_of_the_call_compiles_nothing(step: Any, dynamic: bool | None) -> None:
     assert compilations(step, Cooled() if step is with_temperature else llama(), dynamic) <= (1 if dynamic else 2)
 

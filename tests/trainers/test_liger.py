@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
+from tests.backend import support
 from tests.batches import Batch, Side, distinct_tokens, shared_batch
 from tests.models import TinyLM, zoo
 from tests.oracle import (
@@ -36,8 +37,6 @@ from tests.trainers.liger import (
 )
 from treefx.runtime.whole import liger
 
-pytestmark = pytest.mark.sample(8)
-
 SHAPES = [(4, 12), (6, 17), (3, 9)]
 
 
@@ -56,12 +55,10 @@ def steps(
     return stats_of(compiled)
 
 
-@pytest.mark.parametrize("gate", ["LigerSiLUMulFunction", "LigerGELUMulFunction"])
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
-@pytest.mark.sample(10)
-def test_llama(inner: str, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_llama(monkeypatch, gate)
-    stats = steps(zoo("llama"), FLOAT32, "right", inner=inner)
+def test_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gate; the other one is in ``test_in_float64``."""
+    patch_llama(monkeypatch, "LigerSiLUMulFunction")
+    stats = steps(zoo("llama", num_hidden_layers=1), FLOAT32, "right", inner="aot_eager")
     rows, length = SHAPES[-1]
     batch = shared_batch(rows=rows, length=length, shared=length // 2, vocab=61, seed=len(SHAPES) - 1)
     assert stats["expansions"] == [] and stats["tokens"] == distinct_tokens(batch)
@@ -92,18 +89,11 @@ class Centred(nn.Module):
         return x + self.square.apply(self.norm.apply(x, self.weight, self.bias, 1e-2))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("block", [Block, Centred])
-@pytest.mark.parametrize("padding", [None, "right", "left"])
-def test_in_float64(padding: Side | None, block: type[nn.Module]) -> None:
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_in_float64(padding: Side | None) -> None:
     spelling = SPELLINGS["sdpa_is_causal"] if padding is None else PADDED["sdpa_padding"]
-    stats = steps(TinyLM(spelling, layers=1, before=block()).double(), FLOAT64, padding, inner="eager")
-    assert stats["expansions"] == [] and stats["ran"] == "packed"
-
-
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_layer_norm_and_squared_relu_in_float32(inner: str) -> None:
-    model = TinyLM(PADDED["sdpa_padding"], layers=1, before=Centred())
-    stats = steps(model, FLOAT32, "right", inner=inner)
+    model = TinyLM(spelling, layers=1, before=nn.Sequential(Block(), Centred())).double()
+    stats = steps(model, FLOAT64, padding, inner="eager")
     assert stats["expansions"] == [] and stats["ran"] == "packed"
 
 
@@ -176,19 +166,28 @@ OTHERS: list[tuple[type[nn.Module], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("block", "other"), OTHERS)
-def test_functions_that_compute_something_else_are_called_as_they_are(block: Any, other: dict[str, Any]) -> None:
+def one_step(*parts: nn.Module) -> None:
+    """An exact step of a model with these modules before its blocks."""
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=nn.Sequential(*parts)).double()
+    support.compare(model, shared_batch(rows=4, length=12, shared=6, vocab=61, padding=None))
+
+
+def made(block: type[nn.Module], other: dict[str, Any]) -> nn.Module:
+    """A block with another function, which has the name of Liger's."""
     for function in other.values():
         function.__name__ = next(name for name in FUNCTIONS if issubclass(function, FUNCTIONS[name]))
-    model = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=block(**other)).double()
-    steps(model, FLOAT64, None, inner="eager")
+    return block(**other)
+
+
+def test_functions_that_compute_something_else_are_called_as_they_are() -> None:
+    one_step(*(made(block, other) for block, other in OTHERS))
 
 
 @pytest.mark.parametrize(("block", "other"), OTHERS)
 def test_they_would_be_wrong_by_name_alone(block: Any, other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "_computes", lambda *_: True)
     with pytest.raises(AssertionError, match="differ by more than"):
-        test_functions_that_compute_something_else_are_called_as_they_are(block, other)
+        one_step(made(block, other))
 
 
 def test_other_backends_trace_the_functions_themselves() -> None:
@@ -210,10 +209,9 @@ def fused_model(**changes: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_a_head_that_gives_its_loss_runs_on_distinct_tokens(inner: str, softcap: float | None) -> None:
-    stats = steps(fused_model(softcap=softcap), inner=inner, max_logits=1)
+def test_a_head_that_gives_its_loss_runs_on_distinct_tokens() -> None:
+    """With a cap of its logits; without one it is in the two tests below."""
+    stats = steps(fused_model(softcap=2.0), inner="eager", max_logits=1)
     rows, length = SHAPES[-1]
     batch = shared_batch(rows=rows, length=length, shared=length // 2, vocab=61, seed=len(SHAPES) - 1)
     assert (stats["ran"], stats["fallback"], stats["expansions"]) == ("packed", None, [])
@@ -250,22 +248,26 @@ class OfAllTokens(LigerFusedLinearCrossEntropyFunction):
         return loss, None, None, None
 
 
-def test_another_mean_is_computed_as_it_is() -> None:
+def step_with_another_mean() -> None:
     OfAllTokens.__name__ = "LigerFusedLinearCrossEntropyFunction"
-    steps(fused_model(function=OfAllTokens), inner="eager")
+    support.compare(fused_model(function=OfAllTokens), shared_batch(rows=4, length=12, shared=6, vocab=61))
+
+
+def test_another_mean_is_computed_as_it_is() -> None:
+    step_with_another_mean()
 
 
 def test_another_mean_would_be_wrong_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "_computes", lambda *_: True)
     with pytest.raises(AssertionError, match="differ by more than"):
-        test_another_mean_is_computed_as_it_is()
+        step_with_another_mean()
 
 
 # The check ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_check_takes_what_computes_the_same(name: str, dtype: torch.dtype) -> None:
     """But for a loss in float32 of a model in float64, which the plain form has in float64."""
     known = liger._KNOWN[name]

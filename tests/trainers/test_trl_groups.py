@@ -57,14 +57,13 @@ def compiled(path: Path) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", ["grpo", pytest.param("rloo", marks=pytest.mark.sample(8))])
-def test_groups_meet_and_the_step_stays_what_it_was(tmp_path: Path, kind: str) -> None:
+def test_groups_meet_and_the_step_stays_what_it_was(tmp_path: Path) -> None:
     """The run of TRL alone, uncompiled, is the truth.
 
     Distinct tokens of a step, per raw one, are within 5 percent of those of all its rows together.
     """
-    expected = outcome(build(kind, tmp_path, llama(tmp_path / "model")))
-    kept = build(kind, tmp_path, compiled(tmp_path))
+    expected = outcome(build("grpo", tmp_path, llama(tmp_path / "model")))
+    kept = build("grpo", tmp_path, compiled(tmp_path))
     keep_groups(kept)
     assert_close(outcome(kept), expected, FLOAT32)
     stats = treefx.inspect(kept.model).stats
@@ -74,7 +73,6 @@ def test_groups_meet_and_the_step_stays_what_it_was(tmp_path: Path, kind: str) -
     assert distinct <= 1.05 * fewest < 1 / 3
 
 
-@pytest.mark.sample(8)
 def test_the_report_names_the_line_where_groups_are_scattered(tmp_path: Path) -> None:
     """TRL's own order: each micro-batch computes nearly all prompts again."""
     scattered = build("grpo", tmp_path, compiled(tmp_path), max_steps=1)
@@ -104,25 +102,23 @@ def steps_of(batches: list[Any], size: int) -> list[list[Any]]:
     return [sorted(sum(batches[at : at + size], [])) for at in range(0, len(batches), size)]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("accumulation", "changes"),
+    ("kind", "accumulation", "changes"),
     [
-        (4, {}),
-        (2, {"steps_per_generation": 4}),
-        (4, {"steps_per_generation": 2}),
-        (2, {"num_iterations": 2}),
-        (1, {"steps_per_generation": 2}),
+        ("rloo", 4, {}),
+        ("grpo", 2, {"steps_per_generation": 4}),
+        ("grpo", 4, {"steps_per_generation": 2, "num_iterations": 2}),
+        ("grpo", 1, {"steps_per_generation": 2}),
     ],
-    ids=["one step", "two steps a generation", "two generations a step", "two iterations", "single calls"],
+    ids=["one step", "two steps a generation", "two generations a step, two iterations", "single calls"],
 )
 def test_every_step_trains_on_the_rows_that_trl_drew_for_it(
-    tmp_path: Path, accumulation: int, changes: dict[str, Any]
+    tmp_path: Path, kind: str, accumulation: int, changes: dict[str, Any]
 ) -> None:
     found = []
     for keep in (False, True):
         trainer = build(
-            "grpo", tmp_path, llama(tmp_path / "model"), gradient_accumulation_steps=accumulation, learning_rate=0.0,
+            kind, tmp_path, llama(tmp_path / "model"), gradient_accumulation_steps=accumulation, learning_rate=0.0,
             per_device_train_batch_size=4, num_generations=4, **changes,
         )  # fmt: skip
         if keep:

@@ -17,8 +17,6 @@ from tests.backend.packed import AGENTS, pack, trie_size
 from tests.models import double
 from tests.oracle import FLOAT64, assert_close, compile_with, outcome, stats_of
 
-pytestmark = pytest.mark.sample(6)
-
 VOCABULARY, TEMPERATURE = 61, 0.9
 Call = Callable[..., Any]
 Losses = Callable[[Call, nn.Module], list[Tensor]]
@@ -87,13 +85,14 @@ def logprobs(call: Call, batch: Rollouts) -> Tensor:
     return picked - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 
 
-def grpo(scattered: bool) -> Losses:
+def grpo() -> Losses:
+    """Rows in the order of their prompts in the second step, scattered in the others."""
     advantages = tokens(9, 8).double() / VOCABULARY - 0.5
 
     def losses(call: Call, model: nn.Module) -> list[Tensor]:
         found = []
         for seed, kept in enumerate((5, 8, 6)):
-            batch = rollouts(seed, kept, scattered)
+            batch = rollouts(seed, kept, scattered=seed != 1)
             with torch.no_grad():
                 old = logprobs(call, batch)
             for first in range(0, 8, 2):
@@ -106,10 +105,8 @@ def grpo(scattered: bool) -> Losses:
     return losses
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_grpo(inner: str, scattered: bool) -> None:
-    stats = assert_same_steps(llama(), grpo(scattered), inner=inner)
+def test_grpo() -> None:
+    stats = assert_same_steps(llama(), grpo(), inner="eager")
     assert stats["fallback"] is None and stats["compiles"] <= 8
 
 
@@ -124,10 +121,9 @@ def pairs(seed: int, columns: int) -> tuple[Tensor, Tensor]:
     return ids * mask, mask
 
 
-def dpo(checkpointed: bool) -> Losses:
+def dpo() -> Losses:
     def losses(call: Call, model: Any) -> list[Tensor]:
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
         found = []
         for seed, columns in enumerate((16, 24, 16)):
             ids, mask = pairs(seed, columns)
@@ -146,10 +142,9 @@ def dpo(checkpointed: bool) -> Losses:
     return losses
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_dpo(inner: str, checkpointed: bool) -> None:
-    stats = assert_same_steps(llama(), dpo(checkpointed), inner=inner)
+def test_dpo() -> None:
+    """Under checkpoints, whose tags AOTAutograd's partitioner reads."""
+    stats = assert_same_steps(llama(), dpo(), inner="aot_eager")
     assert stats["ran"] == "packed" and stats["fallback"] is None
 
 
@@ -212,10 +207,11 @@ def test_rows_without_a_dimension_run_as_they_are() -> None:
     assert stats["ran"] == "ordinary" and "ids[None] is a row" in stats["fallback"]
 
 
-@pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_positions_of_several_planes(packed: bool, differ: bool) -> None:
-    """Qwen2.5-VL's: text, height and width [3, B, T]. Tokens are the same only where all planes are."""
+def test_positions_of_several_planes(packed: bool) -> None:
+    """Qwen2.5-VL's: text, height and width [3, B, T]. Tokens are the same only where all planes are: in the second
+    batch a row differs in one of them.
+    """
     model = several_planes()
 
     def losses(call: Call, model: nn.Module) -> list[Tensor]:
@@ -223,7 +219,7 @@ def test_positions_of_several_planes(packed: bool, differ: bool) -> None:
         for seed in range(2):
             ids = torch.cat([torch.arange(3, 9).expand(4, 6), tokens(seed, 4, 6)], 1)
             planes = torch.arange(12).expand(3, 4, 12).clone()
-            if differ:
+            if seed:
                 planes[1, 2, 2:] += 3
             if packed:
                 ids, planes = ids.reshape(1, -1), planes.reshape(3, 1, -1)

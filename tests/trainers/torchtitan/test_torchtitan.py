@@ -25,8 +25,6 @@ from treefx.integrations.torchtitan.attention import read_trees
 from treefx.integrations.torchtitan.conversion import convert
 from treefx.integrations.torchtitan.training import compile_blocks, convert_by_name, convert_trainers
 
-pytestmark = pytest.mark.sample(8)
-
 START = [3, 4, 5, 6, 7, 8, 9]
 DOCUMENTS = [[*START[:n], *(10 + (5 * n + i) % 20 for i in range(2 + n % 3))] for n in (7, 7, 6, 5, 7, 6, 3, 4)]
 
@@ -72,9 +70,7 @@ def trie(given: tuple[Tensor, Tensor, Tensor]) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("shape", [(2, 32), (3, 24)])
-@pytest.mark.parametrize("kind", ["FlexAttention", "VarlenAttention"])
-@pytest.mark.sample(3)
+@pytest.mark.parametrize(("kind", "shape"), [("FlexAttention", (2, 32)), ("VarlenAttention", (3, 24))])
 def test_documents_share(kind: str, shape: tuple[int, int]) -> None:
     given = batch(*shape)
     model, twin = decoder(kind)
