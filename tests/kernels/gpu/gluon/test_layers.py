@@ -34,7 +34,7 @@ from treefx.kernels.gpu.triton_tree.launch import Launch
 from treefx.kernels.score import Score
 from treefx.kernels.tiles import tree_blocks
 
-pytestmark = [pytest.mark.usefixtures("fresh_caches"), pytest.mark.sample(4)]
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 GATED = Score(("add", SCALED, ("mul", ("load", 3, ("head",)), ("float", ("lt", DEPTH_Q, const(3))))))
 ROUNDED = 1e-5
 """Numbers of rows, and what goes from launch to launch, have 32 bits."""
