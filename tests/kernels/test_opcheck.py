@@ -17,8 +17,6 @@ import treefx.kernels.recurrence.tree_scan  # noqa: F401 - defines its operators
 from treefx.kernels import ops, tree_attention
 from treefx.kernels.score import Score
 
-pytestmark = pytest.mark.sample(2)
-
 DRAWS = int(os.environ.get("TREEFX_OPCHECK_DRAWS", "10"))
 _ops: Any = torch.ops.treefx
 

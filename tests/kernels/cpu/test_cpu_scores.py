@@ -138,7 +138,7 @@ def run_both(ends: Tensor, leaves: list[Tensor], score: Score, buffers: list[Ten
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * max(1.0, want.abs().max().item()))
 
 
-@pytest.mark.parametrize("steepest", [0.5, 1.0, 3.0, 400.0])
+@pytest.mark.parametrize("steepest", [0.5, 3.0, 400.0])
 def test_steep_alibi(steepest: float) -> None:
     """Slopes so steep that a difference of logits loses its digits take smaller tiles, then a whole mask."""
     torch.manual_seed(0)
@@ -164,9 +164,17 @@ def learned(
     return [out, *torch.autograd.grad(out, leaves, grad)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("group", [1, 7])
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "group", "with_sinks"),
+    [
+        (torch.float32, 1, False),
+        (torch.float32, 7, True),
+        (torch.float64, 1, True),
+        (torch.float64, 7, False),
+        (torch.bfloat16, 1, False),
+        (torch.bfloat16, 7, True),
+    ],
+)
 def test_learned_slopes_take_no_scores(
     dtype: torch.dtype, group: int, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,8 +141,7 @@ def counted(given: Attention) -> tuple[int, int, int]:
     return counted_forward(given), backward_bytes(given, tokens, pairs, carries=carries), sum(map(list_bytes, made))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("seed", "form"), [(seed, [*FORMS][(seed + seed // 3) % 3]) for seed in range(20)])
 def test_launches_allocate_what_is_counted(
     seed: int,
     form: str,
