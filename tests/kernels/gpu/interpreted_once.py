@@ -55,19 +55,20 @@ def once(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("once")
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", ["plain", "softcap", "alibi", "bias", "relative", "gated", "clamped", "chosen"])
 def test_scores(name: str) -> None:
+    """Those with a slope or a gradient each; those that are conditions alone are the same text in both backwards."""
     check(draw(*SMALL, batch=2, sinks=name in ("plain", "softcap")), SCORES[name])
 
 
 @pytest.mark.usefixtures("once")
-@pytest.mark.parametrize("heads", [*((2 * group, 2) for group in range(1, 17)), (71, 1)])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (14, 2), (32, 2), (71, 1)])
 def test_groups(heads: tuple[int, int]) -> None:
     check(draw(*SMALL, heads=heads), SCORES["window"])
 
 
 @pytest.mark.usefixtures("once")
-@pytest.mark.parametrize("widths", [(64, 64), (80, 80), (96, 40), (192, 128), (72, 100), (8, 8), (256, 256)])
+@pytest.mark.parametrize("widths", [(80, 80), (192, 128), (72, 100)])
 def test_head_widths(widths: tuple[int, int]) -> None:
     check(draw(*SMALL, heads=(2, 1), widths=widths), SCORES["softcap"])
 

@@ -30,7 +30,7 @@ from tests.kernels.gpu.interpreted_cases import (
     forest,
     other_numbers,
 )
-from tests.kernels.interface_cases import CASES, differs_from_float64
+from tests.kernels.interface_cases import CASES, EVERYTHING, differs_from_float64
 from tests.kernels.interface_cases import Case as InterfaceCase
 from tests.strategies import Rows, row_batches
 from treefx.errors import InputError, UnsupportedError
@@ -44,8 +44,15 @@ from treefx.kernels.ops import attend
 from treefx.kernels.score import Score
 from treefx.kernels.tiles import key_programs, tree_blocks
 
+OF_INTERFACE = [
+    *(case for case in CASES if case.dtype == torch.float32),
+    *(case for case in CASES if case.dtype == torch.float16 and case.options == EVERYTHING),
+    *(case for case in CASES if case.dtype in (torch.bfloat16, torch.float64) and case.options in ((), EVERYTHING)),
+]
+"""All in float32; in half precision with all arguments; of what is refused, with none and with all."""
 
-@settings(max_examples=40)
+
+@settings(max_examples=12)
 @given(row_batches(), st.sampled_from(sorted(SCORES)), st.booleans(), st.sampled_from([(1, 1), (4, 2), (7, 1)]))
 def test_random_forests(rows: Rows, name: str, sinks: bool, heads: tuple[int, int]) -> None:
     check(draw(*forest(rows), heads=heads, sinks=sinks), SCORES[name])
@@ -61,7 +68,7 @@ def test_branch_inside_a_tile(name: str) -> None:
     check(draw(*BRANCH_AT_57, heads=(2, 1)), SCORES[name])
 
 
-@pytest.mark.parametrize("widths", [(64, 64), (80, 80), (96, 40), (192, 128), (72, 100), (8, 8), (256, 256)])
+@pytest.mark.parametrize("widths", [(80, 80), (192, 128), (72, 100), (8, 8)])
 def test_head_widths(widths: tuple[int, int]) -> None:
     check(draw(*SMALL, heads=(2, 1), widths=widths), SCORES["softcap"])
 
@@ -105,8 +112,15 @@ def test_one_tensor_in_two_places_is_not_taken_for_two() -> None:
     check(of(k.transpose(1, 2).contiguous().transpose(1, 2), v), SCORES["plain"])
 
 
-@pytest.mark.parametrize("name", ["window", "alibi"])
-@pytest.mark.parametrize("heads", [*((2 * group, 2) for group in range(1, 17)), (24, 1), (71, 1), (128, 1)])
+@pytest.mark.parametrize(
+    ("heads", "name"),
+    [
+        *(((2 * group, 2), "window") for group in (1, 3, 7, 16)),
+        *(((2 * group, 2), "alibi") for group in (5, 8)),
+        ((24, 1), "window"),
+        ((71, 1), "alibi"),
+    ],
+)
 def test_groups(heads: tuple[int, int], name: str) -> None:
     """Groups that are no power of two, that take several tiles, and tiles that begin in the middle of a token."""
     check(draw(*SMALL, heads=heads), SCORES[name])
@@ -362,7 +376,7 @@ def test_scores_without_a_derivative_are_refused() -> None:
         attend(q, q, q, SMALL[0][:3], Score(("floordiv", ("dot",), const(2.0))), impl="triton")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", OF_INTERFACE, ids=str)
 def test_the_whole_interface(case: InterfaceCase) -> None:
     """Right in the types that the interpreter computes right; the others, and float64, are refused by name."""
     found = differs_from_float64(case, "triton")
