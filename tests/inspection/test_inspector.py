@@ -22,8 +22,6 @@ from treefx.inspection.score_text import format_expression
 from treefx.kernels.score import Expr
 from treefx.runtime.report import Reports
 
-pytestmark = pytest.mark.sample(8)
-
 VOCAB = 61
 
 
@@ -38,7 +36,8 @@ def padded_batch() -> Batch:
 
 
 def tiny(**options: Any) -> TinyLM:
-    return TinyLM(SPELLINGS["sdpa_is_causal"], **options)
+    """Of one layer."""
+    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, **options)
 
 
 def step(compiled: Any, batch: Batch) -> None:
@@ -57,25 +56,23 @@ def llama() -> Inspection:
     return inspected(zoo("llama"), padded_batch())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_graphs_of_all_stages(name: str) -> None:
-    inspection = inspected(zoo(name), padded_batch())
-    assert tuple(inspection.graphs) == STAGES
-    assert all(isinstance(gm, fx.GraphModule) for gm in inspection.graphs.values())
-    assert len(inspection.kernels) == 2
-    assert inspection.restorations
-    assert "outside the graph" not in inspection.summary()
+def test_graphs_of_all_stages(llama: Inspection) -> None:
+    assert tuple(llama.graphs) == STAGES
+    assert all(isinstance(gm, fx.GraphModule) for gm in llama.graphs.values())
+    assert len(llama.kernels) == 2
+    assert llama.restorations
+    assert "outside the graph" not in llama.summary()
 
 
 def test_graphs_of_inductor_with_and_without_its_cache() -> None:
     """The second time the compiled code comes from a cache, which never sees a graph."""
-    cold = inspected(zoo("llama"), padded_batch(), inner="inductor")
+    cold = inspected(tiny(), batch_of(), inner="inductor")
     torch._dynamo.reset()  # forgets the compiled code, which stays in inductor's cache
-    warm = inspected(zoo("llama"), padded_batch(), inner="inductor")
+    warm = inspected(tiny(), batch_of(), inner="inductor")
     assert tuple(cold.graphs) == tuple(warm.graphs) == STAGES
     for stage in STAGES:
         assert len(cold.graphs[stage].graph.nodes) == len(warm.graphs[stage].graph.nodes)
-    assert len(cold.restorations) == len(warm.restorations) == 2
+    assert len(cold.restorations) == len(warm.restorations) > 0
     assert warm.stats["inner"] == "inductor"
 
 
@@ -177,7 +174,7 @@ def test_figures_of_the_graph_that_ran_last() -> None:
         stats = treefx.inspect(compiled).stats
         assert stats["tokens"] == distinct_tokens(batch)
         assert stats["calls"] == calls
-        assert stats["attention_rewritten"] == 2
+        assert stats["attention_rewritten"] == 1
         assert stats["graphs"] == 1
 
 

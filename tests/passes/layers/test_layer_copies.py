@@ -93,10 +93,8 @@ def test_layers_that_are_equal_are_copied(copied: list[Layer]) -> None:
 
 @pytest.mark.parametrize("other", [{"scale": 0.25}, {"window": 3}, {"dtype": torch.float32}, {"counts": True}])
 def test_layers_that_differ_are_traced(copied: list[Layer], other: dict[str, Any]) -> None:
+    """Each is copied from the one of its kind before, not from its neighbour."""
     tolerance = 1e-6 if "dtype" in other else FLOAT64  # sums of float32 are taken in another order
-    assert_close(*both(build({}, other)), tolerance)
-    assert copied == []
-    torch._dynamo.reset()
     assert_close(*both(build({}, other, {}, other)), tolerance)
     assert len(copied) == 2 * 2 if "counts" not in other else len(copied) < 2 * 2
 
@@ -209,8 +207,7 @@ def test_a_layer_is_no_copy_of_one_whose_operands_lie_otherwise_in_memory(
     assert not any(copied)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name, use_cache", [("llama", False), ("llama", True), ("gemma2", False), ("gpt2", False)])
+@pytest.mark.parametrize("name, use_cache", [("llama", True), ("gpt2", False)])
 def test_the_graph_is_the_one_without_copies(
     name: str, use_cache: bool, copied: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
