@@ -33,8 +33,6 @@ from treefx.planning.execution.backward import backward
 from treefx.runtime import report
 from treefx.runtime.cut import EdgeSubset
 
-pytestmark = pytest.mark.sample(8)
-
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("mistral", 1)])
 def test_cuts_in_float64(name: str, layers: int) -> None:

@@ -21,8 +21,6 @@ from treefx.passes.cuts.boundary_windows import find_windows
 from treefx.planning.execution import boundary
 from treefx.runtime.cut import Cut
 
-pytestmark = pytest.mark.sample(3)
-
 Compiled = tuple[nn.Module, Any]
 
 

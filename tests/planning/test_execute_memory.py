@@ -8,8 +8,6 @@ import torch
 import treefx
 from treefx.planning.cost.memory import Source, install_allocator, track_peak
 
-pytestmark = pytest.mark.sample(2)
-
 SOURCES: tuple[Source, ...] = ("allocator", "profiler")
 MEGABYTE = 1 << 20
 

@@ -13,8 +13,6 @@ from tests.planning.parts import reproducible as reproducible
 from treefx.planning.execution.boundary import Store
 from treefx.runtime.cut import Cut
 
-pytestmark = pytest.mark.sample(2)
-
 
 def no_relay(store: Store, crossings: Any, taken: Any) -> None:
     """K/V gradients do not cross."""

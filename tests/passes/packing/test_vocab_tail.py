@@ -17,8 +17,6 @@ from treefx.passes.packing import restore_gradients, vocab_tail
 from treefx.passes.packing.vocab_tail import surprise
 from treefx.runtime.ways import most_logits
 
-pytestmark = pytest.mark.sample(2)
-
 
 @pytest.mark.parametrize("form", ["picked", "masked"])
 @pytest.mark.parametrize("softcap", [None, 0.7])
