@@ -70,8 +70,7 @@ def at(expression: sympy.Expr, sizes: Sizes, inputs: Inputs) -> float:
     return Bytes([sizes.row(expression)])(inputs.q.shape[2], outside, 0)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("seed", "form"), [(seed, [*FORMS][(seed + seed // 3) % 3]) for seed in range(20)])
 def test_never_less_than_launches_allocate(seed: int, form: str, device: None) -> None:  # noqa: F811
     inputs = part(seed)
     forward, backward, lists = counted(runner(inputs, SCORE, form))
