@@ -1,5 +1,6 @@
 """``torch.library.opcheck`` on the operators that passes put into graphs: fakes against results, in any layout."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +16,6 @@ from tests.backend.calls.test_heads import Scores
 from treefx.passes.cuts.exchange import exchange, exchange_backward
 from treefx.passes.packing.vocab_tail import surprise
 from treefx.passes.trace import flash, heads, opaque_ops
-
-pytestmark = pytest.mark.sample(2)
 
 _ops: Any = torch.ops.treefx
 
@@ -35,11 +34,17 @@ def lay(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
     return LAYOUTS[request.param]
 
 
+def each_with(name: str, *values: Any) -> pytest.MarkDecorator:
+    """Every layout with one of the values in turn: which it is changes no layout."""
+    names = zip(LAYOUTS, itertools.cycle(values), strict=False)
+    return pytest.mark.parametrize(("lay", name), names, indirect=["lay"])
+
+
 def leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_with("dtype", torch.float32, torch.bfloat16)
 def test_expand_and_restore(lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     for shape, token_of in (((4, 6), TOKENS), ((4,), TOKENS.t()), ((4, 2, 3), TOKENS[:1].expand(3, 4))):
         x = lay(torch.randn(shape).to(dtype))
@@ -52,7 +57,7 @@ def test_as_read(lay: Callable[[Tensor], Tensor]) -> None:
         opcheck(_ops.as_read.default, (x,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each_with("dtype", torch.float32, torch.float64)
 def test_pick_and_restore_pick(lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     x = lay(torch.randn(4, 6, dtype=dtype))
     opcheck(_ops.pick.default, (leaf(x), ROW, TARGET))
@@ -60,7 +65,7 @@ def test_pick_and_restore_pick(lay: Callable[[Tensor], Tensor], dtype: torch.dty
     opcheck(_ops.restore_pick.default, (torch.ones((), dtype=dtype).expand(6), ROW, TARGET, x))
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@each_with("biased", False, True)
 def test_surprise_and_its_gradients(lay: Callable[[Tensor], Tensor], biased: bool) -> None:
     """A weight that is transposed in memory had a gradient in its own layout, where the fake promised a dense one."""
     hidden, weight = lay(torch.randn(4, 3)), lay(torch.randn(9, 3))
@@ -119,7 +124,7 @@ def test_flash(lay: Callable[[Tensor], Tensor]) -> None:
         opcheck(_ops.flash_backward.default, (grad, q, q[:, :2], q[:, 2:], *operands, None, *settings))
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@each_with("with_bias", False, True)
 def test_head(lay: Callable[[Tensor], Tensor], with_bias: bool) -> None:
     key = heads.register_head(heads.Head(Scores, (0.5,)))
     target = torch.where(TARGET < 0, heads.UNSCORED, TARGET)
@@ -157,8 +162,8 @@ class TransposedAndTooLarge(nn.Module):
 GRADIENTS = {OneGradient: (True, False), TransposedAndTooLarge: (True, True)}
 
 
+@each_with("shape", (3, 4), (4,), (4,), (3, 4))
 @pytest.mark.parametrize("backward", GRADIENTS)
-@pytest.mark.parametrize("shape", [(3, 4), (4,)])
 def test_custom_function(lay: Callable[[Tensor], Tensor], backward: type[nn.Module], shape: tuple[int, ...]) -> None:
     """A user's gradient in another layout, dtype or shape than its input, which autograd sums and casts to it."""
     bodies = fx.symbolic_trace(Forward()), fx.symbolic_trace(backward())
@@ -179,7 +184,7 @@ def alone() -> Iterator[str]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_with("dtype", torch.float32, torch.bfloat16)
 def test_exchange(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: str) -> None:
     """Tokens 3 and 1 are sent and come in the other order; the boundary is filled up with a row of zeros."""
     k, v = lay(torch.randn(1, 2, 5, 4).to(dtype)), lay(torch.randn(1, 3, 5, 2).to(dtype))
@@ -193,7 +198,7 @@ def test_exchange(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: st
         assert torch.equal(back[0, :, [1, 3]].transpose(0, 1), grad[0, :2]) and not back[0, :, [0, 2, 4]].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_with("dtype", torch.float32, torch.bfloat16)
 def test_over_ranks(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: str) -> None:
     x = lay(torch.randn(4, 6).to(dtype))
     for op in (_ops.sum_over_ranks.default, _ops.same_on_ranks.default):
