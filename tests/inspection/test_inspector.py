@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import treefx
 from tests.batches import Batch, distinct_tokens, shared_batch
+from tests.inspection.situations import compiled, ids_of, train
 from tests.mixers import MIXERS
 from tests.models import TinyLM, zoo
 from tests.oracle import compile_with, loss_of, refused
@@ -66,9 +67,13 @@ def test_graphs_of_all_stages(llama: Inspection) -> None:
 
 def test_graphs_of_inductor_with_and_without_its_cache() -> None:
     """The second time the compiled code comes from a cache, which never sees a graph."""
-    cold = inspected(tiny(), batch_of(), inner="inductor")
-    torch._dynamo.reset()  # forgets the compiled code, which stays in inductor's cache
-    warm = inspected(tiny(), batch_of(), inner="inductor")
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()  # forgets the compiled code, which stays in inductor's cache
+        model = compiled(inner="inductor", min_sharing=1.0)
+        train(model, ids_of())
+        found.append(treefx.inspect(model))
+    cold, warm = found
     assert tuple(cold.graphs) == tuple(warm.graphs) == STAGES
     for stage in STAGES:
         assert len(cold.graphs[stage].graph.nodes) == len(warm.graphs[stage].graph.nodes)
