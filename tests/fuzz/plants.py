@@ -275,6 +275,11 @@ PLANTS = {
         "counters",
         {"treefx.passes.pipeline:leaks": _outputs_alone},
     ),
+    "counters of forests": Plant(
+        "a buffer may count the tokens of a forest, which are there once",
+        "counters",
+        {"treefx.runtime.ways.native:changed_by": _always(None)},
+    ),
     "hooks": Plant(
         "gradient hooks run for each part of a plan",
         "hooks",

@@ -11,7 +11,7 @@ from random import Random
 
 from treefx.errors import InputError
 from treefx.fuzz.draft import Draft
-from treefx.fuzz.families.around import COUNTERS, CUTS
+from treefx.fuzz.families.around import COUNTERS, CUTS, READ_THE_MASK
 from treefx.fuzz.families.attention import SPELLINGS, WRITTEN, condition_part
 from treefx.fuzz.families.autograd import AUTOGRAD
 from treefx.fuzz.families.calls import CALLS
@@ -247,6 +247,12 @@ def _invalid(draft: Draft, rng: Random) -> None:
 
 
 def _counters(draft: Draft, rng: Random) -> None:
+    if rng.random() < 0.2:
+        _native(draft, rng)
+        names = [name for name in COUNTERS if name not in READ_THE_MASK]
+        draft.layers.append(Piece(rng.choice(names)))
+        draft.calls = ["forest"]
+        return
     draft.layers.insert(rng.randint(0, len(draft.layers)), Piece(rng.choice(list(COUNTERS))))
     draft.output = rng.choice(("loss", "loss", "loss and logits"))
     draft.calls = rng.choice((["train"], ["train", "train"], ["no_grad", "train"]))
@@ -268,7 +274,8 @@ def _hooked(draft: Draft, rng: Random) -> None:
 
 
 def _converted(draft: Draft, rng: Random) -> None:
-    draft.calls = [rng.choice(list(CONVERTED))]
+    plain = [name for name in CONVERTED if ", nn.Linear," in name]
+    draft.calls = [rng.choice(plain if rng.random() < 0.4 else list(CONVERTED))]
 
 
 def _cuts(draft: Draft, rng: Random) -> None:
@@ -350,7 +357,7 @@ FAMILIES = {
     "mixed": "several of these at once",
     "inplace": "functions of hidden states that change them in place, fixed and symbolic sizes",
     "invalid": "inputs that eager refuses: labels, ids, shapes, types",
-    "counters": "statistics of tokens that reach a buffer alone",
+    "counters": "statistics of tokens that reach a buffer alone, also of forests",
     "nonfinite": "a token whose embedding is NaN or infinite",
     "weights": "forests with weights of zero and forbidden tokens, and without a compiler",
     "hooks": "what acts on gradients while a plan runs, and a loss that is no sum over its parts",

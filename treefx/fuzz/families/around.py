@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treefx.fuzz.families.parts import Part
 
-__all__ = ["COUNTERS", "CUTS"]
+__all__ = ["COUNTERS", "CUTS", "READ_THE_MASK"]
 
 _EXPERTS = "self.register_buffer('load{n}', torch.zeros(4)); self.gate{n} = nn.Linear(D, 4, bias=False)"
 _CHOSEN = "share = self.gate{n}(x).sigmoid()\nchosen = share.topk(2, -1).indices\nx = x * (1 + share.mean(-1, True))\n"
@@ -33,6 +33,12 @@ COUNTERS = {
     "masked mean": Part(
         "with torch.no_grad(): self.load{n}.add_((x * am[..., None]).sum((0, 1)) / am.sum().clamp(min=1))", _WIDTH
     ),
+    "ids counted": Part(
+        "ones = torch.ones_like(ids, dtype=x.dtype).reshape(-1)\n"
+        "with torch.no_grad(): self.load{n}.index_add_(0, ids.reshape(-1) % D, ones)",
+        _WIDTH,
+    ),
+    "cells counted": Part("with torch.no_grad(): self.load{n}.add_(ids.numel())", _WIDTH),
     "bias from counts": Part(
         _CHOSEN + "x = x + self.load{n}[chosen].mean(-1, True)\n"
         "with torch.no_grad(): self.load{n}.add_(0.01 * (F.one_hot(chosen, 4).to(x.dtype).mean((0, 1, 2)) - 0.25))",
@@ -40,6 +46,8 @@ COUNTERS = {
     ),
 }
 """Statistics of all cells of a batch, padding included, which reach nothing but a buffer."""
+READ_THE_MASK = ("experts by index_add", "masked mean")
+"""Those of them that run with a mask alone."""
 
 _SPOTS = "spots = ids % 5 == 3\ntorch._dynamo.graph_break()\n"
 

@@ -97,7 +97,7 @@ def converted(seen, k, b, kind, given, options, convert, dtype):
         else:
             loss = F.cross_entropy(logits[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
             kept = layer.read() if hasattr(layer, "read") else CAUGHT
-            loss = loss + sum(x.square().mean() for x in kept)
+            loss = loss + 1e3 * sum(x.square().mean() for x in kept)  # their weights are small
             loss.backward()
             collect(seen, f"{k}.{turn}", loss, lm, {})
 '''
