@@ -7,8 +7,8 @@ trainer.
 
 Order of imports, each only of what stands before an arrow::
 
-    bounded, dumps, lasting, code_files, score, common, masked_products -> expression_text, reference -> tiles
-    -> cpu, gpu, recurrence -> ops -> api
+    bounded, cuda_graphs, dumps, lasting, code_files, score, common, masked_products -> expression_text, reference
+    -> tiles -> cpu, gpu, recurrence -> ops -> api
 """
 
 from typing import TYPE_CHECKING, Any

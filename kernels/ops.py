@@ -29,6 +29,7 @@ from treefx.kernels.common import Boundary, Inputs, empty_heads_inside, empty_ou
 from treefx.kernels.cpu import attention as cpu
 from treefx.kernels.cpu import boundary as boundary_cpu
 from treefx.kernels.cpu import one_call
+from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.gpu import dispatch as cuda
 from treefx.kernels.gpu import flex
 from treefx.kernels.gpu.triton_tree import support as triton_support
@@ -40,7 +41,7 @@ IMPLEMENTATIONS = ("auto", "reference", "cpu", "flex", "triton")
 """Values of ``impl``. ``auto``: ``cpu`` on the CPU; on CUDA ``triton`` where it runs and gives the reference's numbers,
 else ``flex`` with a warning; ``reference`` for float64."""
 
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_TAGS = (torch.Tag.pt2_compliant_tag, *NOT_CAPTURED)
 """The tile lists of a forest are made on the host: a captured CUDA graph would replay those of another forest."""
 _SHARED = "Tensor q, Tensor k, Tensor v, Tensor subtree_end, Tensor[] buffers, Tensor? sinks"
 _BOUNDARY = "Tensor? boundary_k=None, Tensor? boundary_v=None, Tensor? lo=None, Tensor? hi=None"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -386,10 +386,11 @@ def _regions(gm: fx.GraphModule, work: _Work, *, every: bool) -> fx.GraphModule:
 
 
 def _compile_inner(gm: fx.GraphModule, work: _Work, *, inner: Inner) -> fx.GraphModule:
-    assert work.rewritten is not None
-    write_kernel_sources(work.rewritten.gm)
+    found, given = work.rewritten, (work.observe, work.analysis.roles)
+    assert found is not None
+    write_kernel_sources(found.gm)
     with torch._C._DisableAutocast():
-        work.run = compile_inner(gm, work.rewritten.inputs, work.rewritten.mode, inner, work.observe)
+        work.run = compile_inner(gm, found.inputs, found.mode, replace(inner, records=found.cut is None), *given)
     return gm
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Config"]
 
+_Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -55,7 +57,7 @@ class Config:
     """
 
     inner: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    mode: _Mode = "default"
     min_sharing: float = 1.15
     on_unsupported: Literal["expand", "fallback", "error"] = "expand"
     padding: Literal["auto", "drop"] = "auto"
@@ -102,8 +104,21 @@ class Config:
         if unknown:
             raise ConfigError(
                 f"backend 'treefx' has the options {', '.join(known)}; got {', '.join(map(repr, unknown))}"
+                + "".join(_of_inductor(name, options[name]) for name in unknown)  # type: ignore[index]
             )
         return cls(**dict(options or {}))
+
+
+def _of_inductor(name: Any, value: Any) -> str:
+    """Where a setting of inductor goes instead; "" for a name that is none."""
+    from torch._inductor import list_mode_options, list_options  # loads inductor; options are checked without it
+
+    if name not in list_options():
+        return ""
+    modes: Any = list_mode_options()
+    setting = next((mode for mode in get_args(_Mode) if modes[mode].get(name, not value) == value), None)
+    instead = f"torch._inductor.config.{name} = {value!r} before the model's first call"
+    return f". {name!r} is a setting of inductor: use {f'the option mode={setting!r} or ' if setting else ''}{instead}"
 
 
 def _check_passes(names: Any) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from treefx.errors import InputError
+from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.masked_products import are_finite
 from treefx.kernels.recurrence.scan_chunk import Chunk, Gradients, split
 from treefx.kernels.recurrence.tree_chunks import ChunkPlan, Chunks, find_chunk_plan, plan_chunks
@@ -38,8 +39,6 @@ __all__ = ["CHUNK", "tree_delta_rule", "tree_scan", "tree_ssd"]
 
 CHUNK = 64
 """Tokens per chunk: products within chunks cost L per token, states between them D * E / L."""
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-"""The schedule of a forest is made on the host: a captured CUDA graph would replay that of another forest."""
 _ENTRIES_ON_CPU, _ENTRIES_ON_DEVICE = 1 << 20, 1 << 26
 """Entries of the [L, L] matrices that are in memory together."""
 _LARGE = 2.0**60
@@ -290,7 +289,7 @@ def _contained(
     return run(_Scan(inputs, plan_chunks(subtree_end, chunk, alone))) if alone.any() else found
 
 
-@torch.library.custom_op("treefx::tree_scan", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("treefx::tree_scan", mutates_args=(), tags=NOT_CAPTURED)
 def _tree_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor, chunk: int
 ) -> Tensor:
@@ -304,7 +303,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtr
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("treefx::tree_scan_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("treefx::tree_scan_backward", mutates_args=(), tags=NOT_CAPTURED)
 def _tree_scan_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, subtree_end: Tensor, chunk: int
 ) -> list[Tensor]:

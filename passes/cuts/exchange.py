@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treefx.kernels.common import accumulation_dtype
+from treefx.kernels.cuda_graphs import NOT_CAPTURED
 
 __all__ = ["exchange", "exchange_backward"]
 
 
-@torch.library.custom_op("treefx::exchange", mutates_args=())
+@torch.library.custom_op("treefx::exchange", mutates_args=(), tags=NOT_CAPTURED)
 def exchange(values: list[Tensor], sent: Tensor, order: Tensor, counts: Tensor, group: str) -> list[Tensor]:
     """Send tokens' values to other ranks, and get the boundary's from them.
 
@@ -47,7 +48,7 @@ def _(values: list[Tensor], sent: Tensor, order: Tensor, counts: Tensor, group: 
     return [x.new_empty(1, order.shape[0], x.shape[1], x.shape[3]) for x in values]
 
 
-@torch.library.custom_op("treefx::exchange_backward", mutates_args=())
+@torch.library.custom_op("treefx::exchange_backward", mutates_args=(), tags=NOT_CAPTURED)
 def exchange_backward(
     grads: list[Tensor], sent: Tensor, order: Tensor, counts: Tensor, tokens: int, group: str
 ) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,36 +28,63 @@ __all__ = ["Compiled", "Inner", "calls_subgraphs", "compile_inner"]
 Compiled = Callable[..., Any]
 Observer = Callable[[str, fx.GraphModule], None]
 """Called with "forward" or "backward" and the graph that the inner compiler gets."""
+_UNTAGGED = ("transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward")
+"""Operators of other libraries that wait for the device, without the tag that keeps them out of CUDA graphs."""
 
 
 @dataclass(frozen=True)
 class Inner:
-    """What compiles a graph: a backend of ``torch.compile`` by name, and for inductor one of its modes."""
+    """What compiles a graph: a backend of ``torch.compile`` by name, and for inductor one of its modes.
+
+    ``records`` False compiles a graph without CUDA graphs, whatever the mode says: that of one part of a plan, because
+    the graphs of the next part would write into memory that the backward of this part reads.
+    """
 
     name: str = "inductor"
     mode: str = "default"
+    records: bool = True
 
     @property
     def options(self) -> Mapping[str, Any]:
         """What the mode sets in the configuration of inductor."""
-        return list_mode_options(self.mode)
+        return {**list_mode_options(self.mode), **({} if self.records else {"triton.cudagraphs": False})}
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether inductor records CUDA graphs of what it compiles, by the mode or by its own configuration."""
+        recording = self.options.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs)
+        return self.name == "inductor" and bool(recording)
 
     def settings(self, gm: fx.GraphModule, inputs: Sequence[Any] = ()) -> dict[str, Any]:
         """What inductor is given with a graph: its mode, and what its caches do not see by themselves.
 
         ``inputs`` are the fake inputs that it is traced with, where treefx makes them.
         """
-        return {**self.options, "post_grad_custom_pre_pass": _CacheKey(gm, inputs)} if self.name == "inductor" else {}
+        if self.name != "inductor":
+            return {}
+        apart = _run_between_graphs() if self.records_graphs else {}
+        return {**self.options, **apart, "post_grad_custom_pre_pass": _CacheKey(gm, inputs)}
 
 
 def calls_subgraphs(inner: Inner) -> bool:
     """Whether a compiler compiles a subgraph once for all its calls; inductor does so in Python only."""
-    plain = not inner.options.get("triton.cudagraphs") and not torch._inductor.config.cpp_wrapper
+    plain = not inner.records_graphs and not torch._inductor.config.cpp_wrapper
     return inner.name == "inductor" and plain
 
 
+def _run_between_graphs() -> dict[str, Any]:
+    """The setting that names operators to run between CUDA graphs; none in a PyTorch without it."""
+    named = getattr(torch._inductor.config, "custom_should_partition_ops", None)
+    return {} if named is None else {"custom_should_partition_ops": [*named, *_UNTAGGED]}
+
+
 def compile_inner(
-    gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, inner: Inner, observe: Observer
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    mode: FakeTensorMode,
+    inner: Inner,
+    observe: Observer,
+    roles: Sequence[str] = (),
 ) -> Compiled:
     """Compile ``gm`` for inputs like ``inputs``.
 
@@ -67,6 +94,8 @@ def compile_inner(
         mode: Their fake tensor mode; its shape environment collects the guards of the compilation.
         inner: By name "inductor", "aot_eager" or "eager".
         observe: Gets the forward and the backward graph as they are compiled.
+        roles: "parameter", "buffer", "input" or "variable" of the first inputs. CUDA graphs read parameters and buffers
+            where they lie; what they read of other inputs is copied before every replay.
     """
     if inner.name == "eager":
         observe("forward", gm)
@@ -79,7 +108,7 @@ def compile_inner(
             # What a subgraph returns may lie in others' memory: a backward must not write into what it gets.
             donated = torch._functorch.config.donated_buffer and not subgraphs(gm)
             with torch._functorch.config.patch(donated_buffer=donated):
-                compiled = compile_fx(gm, list(inputs), _observed_inductor(observe), patches)
+                compiled = compile_fx(gm, list(inputs), _observed_inductor(observe, inputs, roles), patches)
             assert callable(compiled)
             return keeping_graphs(compiled)
         backend = aot_autograd(
@@ -126,14 +155,27 @@ class _CacheKey(CustomGraphPass):
         return None if None in others else (source_fingerprint(), self._tags, self._inputs, others)
 
 
-def _observed_inductor(observe: Observer) -> Callable[..., Any]:
+def _observed_inductor(observe: Observer, inputs: Sequence[Any] = (), roles: Sequence[str] = ()) -> Callable[..., Any]:
+    in_place = {i for i, role in enumerate(roles) if role in ("parameter", "buffer")}
+
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        if not options.get("is_backward") and _are_in_order(example_inputs, inputs, in_place):
+            options["static_input_idxs"] = sorted({*(options.get("static_input_idxs") or ()), *in_place})
         fill_freely(gm)
         own_results(gm)
         observe("backward" if options.get("is_backward") else "forward", copy_without_regions(gm))
         return compile_fx_inner(gm, example_inputs, **options)
 
     return inner_compile
+
+
+def _are_in_order(found: Sequence[Any], inputs: Sequence[Any], positions: Collection[int]) -> bool:
+    """Whether AOTAutograd has left inputs in their places: it takes out equal ones, and puts others in front."""
+    return len(found) == len(inputs) and all(
+        isinstance(found[i], Tensor) and (str(found[i].shape), found[i].dtype) == (str(x.shape), x.dtype)
+        for i, x in enumerate(inputs)
+        if i in positions
+    )
 
 
 def _observed_boxed(stage: str, observe: Observer) -> Callable[..., Any]:

@@ -25,10 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from treefx.kernels.cuda_graphs import NOT_CAPTURED
+
 __all__ = ["gather_pieces", "own_piece", "same_on_ranks", "sum_over_ranks"]
 
 
-@torch.library.custom_op("treefx::sum_over_ranks", mutates_args=())
+@torch.library.custom_op("treefx::sum_over_ranks", mutates_args=(), tags=NOT_CAPTURED)
 def sum_over_ranks(x: Tensor, group: str) -> Tensor:
     """The sum of what the ranks of a process group (by name) hold, of the shape of ``x``."""
     ops = torch.ops._c10d_functional
@@ -42,7 +44,7 @@ def same_on_ranks(x: Tensor, group: str) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("treefx::gather_pieces", mutates_args=())
+@torch.library.custom_op("treefx::gather_pieces", mutates_args=(), tags=NOT_CAPTURED)
 def gather_pieces(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """The pieces of all ranks one behind the other along ``dim``, which gets ``ranks`` times as long."""
     ops = torch.ops._c10d_functional

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.common import owned
+from treefx.kernels.cuda_graphs import NOT_CAPTURED
 
 __all__ = [
     "FlashCall", "autograd_recorded", "call_flash", "ends_of_segments", "flash", "has_flash", "is_flash",
@@ -68,7 +69,7 @@ _CALL = (
 )
 
 
-@torch.library.custom_op("treefx::flash", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+@torch.library.custom_op("treefx::flash", mutates_args=(), schema=f"({_CALL}) -> Tensor", tags=NOT_CAPTURED)
 def flash(*call: Any) -> Tensor:
     """The result of a ``FlashCall``, [B, H, T, Dv]."""
     return _tokens_first(_run(FlashCall(*call)).transpose(1, 2))
@@ -80,8 +81,9 @@ def _(*call: Any) -> Tensor:
 
 
 @torch.library.custom_op(
-    "treefx::flash_backward", mutates_args=(), schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+    "treefx::flash_backward", mutates_args=(), tags=NOT_CAPTURED,
+    schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
 def flash_backward(grad: Tensor, *of: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and sinks (empty where there are none) of a ``FlashCall``.
 

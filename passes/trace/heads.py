@@ -30,6 +30,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from treefx.kernels.bounded import Bounded
+from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.passes.trace.flash import autograd_recorded
 
 __all__ = ["UNSCORED", "Head", "copy_graph", "head", "register_head", "tell_masks"]
@@ -98,7 +99,7 @@ def _pairs(targets: Tensor, slot: Tensor | None) -> _Pairs:
     return _Pairs(pairs[0], pairs[1], place)
 
 
-@torch.library.custom_op("treefx::head", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op("treefx::head", mutates_args=(), tags=NOT_CAPTURED)
 def head(
     hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, slot: Tensor | None, key: str
 ) -> list[Tensor]:
@@ -133,7 +134,7 @@ def _dtypes(key: str, dtype: torch.dtype) -> list[torch.dtype]:
     return [x.dtype for x in _HEADS[key].example(dtype) if x is not None]
 
 
-@torch.library.custom_op("treefx::head_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op("treefx::head_backward", mutates_args=(), tags=NOT_CAPTURED)
 def head_backward(
     grads: Sequence[Tensor | None], hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None,
     slot: Tensor | None, key: str, wanted: Sequence[bool],

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from treefx.kernels.common import owned
+from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.passes.trace.fingerprint import fingerprint
 
 __all__ = [
@@ -164,7 +165,7 @@ def _run(body: fx.GraphModule, *values: Tensor) -> list[Tensor]:
         return _apart(fx.Interpreter(body).run(*values), values)
 
 
-@torch.library.custom_op("treefx::custom_function", mutates_args=())
+@torch.library.custom_op("treefx::custom_function", mutates_args=(), tags=NOT_CAPTURED)
 def custom_function(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
     """Apply a registered ``autograd.Function``: its outputs, and then what it saved."""
     return _run(_FUNCTIONS[key].forward, *inputs)
@@ -175,7 +176,7 @@ def _(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
     return _run(_FUNCTIONS[key].forward, *inputs)
 
 
-@torch.library.custom_op("treefx::custom_function_backward", mutates_args=())
+@torch.library.custom_op("treefx::custom_function_backward", mutates_args=(), tags=NOT_CAPTURED)
 def custom_function_backward(grads: Sequence[Tensor], saved: Sequence[Tensor], key: str) -> list[Tensor]:
     """The gradients of a registered ``autograd.Function`` that it has."""
     return _run(_FUNCTIONS[key].backward, *grads, *saved)
