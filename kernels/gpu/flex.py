@@ -115,7 +115,7 @@ def _outside(inputs: Inputs) -> int:
 
 
 def block_mask(
-    inputs: Inputs, mask_mod: Callable[..., Tensor], *, exact: bool = True, block: int = _BLOCK
+    inputs: Inputs, mask_mod: Callable[..., Tensor], *, exact: bool = True, block: tuple[int, int] = (_BLOCK, _BLOCK)
 ) -> BlockMask:
     """Return the lists of blocks, from the extrema of each block, with the condition for the partial ones.
 
@@ -123,17 +123,17 @@ def block_mask(
         inputs: whose ``subtree_end`` and boundary say who sees whom.
         mask_mod: the condition on (batch, head, q, k).
         exact: whether it is nothing but that, so that full blocks need not evaluate it.
-        block: tokens per side of a block.
+        block: queries and keys of a block.
     """
     begin, end = inputs.intervals()
-    tokens, keys = inputs.q.shape[2], begin.shape[0]
-    first = _outside(inputs) + torch.arange(-(-tokens // block), device=begin.device) * block
-    last = first + block - 1
+    tokens, keys, (rows, columns) = inputs.q.shape[2], begin.shape[0], block
+    first = _outside(inputs) + torch.arange(-(-tokens // rows), device=begin.device) * rows
+    last = first + rows - 1
     # A ragged block of queries or keys never counts as full: no end exceeds its last row, padded keys are never
     # seen.
     never = int(torch.iinfo(torch.int32).max)
     begin, end = (
-        torch.nn.functional.pad(x, (0, -keys % block), value=value).view(-1, block)
+        torch.nn.functional.pad(x, (0, -keys % columns), value=value).view(-1, columns)
         for x, value in ((begin, never), (end, 0))
     )
     nonempty = (begin.amin(dim=1)[None, :] <= last[:, None]) & (end.amax(dim=1)[None, :] > first[:, None])

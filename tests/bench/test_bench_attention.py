@@ -1,5 +1,6 @@
 """The attention benchmark: its trees, its records, and its refusal to time wrong numbers."""
 
+import importlib.util
 import os
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,14 @@ from treefx.bench.attention import cuda as bench_attention_cuda
 from treefx.bench.attention.apart import Task
 from treefx.bench.attention.cpu import CASES, Case, make_summary, run
 from treefx.bench.attention.rivals import Scores, dense, rows_alone
-from treefx.bench.attention.settings import SETTINGS, Setting
+from treefx.bench.attention.settings import FLASH, SETTINGS, Setting
 from treefx.bench.attention.trees import Tree
 from treefx.bench.job.processes import Note
 from treefx.bench.step import WrongResultError
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import tree_attention
+from treefx.kernels.common import Inputs
+from treefx.kernels.gpu import flex
 
 SMALL = Tree("small", ((-1, 5), (0, 3), (0, 2), (2, 4)))
 
@@ -204,9 +207,132 @@ def test_settings_cover_trees_heads_and_lengths() -> None:
     assert min(tokens) < 4200 and max(tokens) > 128_000
     assert {setting.tree.name.split()[0].strip(",") for setting in settings} == {
         "prefix",
+        "DualKV",
         "GRPO",
         "DPO",
         "groups",
         "agent",
         "tree",
     }
+
+
+def test_shapes_of_dualkv() -> None:
+    """28 responses of 2,048 tokens behind one prompt, 32:8 heads of 128: among the first ten that are timed."""
+    found = [setting for setting in SETTINGS[:11] if setting.tree.name.startswith("DualKV")]
+    assert [len(setting.tree.rows()[0]) - 2048 for setting in found] == [4096, 16384, 32768]
+    for setting, prompt in zip(found, (4096, 16384, 32768), strict=True):
+        assert (setting.head_dim, setting.heads, setting.kv_heads) == (128, 32, 8)
+        rows, ends = setting.tree.rows(), setting.tree.subtree_end()
+        tokens = prompt + 28 * 2048
+        assert len(ends) == tokens and {len(row) for row in rows} == {prompt + 2048} and len(rows) == 28
+        assert bool((ends[:prompt] == tokens).all())
+        assert ends[prompt:].reshape(28, 2048).unique(dim=1)[:, 0].tolist() == [
+            prompt + 2048 * (number + 1) for number in range(28)
+        ]
+
+
+class Flash:
+    """Stands for flash-attn-4: tree attention, whose gradients are wrong from a call on."""
+
+    def __init__(self, wrong_from: int | None) -> None:
+        self.wrong_from, self.calls = wrong_from, 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        self.calls += 1
+        right = self.wrong_from is None or self.calls < self.wrong_from
+        return bench_attention_cuda.tree_attention(q, k if right else k * 0.9 + k.detach() * 0.1, v, ends)
+
+
+@pytest.fixture
+def flash(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Flash:
+    made = Flash(getattr(request, "param", None))
+
+    def attend(case: Any, variant: str) -> Any:
+        assert variant == FLASH
+        return lambda q, k, v: made(q, k, v, case.ends)
+
+    monkeypatch.setattr(bench_attention_cuda._Case, "flex", attend)
+    monkeypatch.setattr(bench_attention_cuda, "_chosen", list)
+    return made
+
+
+def measure_flash() -> dict[str, Any]:
+    setting = replace(SETTING, variants=(FLASH,))
+    (record,) = bench_attention_cuda.run([setting], device="cpu", timer=lambda call: 3.0)
+    return record
+
+
+@pytest.mark.usefixtures("untuned")
+def test_flash_attn_4_is_a_baseline_of_its_own(flash: Flash) -> None:
+    record = measure_flash()
+    assert record["wrong"] == [] and record["flex FLASH"] == [3.0, 3.0]
+    assert record["flash_over_tree_forward"] == record["flash_over_tree_backward"] == 1.0
+    assert not [key for key in record if key.startswith("flex_")], "it is no variant of the Triton kernels"
+    headers = [column.header for column in bench_attention_cuda.make_summary([record]).columns]
+    assert "fwd flash x" in headers and "bwd flash x" in headers
+    assert "fwd flash x" not in [c.header for c in bench_attention_cuda.make_summary([measure()]).columns]
+
+
+@pytest.mark.usefixtures("untuned")
+@pytest.mark.parametrize("flash", [1, 4], indirect=True, ids=["always", "now and then"])
+def test_wrong_gradients_of_flash_attn_4_get_no_time(flash: Flash) -> None:
+    """Its record says so; what else was measured stays."""
+    record = measure_flash()
+    assert record["wrong"] == [] and record["tree_forward_ms"] == 3.0 and "rows_over_tree_backward" in record
+    assert record["flex FLASH"].startswith("not measured: dk of flex FLASH must be off by at most 4 x")
+    assert not [key for key in record if key.startswith("flash_")]
+
+
+@pytest.mark.parametrize("found", [None, ImportError, object()], ids=["no module", "no package", "installed"])
+def test_flash_runs_where_it_is_installed(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_spec(name: str) -> Any:
+        assert name == "flash_attn.cute"
+        if found is ImportError:
+            raise ModuleNotFoundError("No module named 'flash_attn'")
+        return found
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    chosen = bench_attention_cuda._chosen(("default", FLASH))
+    assert chosen == (["default"] if found in (None, ImportError) else ["default", FLASH])
+
+
+def test_what_flash_attn_4_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend by name, numbers as sizes, and blocks of its own tiles: on Blackwell twice as many queries."""
+    given: dict[str, Any] = {}
+
+    def compiled(function: Any, **options: Any) -> Any:
+        given.update(options)
+        return lambda *args, **kwargs: given.update(kwargs)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    case = bench_attention_cuda._Case(SETTING, torch.device("cpu"), torch.bfloat16, lambda call: 1.0, lambda step: None)
+    case.flex(FLASH)(*case.leaves)
+    assert given["kernel_options"] == {"BACKEND": "FLASH"} and given["dynamic"] is False
+    assert given["block_mask"].BLOCK_SIZE == (128, 128)
+    case.flex("default")(*case.leaves)
+    assert given["kernel_options"] == {} and given["dynamic"] is None
+    case.device = torch.device("cuda")
+    for capability, block in (((9, 0), (128, 128)), ((10, 0), (256, 128)), ((12, 0), (256, 128))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert case.flash_block == block
+
+
+@pytest.mark.parametrize("block", [(32, 16), (16, 32), (16, 16)])
+def test_blocks_of_a_mask_may_have_more_queries_than_keys(block: tuple[int, int]) -> None:
+    ends = SETTING.tree.subtree_end()
+    q = torch.zeros(1, 1, len(ends), 8)
+    place = torch.arange(len(ends))
+    dense = (place[None, :] <= place[:, None]) & (place[:, None] < ends[None, :])
+
+    def visible(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+        return dense[q, k]
+
+    found = flex.block_mask(Inputs(q, q, q, ends), visible, block=block)
+    rows, columns = (-(-len(ends) // side) for side in block)
+    padded = torch.nn.functional.pad(dense, (0, columns * block[1] - len(ends), 0, rows * block[0] - len(ends)))
+    tiles = padded.reshape(rows, block[0], columns, block[1]).transpose(1, 2)
+    assert torch.equal(found.to_dense()[0, 0].bool(), tiles.any(-1).any(-1))
+    full = torch.zeros(rows, columns, dtype=torch.bool)
+    for row in range(rows):
+        full[row, found.full_kv_indices[0, 0, row, : found.full_kv_num_blocks[0, 0, row]].long()] = True
+    assert torch.equal(full, tiles.all(-1).all(-1))

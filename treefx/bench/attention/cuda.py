@@ -1,5 +1,8 @@
 """Time tree attention on a GPU against FlexAttention with the same tree, SDPA on every row alone, and a matrix product.
 
+FlexAttention runs on its own Triton kernels and, where flash-attn-4 is installed, on those as well (``FLASH``), each
+a baseline of its own.
+
 The numbers come first: out, dq, dk and dv of sampled tokens are compared with the dense reference in float64, and may
 be off by no more than 1.5 times what SDPA on separate rows is off in the same type. Where they are, no time is
 reported. Times are those of the device: the queue is filled behind a pause, so that no method waits for Python.
@@ -22,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from treefx.bench.attention.sample import Attend, Sample, causal, rounded
-from treefx.bench.attention.settings import FLEX_VARIANTS, SETTINGS, Setting
+from treefx.bench.attention.settings import FLASH, FLEX_VARIANTS, SETTINGS, Setting
 from treefx.bench.job.processes import Note
 from treefx.errors import UnsupportedError
 from treefx.kernels import tree_attention
@@ -36,6 +39,9 @@ __all__ = ["device_ms", "make_summary", "run"]
 Timer = Callable[[Callable[[], object]], float]
 _OURS, _OTHERS = 1.5, 4.0
 """How many times the error of SDPA on separate rows a method may be off."""
+_FLASH_CHECKS = 5
+"""How often the results of flash-attn-4 are compared: its versions of 2026 had wrong gradients for some shapes in every
+call, and for others in one launch of a few hundred."""
 _LARGEST_ROWS = 6e9
 """Bytes of padded queries above which the separate rows are not timed."""
 _PAUSE_CYCLES = 10_000_000
@@ -46,13 +52,15 @@ _COPIED = 2**30
 
 def make_summary(records: Sequence[dict[str, Any]]) -> Table:
     """Return the records as a table: milliseconds, TFLOP/s, and how many times longer the others take."""
-    names = ("tree_{}_ms", "tree_{}_tflops", "flex_over_tree_{}", "rows_over_tree_{}")
+    has_flash = any("flash_over_tree_forward" in record for record in records)
+    others = {name: f"{name}_over_tree_{{}}" for name in ("flex", *(["flash"] if has_flash else []), "rows")}
+    names = ("tree_{}_ms", "tree_{}_tflops", *others.values())
     fields = [name.format(way) for way in ("forward", "backward") for name in names]
     rows = [
         (record["case"], record.get("tokens", "-"), *(record.get(field, "-") for field in fields), _verdict(record))
         for record in records
     ]
-    short = ("ms", "TFLOP/s", "flex x", "rows x")
+    short = ("ms", "TFLOP/s", *(f"{name} x" for name in others))
     headers = [f"{way} {name}" for way in ("fwd", "bwd") for name in short]
     best = next((record for record in records if "matmul_tflops" in record), None)
     title = "Tree attention"
@@ -85,7 +93,7 @@ def run(
         device: where.
         dtype: of q, k and v.
         timer: milliseconds of a call on the device; by default measured there.
-        with_flex: whether FlexAttention runs as well.
+        with_flex: whether FlexAttention runs as well; on flash-attn-4 too where that is installed.
         note: is told what begins.
 
     Yields:
@@ -111,10 +119,19 @@ def run(
             torch._dynamo.config.patch(recompile_limit=256),
         ):
             case = partial(_Case, setting, torch.device(device), dtype, timer, note)
-            record = _measured(setting.name, case, setting.variants if with_flex else ())
+            record = _measured(setting.name, case, _chosen(setting.variants) if with_flex else ())
         yield {**record, **ceilings, "total_s": round(time.perf_counter() - start, 1)}
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def _chosen(variants: Sequence[str]) -> list[str]:
+    """The variants of FlexAttention that run here: ``FLASH`` only where flash-attn-4 can be imported."""
+    try:
+        is_there = importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:  # of the package around it
+        is_there = False
+    return [name for name in variants if is_there or name != FLASH]
 
 
 def _measured(name: str, make: Callable[[], "_Case"], variants: Sequence[str]) -> dict[str, Any]:
@@ -238,26 +255,38 @@ class _Case:
     def flex_figures(
         self, variants: Sequence[str], sample: "Sample", limits: dict[str, float], flops: float
     ) -> dict[str, Any]:
-        """Return the times of FlexAttention's fastest variant, and what became of the others."""
+        """Return the times of FlexAttention's fastest variant and of ``FLASH``, and what became of the others."""
         found: dict[str, tuple[float, float]] = {}
         record: dict[str, Any] = {}
         for name in variants:
             self.note(f"flex {name}")
             try:
                 attend = self.flex(name)
-                problem = "; ".join(sample.judge(f"flex {name}", attend, limits, _OTHERS, record))
+                problem = self.problem_of(name, attend, sample, limits, record)
                 if not problem:
                     found[name] = self.times(attend)
             except Exception as reason:  # of many types: options that do not fit, a compiler that fails
                 problem = f"{type(reason).__name__}: {str(reason)[:120]}"
-            record[f"flex {name}"] = problem or [round(ms, 4) for ms in found[name]]
+            record[f"flex {name}"] = f"not measured: {problem}" if problem else [round(ms, 4) for ms in found[name]]
+        if FLASH in found:
+            record |= _figures("flash", found.pop(FLASH), flops)
         if found:
             best = min(forward for forward, _ in found.values()), min(backward for _, backward in found.values())
             record |= _figures("flex", best, flops)
         return record
 
+    def problem_of(
+        self, name: str, attend: Attend, sample: "Sample", limits: dict[str, float], record: dict[str, Any]
+    ) -> str:
+        """Return what is wrong with the results or gradients of a variant, or ""; no time is taken of a wrong one."""
+        for _ in range(_FLASH_CHECKS if name == FLASH else 1):
+            wrong = sample.judge(f"flex {name}", attend, limits, _OTHERS, record)
+            if wrong:
+                return "; ".join(wrong)
+        return ""
+
     def flex(self, variant: str) -> Attend:
-        block, options = FLEX_VARIANTS[variant]
+        block, options = (self.flash_block, {"BACKEND": FLASH}) if variant == FLASH else FLEX_VARIANTS[variant]
         ends, given = self.ends, cast(Any, dict(options))
 
         def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -265,7 +294,8 @@ class _Case:
 
         q, k, v = self.leaves
         blocks = flex.block_mask(Inputs(q, k, v, ends), visible, block=block)
-        compiled = torch.compile(flex_attention, fullgraph=True)
+        # The kernels of flash-attn-4 are written for numbers; the others serve every length.
+        compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False if variant == FLASH else None)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             grouped = self.setting.heads != self.setting.kv_heads
@@ -273,6 +303,12 @@ class _Case:
             return out
 
         return attend
+
+    @property
+    def flash_block(self) -> tuple[int, int]:
+        """Queries and keys of a block that flash-attn-4 takes: on Blackwell a program has two tiles of queries."""
+        on_device = self.device.type == "cuda"
+        return (256, 128) if on_device and torch.cuda.get_device_capability(self.device)[0] >= 10 else (128, 128)
 
     def row_figures(self) -> dict[str, Any]:
         """Return the times of SDPA on the rows as a trainer has them: one batch, padded on the right."""
@@ -303,7 +339,7 @@ def _figures(method: str, times: tuple[float, float], flops: float) -> dict[str,
 
 def _ratios(record: dict[str, Any]) -> dict[str, Any]:
     """How many times as long as tree attention the others take, where they were measured."""
-    measured = [(other, way) for other in ("flex", "rows") for way in ("forward", "backward")]
+    measured = [(other, way) for other in ("flex", "flash", "rows") for way in ("forward", "backward")]
     return {
         f"{other}_over_tree_{way}": round(record[f"{other}_{way}_ms"] / record[f"tree_{way}_ms"], 2)
         for other, way in measured

@@ -6,14 +6,16 @@ from typing import Any
 
 from treefx.bench.attention.trees import Tree, agent_nodes, repeated_nodes, thought_nodes, uneven_nodes
 
-__all__ = ["FLEX_VARIANTS", "SETTINGS", "Setting"]
+__all__ = ["FLASH", "FLEX_VARIANTS", "SETTINGS", "Setting"]
 
-FLEX_VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "default": (128, {}),
-    "TMA": (128, {"USE_TMA": True}),
-    "64 x 64": (64, dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 64)),
+FLEX_VARIANTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "default": ((128, 128), {}),
+    "TMA": ((128, 128), {"USE_TMA": True}),
+    "64 x 64": ((64, 64), dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 64)),
 }
-"""Tokens per side of the mask's blocks, and ``kernel_options``: the fastest of these counts, per direction."""
+"""Queries and keys of the mask's blocks, and ``kernel_options``: the fastest of these counts, per direction."""
+FLASH = "FLASH"
+"""FlexAttention on the kernels of flash-attn-4, where that is installed: a baseline beside the variants."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Setting:
     heads: int = 32
     kv_heads: int = 8
     variants: Sequence[str] = ("default",)
-    """Of FlexAttention; each is compiled anew."""
+    """Of FlexAttention, and ``FLASH``; each is compiled on its own."""
 
     @property
     def name(self) -> str:
@@ -41,7 +43,13 @@ def _groups(kind: str, count: int, prefix: int, leaves: int, length: int) -> Tre
     return Tree(f"{kind} {count} x ({prefix} + {leaves} x {length})", repeated_nodes(count, prefix, leaves, length))
 
 
-_EVERY = tuple(FLEX_VARIANTS)
+def _shared_prompt(prompt: int) -> Setting:
+    """A shape on which DualKV (arXiv 2605.15422) reports its kernels: 28 responses of 2,048 tokens behind a prompt."""
+    nodes = repeated_nodes(1, prompt, 28, 2048)
+    return Setting(Tree(f"DualKV, prompt {prompt} + 28 x 2048", nodes), variants=("default", FLASH))
+
+
+_EVERY = (*FLEX_VARIANTS, FLASH)
 _SHORT, _MIDDLE, _LONG = _prefix(2048, 8, 256), _prefix(8192, 16, 512), _prefix(32768, 16, 2048)
 _GROUPS = _groups("groups", 8, 1024, 8, 2048)
 _UNEVEN = Tree(f"{_GROUPS.name}, half as long to half as long again", uneven_nodes(_GROUPS.nodes))
@@ -56,6 +64,7 @@ SETTINGS = (
     Setting(_groups("GRPO", 1, 512, 16, 224), variants=_EVERY),
     Setting(_groups("DPO", 4, 512, 2, 256), variants=_EVERY),
     Setting(_MIDDLE, variants=_EVERY),
+    *map(_shared_prompt, (4096, 16384, 32768)),
     Setting(_MIDDLE, head_dim=64),
     Setting(_MIDDLE, head_dim=256, heads=16, kv_heads=4),
     Setting(_MIDDLE, kv_heads=32),

@@ -37,8 +37,9 @@ def attention(
     On the CPU against the dense mask, separate rows, and the bare calls of ATen's kernel on the same rectangles: the
     floor of the method on the machine at hand. Trees that were timed before on another machine show those figures in
     brackets. Windows, ALiBi, softcap and sinks come last. On a GPU in bfloat16, prefix,
-    GRPO, DPO, agent and tree-of-thought forests of 4,000 to 130,000 tokens, against FlexAttention with the same tree
-    (its fastest variant) and SDPA on separate rows, with the matrix product the device reaches. Results are compared
+    GRPO, DPO, agent and tree-of-thought forests of 4,000 to 130,000 tokens and the three shapes of DualKV, against
+    FlexAttention with the same tree (its fastest variant, and its FLASH backend where flash-attn-4 is installed) and
+    SDPA on separate rows, with the matrix product the device reaches. Results and gradients are compared
     first; no time is printed of one that is wrong. A kernel that crashes or hangs costs its own case: the others run
     in a fresh process, in the plain form.
     """
