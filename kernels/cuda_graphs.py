@@ -1,4 +1,4 @@
-"""What operators say about CUDA graphs."""
+"""The tag of operators that CUDA graphs must not capture."""
 
 from typing import Any
 
@@ -10,5 +10,5 @@ _tags: Any = torch.Tag
 NOT_CAPTURED: tuple[torch.Tag, ...] = tuple(
     tag for tag in (getattr(_tags, "cudagraph_unsafe", None),) if tag is not None
 )
-"""The tag of an operator that no CUDA graph may hold: it waits for the device, allocates by values, or reads values on
-the host. Inductor runs such an operator between CUDA graphs. Empty in a PyTorch without the tag."""
+"""For an operator that waits for the device, allocates by values, or reads values on the host. Inductor runs such an
+operator between CUDA graphs. Empty in a PyTorch without the tag."""

@@ -29,7 +29,7 @@ from treefx.passes.packing.pack_tokens import Output, is_packed_output
 from treefx.passes.packing.vocab_tail import LossLogits, logits_of_losses
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
-from treefx.passes.trace.token_count import TokenCount
+from treefx.passes.trace.token_count import TokenCount, common_multiple
 
 __all__ = ["Analysis", "Expansion", "Rewritten", "Variant"]
 
@@ -42,6 +42,8 @@ _NAMES = {
     "treefx.head.default": "the function of LM head and loss",
 }
 """Operators that stand for the user's in a traced graph, by what the user calls."""
+_FOREST_TOKENS = 8192
+"""The size that graphs of the native level are compiled for; a forest may be larger."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class Variant:
     """Whether rows start in different columns and share tokens all the same."""
     part: Run | Ranks | None = None
     """What a part of a forest runs for, or with whom at the same time; None for a forest that is not cut."""
+
+    def token_count(self, positions: int, inputs: Sequence[Any]) -> TokenCount:
+        """N of a graph for rows of so many ``positions``; the row of a part is as long as its plan has counted."""
+        multiple = 1 if self.part is not None else common_multiple(inputs)
+        return TokenCount(_FOREST_TOKENS if self.native else positions, multiple)
 
 
 @dataclass

@@ -91,8 +91,6 @@ UNHIDDEN = (
 """Where a mask does not hide what it is to hide (``treefx.passes.scores.hidden``), and the way out."""
 GIVES_SCORES = "gives attention scores to the caller"
 """The reason of outputs that are computed on rows though the attention itself runs packed."""
-_FOREST_TOKENS = 8192
-"""The size that graphs of the native level are compiled for; a forest may be larger."""
 
 
 @dataclass
@@ -349,7 +347,7 @@ def _inputs(work: _Work) -> tuple[TokenCount, FakeTensorMode, list[Any]]:
     assert tokens is not None
     if batch is not None:
         return batch, batch.mode, list(batch.inputs)
-    count = TokenCount(_FOREST_TOKENS if work.variant.native else tokens.rows * tokens.columns)
+    count = work.variant.token_count(tokens.rows * tokens.columns, work.inputs)
     mode = FakeTensorMode(shape_env=count, allow_non_fake_inputs=True)
     return count, mode, fake_inputs(work.inputs, mode)
 

@@ -32,7 +32,9 @@ class Config:
         inner: Compiler of the rewritten graph: "inductor", "aot_eager" or "eager". While you try things, "aot_eager"
             compiles in seconds; inductor takes a minute the first time.
         mode: Mode of inductor, as ``torch.compile(mode=...)``, which sets it too: "default", "reduce-overhead",
-            "max-autotune" or "max-autotune-no-cudagraphs". Other inner compilers have no modes.
+            "max-autotune" or "max-autotune-no-cudagraphs". Other inner compilers have no modes. With the second and
+            third, inductor records CUDA graphs; packed rows are then filled up to one of few lengths, and parts of a
+            plan record none.
         min_sharing: Sharing ratio (raw tokens / distinct tokens) below which a call runs the ordinary graph. 1.0
             always packs.
         on_unsupported: What happens at an operator without a token-wise law. "expand" expands its inputs to rows,

@@ -327,8 +327,10 @@ def find_node_length(subtree_end: Tensor) -> int:
 
 
 def _mean_length(subtree_end: Tensor) -> int:
-    nodes = 1 + int((subtree_end[1:] != subtree_end[:-1]).sum())
-    return 1 << (max(1, len(subtree_end) // nodes).bit_length() - 1)
+    """Of nodes, without the trees of one token that fill the packed row up; the last token of a forest looks alike."""
+    alone = subtree_end - torch.arange(len(subtree_end), device=subtree_end.device) == 1
+    ends = subtree_end[: len(subtree_end) + 1 - max(1, int(alone.flip(0).cumprod(0).sum()))]
+    return 1 << (max(1, len(ends) // (1 + int((ends[1:] != ends[:-1]).sum()))).bit_length() - 1)
 
 
 def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:

@@ -22,7 +22,7 @@ from torch.utils._sympy.value_ranges import bound_sympy
 from treefx.passes.trace.fakes import fake_inputs, strided_fake
 from treefx.passes.trace.fingerprint import autograd_key, tensor_key
 from treefx.passes.trace.pattern import COLUMNS, ROWS, Pattern, name_size
-from treefx.passes.trace.token_count import TokenCount
+from treefx.passes.trace.token_count import TokenCount, common_multiple
 
 __all__ = ["BatchSizes", "Specialised", "concrete", "has_symbols"]
 
@@ -62,7 +62,8 @@ class BatchSizes(TokenCount):
         self._pattern = pattern
         sizes = self._sizes(_tensors(inputs))
         numbers = pattern.numbers()
-        super().__init__(math.prod(size for symbol, size in sizes.items() if symbol not in numbers))
+        largest = math.prod(size for symbol, size in sizes.items() if symbol not in numbers)
+        super().__init__(largest, common_multiple(inputs))
         self.mode = FakeTensorMode(shape_env=self, allow_non_fake_inputs=True)
         taken = {*sizes.values(), self.hint, *(size for x in _tensors(inputs) for size in x.shape)}
         self._hints = {symbol: _prime(size, taken) for symbol, size in sizes.items() if symbol not in numbers}

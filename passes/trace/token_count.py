@@ -8,6 +8,9 @@ Compilers look at the size they compile for (the *hint*) and torch records what 
 * A question of speed or rounding (``_ADVICE``). Any answer is right; that for the hint, the largest size expected, is
   taken and nothing is recorded.
 * Everything else is a condition of the generated code: recorded, and checked at every call.
+
+On a GPU the packed row is filled up to a multiple of 64 tokens (``PackedSize``), and compilers are told so: they leave
+out masks and take wide loads where sizes divide.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -29,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from treefx.kernels.bounded import Bounded
 
-__all__ = ["SizeConditions", "TokenCount", "add_count_input"]
+__all__ = ["PackedSize", "SizeConditions", "TokenCount", "add_count_input", "common_multiple"]
 
 _ADVICE = (
     # Sums of more than 4096 numbers go through a helper that rounds less; it also adds fewer numbers correctly.
@@ -45,8 +50,38 @@ _RELATIONS: dict[type, Callable[[int, int], bool]] = {
 }  # fmt: skip
 _DEPTH = 8
 """How many callers up a question of ``_ADVICE`` is looked for; they ask through two or three functions of inductor."""
+_MULTIPLES = {"cuda": 64}
+"""Type of device -> divisor of the length of packed rows; a power of two."""
+_SIZES_PER_OCTAVE = 8
+"""Lengths between a power of two and the next in ``PackedSize(few=True)``: filler adds at most an eighth."""
 _REMEMBERED = 64
 """Calls whose sizes are remembered to meet the conditions or not: SymPy takes long to evaluate them."""
+
+
+def common_multiple(inputs: Sequence[Any]) -> int:
+    """Return the divisor of all packed rows of a graph with these inputs; rows of a plan's parts have none."""
+    devices = {x.device.type for x in inputs if isinstance(x, Tensor) and x.dim()}
+    return min((_MULTIPLES.get(device, 1) for device in devices), default=1)
+
+
+@dataclass(frozen=True)
+class PackedSize:
+    """The length of a packed row.
+
+    Attributes:
+        few: Whether to use few lengths on a GPU, because inductor records separate CUDA graphs for each.
+        ranks: A further divisor of the length.
+    """
+
+    few: bool = False
+    ranks: int = 1
+
+    def __call__(self, tokens: int, device: torch.device) -> int:
+        """Round a number of distinct tokens, at least one, up to a length."""
+        step = _MULTIPLES.get(device.type, 1)
+        if self.few and step > 1:
+            step = max(step, (1 << (tokens.bit_length() - 1)) // _SIZES_PER_OCTAVE)
+        return tokens + -tokens % math.lcm(step, self.ranks)
 
 
 class SizeConditions(ShapeEnv):
@@ -55,13 +90,16 @@ class SizeConditions(ShapeEnv):
     def __init__(self) -> None:
         super().__init__()
         self._admitted: Bounded[tuple[Any, ...], bool] = Bounded(_REMEMBERED)
+        self._promised: set[Any] = set()
+        """Conditions that hold without a check."""
 
     def holds(self, values: Mapping[Any, int]) -> bool:
         """Whether everything recorded so far that speaks of these symbols alone holds for these values."""
         key = (tuple(values.items()), len(self.guards))
         found = self._admitted.get(key)
         if found is None:
-            known = [guard.expr for guard in self.guards if guard.expr.free_symbols <= values.keys()]
+            asked = (guard.expr for guard in self.guards if guard.expr not in self._promised)
+            known = [expr for expr in asked if expr.free_symbols <= values.keys()]
             found = self._admitted[key] = all(_is_true(expr, values) for expr in known)
         return found
 
@@ -103,11 +141,13 @@ class TokenCount(SizeConditions):
     Args:
         largest: The largest N expected. The hint is the next prime, a size like no other dimension: being equal to
             one, or a multiple of a block size, would be taken for a property of N.
+        multiple: A power of two that divides the hint and every N. Compilers rely on it.
     """
 
-    def __init__(self, largest: int) -> None:
+    def __init__(self, largest: int, multiple: int = 1) -> None:
         super().__init__()
-        self.hint = int(sympy.nextprime(max(2, largest)))
+        self.multiple = multiple
+        self.hint = multiple * int(sympy.nextprime(max(2, -(-largest // multiple))))
         self.count: Any = None
         """N, a ``torch.SymInt``; there once ``vectors`` was called."""
         self._symbols: list[Any] = []
@@ -116,7 +156,15 @@ class TokenCount(SizeConditions):
         """Fake vectors [N], one per dtype; ``mode`` has this environment."""
         fakes = self._vectors(self.hint, dtypes, device, mode)
         self.count = fakes[0].shape[0]
+        self._promise()
         return fakes
+
+    def _promise(self) -> None:
+        """Record the divisors of N. Inductor derives none from another, so each power of two is recorded."""
+        before = len(self.guards)
+        for power in range(1, self.multiple.bit_length()):
+            torch._check(self.count % (1 << power) == 0)  # type: ignore[no-untyped-call]
+        self._promised.update(guard.expr for guard in self.guards[before:])
 
     def further(self, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode) -> list[Tensor]:
         """Fake vectors of a further size, a symbol of its own; call it after ``vectors``."""
@@ -141,6 +189,8 @@ class TokenCount(SizeConditions):
 
         Nobody else checks it. ``given`` are the values of other symbols.
         """
+        if tokens % self.multiple:
+            return False
         values = {**dict(zip(self._symbols, (tokens, *further), strict=True)), **(given or {})}
         unknown = {symbol for guard in self.guards for symbol in guard.expr.free_symbols} - values.keys()
         return not unknown and self.holds(values)

@@ -263,7 +263,7 @@ def measure_flash() -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("untuned")
-def test_flash_attn_4_is_a_baseline_of_its_own(flash: Flash) -> None:
+def test_flash_attn_4_is_a_separate_baseline(flash: Flash) -> None:
     record = measure_flash()
     assert record["wrong"] == [] and record["flex FLASH"] == [3.0, 3.0]
     assert record["flash_over_tree_forward"] == record["flash_over_tree_backward"] == 1.0

@@ -16,11 +16,12 @@ from treefx.forests.paths import Codes, Prefixes, number_prefixes
 from treefx.forests.trie import build_trie, combine_keys
 from treefx.kernels.lasting import lasting
 from treefx.kernels.tiles.hosted import send
+from treefx.passes.trace.token_count import PackedSize
 
 __all__ = ["Batch", "build_batch", "find_unshared", "forest_batch", "pad_batch"]
 
 _SMALLEST = 2
-"""Compiled graphs are made for at least two tokens; a lone token gets a companion that nobody reads."""
+"""Compiled graphs are made for at least two tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Batch:
     """The distinct tokens of a call.
 
     ``metadata`` are the extra inputs of the rewritten graph: row [N] and column [N] int64, subtree_end [N] int32,
-    token_of [B, T] int64 (-1 where a position was dropped). ``tokens`` is N without the companion of a lone token.
+    token_of [B, T] int64 (-1 where a position was dropped). ``tokens`` is N without the filler behind them: copies of
+    the first token, each a separate tree of one token. A copy has the values of the first token, which is a root. No
+    position of a row names a copy, so its outputs are never read and its gradient is zero.
     """
 
     tokens: int
@@ -45,7 +48,7 @@ class Batch:
 
 
 _Content = tuple[list[Tensor] | None, ...]
-_recent: deque[tuple[_Content, Batch]] = deque(maxlen=4)
+_recent: deque[tuple[_Content, PackedSize | None, Batch]] = deque(maxlen=4)
 _remembering = threading.Lock()
 
 
@@ -54,6 +57,7 @@ def build_batch(
     keep: Tensor | None,
     places: Sequence[Tensor] | None = None,
     starts: Tensor | None = None,
+    size: PackedSize | None = None,
 ) -> Batch:
     """Build the trie over columns of the inputs that tell tokens apart.
 
@@ -66,6 +70,7 @@ def build_batch(
         places: [B, T] values that tell tokens apart in place of their columns, where rows without gaps start in
             different ones; None if only the same columns may share.
         starts: bool [B, T], where segments begin: these are then the rows, of which each keeps one run of columns.
+        size: What length to fill the packed row up to; None for as few tokens as graphs are made for.
     """
     content: _Content = (
         list(keys),
@@ -75,16 +80,18 @@ def build_batch(
     )
     with _remembering:
         recent = list(_recent)
-    for known, batch in reversed(recent):
-        if all(map(_same, content, known)):
+    for known, length, batch in reversed(recent):
+        if length == size and all(map(_same, content, known)):
             return batch
     with lasting():
         batch = (
-            _build(keys, keep, places) if starts is None else _build_segments([*keys, *(places or ())], keep, starts)
+            _build(keys, keep, places, size)
+            if starts is None
+            else _build_segments([*keys, *(places or ())], keep, starts, size)
         )
         entry = tuple(None if values is None else [value.clone() for value in values] for values in content)
     with _remembering:
-        _recent.append((entry, batch))
+        _recent.append((entry, size, batch))
     return batch
 
 
@@ -133,7 +140,9 @@ def _arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
     return [(x.view(torch.int16) if x.dtype is torch.bfloat16 else x).cpu().numpy() for x in values]
 
 
-def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None) -> Batch:
+def _build(
+    keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None, size: PackedSize | None = None
+) -> Batch:
     columns, own = _arrays(keys), False
     rows, width = columns[0].shape
     kept = None if keep is None else keep.cpu().numpy()
@@ -152,7 +161,7 @@ def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor]
         prefixes = number_prefixes(in_order, None if own else order)
         token_of = np.full((rows, width), -1, dtype=np.int64)
         token_of[kept] = trie.flat_token_of
-    batch = _tensors(row, column, trie.subtree_end, token_of, keys[0].device)
+    batch = _tensors(row, column, trie.subtree_end, token_of, keys[0].device, size)
     return replace(batch, own_positions=own, prefixes=_known(prefixes[trie.row, trie.index]))
 
 
@@ -160,7 +169,7 @@ def _known(numbers: Codes) -> Prefixes:
     return Prefixes(len(numbers), lambda: numbers)
 
 
-def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor) -> Batch:
+def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor, size: PackedSize | None) -> Batch:
     """The trie whose rows are segments; row and column of a token stay those of a place where it stands."""
     columns, width = _arrays(keys), starts.shape[1]
     codes = combine_keys(columns).reshape(-1)
@@ -171,7 +180,8 @@ def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor)
     place = places[first[trie.row] + trie.index]
     token_of = np.full(codes.size, -1, dtype=np.int64)
     token_of[places] = trie.flat_token_of
-    batch = _tensors(place // width, place % width, trie.subtree_end, token_of.reshape(starts.shape), starts.device)
+    row, column = np.divmod(place, width)
+    batch = _tensors(row, column, trie.subtree_end, token_of.reshape(starts.shape), starts.device, size)
     prefixes = _prefixes_of_segments([np.broadcast_to(x, starts.shape).reshape(-1)[places] for x in columns], first)
     return replace(batch, own_positions=True, prefixes=_known(prefixes[first[trie.row] + trie.index]))
 
@@ -192,11 +202,19 @@ def _has_no_gaps(kept: np.ndarray) -> bool:
     return bool((starts.sum(1) <= 1).all())
 
 
-def _tensors(row: np.ndarray, column: np.ndarray, end: np.ndarray, token_of: np.ndarray, device: torch.device) -> Batch:
+def _tensors(
+    row: np.ndarray,
+    column: np.ndarray,
+    end: np.ndarray,
+    token_of: np.ndarray,
+    device: torch.device,
+    size: PackedSize | None = None,
+) -> Batch:
     tokens = len(row)
-    missing = max(0, _SMALLEST - tokens)
+    wanted = max(_SMALLEST, tokens)
+    missing = (wanted if size is None else size(wanted, device)) - tokens
     if missing:
-        row, column = np.pad(row, (0, missing)), np.pad(column, (0, missing))
+        row, column = (np.pad(x, (0, missing), constant_values=x[0] if tokens else 0) for x in (row, column))
         end = np.concatenate([end, np.arange(tokens + 1, tokens + missing + 1)])
     arrays = [row.astype(np.int64), column.astype(np.int64), end.astype(np.int32), token_of]
     first, second, third, fourth = (torch.from_numpy(np.ascontiguousarray(a)) for a in arrays)
@@ -215,12 +233,15 @@ def pad_batch(batch: Batch, multiple: int) -> Batch:
     return replace(batch, metadata=(row, column, torch.cat([end, ends]), token_of))
 
 
-def forest_batch(forest: Forest, device: torch.device, rows: int, columns: int) -> Batch:
+def forest_batch(
+    forest: Forest, device: torch.device, rows: int, columns: int, size: PackedSize | None = None
+) -> Batch:
     """The metadata of the native level: the packed row of a forest is the only row.
 
     Nothing is expanded there, so ``token_of`` is read by nobody. It has the ``rows`` and ``columns`` that the graph was
-    compiled for: inductor checks the sizes of all inputs, in PyTorch 2.11 also of those without a use.
+    compiled for: inductor checks the sizes of all inputs, in PyTorch 2.11 also of those without a use. ``size`` is that
+    of ``build_batch``.
     """
     depth, end = forest.depth.cpu().numpy(), forest.subtree_end.cpu().numpy()
     unread = np.full((rows, columns), -1, dtype=np.int64)
-    return _tensors(np.zeros(forest.num_tokens, dtype=np.int64), depth, end, unread, device)
+    return _tensors(np.zeros(forest.num_tokens, dtype=np.int64), depth, end, unread, device, size)

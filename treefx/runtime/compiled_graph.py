@@ -15,6 +15,7 @@ from treefx.forests.forest import Forest
 from treefx.passes.analysis import Rewritten
 from treefx.passes.pipeline import build_passes
 from treefx.passes.ranks.own_graph import OwnGraph, own_graph
+from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.dynamo import reads_cache, why_cut
 from treefx.runtime.records import Records
@@ -58,7 +59,8 @@ class CompiledGraph:
         packed = PackedRun(passes, self._records)
         self._ordinary = Ordinary(gm, config.compiler, self._records)
         self._rows = RowsRun(gm, roles, self._analyses, packed, self._ordinary, config, self._records)
-        self._native = NativeRun(gm, roles, packed, self._records, 1 if self._own is None else self._own.ranks)
+        size = PackedSize(config.compiler.records_graphs, 1 if self._own is None else self._own.ranks)
+        self._native = NativeRun(gm, roles, packed, self._records, size)
         self._watch = SharingWatch(gm, roles, config, cached=cached)
         self._attends = _attends_on_tree(gm)
         """Whether the graph is of a converted model, whole or a block, which gets distinct tokens and their tree."""

@@ -1,7 +1,7 @@
 """Time tree attention on a GPU against FlexAttention with the same tree, SDPA on every row alone, and a matrix product.
 
-FlexAttention runs on its own Triton kernels and, where flash-attn-4 is installed, on those as well (``FLASH``), each
-a baseline of its own.
+FlexAttention runs on its Triton kernels and, where flash-attn-4 is installed, on the kernels of that package
+(``FLASH``): two separate baselines.
 
 The numbers come first: out, dq, dk and dv of sampled tokens are compared with the dense reference in float64, and may
 be off by no more than 1.5 times what SDPA on separate rows is off in the same type. Where they are, no time is

@@ -16,6 +16,7 @@ from treefx.passes.analysis import Variant
 from treefx.passes.labels.label_tokens import user_line
 from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.pipeline import UNHIDDEN
+from treefx.passes.trace.token_count import PackedSize
 from treefx.passes.trace.unseen_changes import changed_by
 from treefx.runtime.batch import forest_batch
 from treefx.runtime.cut import CutRow
@@ -47,14 +48,14 @@ class NativeRun:
         roles: What each placeholder is.
         packed: What runs a variant.
         records: Where to report.
-        ranks: How many share the graph, which then may take for granted that they can divide its columns.
+        size: Of packed rows. Its ranks share the graph, which may take for granted that they can divide its columns.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, roles: list[str], packed: PackedRun, records: Records, ranks: int = 1
+        self, gm: fx.GraphModule, roles: list[str], packed: PackedRun, records: Records, size: PackedSize
     ) -> None:
         self._gm, self._counts = gm, dict[tuple[int, ...], str | None]()
-        self._roles, self._packed, self._records, self._ranks = roles, packed, records, ranks
+        self._roles, self._packed, self._records, self._size = roles, packed, records, size
         self._columns = 0
 
     def by_column(self, args: Sequence[Any], forest: Forest) -> list[Any] | None:
@@ -73,7 +74,7 @@ class NativeRun:
         self._check_changes(tuple(i for i, item in enumerate(sized) if item))
         dynamic = any(isinstance(x, int) and x == count for x in args)
         if dynamic:
-            self._columns = max(self._columns, _capacity(forest, self._ranks))
+            self._columns = max(self._columns, _capacity(forest, self._size.ranks))
         columns = self._columns if dynamic else count
         result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
         return [columns if _is_number(x) and x == count else x for x in result]
@@ -87,13 +88,13 @@ class NativeRun:
         if ids.shape != (1, forest.num_tokens) or not torch.equal(ids[0].cpu(), forest.tokens.cpu().to(ids.dtype)):
             raise wrong_row(forest, [ids.shape])
         _check_sight(shape, by_column, position, forest)
-        batch = forest_batch(forest, ids.device, tokens.rows, tokens.columns)
+        cut = forest.cut if isinstance(forest, CutRow) else None
+        batch = forest_batch(forest, ids.device, tokens.rows, tokens.columns, self._size if cut is None else None)
         redundant = shape.padding.redundant(shape.grid(by_column), None, native=True)
         part = forest.part_tokens if isinstance(forest, EdgeSubset) else None
         counts = (forest.raw_tokens, forest.num_tokens) if part is None else part
         self._records.report.raw_tokens, self._records.report.tokens = counts
-        by_column[position] = torch.nn.functional.pad(ids, (0, batch.size - batch.tokens))
-        cut = forest.cut if isinstance(forest, CutRow) else None
+        by_column[position] = torch.cat([ids, ids[:, :1].expand(1, batch.size - batch.tokens)], 1)
         variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
         ran_on_forest()
         results = self._packed.run(shape, variant, by_column, batch, cut)

@@ -15,6 +15,7 @@ from treefx.forests.paths import Prefixes
 from treefx.kernels.score import Expr
 from treefx.passes.analysis import Analysis, Variant
 from treefx.passes.pipeline import UNHIDDEN
+from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch, build_batch, find_unshared
 from treefx.runtime.kept.retries import NotNow
@@ -55,6 +56,7 @@ class RowsRun:
     ) -> None:
         self._analyses, self._packed, self._ordinary = analyses, packed, ordinary
         self._config, self._records = config, records
+        self._size = PackedSize(few=config.compiler.records_graphs)
         self._outputs = Outputs(gm, roles, analyses, config, records, self.run)
 
     def run(self, shape: Shape, args: Sequence[Any]) -> Any:
@@ -104,7 +106,7 @@ class RowsRun:
         if prefixes is not None:
             self._records.count_rows(raw, raw, prefixes, ids)
             return None
-        batch = rows.batch()
+        batch = rows.batch(self._size)
         shared = limit <= 1.0 or raw >= limit * batch.tokens
         self._records.count_rows(raw, batch.tokens if shared else raw, batch.prefixes, ids)
         return (batch, rows.redundant) if shared else None
@@ -166,9 +168,9 @@ class Rows:
         places = None if keep is None and starts is None else shape.padding.own_positions(grid, redundant)
         return cls(keys, keep, places, starts, redundant)
 
-    def batch(self) -> Batch:
-        """Their trie."""
-        return build_batch(self.keys, self.keep, self.places, self.starts)
+    def batch(self, size: PackedSize | None = None) -> Batch:
+        """Their trie, filled up to a ``size``."""
+        return build_batch(self.keys, self.keep, self.places, self.starts, size)
 
     def unshared(self) -> Prefixes | None:
         """Their prefixes if they obviously share none."""
