@@ -154,7 +154,7 @@ def test_packed_rows_compiled() -> None:
 
 DENSE_FORMS = {
     "scale": DENSE(causal=True, softmax_scale=0.2), "window": DENSE(causal=True, window_size=(4, 4)),
-    "softcap": DENSE(causal=True, softcap=0.5), "plain": DENSE(causal=True),
+    "softcap": DENSE(causal=True, softcap=0.5),
 }  # fmt: skip
 
 

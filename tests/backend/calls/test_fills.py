@@ -74,12 +74,12 @@ def filled(fill: float, scale: float, additive: bool) -> Attend:
 
 
 @pytest.mark.parametrize("additive", [True, False], ids=["added", "filled"])
-@pytest.mark.parametrize("fill", [-1e4, -1e9, LOWEST, float("-inf")], ids=["-1e4", "-1e9", "lowest", "infinite"])
+@pytest.mark.parametrize("fill", [-1e9, LOWEST, float("-inf")], ids=["-1e9", "lowest", "infinite"])
 def test_ordinary_scores_do_not_reach_a_fill(fill: float, additive: bool) -> None:
     ids, mask, labels = batch_of("right")
     stats = compare(model_of(filled(fill, 1.0, additive)), step_of(ids, mask, labels)).stats
     assert stats["fallback"] is None and stats["tokens"] < int(mask.sum()) + 6
-    assert stats["raw_tokens"] == (48 if additive and fill in (-1e4, -1e9) else int(mask.sum()))
+    assert stats["raw_tokens"] == (48 if additive and fill == -1e9 else int(mask.sum()))
 
 
 @pytest.mark.parametrize("additive", [True, False], ids=["added", "filled"])
