@@ -11,7 +11,7 @@ from tests.backend import support
 from tests.backend.support import assert_packed
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import zoo
-from tests.oracle import FLOAT64, assert_close, compare, compile_with, outcome, stats_of
+from tests.oracle import FLOAT32, FLOAT64, assert_close, compare, compile_with, outcome, stats_of
 from treefx.bench.zoo import run
 from treefx.bench.zoo.run import _spread, check_model
 
@@ -66,19 +66,19 @@ class Losing(XIELUActivation):
 
 def test_what_a_sum_that_cancels_has_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows contribute 3e-2 to one number of Apertus in the fourth batch, and 1e-4 are left: treefx is off by 4e-5 of
-    that, which is rounding.
+    that, which is rounding: 3e-6 of what the rows contribute. Eager is off by 1.6e-6; the verdict may be either.
     """
 
     def spread(model: nn.Module) -> nn.Module:
         model.get_submodule("model.layers.1.mlp.act_fn").__class__ = Losing
         return _spread(model)
 
-    batches = list(run.zoo_batches(4).items())
-    monkeypatch.setattr(run, "zoo_batches", lambda count: dict([batches[0], batches[3]]))
-    assert check_model("apertus", "eager").verdict == "packed"
+    right = check_model("apertus", "eager", batches=4).batches[3]
+    assert right.float64_errors is not None and max(right.float64_errors) <= FLOAT32
     monkeypatch.setattr(run, "_spread", spread)
-    lost = check_model("apertus", "eager").batches[1]
+    lost = check_model("apertus", "eager", batches=4).batches[3]
     assert lost.verdict == "wrong" and lost.loss_error is not None and lost.loss_error < 1e-6
+    assert lost.float64_errors is not None and lost.float64_errors[0] > 10 * FLOAT32
 
 
 IN_FLOAT64 = ("biogpt", "gpt_neox", "opt", "persimmon", "phi", "stablelm", "starcoder2")
