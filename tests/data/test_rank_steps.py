@@ -16,15 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treefx
 from tests.backend.native import random_weights, rollouts
-from tests.models import double
 from tests.oracle import FLOAT64, Outcome, assert_close, separate_rows
+from tests.scale.ranks import run_ranks
+from tests.scale.shared_out import Small
 from tests.strategies import Rows, row_batches
-from tests.trainers.test_distributed import WORLD, run_ranks
+from tests.trainers.test_distributed import WORLD
 from treefx.data import TreeBatchSampler, distinct_tokens
 from treefx.data.rank_steps import deal_rows, shuffled_outline
 from treefx.forests.forest import Forest
-
-pytestmark = pytest.mark.sample(4)
 
 BUDGET = 40
 
@@ -111,10 +110,6 @@ def test_epochs_differ_and_ranks_agree() -> None:
     assert seen[0] == seen[2] != seen[1]
 
 
-def llama() -> Any:
-    return double("llama", num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8)
-
-
 def step_rows() -> tuple[Rows, list[list[float]]]:
     rows = rollouts(7)
     return rows, [[abs(weight) + 0.1 for weight in own] for own in random_weights(rows)]
@@ -146,7 +141,7 @@ def worker(rank: int, port: int, folder: str) -> None:
     """One of the processes; writes what came out."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
-    model = llama()
+    model = Small()
     model.compile(backend="treefx", options={"inner": "eager", "min_sharing": 1.0})
     shared = DistributedDataParallel(model)
     torch.save([train(shared, rank, whole) for whole in (True, False)], Path(folder) / f"{rank}.pt")
@@ -167,7 +162,7 @@ def check_ranks(found: list[Any]) -> None:
         for step, outcome, other in zip(steps, right, wrong, strict=True):
             chosen = [row for own in step for row in own]
             means = row_means([weights[row] for row in chosen])
-            expected = separate_rows(llama(), [rows[row] for row in chosen], means)
+            expected = separate_rows(Small(), [rows[row] for row in chosen], means)
             assert_close(Outcome(*outcome), expected, FLOAT64)
             try:
                 assert_close(Outcome(*other), expected, 1e-3)

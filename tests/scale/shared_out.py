@@ -1,4 +1,4 @@
-"""Llamas whose weights ranks share out (tensor and sequence parallelism), and what their tests have in common."""
+"""A small model, how ranks share out its weights or a llama's, and what tests of tensor parallelism have in common."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,8 +18,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from tests.batches import Batch
+from tests.models import Output
 from tests.oracle import Outcome
 from tests.trainers.test_distributed import batches, small
 
@@ -110,3 +113,90 @@ def run_rank(rank: int, port: int, folder: str, work: Callable[[], Any], world: 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     torch.save(work(), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+class Small(nn.Module):
+    """A llama by name, of few operators: learned positions, grouped heads, a gated MLP. One head of keys per rank.
+
+    Args:
+        ranks: How many share out its weights.
+        layers: How many blocks it has.
+        checkpointing: Whether the backward computes them again.
+    """
+
+    def __init__(self, ranks: int = 1, layers: int = 1, checkpointing: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width, vocab = 16 * ranks, 64 + -64 % ranks
+        self.model = nn.Module()
+        self.model.embed_tokens, self.model.place = nn.Embedding(vocab, width), nn.Embedding(64, width)
+        self.model.layers = nn.ModuleList(Block(width, ranks) for _ in range(layers))
+        self.model.norm = nn.LayerNorm(width)
+        self.lm_head, self.checkpointing = nn.Linear(width, vocab, bias=False), checkpointing
+        self.double()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool = False,
+    ) -> Output:
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        seen = None
+        if attention_mask is not None:
+            seen = (columns[:, None] >= columns) & attention_mask.bool()[:, None, None]
+        x = self.model.embed_tokens(input_ids)
+        x = x + self.model.place(columns if position_ids is None else position_ids)
+        for block in self.model.layers:
+            x = checkpoint(block, x, seen=seen, use_reentrant=False) if self.checkpointing else block(x, seen=seen)
+        hidden = self.model.norm(x)
+        logits = self.lm_head(hidden)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return Output(loss, logits, hidden)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm."""
+
+    def __init__(self, width: int, kv_heads: int) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.self_attn, self.mlp = Attention(width, kv_heads), Gated(width)
+
+    def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        x = x + self.self_attn(hidden_states=self.input_layernorm(x), seen=seen)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Attention(nn.Module):
+    """Two heads of queries to each of keys; scores larger than usual, so that what is seen shows in the gradients."""
+
+    def __init__(self, width: int, kv_heads: int) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(width, 16 * kv_heads), nn.Linear(16 * kv_heads, width)
+        self.k_proj, self.v_proj = nn.Linear(width, 8 * kv_heads, bias=False), nn.Linear(width, 8 * kv_heads)
+
+    def forward(self, hidden_states: Tensor, seen: Tensor | None) -> Tensor:
+        batch, length, _ = hidden_states.shape
+        q, k, v = (
+            project(hidden_states).view(batch, length, -1, 8).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(2.0 * q, k, v, seen, is_causal=seen is None, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Gated(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.down_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

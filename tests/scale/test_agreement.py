@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.planning.costs import linear_cost
-from tests.trainers.test_distributed import run_ranks
+from tests.scale.ranks import run_ranks
 from treefx.data import TreeBatchSampler
 from treefx.errors import InputError
 from treefx.scale import agreement
@@ -70,7 +70,6 @@ def said(batches: TreeBatchSampler) -> str:
     return "".join(str(item.message) for item in caught)
 
 
-@pytest.mark.sample(2)
 def test_ranks_that_were_given_something_else_say_what(tmp_path: Path) -> None:
     results = run_ranks(__name__, tmp_path, seconds=300)
     for found in results:

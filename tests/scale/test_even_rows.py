@@ -16,10 +16,12 @@ from torch import nn
 import treefx
 from tests.oracle import FLOAT64, Outcome, assert_close, separate_rows
 from tests.planning.cuts import random_cuts, uncut
-from tests.scale.shared_out import SECONDS, run_rank
-from tests.scale.test_tensor_parallel_compiled import ROWS, compiled, llama, of_plan, of_row, plain
+from tests.scale.ranks import run_ranks
+from tests.scale.shared_out import SECONDS, run_rank, sequence_parallel
+from tests.scale.test_tensor_parallel import llama as rotary
+from tests.scale.test_tensor_parallel_compiled import EAGER, ROWS, compiled, llama, of_plan, of_row, plain
 from tests.strategies import Rows, row_batches
-from tests.trainers.test_distributed import run_ranks
+from tests.trainers.test_distributed import WORLD
 from treefx.errors import InputError
 from treefx.planning.execution import execute
 from treefx.runtime.cut import PartTokens
@@ -56,7 +58,9 @@ def uneven() -> list[str]:
     forest, reasons = treefx.Forest.from_sequences(ROWS), []
     for attempt in (of_row, lambda model, run, forest: of_plan(model, run, uncut(forest))):
         with pytest.raises(Exception) as caught:  # whatever Dynamo raises
-            attempt(*compiled(*CASE), forest)
+            torch.compiler.reset()
+            model = sequence_parallel(rotary(WORLD))
+            attempt(model, torch.compile(model, backend="treefx", options=EAGER), forest)
         reasons.append(str(caught.value))
     return reasons
 
@@ -64,7 +68,6 @@ def uneven() -> list[str]:
 TASKS: dict[str, Any] = {"drawn": drawn, "uneven": uneven}
 
 
-@pytest.mark.sample(2)
 def test_drawn_forests(tmp_path: Path) -> None:
     first, second = run_ranks(__name__, tmp_path, "drawn", seconds=SECONDS)
     assert [rows for rows, _ in first] == [rows for rows, _ in second]
@@ -75,7 +78,6 @@ def test_drawn_forests(tmp_path: Path) -> None:
             assert_close(Outcome(loss, gradients), want, FLOAT64)
 
 
-@pytest.mark.sample(2)
 def test_rows_that_nothing_is_added_to_do_not_run(tmp_path: Path) -> None:
     for reasons in run_ranks(__name__, tmp_path, "uneven", seconds=SECONDS):
         assert len(reasons) == 2 and all("size of tensor" in reason for reason in reasons)

@@ -23,7 +23,8 @@ from tests.backend.native import rollouts
 from tests.models import double
 from tests.oracle import FLOAT32, FLOAT64, Outcome, assert_close, separate_rows
 from tests.planning.cuts import every_node, random_cuts, uncut
-from tests.trainers.test_distributed import run_ranks
+from tests.scale.ranks import run_ranks
+from tests.scale.shared_out import Small
 from treefx.planning.cost.model import Seconds
 from treefx.planning.execution.gradients import Gradients
 from treefx.planning.execution.sharded import Sharded
@@ -38,11 +39,11 @@ STEPS: list[list[list[int]]] = [rollouts(7), [[5, 6, 7, 8]], rollouts(3)]
 """Rows of every step; in the second all ranks but one have none."""
 
 
-def llama(checkpointing: bool = False) -> Any:
-    model = double("llama", num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+CHECKPOINTED = partial(Small, checkpointing=True)
+
+
+def llama() -> Any:
+    return double("llama", num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8)
 
 
 def compiled(model: nn.Module, inner: str = "eager") -> nn.Module:
@@ -50,8 +51,8 @@ def compiled(model: nn.Module, inner: str = "eager") -> nn.Module:
     return model
 
 
-def sharded(checkpointing: bool = False, inner: str = "eager") -> nn.Module:
-    model = llama(checkpointing)
+def sharded(build: Callable[[], Any] = Small, inner: str = "eager") -> nn.Module:
+    model = build()
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
@@ -60,7 +61,7 @@ def sharded(checkpointing: bool = False, inner: str = "eager") -> nn.Module:
 
 def mixed_precision() -> nn.Module:
     """Computes in float32, reduces gradients in float64; norm and head are one group, with hooks of its own."""
-    model = llama()
+    model: Any = Small()
     policy = MixedPrecisionPolicy(torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
     for modules in ([model.model.norm, model.lm_head], *model.model.layers, model):
         fully_shard(modules, mp_policy=policy)
@@ -68,16 +69,17 @@ def mixed_precision() -> nn.Module:
 
 
 def replicated() -> nn.Module:
-    return DistributedDataParallel(compiled(llama(checkpointing=True)))
+    return DistributedDataParallel(compiled(CHECKPOINTED()))
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], bool, float]] = {
-    "fsdp2": (sharded, False, FLOAT64),
-    "fsdp2, checkpointing, accumulation": (partial(sharded, True), True, FLOAT64),
-    "fsdp2, mixed precision, accumulation": (mixed_precision, True, FLOAT32),
-    "ddp, checkpointing, accumulation": (replicated, True, FLOAT64),
+ON_FOUR = "fsdp2, checkpointing, accumulation"
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module], bool, float]] = {
+    "fsdp2": (llama, partial(sharded, llama), False, FLOAT64),
+    ON_FOUR: (CHECKPOINTED, partial(sharded, CHECKPOINTED), True, FLOAT64),
+    "fsdp2, mixed precision, accumulation": (Small, mixed_precision, True, FLOAT32),
+    "ddp, checkpointing, accumulation": (CHECKPOINTED, replicated, True, FLOAT64),
 }
-"""How to build the model, whether gradients of the first two steps stay where they are until the third, how exact."""
+"""The model, how ranks build it, whether gradients of two steps stay where they are until the third, how exact."""
 
 # On every rank --------------------------------------------------------------------------------------------------------
 
@@ -145,38 +147,30 @@ def worker(rank: int, port: int, folder: str, world: str, task: str) -> None:
 
 def train_all(rank: int) -> dict[str, Any]:
     found = {}
-    for name, (build, accumulate, _) in CASES.items():
+    for name, (_, build, accumulate, _) in CASES.items():
         torch._dynamo.reset()
-        found[name] = list(train(build(), rank, accumulate))
+        if (name == ON_FOUR) == (dist.get_world_size() == 4):
+            found[name] = list(train(build(), rank, accumulate))
     return found
-
-
-def train_first(rank: int) -> dict[str, Any]:
-    return {"fsdp2": list(train(sharded(), rank, False))}
 
 
 # Against one process --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_ranks(__name__, tmp_path_factory.mktemp("two"), "2", "train", seconds=SECONDS)
+def test_two_ranks_match_one_process(tmp_path: Path) -> None:
+    results = run_ranks(__name__, tmp_path, "2", "train", seconds=SECONDS)
+    for name in [name for name in CASES if name != ON_FOUR]:
+        check(results, name)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(16)
-def test_two_ranks_match_one_process(results: Any, name: str) -> None:
-    check(results, name)
-
-
-@pytest.mark.sample(12)
 def test_four_ranks_match_one_process(tmp_path: Path) -> None:
-    check(run_ranks(__name__, tmp_path, "4", "train first", seconds=SECONDS, world=4), "fsdp2")
+    check(run_ranks(__name__, tmp_path, "4", "train", seconds=SECONDS, world=4), ON_FOUR)
 
 
 def check(results: list[dict[str, Any]], name: str) -> None:
     """Losses and gradients of all ranks against separate rows in one process, with the same updates."""
-    model, (_, accumulate, limit) = llama(), CASES[name]
+    build, _, accumulate, limit = CASES[name]
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     gradients: dict[str, Tensor] = {}
     for number, rows in enumerate(STEPS):
@@ -219,7 +213,6 @@ def planned(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.sample(4)
 def test_measured_and_planned_under_fsdp2(tmp_path: Path) -> None:
     for found in run_ranks(__name__, tmp_path, "2", "planned", seconds=SECONDS):
         assert found["left"] == [None] * len(found["left"])
@@ -276,10 +269,9 @@ def one_step() -> Outcome:
     """The first step in one process."""
     rows = STEPS[0]
     predicted = sum(len(row) - 1 for row in rows)
-    return separate_rows(llama(), rows, [[1.0 / predicted] * len(row) for row in rows])
+    return separate_rows(Small(), rows, [[1.0 / predicted] * len(row) for row in rows])
 
 
-@pytest.mark.sample(3)
 def test_a_failing_rank_fails_all(tmp_path: Path) -> None:
     failed, other = run_ranks(__name__, tmp_path, "2", "failure", seconds=SECONDS)
     assert [name for name, _ in failed["errors"]] == [
@@ -296,7 +288,7 @@ def test_a_failing_rank_fails_all(tmp_path: Path) -> None:
 
 def as_fsdp2_does(rank: int) -> None:
     """Its own hooks, which gather and reduce in every part: three against one."""
-    model = llama()
+    model: Any = Small()
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
@@ -317,7 +309,6 @@ HANGING: dict[str, Callable[[int], None]] = {
 
 TASKS: dict[str, Callable[[int], Any]] = {
     "train": train_all,
-    "train first": train_first,
     "planned": planned,
     "failure": failure,
     **HANGING,
@@ -325,7 +316,6 @@ TASKS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("task", HANGING)
-@pytest.mark.sample(8)
 def test_wrong_versions_do_not_get_through(task: str, tmp_path: Path) -> None:
     """A collective of rank 0 that the other rank is not in: the group's deadline ends it, or the other's end does."""
     with pytest.raises(AssertionError, match="(?s)(all_gather|reduce_scatter).*(imed out|by peer)"):

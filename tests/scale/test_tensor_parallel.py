@@ -13,7 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import treefx
+from tests.models import double
 from tests.oracle import FLOAT64, Outcome, assert_close
+from tests.scale.ranks import run_ranks
 from tests.scale.shared_out import (
     COLUMNS,
     ROWS,
@@ -24,8 +26,7 @@ from tests.scale.shared_out import (
     sequence_parallel,
     steps,
 )
-from tests.scale.test_tensor_parallel_compiled import llama as one_block
-from tests.trainers.test_distributed import WORLD, batches, llama, run_ranks
+from tests.trainers.test_distributed import WORLD, batches
 from treefx.runtime.batch import build_batch, pad_batch
 
 
@@ -42,23 +43,27 @@ def sharded_too(model: Any) -> nn.Module:
 
 
 CONVERTED: dict[str, tuple[Any, bool]] = {
-    "tensor": (parallel, False),
     "tensor, head": (partial(parallel, head=True), True),
     "sequence": (sequence_parallel, False),
     "sequence, head packed": (sequence_parallel, True),
     "tensor, sharded": (sharded_too, True),
 }
 """How the model is made, and whether its head runs on distinct tokens."""
-FOUR = partial(one_block, ranks=4)
-"""A model whose heads of keys four ranks share out."""
+
+
+def llama(ranks: int) -> Any:
+    """One that so many ranks can share out: each has one head of keys and values."""
+    sizes = {"hidden_size": 16 * ranks, "intermediate_size": 16 * ranks, "vocab_size": 32}
+    heads = {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks, "head_dim": 8}
+    return double("llama", num_hidden_layers=1, **sizes, **heads)
 
 
 def worker(rank: int, port: int, folder: str, name: str) -> None:
-    run_rank(rank, port, folder, partial(outcomes, name, llama))
+    run_rank(rank, port, folder, partial(outcomes, name, partial(llama, WORLD)))
 
 
 def one_of_four(rank: int, port: int, folder: str, name: str) -> None:
-    run_rank(rank, port, folder, partial(outcomes, name, FOUR), 4)
+    run_rank(rank, port, folder, partial(outcomes, name, partial(llama, 4)), 4)
 
 
 def outcomes(name: str, one: Callable[[], Any]) -> dict[str, Any]:
@@ -73,18 +78,16 @@ def outcomes(name: str, one: Callable[[], Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-@pytest.mark.sample(16)
 def test_converted_models_run_on_distinct_tokens(name: str, tmp_path: Path) -> None:
-    stats = check(name, llama(), run_ranks(__name__, tmp_path, name, seconds=SECONDS))
+    stats = check(name, llama(WORLD), run_ranks(__name__, tmp_path, name, seconds=SECONDS))
     # Some are odd, which ranks cannot share out: gloo ends both of them where nothing is added.
     assert {item["tokens"] % WORLD for item in stats} == {0, 1}
 
 
-@pytest.mark.parametrize("name", ["tensor, head", "sequence", "sequence, head packed"])
-@pytest.mark.sample(6)
-def test_four_ranks_with_a_head_of_keys_each(name: str, tmp_path: Path) -> None:
+def test_four_ranks_with_a_head_of_keys_each(tmp_path: Path) -> None:
+    name = "sequence, head packed"
     found = run_ranks(__name__, tmp_path, name, seconds=SECONDS, world=4, worker="one_of_four")
-    assert any(item["tokens"] % 4 for item in check(name, FOUR(), found))
+    assert any(item["tokens"] % 4 for item in check(name, llama(4), found))
 
 
 def check(name: str, model: Any, results: list[dict[str, Any]]) -> list[dict[str, Any]]:

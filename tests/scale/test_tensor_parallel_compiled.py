@@ -1,7 +1,7 @@
 """Compiled models in tensor and sequence parallelism: rows, packed rows and plans, on two to four processes.
 
-Every step starts from weights that the step before has changed, and the batches differ in rows and columns: a graph
-that took the weights of the first call for constants, or served one size, is found out.
+Every step starts from weights that the step before has changed: a graph that took the weights of the first call for
+constants is found out. Forests and parts are of all sizes; test_tensor_parallel_edges.py has rows of two.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from torch.torch_version import TorchVersion
 
 import treefx
 from tests.backend.native import rollouts
-from tests.batches import Batch, shared_batch
-from tests.models import double
 from tests.oracle import FLOAT64, Outcome, assert_close, relative_errors, separate_rows, stats_of
 from tests.planning.cuts import every_node, uncut
 from tests.planning.parts import sft
+from tests.scale.ranks import run_ranks
 from tests.scale.shared_out import (
     SECONDS,
+    Small,
     parallel,
     run_rank,
     sequence_parallel,
@@ -31,7 +31,7 @@ from tests.scale.shared_out import (
     vocabulary,
     whole_gradients,
 )
-from tests.trainers.test_distributed import WORLD, batches, run_ranks
+from tests.trainers.test_distributed import WORLD, batches
 from treefx.passes.ranks import products
 from treefx.planning.search.plan import Plan
 
@@ -41,17 +41,13 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
     "vocabulary": vocabulary,
     "sequence": sequence_parallel,
 }
-CASES = [
-    ("tensor", "eager", False),
-    ("tensor, head", "eager", False),
-    ("vocabulary", "eager", True),
-    ("sequence", "aot_eager", True),
-    ("tensor", "inductor", True),
-    ("sequence", "inductor", False),
+ROWS_CASES = [
+    (2, "tensor, head", "eager", False),
+    (2, "sequence", "aot_eager", True),
+    (4, "vocabulary", "eager", True),
 ]
-"""Which model, which inner compiler, and whether its blocks are checkpointed."""
-OF_ALL_SIZES = CASES[:1]
-"""Those that get batches of other sizes too, for which Dynamo takes half a minute: DTensors of symbolic sizes."""
+FOREST_CASES = [(2, "tensor", "eager", False), (3, "sequence", "eager", False)]
+"""How many ranks, which model, which inner compiler, and whether its blocks are checkpointed."""
 ROWS = [[row % 29 + 3 for row in tokens] for tokens in rollouts(7)]
 """An odd number of distinct tokens, of which no two to four ranks can have equally many."""
 
@@ -59,20 +55,9 @@ CUT = TorchVersion(torch.__version__) < "2.13"
 """Dynamo of PyTorch 2.11 cuts such a model behind the embedding: it is exact, on rows."""
 
 
-def given(case: Any) -> list[Batch]:
-    """Three batches of one shape, and two of others (an even number of columns: ranks share them out)."""
-    sizes = ((3, 10), (5, 14)) if case in OF_ALL_SIZES else ()
-    return [*batches(0), *[shared_batch(rows=rows, length=length, shared=5, seed=rows) for rows, length in sizes]]
-
-
 def llama(checkpointing: bool = False, ranks: int = WORLD) -> Any:
     """One that so many ranks can share out: each has one head of keys and values."""
-    sizes = {"hidden_size": 16 * ranks, "intermediate_size": 16 * ranks, "vocab_size": 32 + -32 % ranks}
-    heads = {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks, "head_dim": 8}
-    model = double("llama", num_hidden_layers=1, **sizes, **heads)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    return Small(ranks, checkpointing=checkpointing)
 
 
 def compiled(name: str, inner: str, checkpointing: bool = False) -> tuple[Any, Any]:
@@ -108,7 +93,7 @@ def on_ranks(world: int, folder: Path, *task: Any) -> list[Any]:
 
 def of_rows(*case: Any) -> Any:
     model, run = compiled(*case)
-    return plain(steps(model, run, given(case))), kept_stats(run)
+    return plain(steps(model, run)), kept_stats(run)
 
 
 def kept_stats(run: Any) -> dict[str, Any]:
@@ -169,14 +154,15 @@ TASKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def expected(case: Any, ranks: int = WORLD) -> list[Outcome]:
+def expected(ranks: int = WORLD) -> list[Outcome]:
     model = llama(ranks=ranks)
-    return steps(model, model, given(case))
+    return steps(model, model)
 
 
-def check_rows(case: Any, world: int, folder: Path) -> None:
-    wanted = expected(case, world)
-    for found, stats in on_ranks(world, folder, "rows", *case):
+@pytest.mark.parametrize(("world", "name", "inner", "checkpointing"), ROWS_CASES)
+def test_rows_run_on_distinct_tokens(world: int, name: str, inner: str, checkpointing: bool, tmp_path: Path) -> None:
+    wanted = expected(world)
+    for found, stats in on_ranks(world, tmp_path, "rows", name, inner, checkpointing):
         for (loss, gradients), want in zip(found, wanted, strict=True):
             assert_close(Outcome(loss, gradients), want, FLOAT64)
         if CUT:
@@ -184,50 +170,25 @@ def check_rows(case: Any, world: int, folder: Path) -> None:
             continue
         assert (stats["fallback"], stats["ran"], stats["expansions"]) == (None, "packed", [])
         assert stats["tokens"] < stats["raw_tokens"]
-        assert stats["compiles"] == (2 if case in OF_ALL_SIZES else 1)
+        assert stats["compiles"] == 1
 
 
-def check_forests(case: Any, world: int, folder: Path) -> None:
+@pytest.mark.parametrize(("world", "name", "inner", "checkpointing"), FOREST_CASES)
+def test_forests_and_plans(world: int, name: str, inner: str, checkpointing: bool, tmp_path: Path) -> None:
     want = separate_rows(llama(ranks=world), ROWS, [[1.0] * len(row) for row in ROWS])
-    for found in on_ranks(world, folder, "forest", *case):
+    for found in on_ranks(world, tmp_path, "forest", name, inner, checkpointing):
         for loss, gradients in found:
             assert_close(Outcome(loss, gradients), want, FLOAT64)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(10)
-def test_rows_run_on_distinct_tokens(case: Any, tmp_path: Path) -> None:
-    check_rows(case, WORLD, tmp_path)
-
-
-@pytest.mark.parametrize("case", [CASES[0], ("sequence", "eager", False), ("tensor", "inductor", False)], ids=str)
-@pytest.mark.sample(4)
-def test_forests_and_plans(case: Any, tmp_path: Path) -> None:
-    check_forests(case, WORLD, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["vocabulary", "sequence"])
-@pytest.mark.sample(4)
-def test_rows_of_four_ranks(name: str, tmp_path: Path) -> None:
-    check_rows((name, "eager", False), 4, tmp_path)
-
-
-@pytest.mark.parametrize(("name", "world"), [("vocabulary", 4), ("sequence", 4), ("sequence", 3)])
-@pytest.mark.sample(6)
-def test_forests_and_plans_of_more_ranks(name: str, world: int, tmp_path: Path) -> None:
-    check_forests((name, "eager", False), world, tmp_path)
-
-
 @pytest.mark.skipif(CUT, reason="the mistake is made where such a model runs on distinct tokens")
-@pytest.mark.sample(2)
 def test_a_summand_of_a_gradient_is_no_gradient(tmp_path: Path) -> None:
     ((loss, gradients),) = run_ranks(__name__, tmp_path, "wrong", seconds=SECONDS)[0]
-    right = expected(CASES[1])[0]
+    right = expected()[0]
     assert float(loss) == pytest.approx(float(right.loss), rel=FLOAT64)  # nothing else shows it
     assert max(relative_errors(Outcome(loss, gradients), right).values()) > 0.1
 
 
-@pytest.mark.sample(2)
 def test_what_a_rank_does_with_its_own_tokens_runs_on_rows(tmp_path: Path) -> None:
     for ((loss, gradients), compiled), why in run_ranks(__name__, tmp_path, "plain", seconds=SECONDS):
         assert_close(Outcome(*compiled), Outcome(loss, gradients), FLOAT64)

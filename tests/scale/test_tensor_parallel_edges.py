@@ -17,8 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import treefx
 from tests.oracle import FLOAT64, Outcome, assert_close
+from tests.scale.ranks import run_ranks
 from tests.scale.shared_out import SECONDS, run_rank, whole_gradients
-from tests.trainers.test_distributed import WORLD, run_ranks
+from tests.trainers.test_distributed import WORLD
 from treefx.passes.ranks.held import Unfollowed, changes_in_place, placement_of
 
 IDS = [torch.tensor([[1, 2, 3, 4], [1, 2, 5, 11]]), torch.tensor([[1, 2, 3, 4, 6, 7], [1, 2, 5, 11, 9, 9]])]
@@ -170,7 +171,6 @@ def test_what_changes_in_place() -> None:
     assert [changes_in_place(node) for node in nodes] == [False, False, True, True, True, True, False]
 
 
-@pytest.mark.sample(2)
 def test_small_models_are_exact_or_say_why_not(tmp_path: Path) -> None:
     for result in run_ranks(__name__, tmp_path, seconds=SECONDS):
         for name, make in EXACT.items():
