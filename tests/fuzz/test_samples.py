@@ -20,16 +20,14 @@ from treefx.fuzz.samples.sample import INPUTS, Sample, sample_script
 from treefx.fuzz.samples.verdict import _differs_alike, differences, judge_sample
 from treefx.runtime.ways import free_sizes
 
-PROGRAMS = 145
-"""Per seed; two seeds are a tenth of all."""
+PROGRAMS = 100
+"""A thirtieth of all, the same every time: each kind of inputs, both inner compilers, four types."""
 EXP = Sample(0, "exp", "in place", "float64", "made", True, "aot_eager")
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_tenth_of_the_samples_gives_what_eager_gives(seed: int, tmp_path: Path) -> None:
+def test_fixed_samples_give_what_eager_gives(tmp_path: Path) -> None:
     """In other processes: PyTorch's tables change the process that imports them."""
-    options = ["--family", "torch", "--programs", str(PROGRAMS), "--seed", str(seed), "--out", str(tmp_path), "--json"]
+    options = ["--family", "torch", "--programs", str(PROGRAMS), "--seed", "0", "--out", str(tmp_path), "--json"]
     command = [sys.executable, "-P", "-m", "treefx", "fuzz", *options]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     report = json.loads(run.stdout)
