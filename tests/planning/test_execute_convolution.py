@@ -68,7 +68,7 @@ def test_cuts_everywhere(convolving: Compiled) -> None:
 def test_random_forests(convolving: Compiled) -> None:
     model, compiled = convolving
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(trees=st.lists(branches, min_size=1, max_size=3), seed=st.integers(0, 99), share=st.floats(0.05, 1.0))
     def check(trees: list[Rows], seed: int, share: float) -> None:
         rows = [row for tree in trees for row in tree]
