@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.scale.forked import fork_ways
 from treefx.bench import first_step
 from treefx.bench.first_step import FirstStepCase, FirstStepError
 from treefx.cli import app
@@ -14,8 +15,8 @@ from treefx.cli import app
 SMALL = FirstStepCase(name="eager", backend="eager", hidden_size=64, layers=1, vocab_size=61)
 
 
-@pytest.mark.sample(3)
-def test_a_way_in_two_processes() -> None:
+def test_a_way_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ways(monkeypatch)
     record = first_step._start(SMALL)
     assert record["way"] == "eager" and record["passes"] == {}
     assert len(record["numbers"]) % 2 == 0
@@ -49,6 +50,7 @@ def test_no_time_for_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch, off: floa
         first_step.run(json_output=True)
 
 
-def test_a_process_that_fails_is_named() -> None:
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ways(monkeypatch)
     with pytest.raises(FirstStepError, match="(?s)'broken' failed.*no-such-backend"):
         first_step._start(replace(SMALL, name="broken", backend="no-such-backend"))

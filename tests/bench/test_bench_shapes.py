@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.scale.forked import fork_ways
 from treefx.bench import shapes
 from treefx.bench.shapes import ShapesCase, ShapesError
 from treefx.cli import app
@@ -17,8 +18,8 @@ EAGER = ShapesCase(
 )  # fmt: skip
 
 
-@pytest.mark.sample(3)
-def test_a_way_in_a_process_of_its_own() -> None:
+def test_a_way_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ways(monkeypatch)
     record = shapes._start(EAGER)
     assert record["way"] == "eager" and record["compiles"] == 2
     assert len(record["numbers"]) == 2 * EAGER.batches
@@ -49,5 +50,6 @@ def test_no_time_for_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch, off: floa
 
 
 def test_a_process_that_fails_is_named() -> None:
+    """In an interpreter, as the command starts it; the tests of other benches fork."""
     with pytest.raises(ShapesError, match="(?s)'broken' failed.*no-such-backend"):
         shapes._start(replace(EAGER, name="broken", backend="no-such-backend"))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.scale.forked import fork_ways
 from treefx.bench import trainer
 from treefx.bench.trainer import TrainerCase, TrainerError
 from treefx.cli import app
@@ -16,8 +17,8 @@ EAGER = TrainerCase(
 )  # fmt: skip
 
 
-@pytest.mark.sample(4)
-def test_a_way_in_a_process_of_its_own() -> None:
+def test_a_way_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ways(monkeypatch)
     pytest.importorskip("trl", reason="it trains with TRL: pip install -e '.[trainers]'")
     record = trainer._start(EAGER)
     assert (record["way"], record["compiles"], record["fallbacks"]) == ("eager", 1, 0)
@@ -50,6 +51,7 @@ def test_no_time_for_a_wrong_loss(monkeypatch: pytest.MonkeyPatch, off: float) -
         trainer.run(json_output=True)
 
 
-def test_a_process_that_fails_is_named() -> None:
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ways(monkeypatch)
     with pytest.raises(TrainerError, match="(?s)'broken' failed.*1 to 241"):
         trainer._start(replace(EAGER, name="broken", rows=1000))

@@ -25,8 +25,6 @@ from treefx.cli import app
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 
-pytestmark = pytest.mark.sample(4)
-
 _STAND_IN = """#!{python}
 import json, os, sys
 from pathlib import Path

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.scale.forked import fork_ways
 from treefx.bench.trainers.material import Material, make_material
 from treefx.bench.trl import build, run
 from treefx.bench.trl.cases import CASES, TrlCase
@@ -25,7 +26,6 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return make_material(tmp_path_factory.mktemp("material"), rows=9, layers=1, hidden_size=64)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CASES)
 def test_every_run_is_a_trainer_with_its_settings(name: str, material: Material, tmp_path: Path) -> None:
     case, model = CASES[name], AutoModelForCausalLM.from_pretrained(material.model)
@@ -38,9 +38,9 @@ def test_every_run_is_a_trainer_with_its_settings(name: str, material: Material,
     assert len(rows) == 9 or (case.name == "sft, packing" and 0 < len(rows) < 9)
 
 
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("name", ["sft, padding free", "trainer, flattening"])
-def test_a_run_in_processes_of_its_own(name: str) -> None:
+def test_a_run_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ways(monkeypatch)
+    name = "sft, padding free"
     (record,) = run.run([name], ways=("eager", "treefx"), rows=16, layers=1, hidden_size=64)
     assert (record["run"], record["steps"], record["fallbacks"]) == (name, 2, 0)
     assert record["error"] < 1e-4 and record["compiles"] <= 2
@@ -98,7 +98,8 @@ def test_a_run_without_sharing_in_its_log_is_an_error(monkeypatch: pytest.Monkey
         run.run(["dpo"], rows=4, layers=1, hidden_size=64)
 
 
-def test_a_process_that_fails_and_a_name_that_is_unknown_are_named() -> None:
+def test_a_process_that_fails_and_a_name_that_is_unknown_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ways(monkeypatch)
     with pytest.raises(TrlError, match="(?s)'dpo' failed in its own process"):
         run._start(replace(CASES["dpo"], folder="/nowhere"))
     with pytest.raises(InputError, match="expected runs of sft; .* got ppo"):

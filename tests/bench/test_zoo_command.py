@@ -20,8 +20,6 @@ from treefx.data import IGNORED, Batch
 from treefx.errors import UnsupportedError
 from treefx.runtime.report import find
 
-pytestmark = pytest.mark.sample(3)
-
 
 class Pooled(nn.Module):
     """An embedding, a mixer of positions and a head."""
@@ -53,7 +51,6 @@ def test_a_model_that_runs_packed() -> None:
     assert row["tokens"] < row["raw_tokens"] and row["attention_rewritten"] == 2 and row["expansions"] == []
 
 
-@pytest.mark.sample(3)
 def test_many_batches_through_two_compilations() -> None:
     """Counting operations of a graph for all sizes asks it for none: it stays one for all."""
     code, text = _run("--model", "nanogpt-flash", "--inner", "eager", "--batches", "5", "--json")
@@ -63,7 +60,6 @@ def test_many_batches_through_two_compilations() -> None:
     assert row["packed_share"] == 1.0 and all(batch["verdict"] == "packed" for batch in row["batches"])
 
 
-@pytest.mark.sample(3)
 def test_shares_are_counted_in_the_sizes_that_were_traced() -> None:
     """A share of the operations is the same for every size, whatever the graph was traced with."""
     model = zoo_models()[0].build()
