@@ -218,7 +218,6 @@ def test_gradient_error_finds_the_worst_parameter() -> None:
         gradient_error({"a": reference["a"]}, reference)
 
 
-@pytest.mark.sample(3)
 def test_comparison_starts_from_equal_weights_and_reports(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = make_model(make_config("llama", vocab_size=64))

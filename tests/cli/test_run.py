@@ -92,61 +92,58 @@ import json, sys, tempfile
 import transformers.trainer
 transformers.trainer.DEFAULT_CALLBACKS = [transformers.trainer.DefaultFlowCallback]  # as ms-swift does
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-set_seed(0)
-config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
-rows = [{"input_ids": ids, "labels": ids} for ids in ([*range(3, 15), n, n + 1] for n in range(8))]
-arguments = TrainingArguments(
-    tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=2, logging_steps=1, report_to="none",
-    save_strategy="no", disable_tqdm=True, use_cpu=True, optim="sgd", learning_rate=0.1,
-)
-trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
-trainer.train()
-from trl.trainer.grpo_trainer import GRPOTrainer
-kept = hasattr(GRPOTrainer._prepare_inputs, "keeps_groups")
-print(json.dumps({"history": trainer.state.log_history, "kept": kept, "treefx": "treefx" in sys.modules}), flush=True)
+
+def train(rows, steps):
+    set_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=steps, logging_steps=1, report_to="none",
+        save_strategy="no", disable_tqdm=True, use_cpu=True, optim="sgd", learning_rate=0.1,
+    )
+    rows = [{"input_ids": ids, "labels": ids} for ids in rows]
+    trainer = Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)), arguments, train_dataset=rows)
+    trainer.train()
+    return trainer.state.log_history
+
+history = train([[*range(3, 15), n, n + 1] for n in range(8)], 2)
+starts = [[*range(first, first + 12)] for first in (3, 15, 27, 39)]
+later = train([[*start, 52 + n, 53 + n] for n in range(4) for start in starts], 4)
+sharing = [entry["treefx/sharing"] for entry in later if "treefx/sharing" in entry]
+kept = False
+if TRL:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    kept = hasattr(GRPOTrainer._prepare_inputs, "keeps_groups")
+found = {"history": history, "sharing": sharing, "kept": kept, "treefx": "treefx" in sys.modules}
+print(json.dumps(found), flush=True)
 """
+"""Rows of one prompt, then rows of four in turn."""
 
 
-@pytest.mark.sample(3)
 def test_a_training_program_shares_without_a_line_of_it_changed() -> None:
-    """In the environment that ``accelerate launch`` hands its processes when it is told of no backend."""
+    """In the environment that ``accelerate launch`` hands its processes when it is told of no backend.
+
+    Rows of a dataset come together where that is asked for.
+    """
     pytest.importorskip("accelerate", reason=NEEDS_TRAINERS)
     pytest.importorskip("trl", reason=NEEDS_TRAINERS)
     environment = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
     alone = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, "-c", f"TRL = False\n{PROGRAM}"],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     plain = json.loads(alone.stdout.splitlines()[-1])
-    hooked = json.loads(python(PROGRAM, environment=environment, inner="eager").splitlines()[-1])
-    assert not plain["treefx"] and not plain["kept"] and hooked["kept"]
+    hooked, grouped = (
+        json.loads(
+            python(
+                f"TRL = {not keep_groups}\n{PROGRAM}", environment=environment, keep_groups=keep_groups, inner="eager"
+            ).splitlines()[-1]
+        )
+        for keep_groups in (False, True)
+    )
+    assert not plain["treefx"] and not plain["sharing"] and hooked["kept"]
     for before, now in zip(plain["history"], hooked["history"], strict=True):
         if "loss" in before:
             assert now["loss"] == pytest.approx(before["loss"], rel=1e-4)
             assert now["treefx/fallback"] == 0.0 and now["treefx/sharing"] > 2.0
-
-
-GROUPS = """
-import json, tempfile
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-set_seed(0)
-config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
-starts = [[*range(first, first + 12)] for first in (3, 15, 27, 39)]
-rows = [{"input_ids": ids, "labels": ids} for n in range(4) for ids in ([*start, 52 + n, 53 + n] for start in starts)]
-arguments = TrainingArguments(
-    tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=4, logging_steps=1, report_to="none",
-    save_strategy="no", disable_tqdm=True, use_cpu=True,
-)
-trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
-trainer.train()
-sharing = [entry["treefx/sharing"] for entry in trainer.state.log_history if "treefx/sharing" in entry]
-print(json.dumps(sharing), flush=True)
-"""
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("keep_groups", [False, True])
-def test_rows_of_a_dataset_come_together_where_that_is_asked_for(keep_groups: bool) -> None:
-    pytest.importorskip("accelerate", reason=NEEDS_TRAINERS)
-    sharing = json.loads(python(GROUPS, keep_groups=keep_groups, inner="eager").splitlines()[-1])
-    assert len(sharing) == 4
-    assert (min(sharing) > 2.5) == keep_groups
+    assert len(hooked["sharing"]) == len(grouped["sharing"]) == 4
+    assert min(hooked["sharing"]) < 2.5 < min(grouped["sharing"])

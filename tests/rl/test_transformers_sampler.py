@@ -106,7 +106,6 @@ if "allow_is_causal_skip" not in inspect.getsource(modeling_doge):
     REFUSED.add("doge")  # that of transformers 5.17 sees the tokens behind in a row without padding
 
 
-@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", ZOO["models"])
 def test_every_architecture_is_sampled_exactly_or_refused_by_name(name: str) -> None:
     model = zoo(name)
