@@ -12,6 +12,10 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_FORESTS", 2)
     records = list(host.run())
     assert [record["kind"] for record in records] == [*host.KINDS]
+    launched = {
+        "a product": 7, "a product, plain, one pass": 4, "a product, plain, two passes": 4,
+        "four heads per key head": 8, "window": 7, "ALiBi": 9,
+    }  # fmt: skip  # one pass takes two where results have to be the same every time, as in tests
+    assert {record["kind"]: record["kernels"] for record in records} == launched
     for record in records:
-        assert 4 <= record["kernels"] <= 7
         assert min(record[name] for name in record if name.endswith("ward_ms")) > 0
