@@ -36,9 +36,9 @@ def padded_batch() -> Batch:
     return shared_batch(rows=4, length=14, shared=6)
 
 
-def tiny(**options: Any) -> TinyLM:
+def tiny(layers: int = 1, **options: Any) -> TinyLM:
     """Of one layer."""
-    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, **options)
+    return TinyLM(SPELLINGS["sdpa_is_causal"], layers=layers, **options)
 
 
 def step(compiled: Any, batch: Batch) -> None:

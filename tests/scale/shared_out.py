@@ -129,7 +129,7 @@ class Small(nn.Module):
         torch.manual_seed(0)
         width, vocab = 16 * ranks, 64 + -64 % ranks
         self.model = nn.Module()
-        self.model.embed_tokens, self.model.place = nn.Embedding(vocab, width), nn.Embedding(64, width)
+        self.model.embed_tokens, self.model.place = nn.Embedding(vocab, width), nn.Embedding(128, width)
         self.model.layers = nn.ModuleList(Block(width, ranks) for _ in range(layers))
         self.model.norm = nn.LayerNorm(width)
         self.lm_head, self.checkpointing = nn.Linear(width, vocab, bias=False), checkpointing

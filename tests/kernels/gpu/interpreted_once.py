@@ -147,7 +147,7 @@ def test_the_order_of_programs(
     """In two passes it changes no bit; in one the bits of dq, and nothing else: so this test can tell."""
     monkeypatch.setattr(paths, "in_one_pass", lambda attention: in_one_pass)
     monkeypatch.setattr(attention, "_interpreted_config", lambda problem: Config(16, 16, 4, 1))
-    case = draw(*BRANCH_AT_57, heads=(4, 2), sinks=True)
+    case = draw(*BRANCH_AT_57, heads=(2, 1), sinks=True)
     first = computed(case, SCORES["plain"])
     again = computed(case, SCORES["plain"])
     other_order()
@@ -286,7 +286,7 @@ def _plant(name: str) -> AbstractContextManager[None]:
 def test_mistakes_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In dq alone; the same case without a mistake is right."""
     monkeypatch.setattr(attention, "_interpreted_config", lambda problem: Config(32, 16, 4, 1))
-    case = draw(*BRANCH_AT_57, heads=(4, 2), batch=2, sinks=True)
+    case = draw(*BRANCH_AT_57, heads=(4, 2), sinks=True)
     if name == "never zeroed":
         _never_zeroed(monkeypatch)
     if name == "without its factor":
