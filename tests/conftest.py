@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.slow import SLOW
 from tests.trainers.leftovers import forget_accelerate
 
 pytest.register_assert_rewrite("tests.oracle", "tests.backend.support")
@@ -15,11 +16,26 @@ hypothesis.settings.register_profile("treefx", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("treefx")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what ``make test`` leaves to ``make test-slow``."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     """What the imports made lives until the end: Python need not walk it again and again (a fifth of all seconds)."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def walked_once() -> Iterator[None]:
+    """What a module leaves behind, such as lazily imported libraries, is not walked again either."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ FORMS: dict[str, dict[str, str]] = {
     "logits changed in place and picked by rolled ids (verl, SkyRL, OpenRLHF, open-instruct)": {
         ROWS: "test_the_loss_outside test_labels_inside test_the_call_equals_its_sequences_run_on_their_own",
         PACKED: "test_in_float32",
-        LENGTHS: "test_twelve_lengths_with_the_loss_outside test_random_packings",
+        LENGTHS: "test_lengths_with_the_loss_outside test_random_packings",
     },
     "pads behind that are one more sequence (verl, pad_to_length)": {
         ROWS: "test_trailing_pads", PACKED: "test_in_float32", LENGTHS: "test_twelve_lengths_compile_twice_at_most",

@@ -149,7 +149,7 @@ def test_a_forward_in_place_of_the_models(replace: Callable[[Any], None], first:
             assert stats["tokens"] == distinct_tokens(batch) and stats["fallback"] is None
         else:  # what is behind the cut reads all rows, and the report says that there is one
             assert stats["tokens"] == distinct_with_padding(batch.input_ids, batch.attention_mask)
-            assert "Dynamo cut the model into several" in stats["fallback"]
+            assert "Dynamo cut the model" in stats["fallback"]
 
 
 # Liger's functions, and a backbone that the trainer calls behind the compiled model's back ----------------------------

@@ -169,7 +169,13 @@ def track_peak(
 
 @contextmanager
 def quick_collections() -> Iterator[None]:
-    """Let the collections of :func:`track_peak` pass over all objects of before, which takes long once for all."""
+    """Let the collections of :func:`track_peak` pass over all objects of before, which takes long once for all.
+
+    A process that has frozen objects by itself is left as it is: to thaw them would make all its collections long.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:
