@@ -2,18 +2,21 @@
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from tests.slow import SLOW
 from tests.trainers.leftovers import forget_accelerate
 
 pytest.register_assert_rewrite("tests.oracle", "tests.backend.support")
 
 hypothesis.settings.register_profile("treefx", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("treefx")
+
+SLOW = tuple(line for line in (Path(__file__).parent / "slow.txt").read_text().splitlines() if line[0] != "#")
+"""How the names of cases begin that ``make test`` leaves out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

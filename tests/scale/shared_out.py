@@ -122,14 +122,15 @@ class Small(nn.Module):
         ranks: How many share out its weights.
         layers: How many blocks it has.
         checkpointing: Whether the backward computes them again.
+        length: Of the longest row.
     """
 
-    def __init__(self, ranks: int = 1, layers: int = 1, checkpointing: bool = False) -> None:
+    def __init__(self, ranks: int = 1, layers: int = 1, checkpointing: bool = False, length: int = 64) -> None:
         super().__init__()
         torch.manual_seed(0)
         width, vocab = 16 * ranks, 64 + -64 % ranks
         self.model = nn.Module()
-        self.model.embed_tokens, self.model.place = nn.Embedding(vocab, width), nn.Embedding(128, width)
+        self.model.embed_tokens, self.model.place = nn.Embedding(vocab, width), nn.Embedding(length, width)
         self.model.layers = nn.ModuleList(Block(width, ranks) for _ in range(layers))
         self.model.norm = nn.LayerNorm(width)
         self.lm_head, self.checkpointing = nn.Linear(width, vocab, bias=False), checkpointing

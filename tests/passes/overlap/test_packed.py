@@ -12,8 +12,7 @@ from torch._inductor import config as inductor
 
 import treefx
 from tests.oracle import FLOAT64, Outcome, assert_close, separate_rows
-from tests.scale.shared_out import SECONDS, parallel, run_rank, whole_gradients
-from tests.scale.test_tensor_parallel_compiled import llama
+from tests.scale.shared_out import SECONDS, Small, parallel, run_rank, whole_gradients
 from tests.trainers.test_distributed import run_ranks
 from treefx.passes.overlap import OverlapCollectives
 
@@ -24,6 +23,11 @@ ROWS = [PREFIX + [(row + 5 * i) % 29 + 3 for i in range(30)] for row in range(3)
 
 
 FORESTS = [ROWS, ROWS[:2], [*ROWS, PREFIX]]
+
+
+def llama() -> Small:
+    """Of two ranks, for rows of 90 tokens."""
+    return Small(2, length=96)
 
 
 def worker(rank: int, port: int, folder: str) -> None:

@@ -171,17 +171,17 @@ def track_peak(
 def quick_collections() -> Iterator[None]:
     """Let the collections of :func:`track_peak` pass over all objects of before, which takes long once for all.
 
-    A process that has frozen objects by itself is left as it is: to thaw them would make all its collections long.
+    A process that has frozen objects by itself keeps all of them frozen: to thaw its own would make every collection
+    of its long.
     """
-    if gc.get_freeze_count():
-        yield
-        return
+    had_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not had_frozen:
+            gc.unfreeze()
 
 
 def install_allocator() -> bool:
