@@ -99,6 +99,7 @@ def fork(module: str, worker: str, call: Sequence[Any]) -> int:
     with (Path(folder) / f"{rank}.txt").open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # runs in the background ignore it
     status = 1
     try:
         getattr(import_module(module), worker)(*call)
