@@ -11,11 +11,11 @@ more); between chunks only the state at a chunk's end is passed on, each from it
 children read the state of one parent, and the gradients of their reads add up. Only inputs are kept for the backward,
 which computes the states again.
 
-Within a chunk a product over pairs of tokens multiplies later ones by 0, which keeps their NaN and infinity. On the CPU
-a result that is not finite is computed again with every token that is not finite in a chunk of its own, so such numbers
-reach descendants (and gradients of ancestors) alone. On a device nobody looks at results, because the host would have
-to wait: there they reach the whole chunk, at most 64 tokens that follow one another without a fork, and so rows that
-end within it.
+Within a chunk a product over pairs of tokens multiplies later tokens by 0, which keeps their NaN and infinity. On the
+CPU the operator therefore repeats a scan whose result is not finite, with each token that is not finite in a separate
+chunk. NaN then reaches only descendants, and in the backward only ancestors. On a device the operator does not check
+results, because the host would wait. There NaN reaches the whole chunk: up to 64 tokens in sequence without a fork,
+and the rows that end in it.
 
 The operator is ``treefx::tree_scan``; its schedule (``tree_chunks``) is made once per forest.
 """
@@ -270,21 +270,21 @@ def _contained(
     inputs: _Inputs,
     subtree_end: Tensor,
     chunk: int,
-    beside: Sequence[Tensor] = (),
+    also_read: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Run a scan; on the CPU again if a result is not finite, with each token that may be the reason in its own chunk.
+    """Run a scan. On the CPU, repeat it if a result is not finite, with each suspect token in a separate chunk.
 
     Args:
-        run: what is computed.
+        run: computes the results of a scan.
         inputs: of the scan.
         subtree_end: of the forest.
         chunk: tokens per chunk.
-        beside: what else is read of tokens, ``[N, ...]``.
+        also_read: further values of tokens, ``[N, ...]``, that ``run`` reads.
     """
     found = run(_Scan(inputs, find_chunk_plan(subtree_end, chunk)))
     if not inputs.v.is_cpu or are_finite(*found):
         return found
-    given = [x for x in (*vars(inputs).values(), *beside) if x is not None]
+    given = [x for x in (*vars(inputs).values(), *also_read) if x is not None]
     alone = torch.stack([~(x.abs() < _LARGE).flatten(1).all(1) for x in given]).any(0)
     return run(_Scan(inputs, plan_chunks(subtree_end, chunk, alone))) if alone.any() else found
 

@@ -205,7 +205,7 @@ def _backward_queries(
 
 
 def _repair_queries(attention: Attention, sources: Sequence[KeySource], rows: dict[str, Any], dq: Tensor) -> None:
-    """Compute tiles of a sum over all sources again where keys that are not finite reached rows beside their own."""
+    """Recompute the tiles of dq in which a key that is not finite reached rows that do not see it."""
     previous = None
     for source in sources:
         target = dq if source is sources[-1] else torch.empty_like(dq, dtype=torch.float32)

@@ -216,11 +216,11 @@ class Attention:
             **strides("previous", dq if previous is None else previous),
         }
 
-    def _with_repair(self, launch: Launch, beside: Mapping[str, Any]) -> Launch:
-        """Return a launch, in Gluon with one after it that reads the same and some arguments beside."""
+    def _with_repair(self, launch: Launch, further: Mapping[str, Any]) -> Launch:
+        """Return a launch; in Gluon, a repair follows it with the same arguments and ``further`` ones."""
         if self.path == "plain":  # these kernels do so themselves
             return launch
-        repair = self._repair(launch.kernel.__name__, {**launch.arguments, **beside}, launch.config)
+        repair = self._repair(launch.kernel.__name__, {**launch.arguments, **further}, launch.config)
         return replace(launch, after=(repair,))
 
     def _repair(self, name: str, arguments: Mapping[str, Any], config: Config) -> Launch:

@@ -270,7 +270,7 @@ def launch_repair(kernel: Any, arguments: Mapping[str, Any], config: Config, hea
 
     Args:
         kernel: of the module for the path ``"repair"``.
-        arguments: those of the launch before it, and what it reads beside them.
+        arguments: those of the launch before it, and those that only the repair reads.
         config: the tiles of that launch.
         heads: key heads, of all elements of the batch.
     """

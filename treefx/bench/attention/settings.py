@@ -15,7 +15,7 @@ FLEX_VARIANTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 }
 """Queries and keys of the mask's blocks, and ``kernel_options``: the fastest of these counts, per direction."""
 FLASH = "FLASH"
-"""FlexAttention on the kernels of flash-attn-4, where that is installed: a baseline beside the variants."""
+"""FlexAttention on the kernels of flash-attn-4, where that is installed: a separate baseline."""
 
 
 @dataclass(frozen=True)
