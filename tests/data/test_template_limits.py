@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import pytest
 
 from tests.data.chats import CHAT, make_engine
 from treefx.data import ChatTokenizer, load, make_samples, read_judged, read_preferences
+from treefx.data.chat import time_limit
 from treefx.data.chat.time_limit import run_within
 from treefx.data.formats.openai_chat import RESERVED_OPTIONS
 from treefx.errors import InputError, RecordError
@@ -123,3 +126,30 @@ def _loop() -> None:
     end = time.monotonic() + 5
     while time.monotonic() < end:
         pass
+
+
+_PROFILED = """
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("time_limit", sys.argv[1])
+time_limit = importlib.util.module_from_spec(spec)
+sys.modules["time_limit"] = time_limit
+spec.loader.exec_module(time_limit)
+def endless():
+    while True: pass
+def late():  # it ends by itself, before it reaches a step at which the exception comes
+    time.sleep(0.4)
+for function in (endless, late):
+    try: time_limit.run_within(0.1, function)
+    except TimeoutError: print("late")
+sys.setprofile(lambda *event: None)
+(lambda: None)()
+sys.setprofile(None)
+print("profiled")
+"""
+
+
+def test_a_process_may_be_profiled_after_a_limit() -> None:
+    """An exception that is sent to a thread and taken back makes Python 3.11 hang at the next profiled call."""
+    command = [sys.executable, "-c", _PROFILED, str(time_limit.__file__)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["late", "late", "profiled"], result.stderr
