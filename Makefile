@@ -16,16 +16,16 @@ export TOKENIZERS_PARALLELISM := false
 SMOKE := tests/test_oracle.py tests/forests tests/losses tests/passes/packing tests/kernels/tiles tests/kernels/cpu \
 	tests/backend/calls/test_inputs.py tests/backend/test_wrong_variants.py tests/planning/test_execute_wrong.py
 
-.PHONY: demo test test-slow smoke test-gpu-versions lint bench clean
+.PHONY: demo test smoke test-gpu-versions lint bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_rollouts.py $(ARGS)
 
 # One thread per worker: the tests are many small computations.
-test test-slow smoke: export OMP_NUM_THREADS := 1
-test test-slow smoke: export TORCHINDUCTOR_COMPILE_THREADS := 1
-test test-slow smoke: $(VENV)/.test
-	$(BIN)/pytest -n $(WORKERS) -m "$(if $(filter test-slow,$@),slow,not slow)" $(if $(filter smoke,$@),$(SMOKE)) $(ARGS)
+test smoke: export OMP_NUM_THREADS := 1
+test smoke: export TORCHINDUCTOR_COMPILE_THREADS := 1
+test smoke: $(VENV)/.test
+	$(BIN)/pytest -n $(WORKERS) $(if $(filter smoke,$@),$(SMOKE)) $(ARGS)
 
 # The oldest versions that the library supports, which GPU machines have; downloads some gigabytes. Not part of .ci/run.
 test-gpu-versions:

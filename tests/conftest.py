@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,16 +13,6 @@ pytest.register_assert_rewrite("tests.oracle", "tests.backend.support")
 
 hypothesis.settings.register_profile("treefx", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("treefx")
-
-SLOW = tuple(line for line in (Path(__file__).parent / "slow.txt").read_text().splitlines() if line[0] != "#")
-"""How the names of cases begin that ``make test`` leaves out."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what ``make test`` leaves to ``make test-slow``."""
-    for item in items:
-        if item.nodeid.startswith(SLOW):
-            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

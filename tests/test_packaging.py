@@ -135,12 +135,6 @@ def test_the_core_needs_no_extra(tmp_path: Path) -> None:
     ]
 
 
-def test_slow_cases_exist() -> None:
-    lines = (ROOT / "tests/slow.txt").read_text().splitlines()
-    for file, _, name in (line.partition("::") for line in lines if not line.startswith("#")):
-        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), f"tests/slow.txt names {file}::{name}"
-
-
 def test_constraints_agree_with_the_makefile() -> None:
     pins = {line for line in (ROOT / ".ci/constraints.txt").read_text().split() if "==" in line}
     makefile = (ROOT / "Makefile").read_text()
