@@ -18,11 +18,11 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import treefx
-from treefx.bench.job.models import make_config, make_model
-from treefx.bench.job.report import TrainingReport
-from treefx.bench.job.rollouts import RolloutBatches, make_tokenizer, prepare_batches, train_and_compare
 from treefx.data import Conversation, load, scripted_conversations, sharing_statistics
 from treefx.output import console, notes, print_line, refusals_end_the_command
+from treefx.tools.bench.job.models import make_config, make_model
+from treefx.tools.bench.job.report import TrainingReport
+from treefx.tools.bench.job.rollouts import RolloutBatches, make_tokenizer, prepare_batches, train_and_compare
 
 DataOption = Annotated[Path | None, typer.Option(help="File or folder of trajectories. Default: a scripted sample.")]
 ModelOption = Annotated[str, typer.Option(help="An architecture of transformers (llama, qwen3, gemma2, ...).")]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from treefx.bench.zoo.models import read_configurations
+from treefx.tools.bench.zoo.models import read_configurations
 
 __all__ = ["Output", "TinyLM", "config_of", "double", "zoo"]
 

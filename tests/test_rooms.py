@@ -72,6 +72,7 @@ def test_every_room_says_what_enters_and_what_leaves(rooms: Rooms) -> None:
         ("treefx.forests.trie", "treefx.runtime.batch"),
         ("treefx.planning.search.plan", "treefx.planning.views.explain"),
         ("treefx.runtime.batch", "treefx"),
+        ("treefx.integrations.trl", "treefx.tools.bench.step"),
         ("treefx.passes.scores.lift_mask", "treefx.passes.causal.domain"),
     ],
 )

@@ -15,16 +15,16 @@ The journey of one batch, by room:
 7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
 
 ``planning`` runs a forest in parts that fit into memory; ``scale`` shares a step among ranks; ``rl`` samples trees and
-gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``bench`` measures;
-``simulate`` predicts what communication costs; ``cli`` is the command. What a user imports lies open: ``backend``,
-``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of
-users, ``arguments`` their numbers; ``extras`` names the extra of a library that is missing.
+gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``cli`` is the command;
+``tools``, which the library never imports, measure and attack it. What a user imports lies open: ``backend``,
+``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of users, ``arguments`` their numbers;
+``extras`` names the extra of a library that is missing.
 
 Order of imports, each only of what stands before an arrow::
 
-    errors, extras, views -> arguments, documents, simulate, kernels -> passes -> config, forests -> losses, logprobs ->
+    errors, extras, views -> arguments, documents, kernels -> passes -> config, forests -> losses, logprobs ->
     rl -> runtime -> backend -> inspection -> planning -> scale -> data -> integrations -> __init__ -> output ->
-    bench -> fuzz -> cli -> __main__
+    tools -> cli -> __main__
 """
 
 from importlib import import_module

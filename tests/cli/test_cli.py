@@ -10,17 +10,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from treefx.bench import step as bench_step
-from treefx.bench.job.models import make_config, make_model
-from treefx.bench.job.report import TrainingReport
-from treefx.bench.job.rollouts import make_tokenizer, prepare_batches
-from treefx.bench.job.synthetic import shared_prefix_batch
-from treefx.bench.job.training import StepRecord, TrainingRun, compare_training, gradient_error, reference_gradients
 from treefx.cli import app
 from treefx.cli.doctor import self_check
 from treefx.data import Conversation, scripted_conversations
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
+from treefx.tools.bench import step as bench_step
+from treefx.tools.bench.job.models import make_config, make_model
+from treefx.tools.bench.job.report import TrainingReport
+from treefx.tools.bench.job.rollouts import make_tokenizer, prepare_batches
+from treefx.tools.bench.job.synthetic import shared_prefix_batch
+from treefx.tools.bench.job.training import (
+    StepRecord,
+    TrainingRun,
+    compare_training,
+    gradient_error,
+    reference_gradients,
+)
 
 COMMANDS = (
     ["demo"],

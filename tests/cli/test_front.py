@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 import treefx
 from treefx import output
-from treefx.bench.zoo.run import ZooRow
-from treefx.bench.zoo.table import show_zoo
 from treefx.cli import app
 from treefx.cli.app import COMMANDS
 from treefx.cli.lazy import flow
-from treefx.fuzz.truth import CLASSES
-from treefx.simulate.report import COLUMNS
+from treefx.tools.bench.zoo.run import ZooRow
+from treefx.tools.bench.zoo.table import show_zoo
+from treefx.tools.fuzz.truth import CLASSES
+from treefx.tools.simulate.report import COLUMNS
 
 WITHOUT_TORCH = (
     ["--help"],
@@ -188,7 +188,7 @@ def test_a_terminal_gets_a_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Console:
     console = Console(file=io.StringIO(), width=80, highlight=False)
-    for module in ("treefx.output", "treefx.bench.zoo.table", "treefx.cli.bench.app"):
+    for module in ("treefx.output", "treefx.tools.bench.zoo.table", "treefx.cli.bench.app"):
         monkeypatch.setattr(f"{module}.console", console)
     return console
 
@@ -240,12 +240,12 @@ def test_numbers_agree_with_their_nouns() -> None:
 
 
 def test_choices_that_are_checked_early_are_those_there_are() -> None:
-    from treefx.bench.attention.kernel import PATHS
-    from treefx.bench.gpu.stages import STAGES as GPU_STAGES
-    from treefx.bench.shapes import SERIES
     from treefx.cli import inspect_model
     from treefx.cli.bench import kernels
     from treefx.inspection.inspector import STAGES
+    from treefx.tools.bench.attention.kernel import PATHS
+    from treefx.tools.bench.gpu.stages import STAGES as GPU_STAGES
+    from treefx.tools.bench.shapes import SERIES
 
     assert inspect_model._STAGES == STAGES and kernels._STAGES == tuple(GPU_STAGES)
     assert set(SERIES) == {"near", "wide"} and set(PATHS) == {"plain", "gluon"}

@@ -14,18 +14,18 @@ from typer.testing import CliRunner
 
 from tests.rl.worlds import World, script
 from treefx import InputError, TreefxError, rl
-from treefx.bench.job.models import make_config
-from treefx.bench.zoo.batches import describe_batches
-from treefx.bench.zoo.record import ZooRecord
-from treefx.bench.zoo.run import ZooBatch, ZooRow
 from treefx.cli.app import app
 from treefx.data import load
 from treefx.documents import Field, parse_document
-from treefx.fuzz.journal import Finding, Journal
 from treefx.planning.cost.model import Bytes, CostModel, Seconds, Size
 from treefx.planning.execution.measure import Sample
 from treefx.planning.execution.profile import Flops, Profile
 from treefx.rl import Group, Rollouts
+from treefx.tools.bench.job.models import make_config
+from treefx.tools.bench.zoo.batches import describe_batches
+from treefx.tools.bench.zoo.record import ZooRecord
+from treefx.tools.bench.zoo.run import ZooBatch, ZooRow
+from treefx.tools.fuzz.journal import Finding, Journal
 
 BYTES, SECONDS = Bytes([[1.0, 2.0]]), Seconds(0.1, 0.2, 0.3)
 PROFILE = Profile(

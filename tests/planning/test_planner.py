@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.planning.costs import all_plans, evaluate, linear_cost
 from tests.strategies import Rows, row_batches
-from treefx.bench.plan import agent_rollouts, forked_rollouts, group_rollouts, token_cost
 from treefx.errors import InputError, MemoryLimitError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.model import Bytes, CostModel, Size
@@ -26,6 +25,7 @@ from treefx.planning.search.planner import plan
 from treefx.planning.search.recurrence import Needs, choose_modes, recompute_everything
 from treefx.planning.search.siblings import batch_siblings
 from treefx.planning.search.simulate import measure_parts, simulate
+from treefx.tools.bench.plan import agent_rollouts, forked_rollouts, group_rollouts, token_cost
 
 TOKEN = linear_cost(store=0.02, part_seconds=100.0)
 """A byte per token: limits are numbers of tokens."""

@@ -11,10 +11,6 @@ import torch
 from torch import fx
 
 import treefx
-from treefx.bench import parts as bench_parts
-from treefx.bench import policies as bench_policies
-from treefx.bench.parts import Runner, run_under_limits
-from treefx.bench.policies import run_policies
 from treefx.errors import InputError
 from treefx.kernels.cpu.tile_calls import flash, flash_backward
 from treefx.planning.cost.liveness import live_bytes
@@ -23,6 +19,10 @@ from treefx.planning.cost.model import Size, flash_block
 from treefx.planning.cost.workspace import bytes_per_pair
 from treefx.planning.execution.profile import BLOCK, N, P, Profile, profile
 from treefx.planning.search.policies import compare_policies
+from treefx.tools.bench import parts as bench_parts
+from treefx.tools.bench import policies as bench_policies
+from treefx.tools.bench.parts import Runner, run_under_limits
+from treefx.tools.bench.policies import run_policies
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.scale.ranks import run_ranks
-from treefx.bench.job import ways
+from treefx.tools.bench.job import ways
 
 __all__ = ["fork_ways", "worker"]
 

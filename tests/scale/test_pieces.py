@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 import treefx
 from tests.backend.native import branches
-from treefx.bench.context import TREES, run
 from treefx.planning.cost.model import Seconds
 from treefx.scale.context import make_context_row
 from treefx.scale.pieces import TokenSplit, contiguous, needed, preferred, split_places
+from treefx.tools.bench.context import TREES, run
 
 
 def ways(forest: treefx.Forest, ranks: int) -> list[TokenSplit]:

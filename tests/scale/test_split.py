@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import Rows, SlowTrie, row_batches
-from treefx.bench.assign import CASES, RANKS, eight_billion
 from treefx.errors import ForestError, InputError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.model import Seconds, Size
@@ -17,6 +16,7 @@ from treefx.scale.price import Cost, price
 from treefx.scale.ranges import fewest_duplicates, smallest_bound
 from treefx.scale.rivals import largest_differencing, rival_balances
 from treefx.scale.split import split
+from treefx.tools.bench.assign import CASES, RANKS, eight_billion
 
 PAIRS = Seconds(0.0, 3.0, 0.5)
 COSTS: dict[str, Cost] = {

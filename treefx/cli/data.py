@@ -123,8 +123,8 @@ def _read(
 
 
 def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: int) -> Tokenizer | ChatTokenizer:
-    from treefx.bench.job.rollouts import make_tokenizer
     from treefx.data import ChatTokenizer
+    from treefx.tools.bench.job.rollouts import make_tokenizer
 
     if not Path(name).is_dir():
         return make_tokenizer(conversations, name, vocab_size)

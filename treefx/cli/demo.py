@@ -27,9 +27,9 @@ def demo(
     """
     with waiting("loading PyTorch", quiet=json) as progress:
         import treefx
-        from treefx.bench.job.models import make_config, make_model, require_backend
-        from treefx.bench.job.rollouts import make_tokenizer, prepare_batches, train_and_compare
         from treefx.data import scripted_conversations
+        from treefx.tools.bench.job.models import make_config, make_model, require_backend
+        from treefx.tools.bench.job.rollouts import make_tokenizer, prepare_batches, train_and_compare
 
         for name in (backend, baseline):
             require_backend(name)

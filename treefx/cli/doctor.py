@@ -94,7 +94,7 @@ def self_check(inner: str = "inductor") -> float:
     Args:
         inner: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
     """
-    from treefx.bench.job import self_check
+    from treefx.tools.bench.job import self_check
 
     return self_check.self_check(inner)
 
@@ -121,9 +121,9 @@ def _doctor_zoo(
     names: list[str], where: tuple[Path | None, str, int, bool], workers: int, json: bool, markdown: bool
 ) -> None:
     with waiting("loading PyTorch", quiet=json):
-        from treefx.bench.zoo.record import ZooRecord
-        from treefx.bench.zoo.run import choose, run_zoo
-        from treefx.bench.zoo.table import show_zoo
+        from treefx.tools.bench.zoo.record import ZooRecord
+        from treefx.tools.bench.zoo.run import choose, run_zoo
+        from treefx.tools.bench.zoo.table import show_zoo
 
         wanted = [model.name for model in choose(names)]
     out, inner, batches, resume = where

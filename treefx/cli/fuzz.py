@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from treefx.config import Config
-from treefx.fuzz.grammar import FAMILIES, choose_families
-from treefx.fuzz.samples.sample import FAMILY
 from treefx.output import console, count, make_table, print_json, print_line, waiting
+from treefx.tools.fuzz.grammar import FAMILIES, choose_families
+from treefx.tools.fuzz.samples.sample import FAMILY
 
 if TYPE_CHECKING:
-    from treefx.fuzz.journal import Finding
-    from treefx.fuzz.search import Search
+    from treefx.tools.fuzz.journal import Finding
+    from treefx.tools.fuzz.search import Search
 
 __all__ = ["fuzz"]
 
@@ -72,9 +72,9 @@ def fuzz(
     if inner:
         Config.from_options({"inner": inner})
     with waiting("loading PyTorch", quiet=json):
-        from treefx.fuzz.report import failures_of, summary
-        from treefx.fuzz.sample_search import SampleSearch
-        from treefx.fuzz.search import Search, Settings
+        from treefx.tools.fuzz.report import failures_of, summary
+        from treefx.tools.fuzz.sample_search import SampleSearch
+        from treefx.tools.fuzz.search import Search, Settings
 
         settings = Settings(seed, families, number, minutes, workers, inner, out, limit, shrink)
         search = SampleSearch(settings) if of_torch else Search(settings)
@@ -89,8 +89,8 @@ def fuzz(
 
 def _watched(search: Search, json: bool) -> list[Finding]:
     """Run the search under a progress bar that counts failures."""
-    from treefx.fuzz.report import failures_of
-    from treefx.fuzz.truth import FAILURES
+    from treefx.tools.fuzz.report import failures_of
+    from treefx.tools.fuzz.truth import FAILURES
 
     failed = len(failures_of(search.findings))
     with waiting("judging programs", total=search.settings.programs, quiet=json) as progress:
@@ -107,8 +107,8 @@ def _watched(search: Search, json: bool) -> list[Finding]:
 
 
 def _show(findings: list[Finding], out: Path) -> None:
-    from treefx.fuzz.report import counts_by_family, failures_of
-    from treefx.fuzz.truth import CLASSES, FAILURES
+    from treefx.tools.fuzz.report import counts_by_family, failures_of
+    from treefx.tools.fuzz.truth import CLASSES, FAILURES
 
     counts = counts_by_family(findings)
     kinds = [kind for kind in CLASSES if kind in FAILURES or any(row[kind] for row in counts.values())]

@@ -13,8 +13,8 @@ from treefx.errors import InputError
 from treefx.output import print_json, print_line, waiting
 
 if TYPE_CHECKING:
-    from treefx.bench.zoo.single import GradientCheck
     from treefx.inspection.inspector import Inspection
+    from treefx.tools.bench.zoo.single import GradientCheck
 
 __all__ = ["inspect"]
 
@@ -47,9 +47,9 @@ def inspect(
     check_output("--html", html)
     with waiting("loading PyTorch", quiet=json) as progress:
         import treefx
-        from treefx.bench.job.synthetic import shared_prefix_batch
-        from treefx.bench.zoo.models import VOCABULARY
-        from treefx.bench.zoo.single import build_model, run_single
+        from treefx.tools.bench.job.synthetic import shared_prefix_batch
+        from treefx.tools.bench.zoo.models import VOCABULARY
+        from treefx.tools.bench.zoo.single import build_model, run_single
 
         batch = shared_prefix_batch(rows, prefix, suffix, VOCABULARY)
         progress.tell(f"making {model}")

@@ -76,7 +76,6 @@ def plan(
     check_input(profile)
     check_output("--draw", draw)
     with waiting("loading PyTorch", quiet=json) as progress:
-        from treefx.bench.job.rollouts import make_tokenizer
         from treefx.cli.plan_many import show_step, show_strategies
         from treefx.data import load, make_samples, scripted_conversations
         from treefx.forests.forest import Forest
@@ -84,6 +83,7 @@ def plan(
         from treefx.planning.search.strategies import strategy_names
         from treefx.planning.views.compare import compare_strategies
         from treefx.scale.step import predict_step
+        from treefx.tools.bench.job.rollouts import make_tokenizer
 
         check_choice("--strategy", strategy, ("auto", *strategy_names()))
         cost = _read_cost(model, profile, (dtype, tflops, host_gbps))
@@ -152,7 +152,7 @@ def read_dimensions(model: str, dtype: str) -> Dimensions:
     """
     import torch
 
-    from treefx.bench.job.models import make_config, require_transformers
+    from treefx.tools.bench.job.models import make_config, require_transformers
 
     config = make_config(model, vocab_size=1)
     transformers = require_transformers()

@@ -10,14 +10,23 @@ import typer
 from treefx.cli.checks import check_positive
 from treefx.errors import InputError
 from treefx.output import console, make_table, notes, print_json, print_line, waiting
-from treefx.simulate.chunks import CANDIDATES, Link, best_chunks, run_chunks
-from treefx.simulate.hardware.machine import Machine
-from treefx.simulate.models import MODELS, Model
-from treefx.simulate.picture import save_picture
-from treefx.simulate.published import LIMIT, Comparison, compare
-from treefx.simulate.report import COLUMNS, FIGURE_COLUMNS, LEGEND, cells, figure_cells, make_page, make_record, missed
-from treefx.simulate.study import run_study
-from treefx.simulate.sublayer import Outcome
+from treefx.tools.simulate.chunks import CANDIDATES, Link, best_chunks, run_chunks
+from treefx.tools.simulate.hardware.machine import Machine
+from treefx.tools.simulate.models import MODELS, Model
+from treefx.tools.simulate.picture import save_picture
+from treefx.tools.simulate.published import LIMIT, Comparison, compare
+from treefx.tools.simulate.report import (
+    COLUMNS,
+    FIGURE_COLUMNS,
+    LEGEND,
+    cells,
+    figure_cells,
+    make_page,
+    make_record,
+    missed,
+)
+from treefx.tools.simulate.study import run_study
+from treefx.tools.simulate.sublayer import Outcome
 
 __all__ = ["simulate"]
 

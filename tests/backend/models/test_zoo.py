@@ -12,8 +12,8 @@ from tests.backend.support import assert_packed
 from tests.batches import Batch, distinct_tokens, shared_batch
 from tests.models import zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, compare, compile_with, outcome, stats_of
-from treefx.bench.zoo import run
-from treefx.bench.zoo.run import _spread, check_model
+from treefx.tools.bench.zoo import run
+from treefx.tools.bench.zoo.run import _spread, check_model
 
 pytestmark = pytest.mark.zoo
 

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.gpu.specialised_by_pass import launch as launch_of_pass
-from treefx.bench.attention import kernel as bench_kernel
-from treefx.bench.attention.kernel import Case
-from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
-from treefx.kernels.gpu.inspection.barriers import races, unmet_releases
 from treefx.kernels.gpu.triton_tree.small_launches import Launch, scratch_bytes
+from treefx.tools.bench.attention import kernel as bench_kernel
+from treefx.tools.bench.attention.kernel import Case
+from treefx.tools.kernels.ahead_of_time import compile_kernel
+from treefx.tools.kernels.barriers import races, unmet_releases
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 SMALL = Case(torch.bfloat16, 64, 64, 4)

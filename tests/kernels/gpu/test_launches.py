@@ -22,7 +22,6 @@ pytest.importorskip("triton")
 
 from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 - a fixture
 from treefx.kernels.common import Inputs
-from treefx.kernels.gpu.inspection.stand_in import on_device
 from treefx.kernels.gpu.replays import Recorder as StepRecorder
 from treefx.kernels.gpu.replays import note, replayed
 from treefx.kernels.gpu.triton_tree import attention
@@ -31,6 +30,7 @@ from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted, tree_blocks
 from treefx.kernels.tiles.tree_blocks import forget_blocks
+from treefx.tools.kernels.stand_in import on_device
 
 WITHOUT_KERNEL = {
     "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty", "permute", "select",

@@ -14,15 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 from tests.kernels.gpu.planting import planted, template
-from treefx.bench.attention import kernel as bench_kernel
-from treefx.bench.attention.kernel import Case, problems, run
 from treefx.cli.app import app
 from treefx.errors import InputError
-from treefx.kernels.gpu.inspection.ahead_of_time import CompileReport, _specialised, compile_kernel, compile_launch
-from treefx.kernels.gpu.inspection.instructions import instructions_of_loops
 from treefx.kernels.gpu.triton_tree import device
 from treefx.kernels.gpu.triton_tree.configs import SHARED_MEMORY, Problem, one_pass_fits, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.small_launches import ROW_VECTORS, launch_finish, launch_prologue
+from treefx.tools.bench.attention import kernel as bench_kernel
+from treefx.tools.bench.attention.kernel import Case, problems, run
+from treefx.tools.kernels.ahead_of_time import CompileReport, _specialised, compile_kernel, compile_launch
+from treefx.tools.kernels.instructions import instructions_of_loops
 
 triton = pytest.importorskip("triton")
 

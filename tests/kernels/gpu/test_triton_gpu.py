@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from treefx.bench.attention.sample import Sample
-from treefx.bench.attention.trees import Tree, repeated_nodes, thought_nodes
 from treefx.kernels import reference, tree_attention
 from treefx.kernels.common import Boundary, Inputs, relative_error
 from treefx.kernels.ops import attend
 from treefx.kernels.score import make_score
+from treefx.tools.bench.attention.sample import Sample
+from treefx.tools.bench.attention.trees import Tree, repeated_nodes, thought_nodes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,10 +21,10 @@ from treefx.errors import UnsupportedError  # noqa: E402
 from treefx.kernels import tree_attention  # noqa: E402
 from treefx.kernels.common import Boundary, Inputs  # noqa: E402
 from treefx.kernels.gpu import dispatch as cuda  # noqa: E402
-from treefx.kernels.gpu.inspection.stand_in import HOPPER, standing_in  # noqa: E402
 from treefx.kernels.gpu.triton_tree import attention, paths  # noqa: E402
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch  # noqa: E402
 from treefx.kernels.score import make_score  # noqa: E402
+from treefx.tools.kernels.stand_in import HOPPER, standing_in  # noqa: E402
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from tests.kernels.gpu.test_launches import SCORE, Recorder, device, poisoned_memory, storages  # noqa: F401
 from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 - a fixture
-from treefx.bench.attention.trees import Tree
 from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu import workspace
 from treefx.kernels.gpu.triton_tree import attention, paths
@@ -20,6 +19,7 @@ from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource
 from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, list_bytes, most_lists, value_bytes
 from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted, tree_blocks
+from treefx.tools.bench.attention.trees import Tree
 
 FORMS = {"two passes": "plain", "one pass": "plain", "Gluon": "gluon"}
 """And the path of each."""

@@ -20,7 +20,7 @@ _STAGES = ("sanitize", "correct", "prologue", "rates", "attention", "step", "fir
 def forest(json: Json = False) -> None:
     """Time the building of forests from lists of rows and from padded batches."""
     with waiting("building forests", quiet=json):
-        from treefx.bench import forest as bench_forest
+        from treefx.tools.bench import forest as bench_forest
 
     show("Building forests", bench_forest.run(json=json), json)
 
@@ -47,7 +47,7 @@ def attention(
     check_output("--out", out)
     with waiting("loading PyTorch", quiet=json):
         # Registers the operators of the kernels: only this benchmark needs them without a model.
-        from treefx.bench.attention import cpu as bench_attention
+        from treefx.tools.bench.attention import cpu as bench_attention
 
     records: list[dict[str, Any]] = []
     if bench_attention.choose_device(device) == "cpu":
@@ -60,9 +60,9 @@ def attention(
         else:
             console.print(bench_attention.make_summary(records))
         return
-    from treefx.bench.attention import apart
-    from treefx.bench.attention import cuda as on_cuda
-    from treefx.bench.attention.settings import SETTINGS
+    from treefx.tools.bench.attention import apart
+    from treefx.tools.bench.attention import cuda as on_cuda
+    from treefx.tools.bench.attention.settings import SETTINGS
 
     total = len(SETTINGS)
     with waiting("timing attention", total=total, quiet=json) as progress:
@@ -104,7 +104,7 @@ def kernel(
     """
     check_choice("--path", path, ("plain", "gluon", "all"))
     with waiting("loading PyTorch", quiet=json):
-        from treefx.bench.attention import kernel as bench_kernel
+        from treefx.tools.bench.attention import kernel as bench_kernel
 
     records = bench_kernel.run_with_progress(arch, path, quick=quick, full=full, json=json, jobs=jobs, triton=triton)
     if json:
@@ -123,7 +123,7 @@ def host(json: Json = False) -> None:
     forest works out what is launched, every layer after it launches the same. Processor time of the thread.
     """
     with waiting("loading PyTorch", quiet=json):
-        from treefx.bench.attention import host as bench_host
+        from treefx.tools.bench.attention import host as bench_host
     with waiting("timing launches", total=len(bench_host.KINDS), quiet=json) as progress:
         records = list(progress.each(bench_host.run()))
     show("What a layer's launches cost the host", records, json)
@@ -156,7 +156,7 @@ def gpu(
     if keep and (rehearse or stage != "rates"):
         raise typer.BadParameter("only --stage rates on a GPU finds what can be kept", param_hint="--keep")
     with waiting("loading PyTorch", quiet=json):
-        from treefx.bench.gpu import launches, stages
+        from treefx.tools.bench.gpu import launches, stages
 
     chosen: dict[str, Any] = {"cases": cases, "only": only}
     chosen["batches"] = [name.strip() for name in _split(batches)]
@@ -181,7 +181,7 @@ _REHEARSED = " (rehearsal on the CPU: figures mean nothing)"
 
 def _split(names: str) -> list[str]:
     """The names of batches, some of which have commas in them: a comma separates where a name ends."""
-    from treefx.bench.gpu.batches import SHARING
+    from treefx.tools.bench.gpu.batches import SHARING
 
     found, rest = [], names.strip()
     while rest:
@@ -217,7 +217,7 @@ def mixers(
     """
     check_choice("--inner", inner, ("inductor", "aot_eager"))
     with waiting("timing layers", quiet=json) as progress:
-        from treefx.bench import mixers as bench_mixers
+        from treefx.tools.bench import mixers as bench_mixers
 
         records = bench_mixers.run(repeats=repeats)
         records += bench_mixers.run_models(repeats=repeats, inner=inner, on_start=progress.tell)

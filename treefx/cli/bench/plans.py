@@ -15,7 +15,7 @@ __all__ = ["assign", "context", "large", "overlap", "parts", "plan", "sampler"]
 @bench.command()
 def plan(json: Json = False) -> None:
     """Time the planner, and count the tokens that plans, batch samplers and other systems' policies compute."""
-    from treefx.bench import plan as bench_plan
+    from treefx.tools.bench import plan as bench_plan
 
     show("Planning", bench_plan.run(json=json), json)
 
@@ -39,7 +39,7 @@ def sampler(
     check_choice("--tokenizer", tokenizer, ("bpe", "bytes"))
     for path in paths or ():
         check_input(path)
-    from treefx.bench import sampler as bench_sampler
+    from treefx.tools.bench import sampler as bench_sampler
 
     records = bench_sampler.run(
         paths or (), max_tokens=max_tokens, tokenizer=tokenizer, vocab_size=vocab_size, json=json
@@ -60,8 +60,8 @@ def parts(
     """
     check_choice("--inner", inner, ("inductor", "aot_eager"))
     with waiting("loading PyTorch", quiet=json):
-        from treefx.bench import parts as bench_parts
-        from treefx.bench import policies as bench_policies
+        from treefx.tools.bench import parts as bench_parts
+        from treefx.tools.bench import policies as bench_policies
 
     peaks = bench_parts.measure_peaks(forests, inner, json=json)
     with waiting("policies of other systems on a large forest", quiet=json):
@@ -80,7 +80,7 @@ def assign(json: Json = False) -> None:
     Forests are lengths and shared prefixes without tokens, the cost that of an 8B model; no model runs. Beside it,
     balances of whole trees longest first and by Karmarkar and Karp, and of rows that share nothing.
     """
-    from treefx.bench import assign as bench_assign
+    from treefx.tools.bench import assign as bench_assign
 
     show("Forests to ranks", bench_assign.run(json=json), json)
 
@@ -92,7 +92,7 @@ def context(json: Json = False) -> None:
     Beside the way taken, all ways: balance, and what is received of what a ring would pass. No model runs.
     """
     with waiting("sharing tokens among ranks", quiet=json):
-        from treefx.bench import context as bench_context
+        from treefx.tools.bench import context as bench_context
 
         records = bench_context.run()
     show("Tokens to ranks", records, json)
@@ -113,7 +113,7 @@ def overlap(
     decides by rates it measures over that link; results are compared to the bit first.
     """
     with waiting("two processes share an MLP", quiet=json):
-        from treefx.bench.overlap import run as bench_overlap
+        from treefx.tools.bench.overlap import run as bench_overlap
 
         records = bench_overlap.run(rows=rows, width=width, hidden=hidden, repeats=repeats)
     show("Products and collectives in chunks", records, json)
@@ -134,6 +134,6 @@ def large(
     limit = None if memory is None else parse_bytes(memory)
     check_choice("--device", device, ("cuda", "cpu"))
     with waiting("loading PyTorch", quiet=json):
-        from treefx.bench import large as bench_large
+        from treefx.tools.bench import large as bench_large
 
     show("One large tree", bench_large.run(model=model, device=device, tokens=tokens, memory_limit_bytes=limit), json)

@@ -29,8 +29,8 @@ def step(
     compared first; if they differ, no time is printed.
     """
     with waiting("loading PyTorch", quiet=json) as progress:
-        from treefx.bench import step as bench_step
-        from treefx.bench.job.models import require_backend
+        from treefx.tools.bench import step as bench_step
+        from treefx.tools.bench.job.models import require_backend
 
         for name in (backend, baseline):
             require_backend(name)
@@ -63,7 +63,7 @@ def shapes(
     compared first.
     """
     check_choice("--series", series, ("near", "wide"))
-    from treefx.bench import shapes as bench_shapes
+    from treefx.tools.bench import shapes as bench_shapes
 
     records = bench_shapes.run(
         series=series, batches=batches, model=model, layers=layers, hidden_size=hidden_size, json_output=json
@@ -84,7 +84,7 @@ def first_step(
     the clock; python, compilers and step (a later one) are seconds of the processor, in Python and in what it started.
     Losses and gradients are compared first.
     """
-    from treefx.bench import first_step as bench_first_step
+    from treefx.tools.bench import first_step as bench_first_step
 
     records = bench_first_step.run(model=model, layers=layers, hidden_size=width, json_output=json)
     show("The first step", records, json)
@@ -104,7 +104,7 @@ def trainer(
     process of its own with empty caches. whole and later are seconds over inductor's: of the run, and of its steps but
     the first two. Losses and norms of gradients of every step are compared first.
     """
-    from treefx.bench import trainer as bench_trainer
+    from treefx.tools.bench import trainer as bench_trainer
 
     records = bench_trainer.run(model=model, layers=layers, hidden_size=width, rows=rows, json_output=json)
     show("A run of SFTTrainer", records, json)
@@ -130,7 +130,7 @@ def trainers(
     Losses and norms of gradients of every step are compared with the run without a compiler; whole_seconds are those
     of the whole command, whole the same over inductor's.
     """
-    from treefx.bench.trainers import run as bench_trainers
+    from treefx.tools.bench.trainers import run as bench_trainers
 
     with waiting("making rows and a model", quiet=json) as progress:
         records = bench_trainers.run(
@@ -154,7 +154,7 @@ def trl(
     as it is, with inductor and with treefx, in processes with empty caches. Losses and norms of gradients of every step
     are compared with the run without a compiler. Seconds are those of whole runs, whole is treefx's over inductor's.
     """
-    from treefx.bench.trl import run as bench_trl
+    from treefx.tools.bench.trl import run as bench_trl
 
     ways = [way for way in bench_trl.WAYS if inductor or way != "inductor"]
     with waiting("making rows and a model", quiet=json) as progress:
@@ -178,7 +178,7 @@ def unshared(
     The ratio should be near 1: such a batch runs ordinarily. A model takes about half a minute to compile twice, all
     of the zoo an hour.
     """
-    from treefx.bench import unshared as bench_unshared
+    from treefx.tools.bench import unshared as bench_unshared
 
     with waiting("compiling", quiet=json) as progress:
         records = bench_unshared.run(
@@ -206,6 +206,6 @@ def memory(
     Four sharing ratios, gradient checkpointing on and off, logits read and unused, and 8,192 tokens with a vocabulary
     of 151,936. The last needs about 1 GB of memory; all of it takes some minutes.
     """
-    from treefx.bench import memory as bench_memory
+    from treefx.tools.bench import memory as bench_memory
 
     show("Memory of a training step", bench_memory.run(json_output=json, inner=inner), json)

@@ -21,7 +21,6 @@ from tests.kernels.gpu.test_workspace import FORMS, counted, in_form, part, runn
 from treefx.cli.doctor import _gpu
 from treefx.kernels.common import Inputs
 from treefx.kernels.gpu import dispatch
-from treefx.kernels.gpu.inspection.stand_in import Device
 from treefx.kernels.gpu.triton_tree import attention, support, tuning
 from treefx.kernels.gpu.triton_tree.configs import (
     SHARED_MEMORY,
@@ -33,6 +32,7 @@ from treefx.kernels.gpu.triton_tree.configs import (
 )
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.tuning import BestConfig, keep_rates, rates_key, tile_name
+from treefx.tools.kernels.stand_in import Device
 
 A100 = Device("an A100 that is not there", (8, 0), 108)
 SLICE = Device("a slice of an A100", (8, 0), 14)

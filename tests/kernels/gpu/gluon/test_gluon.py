@@ -30,18 +30,18 @@ from tests.kernels.gpu.interpreted_cases import (
     forest,
 )
 from tests.kernels.gpu.test_barriers import changed, find
-from treefx.bench.attention import kernel as bench_kernel
-from treefx.bench.attention.kernel import run
 from treefx.kernels import reference
-from treefx.kernels.gpu.inspection.ahead_of_time import compile_kernel
-from treefx.kernels.gpu.inspection.barriers import races, unmet_releases, unmet_stores
-from treefx.kernels.gpu.inspection.operands import beside_products, overwritten_operands
 from treefx.kernels.gpu.triton_tree import attention
 from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.small_launches import scratch_bytes
 from treefx.kernels.score import Score
 from treefx.kernels.tiles import hosted
+from treefx.tools.bench.attention import kernel as bench_kernel
+from treefx.tools.bench.attention.kernel import run
+from treefx.tools.kernels.ahead_of_time import compile_kernel
+from treefx.tools.kernels.barriers import races, unmet_releases, unmet_stores
+from treefx.tools.kernels.operands import beside_products, overwritten_operands
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 COMPILED = (

@@ -27,12 +27,12 @@ from tests.kernels.gpu.interpreted_cases import (
     forest,
     other_numbers,
 )
-from treefx.kernels.gpu.inspection.stand_in import on_device
 from treefx.kernels.gpu.triton_tree import attention, paths
 from treefx.kernels.gpu.triton_tree.configs import Config, Problem
 from treefx.kernels.gpu.triton_tree.launch import Launch
 from treefx.kernels.score import Score
 from treefx.kernels.tiles import tree_blocks
+from treefx.tools.kernels.stand_in import on_device
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 GATED = Score(("add", SCALED, ("mul", ("load", 3, ("head",)), ("float", ("lt", DEPTH_Q, const(3))))))

@@ -28,12 +28,12 @@ from tests.kernels.gpu.interpreted_cases import (
     other_numbers,
 )
 from treefx.kernels import reference
-from treefx.kernels.gpu.inspection.stand_in import on_device
 from treefx.kernels.gpu.triton_tree import attention, paths
 from treefx.kernels.gpu.triton_tree.launch import Launch
 from treefx.kernels.ops import attend
 from treefx.kernels.score import Score
 from treefx.kernels.tiles import tree_blocks
+from treefx.tools.kernels.stand_in import on_device
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,344 @@
+"""``treefx doctor --zoo``: every model of the zoo, treefx against eager on padded batches that share prefixes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import treefx
+from treefx.data import Batch
+from treefx.errors import InputError, TreefxError
+from treefx.runtime.report import find
+from treefx.tools.bench.job.processes import Failure, Note, each_apart
+from treefx.tools.bench.zoo.batches import zoo_batches
+from treefx.tools.bench.zoo.exact import Step, in_float64, sizes_of_sums, take_step
+from treefx.tools.bench.zoo.flop_share import FlopShare, flop_share
+from treefx.tools.bench.zoo.models import ZooModel, zoo_models
+
+__all__ = ["VERDICTS", "ZooBatch", "ZooRow", "check_model", "choose", "run_zoo"]
+
+_TOLERANCE = 1e-5
+_SMALLEST = 1e-3
+"""Gradients below this share of the model's largest are judged against it: some are zero but for rounding."""
+_ROUNDING = 1.5
+"""How much further from float64 than eager a result beyond the tolerance may be."""
+VERDICTS = ("packed", "partly", "rows", "refused", "wrong", "crashed", "not installed")
+"""From best to worst. "packed": exact, all attention and products with parameters once per distinct token; "partly":
+exact, some of them on rows; "rows": exact, nothing packed; "refused": by name, by treefx; the last: no result."""
+_LONGEST_CHECK = 3600.0
+"""Seconds after which a process that checks a model is taken to hang."""
+_CHECKS_PER_PROCESS = 12
+_checked_here = 0
+
+
+@dataclass(frozen=True)
+class ZooBatch:
+    """What one model did with one batch. Errors are relative; shares are of the operations of one forward pass."""
+
+    shape: str
+    """Rows, positions and padding: ``"5 x 20 right"``."""
+    verdict: str
+    """One of :data:`VERDICTS` but the last."""
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    raw_tokens: int = 0
+    tokens: int = 0
+    distinct_tokens: int = 0
+    attention_rewritten: int = 0
+    packed_share: float = 0.0
+    """Of attention, projections, MLPs, experts and the head."""
+    packed_share_of_all: float = 0.0
+    """The same with mixers that are not attention in the total."""
+    expansions: list[dict[str, Any]] = field(default_factory=list)
+    note: str | None = None
+    """Why nothing ran packed, or why there is no result."""
+    float64_errors: tuple[float, float] | None = None
+    """Largest gradient error of treefx and of eager against float64; measured where they differ beyond 1e-5. That of a
+    parameter of one number is relative to the sum of the sizes of what the rows contribute to it."""
+    compiles: int = 0
+    """Compilations up to and with this batch: the first is compiled for its shape, the next for all."""
+
+
+@dataclass(frozen=True)
+class ZooRow:
+    """What one model did: the worst of its batches, and all of them."""
+
+    model: str
+    library: str
+    verdict: str
+    """One of :data:`VERDICTS`."""
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    raw_tokens: int = 0
+    """Of all batches, as the next two."""
+    tokens: int = 0
+    distinct_tokens: int = 0
+    attention_rewritten: int = 0
+    packed_share: float = 0.0
+    packed_share_of_all: float = 0.0
+    expansions: list[dict[str, Any]] = field(default_factory=list)
+    note: str | None = None
+    float64_errors: tuple[float, float] | None = None
+    batches: list[ZooBatch] = field(default_factory=list)
+    compiles: int = 0
+    """Of all batches."""
+    seconds: float = 0.0
+    """Time of the check, compilation included."""
+
+
+def choose(names: Sequence[str]) -> list[ZooModel]:
+    """The models of these names, or all.
+
+    Raises:
+        InputError: A name is not in the zoo.
+    """
+    models = {model.name: model for model in zoo_models()}
+    unknown = [name for name in names if name not in models]
+    if unknown:
+        raise InputError(f"the zoo has the models {', '.join(models)}; got {', '.join(unknown)}")
+    return [models[name] for name in names] if names else list(models.values())
+
+
+def run_zoo(
+    names: Sequence[str] = (),
+    *,
+    workers: int = 0,
+    inner: str = "aot_eager",
+    batches: int = 2,
+    on_start: Callable[[str], None] = print,
+) -> Iterator[ZooRow]:
+    """Check models one after the other; rows come as they are done.
+
+    Args:
+        names: Which models; none for all.
+        workers: Number of processes, one after another for what remains where one dies or hangs; 0 for this one.
+        inner: Inner compiler of the backend.
+        batches: Number of batches, no two of one shape, through one compiled model.
+        on_start: Told the model that is being checked (with workers: the last one that is done).
+    """
+    models = choose(names)
+    if workers < 0:
+        raise InputError(f"workers must be 0 for this process or the number of others, got {workers}")
+    if workers:
+        yield from _in_processes(models, workers, inner, batches, on_start)
+        return
+    for model in models:
+        on_start(model.name)
+        yield check_model(model.name, inner, batches)
+
+
+def _in_processes(
+    models: Sequence[ZooModel], workers: int, inner: str, batches: int, on_start: Callable[[str], None]
+) -> Iterator[ZooRow]:
+    """Deal the models out; a thread per process waits for its rows."""
+    done = SimpleQueue[ZooRow | None]()
+
+    def serve(part: Sequence[ZooModel]) -> None:
+        try:
+            pieces = [(model.name, model.library, inner, batches) for model in part]
+            for (name, library, *_), row in each_apart(_check_apart, pieces, seconds=_LONGEST_CHECK):
+                done.put(ZooRow(name, library, "crashed", note=row) if isinstance(row, Failure) else row)
+        finally:
+            done.put(None)
+
+    with ThreadPoolExecutor(workers) as pool:
+        threads = [pool.submit(serve, models[first::workers]) for first in range(workers)]
+        for row in itertools.chain.from_iterable(iter(done.get, None) for _ in threads):
+            on_start(row.model)
+            yield row
+        for thread in threads:
+            thread.result()
+
+
+def _check_apart(piece: tuple[str, str, str, int], note: Note) -> tuple[ZooRow, bool]:
+    """Check a model in a process that serves a few of them: what Dynamo and inductor keep of each adds up."""
+    global _checked_here
+    _checked_here += 1
+    torch.set_num_threads(1)
+    name, _, inner, batches = piece
+    note(name)
+    return check_model(name, inner, batches), _checked_here < _CHECKS_PER_PROCESS
+
+
+def check_model(name: str, inner: str = "aot_eager", batches: int = 2) -> ZooRow:
+    """Loss and all gradients of one model in float32, treefx against eager, on batches of different shapes."""
+    (model,) = choose([name])
+    start = time.perf_counter()
+    torch._dynamo.reset()
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        row = _check(model, inner, batches)
+    return replace(row, seconds=time.perf_counter() - start)
+
+
+def _check(model: ZooModel, inner: str, batches: int) -> ZooRow:
+    torch.manual_seed(0)
+    try:
+        original = _spread(model.build().train())
+    except (ImportError, InputError) as error:
+        return ZooRow(model.name, model.library, "not installed", note=str(error))
+    except Exception as error:  # one model that fails must not end the table
+        return _worst(model, [_without_result("", error)])
+    twin = copy.deepcopy(original)
+    options = {"inner": inner, "min_sharing": 1.0}
+    compiled = torch.compile(twin, backend="treefx", options=options)  # type: ignore[arg-type]
+    results = []
+    for shape, batch in zoo_batches(batches).items():
+        try:
+            results.append(_compare(original, twin, compiled, shape, batch))
+        except Exception as error:
+            results.append(_without_result(shape, error))
+    return _worst(model, results)
+
+
+def _without_result(shape: str, error: Exception) -> ZooBatch:
+    refusal = _refusal(error)
+    text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
+    return ZooBatch(shape, "crashed" if refusal is None else "refused", note=text.splitlines()[0])
+
+
+def _worst(model: ZooModel, batches: list[ZooBatch]) -> ZooRow:
+    """The row of a model: verdict and reasons of its worst batch, errors the largest, tokens of all."""
+    worst = max(batches, key=lambda batch: VERDICTS.index(batch.verdict))
+    ran = [batch for batch in batches if batch.loss_error is not None]
+    alike = len({batch.verdict for batch in batches}) == 1
+    note = worst.note if alike or worst.note is None else f"{worst.note} (batch {worst.shape})"
+    return ZooRow(
+        model.name,
+        model.library,
+        worst.verdict,
+        max((batch.loss_error for batch in ran if batch.loss_error is not None), default=None),
+        max((batch.gradient_error for batch in ran if batch.gradient_error is not None), default=None),
+        sum(batch.raw_tokens for batch in ran),
+        sum(batch.tokens for batch in ran),
+        sum(batch.distinct_tokens for batch in ran),
+        worst.attention_rewritten,
+        worst.packed_share,
+        worst.packed_share_of_all,
+        worst.expansions,
+        note,
+        max((batch.float64_errors for batch in ran if batch.float64_errors is not None), default=None),
+        batches,
+        max((batch.compiles for batch in batches), default=0),
+    )
+
+
+def _refusal(error: BaseException | None) -> TreefxError | None:
+    """What treefx raised, alone or wrapped by Dynamo."""
+    while error is not None and not isinstance(error, TreefxError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error
+
+
+def _spread(model: nn.Module) -> nn.Module:
+    """Scale matrices up: with the usual small weights attention is uniform, and a wrong mask would hardly show."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def _compare(original: nn.Module, twin: nn.Module, compiled: Any, shape: str, batch: Batch) -> ZooBatch:
+    expected, got = take_step(original, original, batch), take_step(twin, compiled, batch)
+    errors = _errors(got, expected)
+    apart = None if max(errors) <= _TOLERANCE else _float64_errors(original, batch, (got, expected))
+    return _result(twin, compiled, shape, batch, errors, apart)
+
+
+def _float64_errors(original: nn.Module, batch: Batch, steps: tuple[Step, Step]) -> tuple[float, float]:
+    """The largest error of each of two steps against float64."""
+
+    def exact(part: Batch) -> Step:
+        return in_float64(original, lambda model: take_step(model, model, part))
+
+    expected, sizes = exact(batch), sizes_of_sums(original, lambda part: exact(part)[1], batch)
+    first, second = (max(_errors(step, expected, sizes)) for step in steps)
+    return first, second
+
+
+def _errors(got: Step, expected: Step, sizes: Mapping[str, float] = MappingProxyType({})) -> tuple[float, float]:
+    """Of the loss, and the largest of the gradients, those with a size in ``sizes`` judged against it at least."""
+    floor = _SMALLEST * max(float(grad.abs().max()) for grad in expected[1].values())
+    errors = [_relative(got[1].get(name), grad, max(floor, sizes.get(name, 0.0))) for name, grad in expected[1].items()]
+    return _relative(got[0], expected[0], 0.0), max(errors)
+
+
+def _relative(got: Tensor | None, expected: Tensor, floor: float) -> float:
+    if got is None or not bool(got.isfinite().all()):
+        return float("inf")
+    scale = max(float(expected.abs().max()), floor)
+    difference = float((got.double() - expected.double()).abs().max())
+    return difference / scale if scale else difference
+
+
+def _result(
+    twin: nn.Module,
+    compiled: Any,
+    shape: str,
+    batch: Batch,
+    errors: tuple[float, float],
+    float64_errors: tuple[float, float] | None,
+) -> ZooBatch:
+    stats = treefx.inspect(compiled).stats
+    share = sum((flop_share(graph) for graph in _labelled(twin)), FlopShare())
+    distinct = treefx.Forest.from_padded(batch.input_ids, batch.attention_mask).num_tokens
+    note = _breaks(stats) or stats["fallback"]
+    result = ZooBatch(
+        shape,
+        "rows",
+        *errors,
+        batch.raw_tokens,
+        stats["tokens"] or batch.raw_tokens,
+        distinct,
+        stats["attention_rewritten"],
+        0.0 if note else share.of_attention_and_mlps,
+        0.0 if note else share.of_all,
+        list(stats["expansions"]),
+        note,
+        float64_errors,
+        stats["compiles"],
+    )
+    return replace(result, verdict=_verdict(result))
+
+
+def _labelled(twin: nn.Module) -> list[torch.fx.GraphModule]:
+    """The labelled graphs that ran packed."""
+    runs = find(twin.parameters())
+    return [rewritten.traced for run in runs for rewritten in run.graph.rewrites]
+
+
+def _breaks(stats: Mapping[str, Any]) -> str | None:
+    """Where nothing was rewritten: how Dynamo cut the model, which hides the token ids from its attention."""
+    reasons = torch._dynamo.utils.counters["graph_break"]
+    if stats["attention_rewritten"] or stats["graphs"] == 1 or not reasons:
+        return None
+    return "Dynamo cut the model: " + next(iter(reasons)).splitlines()[0]
+
+
+def _verdict(row: ZooBatch) -> str:
+    assert row.loss_error is not None and row.gradient_error is not None
+    if not (max(row.loss_error, row.gradient_error) <= _TOLERANCE or _as_near_as_eager(row)):
+        return "wrong"
+    if row.packed_share == 1.0:
+        return "packed"
+    return "partly" if row.packed_share else "rows"
+
+
+def _as_near_as_eager(row: ZooBatch) -> bool:
+    """Whether the difference is rounding: some gradients are zero in exact arithmetic, or sums that all but cancel."""
+    assert row.float64_errors is not None and row.loss_error is not None
+    return row.loss_error <= _TOLERANCE and row.float64_errors[0] <= _ROUNDING * row.float64_errors[1] <= 1e-3

@@ -1,0 +1,9 @@
+"""What worker processes share: everything that takes long to import and starts no threads."""
+
+import gc
+
+import treefx.inspection.inspector
+import treefx.runtime.compiled_graph  # noqa: F401
+
+gc.collect()
+gc.freeze()  # what is imported here stays, and needs no collector to look at it again
