@@ -18,13 +18,13 @@ The journey of one batch, by room:
 gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``cli`` is the command;
 ``tools``, which the library never imports, measure and attack it. What a user imports lies open: ``backend``,
 ``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of users, ``arguments`` their numbers;
-``extras`` names the extra of a library that is missing.
+``extras`` names the extra of a library that is missing, ``torch_patches`` what is replaced in PyTorch.
 
 Order of imports, each only of what stands before an arrow::
 
-    errors, extras, views -> arguments, documents, kernels -> passes -> config, forests -> losses, logprobs ->
-    rl -> runtime -> backend -> inspection -> planning -> scale -> data -> integrations -> __init__ -> output ->
-    tools -> cli -> __main__
+    errors, extras, views -> arguments, documents, kernels, torch_patches -> passes -> config, forests -> losses,
+    logprobs -> rl -> runtime -> backend -> inspection -> planning -> scale -> data -> integrations -> __init__ ->
+    output -> tools -> cli -> __main__
 """
 
 from importlib import import_module

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-import sympy
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from torch._functorch import predispatch
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -41,6 +39,7 @@ from treefx.passes.trace.functional import functionalised
 from treefx.passes.trace.inline_flex import flex_attention
 from treefx.passes.trace.inline_scan import associative_scan
 from treefx.passes.trace.unseen_changes import check_changes, seen_by_autograd
+from treefx.torch_patches.symbols import write_products_whole
 
 __all__ = ["trace_forward", "trace_function"]
 
@@ -76,7 +75,7 @@ def trace_function(
     function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode, *, functional: bool = False
 ) -> fx.GraphModule:
     """Trace a Python function over fake tensors into a graph, keeping the current node's meta."""
-    _write_products_whole()
+    write_products_whole()
     traced = functionalised(function) if functional else function
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cached cast would hand one trace the tensors of another
@@ -95,35 +94,6 @@ def trace_function(
     gm.recompile()
     opaque_ops.hold_functions(gm)
     return gm
-
-
-@functools.cache
-def _write_products_whole() -> None:
-    """Let torch write a product of three sizes as two products.
-
-    A size that a graph has not computed yet is put together from those that it has. torch takes ``operator.mul`` for a
-    product of however many; the code of such a node is ``2 * rows``, where ``2 * rows * columns`` is meant.
-    """
-    original = getattr(proxy_tensor, "_build_proxy_for_sym_expr", None)
-    register = getattr(proxy_tensor, "_sym_register", None)
-    if original is None or register is None:  # another version of torch, whose graphs are looked at as well
-        return
-
-    @functools.wraps(original)
-    def build(tracer: Any, expr: Any, out: Any = None) -> Any:
-        is_known = tracer.sympy_expr_tracker.get(expr) is not None
-        if is_known or not isinstance(expr, sympy.Mul) or len(expr.args) < 3:
-            return original(tracer, expr, out)
-        factors = [build(tracer, arg) for arg in expr.args]
-        if any(factor is None for factor in factors):
-            return None
-        first = functools.reduce(operator.mul, factors[:-1])
-        if out is None:
-            return first * factors[-1]
-        register(tracer, operator.mul, (first, factors[-1]), out)
-        return out
-
-    proxy_tensor._build_proxy_for_sym_expr = build
 
 
 class _ForwardTracer(fx.Interpreter):

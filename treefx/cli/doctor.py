@@ -22,6 +22,7 @@ __all__ = ["doctor", "self_check"]
 
 _LIBRARIES = ("treefx", "torch", "triton", "numpy", "networkx", "sympy", "transformers", "tokenizers")
 _TOLERANCE = 1e-10
+_COLUMNS = ("symbol", "versions", "why", "test")
 
 
 # Long: an option takes one line or three.
@@ -45,6 +46,9 @@ def doctor(
         bool, typer.Option("--resume", help="With --zoo --out: go on; what was wrong or crashed is checked again.")
     ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="With --zoo: print the table as Markdown.")] = False,
+    patches: Annotated[
+        bool, typer.Option("--patches", help="Print what treefx replaces in PyTorch and transformers, and why.")
+    ] = False,
 ) -> None:
     """Check the installation: versions, devices, the entry point, and a small model against eager execution.
 
@@ -65,6 +69,9 @@ def doctor(
     """
     inner = inner or ("aot_eager" if zoo else "inductor")
     Config.from_options({"inner": inner})
+    if patches:
+        _show_patches(json)
+        return
     given = {"--model": model, "--workers": workers, "--out": out, "--resume": resume, "--markdown": markdown}
     if zoo:
         _doctor_zoo(model or [], (out, inner, batches, resume), workers, json, markdown)
@@ -86,6 +93,17 @@ def doctor(
             print_line("all is well", style="green")
     if problems:
         raise typer.Exit(1)
+
+
+def _show_patches(json: bool) -> None:
+    with waiting("loading PyTorch", quiet=json):
+        from treefx.torch_patches.table import PATCHES
+    if json:
+        print_json([{name: getattr(patch, name) for name in _COLUMNS} for patch in PATCHES])
+        return
+    print_line(f"{len(PATCHES)} symbols that treefx replaces, for what it compiles alone; without that:")
+    for patch in PATCHES:
+        print_line(f"\n{patch.symbol} ({patch.versions})\n    {patch.why}")
 
 
 def self_check(inner: str = "inductor") -> float:

@@ -24,13 +24,13 @@ from treefx.passes.runner import Pass
 from treefx.passes.trace.batch_sizes import Specialised
 from treefx.passes.trace.flash import has_flash
 from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
-from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.kept.retries import PASSING, NotNow, Retries
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.records import Records
 from treefx.runtime.report import NO_ATTENTION
 from treefx.runtime.shapes import KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
+from treefx.torch_patches.compiling import compiling
 
 __all__ = ["Analyses"]
 

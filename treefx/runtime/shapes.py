@@ -23,13 +23,13 @@ from treefx.passes.pipeline import compile_variant, rewrite
 from treefx.passes.runner import Pass
 from treefx.passes.trace.batch_sizes import BatchSizes
 from treefx.passes.trace.fingerprint import fingerprint, tensor_key
-from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.kept.retries import Retries
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.padding import Grid, Padding
 from treefx.runtime.segments import find_starts
+from treefx.torch_patches.compiling import compiling
 
 __all__ = [
     "Executable", "KnownShapes", "Outgrown", "Refusal", "Shape", "forget_shapes", "Unfit", "layout_of",

@@ -32,6 +32,7 @@ from treefx.passes.trace.fingerprint import fingerprint
 from treefx.runtime import dynamo
 from treefx.runtime.records import Records
 from treefx.runtime.ways.ordinary import Ordinary
+from treefx.torch_patches.dynamo import log_without_settings, pass_warnings
 
 BATCH = shared_batch(rows=4, length=12, shared=5, vocab=61, padding=None)
 
@@ -227,9 +228,10 @@ def test_settings_that_cannot_be_written_are_left_out(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(dynamo_utils, "_get_dynamo_config_for_logging", settings)
     with torch._dynamo.config.patch(ignore_logging_functions=set()):
-        dynamo._log_without_settings()
+        log_without_settings()
         assert dynamo_utils._get_dynamo_config_for_logging() == "[]"
-        dynamo._pass_warnings()
+        pass_warnings()
+        log_without_settings()
         assert dynamo_utils._get_dynamo_config_for_logging() is None
 
 

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from treefx.planning.execution.ranks import Ranks, agree
 from treefx.runtime.report import find
-from treefx.runtime.versions import parameter_groups
 
 __all__ = ["Sharded"]
 
@@ -39,7 +38,7 @@ class Sharded(Ranks):
     def __init__(self, roots: list[Any]) -> None:
         self.roots = roots
         self.modules: list[Any] = [x for root in roots for x in root.modules() if isinstance(x, FSDPModule)]
-        found = (group for module in self.modules for group in parameter_groups(module._get_fsdp_state()))
+        found = (group for module in self.modules for group in _parameter_groups_of(module._get_fsdp_state()))
         self._parameter_groups: list[Any] = list(dict.fromkeys(found))
         first = self._parameter_groups[0]
         self.groups, self.device = first.mesh_info.mesh.get_all_groups(), first.device
@@ -107,6 +106,15 @@ class Sharded(Ranks):
 
     def _parameters(self) -> Iterable[Tensor]:
         return (parameter for root in self.roots for parameter in root.parameters())
+
+
+def _parameter_groups_of(state: Any) -> list[Any]:
+    """What FSDP2 gathers at once, of one module's state: 2.11 has one such group of parameters or none."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def _gradient(item: Any) -> Tensor | None:

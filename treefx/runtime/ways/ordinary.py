@@ -14,12 +14,12 @@ from torch._guards import TracingContext, tracing
 from treefx.kernels.lasting import lasting
 from treefx.passes.packing.compile_inner import Inner
 from treefx.passes.packing.kept_graphs import keeping_graphs
-from treefx.runtime.compiling import compiling
 from treefx.runtime.kept.process_state import process_state
 from treefx.runtime.records import Records
 from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols, share_memory
 from treefx.runtime.ways.known_numbers import number_inputs, with_numbers
 from treefx.runtime.ways.second_derivatives import has_custom_functions, refuse_second_derivatives
+from treefx.torch_patches.compiling import compiling
 
 __all__ = ["Ordinary"]
 

@@ -13,18 +13,17 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
+from torch._dynamo.variables import ConstantVariable
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from treefx.passes.trace.flash import register_kernel
 
-__all__ = ["keep_direct_calls_whole"]
+__all__ = ["direct_call_instead"]
 
 _NAMES = {"flash_attn_func", "flash_attn_varlen_func", "varlen_attn"}
 _ROLES = {
@@ -43,21 +42,13 @@ _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF = 3e-2
 
 
-def keep_direct_calls_whole() -> None:
-    """Let Dynamo trace ``treefx::flash`` in place of such functions, where treefx compiles it."""
-    original = UserFunctionVariable.call_function
-
-    @functools.wraps(original)
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
-        given = _given(self.fn, args, kwargs) if ours and _is_flash(self.fn) else None
-        if given is None:
-            return original(self, tx, args, kwargs)
-        tensors, settings = given
-        handed = [*tensors, *map(ConstantVariable.create, settings)]
-        return UserFunctionVariable(cast(FunctionType, _flash)).call_function(tx, handed, {})
-
-    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+def direct_call_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
+    """``treefx::flash`` in place of such functions."""
+    given = _given(function, args, kwargs) if _is_flash(function) else None
+    if given is None:
+        return None
+    tensors, settings = given
+    return _flash, [*tensors, *map(ConstantVariable.create, settings)], {}
 
 
 def _flash(

@@ -9,7 +9,6 @@ them in turn. Written for transformers 5.23; what is called in another way than 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from types import FunctionType
@@ -17,11 +16,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._dynamo.variables.functions import UserFunctionVariable
 
 from treefx.passes.trace.flash import register_kernel
 
-__all__ = ["keep_flash_whole", "trace_instead"]
+__all__ = ["flash_instead", "trace_instead"]
 
 _UTILS, _MASKS = "transformers.modeling_flash_attention_utils", "transformers.masking_utils"
 _HANDLED = {
@@ -32,22 +30,15 @@ _HANDLED = {
 """The arguments that ``treefx::flash`` takes, or that say nothing to it."""
 
 
-def keep_flash_whole() -> None:
-    """Let Dynamo trace the functions of this file in place of transformers' own, where treefx compiles it."""
-    original = UserFunctionVariable.call_function
-
-    @functools.wraps(original)
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
-        name = _name_of(self.fn) if ours else None
-        if name in _INSTEAD and tx.f_code is not _INSTEAD[name].__code__:
-            _taken[name] = self.fn
-            self = UserFunctionVariable(_INSTEAD[name])
-        elif self.fn in _LEFT:
-            self = UserFunctionVariable(_taken[_LEFT[self.fn]])
-        return original(self, tx, args, kwargs)
-
-    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+def flash_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
+    """The functions of this file in place of transformers' own, which they may call in turn."""
+    name = _name_of(function)
+    if name in _INSTEAD and tx.f_code is not _INSTEAD[name].__code__:
+        _taken[name] = function
+        return _INSTEAD[name], args, kwargs
+    if function in _LEFT:
+        return _taken[_LEFT[function]], args, kwargs
+    return None
 
 
 def trace_instead(name: tuple[str, str], function: Any) -> None:

@@ -8,45 +8,33 @@ that are set to zero behind it.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
-from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from treefx.passes.trace.heads import Head, register_head
-from treefx.runtime.whole.flash import trace_instead
 
-__all__ = ["keep_heads_whole", "setting_of"]
+__all__ = ["TRL_HEADS", "head_instead", "scores_all", "setting_of"]
 
-_MODULE, _NAME = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
+TRL_HEADS, _NAME = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
 _TENSORS = ("hidden", "weight", "bias", "targets")
 
 
-def keep_heads_whole() -> None:
-    """Let Dynamo trace ``treefx::head`` in place of TRL's function, where treefx compiles it."""
-    trace_instead((_MODULE, "_use_triton"), _scores_all)
-    original = AutogradFunctionVariable.call_apply
-
-    @functools.wraps(original)
-    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
-        if not ours or kwargs or not _is_head(self.fn_cls):
-            return original(self, tx, args, kwargs)
-        hidden = args[0].as_proxy().node.meta["example_value"]
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        settings = tuple(map(setting_of, args[len(_TENSORS) :]))
-        made = Head(self.fn_cls, settings, dtype)
-        there = [None if x is None else x.requires_grad for x in made.example(hidden.dtype)]
-        given = [*args[: len(_TENSORS)], *map(ConstantVariable.create, (register_head(made), tuple(there)))]
-        return UserFunctionVariable(cast(FunctionType, _score)).call_function(tx, given, {})
-
-    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+def head_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
+    """``treefx::head`` in place of TRL's function."""
+    if kwargs or not _is_head(function):
+        return None
+    hidden = args[0].as_proxy().node.meta["example_value"]
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    settings = tuple(map(setting_of, args[len(_TENSORS) :]))
+    made = Head(function, settings, dtype)
+    there = [None if x is None else x.requires_grad for x in made.example(hidden.dtype)]
+    given = [*args[: len(_TENSORS)], *map(ConstantVariable.create, (register_head(made), tuple(there)))]
+    return _score, given, {}
 
 
 def setting_of(item: Any) -> Any:
@@ -55,12 +43,12 @@ def setting_of(item: Any) -> Any:
 
 
 def _is_head(function: Any) -> bool:
-    if (function.__module__, function.__name__) != (_MODULE, _NAME):
+    if (function.__module__, function.__name__) != (TRL_HEADS, _NAME):
         return False
     return tuple(inspect.signature(function.forward).parameters)[1 : len(_TENSORS) + 1] == _TENSORS
 
 
-def _scores_all(*_: Any) -> bool:
+def scores_all(*_: Any) -> bool:
     """``_use_triton``, as far as it says whether positions without a label are left out."""
     return False
 

@@ -21,39 +21,28 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.variables import TensorVariable, UserFunctionVariable
-from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._dynamo.variables import TensorVariable
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from treefx.passes.trace.flash import autograd_recorded
 from treefx.runtime.whole.heads import setting_of
 
-__all__ = ["write_liger_plainly"]
+__all__ = ["liger_instead"]
 
 _CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}
 """Largest difference from the plain form, of numbers near 1: kernels compute in float32. In half precisions another."""
 _HALF = 3e-2
 
 
-def write_liger_plainly() -> None:
-    """Let Dynamo trace plain operators in place of such functions, where treefx compiles."""
-    original = AutogradFunctionVariable.call_apply
-
-    @functools.wraps(original)
-    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        ours = getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
-        plain = _plain_form(self.fn_cls, args, kwargs) if ours else None
-        if plain is None:
-            return original(self, tx, args, kwargs)
-        return UserFunctionVariable(cast(FunctionType, plain)).call_function(tx, [*args], dict(kwargs))
-
-    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+def liger_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
+    """Plain operators in place of such functions."""
+    plain = _plain_form(function, args, kwargs)
+    return None if plain is None else (plain, [*args], dict(kwargs))
 
 
 def _plain_form(function: type[torch.autograd.Function], args: Any, kwargs: Any) -> Callable[..., Any] | None:

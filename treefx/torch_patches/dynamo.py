@@ -1,0 +1,221 @@
+"""What treefx asks of Dynamo, so that models and trainers as they are leave it as one graph."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from typing import Any
+
+import torch
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import SpeculationLog
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import CompileContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
+
+from treefx.torch_patches.backports import IS_OLDER
+from treefx.torch_patches.patch import is_ours
+
+__all__ = [
+    "drop_no_layer_at_a_rate_of_zero",
+    "is_of_module",
+    "leave_buckets_whole",
+    "log_without_settings",
+    "pass_requires_grad",
+    "pass_warnings",
+    "take_batches_as_symbols",
+]
+
+
+def is_of_module(source: Any) -> bool:
+    """Whether Dynamo found a value in a module: a parameter, a buffer or another attribute."""
+    if source is None:
+        return False
+    kind = source.guard_source
+    kind = kind() if callable(kind) else kind
+    return bool(kind.is_specialized_nn_module() or kind.is_unspecialized_nn_module())
+
+
+def pass_warnings() -> None:
+    """Let Dynamo trace past ``logger.warning_once``.
+
+    transformers adds that method and calls it in the loss of models without a loss type (gpt2), where it would cut the
+    graph between logits and loss: the loss could not say any more which positions nobody reads. PyTorch's own setting
+    for this; the message is not shown from compiled code.
+    """
+    warn_once = getattr(logging.Logger, "warning_once", None)
+    if warn_once is not None:
+        torch._dynamo.config.ignore_logging_functions.add(warn_once)
+
+
+def log_without_settings() -> None:
+    """Leave Dynamo's settings out of the log of compilations where it cannot write the functions among them.
+
+    PyTorch 2.11 writes every setting as JSON, also the functions of ``pass_warnings``, and prints a traceback for
+    every graph; later ones leave these out.
+    """
+    settings = getattr(dynamo_utils, "_get_dynamo_config_for_logging", None)
+    if settings is None:
+        return
+    try:
+        settings()
+    except TypeError:
+        dynamo_utils._get_dynamo_config_for_logging = lambda: None
+
+
+def pass_requires_grad() -> None:
+    """Let Dynamo trace past ``x.requires_grad_()`` on a tensor made inside of the graph.
+
+    PEFT and transformers hang this on the embedding of a frozen model, so that a reentrant checkpoint sees an input
+    that requires grad. A graph needs no such thing, and the gradient of an intermediate goes nowhere, unless somebody
+    keeps the tensor to read its ``grad``: there Dynamo breaks the graph. Where it does go somewhere inside of the graph
+    (``torch.autograd.grad``), 2.13 traces the call itself and does not come here; 2.11 breaks the graph there at once,
+    and gets 2.13's way: the tensor counts as a leaf, and the trace starts over if it leaves the graph.
+    """
+    original = getattr(TensorVariable, "method_requires_grad_", None)
+    check = _start_over if IS_OLDER else getattr(OutputGraph, "_check_requires_grad_intermediate_outputs", None)
+    if original is None or check is None:  # another version of Dynamo: it breaks the graph there
+        return
+
+    @functools.wraps(check)
+    def check_outputs(self: Any, results: Any, tx: Any) -> Any:
+        leaves = {leaf.as_proxy().node for leaf in self.leaf_var_creation_order if isinstance(leaf, TensorVariable)}
+        if any(isinstance(x, TensorVariable) and not x.source and x.as_proxy().node in leaves for x in results):
+            tx.speculation_log.treefx_keeps_leaf = True
+        return check(self, results, tx)
+
+    @functools.wraps(original)
+    def requires_grad_(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        wanted = not given or given[0] is True or given[0].as_python_constant() is True
+        breaks = getattr(tx.speculation_log, "graph_break_on_requires_grad_", True)
+        kept = getattr(tx.speculation_log, "treefx_keeps_leaf", False)
+        if is_ours(tx) and wanted and not self.source:
+            if breaks and not kept:
+                return self
+            if IS_OLDER and not breaks:
+                tx.output.leaf_var_creation_order.append(self)
+                return self
+        return original(self, tx, *args, **kwargs)
+
+    OutputGraph._check_requires_grad_intermediate_outputs = check_outputs  # type: ignore[assignment, method-assign]
+    TensorVariable.method_requires_grad_ = requires_grad_  # type: ignore[method-assign]
+    if IS_OLDER:
+        _check_outputs_of_older_graphs()
+
+
+def _check_outputs_of_older_graphs() -> None:
+    SpeculationLog.graph_break_on_requires_grad_ = False
+    validate = OutputGraph._validate_outputs_safe_for_autograd_nodes
+
+    @functools.wraps(validate)
+    def validate_outputs(self: Any, results: Any, tx: Any) -> None:
+        validate(self, results, tx)
+        self._check_requires_grad_intermediate_outputs(results, tx)
+
+    OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[assignment, method-assign]
+
+
+def _start_over(self: Any, results: Any, tx: Any) -> None:
+    log = tx.speculation_log
+    if getattr(log, "treefx_keeps_leaf", False) and not log.graph_break_on_requires_grad_:
+        log.graph_break_on_requires_grad_ = True
+        raise RestartAnalysis(restart_reason="a tensor made to require grad leaves the graph")
+
+
+def take_batches_as_symbols() -> None:
+    """Let Dynamo take all sizes of batches as symbols when it compiles a function again.
+
+    As elsewhere, the first graph of a function is of the sizes it is called with; a trainer that pads to one length
+    needs no other. Left to itself Dynamo then takes those sizes for symbols that it has seen change, so that other
+    lengths cost one more graph, and other numbers of rows another one. ``dynamic=False`` and dimensions marked static
+    stay numbers.
+    """
+    original = getattr(builder, "_automatic_dynamic", None)
+    if original is None:  # another version of Dynamo
+        return
+
+    @functools.wraps(original)
+    def automatic_dynamic(e: Any, tx: Any, source: Any, static_shapes: bool, *args: Any, **kwargs: Any) -> Any:
+        context = original(e, tx, source, static_shapes, *args, **kwargs)
+        if not is_ours(tx) or static_shapes or not torch._dynamo.config.automatic_dynamic_shapes:
+            return context
+        if not isinstance(context, StatefulSymbolicContext) or is_of_module(source) or not _is_compiled_again():
+            return context
+        marked = getattr(e, "_dynamo_static_indices", ())
+        for d in _dimensions_of_batches(e):
+            if context.dynamic_sizes[d] is DimDynamic.STATIC and d not in marked:
+                context.dynamic_sizes[d] = DimDynamic.DYNAMIC
+        return context
+
+    builder._automatic_dynamic = automatic_dynamic
+
+
+def _is_compiled_again() -> bool:
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and bool(compile_id.frame_compile_id)
+
+
+def _dimensions_of_batches(x: torch.Tensor) -> range | list[int]:
+    """The dimensions of an input that may count rows or columns: not the features of hidden states."""
+    if not x.is_floating_point() or x.dim() <= 2:
+        return range(x.dim())
+    if x.dim() == 4 and (x.shape[-1] == x.shape[-2] or x.shape[1] == 1):  # a mask
+        return [0, 2, 3]
+    return [0, 1] if x.dim() == 3 else []
+
+
+def leave_buckets_whole() -> None:
+    """Let Dynamo compile a model in DistributedDataParallel in one graph.
+
+    Left to itself it cuts the graph where DDP's buckets of gradients end, so that a bucket is sent while the next
+    gradients are computed: all graphs but the first get no token ids. `accelerate` compiles a model after it has
+    wrapped it, so that this is what a trainer meets on several devices. In one graph the buckets are sent after the
+    backward, as they are where a compiled model is wrapped.
+    """
+    original = DDPOptimizer.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if getattr(self.backend_compile_fn, "compiler_name", None) == "treefx":
+            self.compile_fn = self.backend_compile_fn
+
+    DDPOptimizer.__init__ = init  # type: ignore[method-assign]
+
+
+def drop_no_layer_at_a_rate_of_zero() -> None:
+    """Decide ``if torch.rand([]) < 0.0``, which is false whatever is drawn, without a break of the graph.
+
+    opt, biogpt and xglm of transformers 5.17 ask that in front of every layer; later ones look at the rate first. A
+    comparison of which something else is made than a branch stays the tensor that it is.
+    """
+    original = getattr(BuiltinVariable, "_handle_insert_op_in_graph", None)
+    if original is None:  # another version of Dynamo: it breaks the graph there
+        return
+
+    @functools.wraps(original)
+    def insert(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        asked = self.fn is operator.lt and is_ours(tx) and _is_drawn(args[0]) and _is_branched_on(tx)
+        if asked and args[1].is_python_constant() and args[1].as_python_constant() <= 0:
+            return ConstantVariable.create(False)
+        return original(self, tx, args, kwargs)
+
+    BuiltinVariable._handle_insert_op_in_graph = insert  # type: ignore[method-assign]
+
+
+def _is_branched_on(tx: Any) -> bool:
+    """Whether the next instruction (Python 3.13: of the next two) jumps by what the present one leaves."""
+    following = tx.instructions[tx.instruction_pointer].opname
+    return following == "TO_BOOL" or (following.startswith("POP_JUMP") and "IF" in following)
+
+
+def _is_drawn(value: Any) -> bool:
+    return isinstance(value, TensorVariable) and value.ndim == 0 and value.as_proxy().node.target is torch.rand

@@ -1,0 +1,72 @@
+"""Functions that Dynamo traces in place of others, where treefx compiles: two wrapped methods for all of them.
+
+Code of libraries that would cut a graph in two (flash attention, heads without logits, fused norms) is known by the
+function or the ``autograd.Function`` that is called, and another function is traced in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+from treefx.torch_patches.patch import is_ours
+
+__all__ = ["Substitute", "substitute_applied", "substitute_called", "wrap_applied", "wrap_called"]
+
+Substitute = Callable[[Any, Any, Any, Any], tuple[Any, list[Any], dict[str, Any]] | None]
+"""Function, translator, arguments and keyword arguments as Dynamo has them -> what is called instead, or None."""
+
+_called: list[Substitute] = []
+_applied: list[Substitute] = []
+
+
+def substitute_called(substitute: Substitute) -> Substitute:
+    """Ask this, where Dynamo comes to a call of a Python function. The first answer that is not None counts."""
+    _called.append(substitute)
+    return substitute
+
+
+def substitute_applied(substitute: Substitute) -> Substitute:
+    """Ask this, where Dynamo comes to the ``apply`` of an ``autograd.Function``, given as a class."""
+    _applied.append(substitute)
+    return substitute
+
+
+def wrap_called() -> None:
+    """Let Dynamo ask the substitutes of functions."""
+    original = UserFunctionVariable.call_function
+
+    @functools.wraps(original)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        found = _instead(_called, self.fn, tx, args, kwargs)
+        return original(self, tx, args, kwargs) if found is None else found
+
+    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def wrap_applied() -> None:
+    """Let Dynamo ask the substitutes of ``autograd.Function`` s."""
+    original = AutogradFunctionVariable.call_apply
+
+    @functools.wraps(original)
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        found = _instead(_applied, self.fn_cls, tx, args, kwargs)
+        return original(self, tx, args, kwargs) if found is None else found
+
+    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+
+
+def _instead(substitutes: list[Substitute], function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """The result of what is called in place of a function; None where it is called itself."""
+    if not is_ours(tx):
+        return None
+    for substitute in substitutes:
+        found = substitute(function, tx, args, kwargs)
+        if found is not None:
+            other, given, named = found
+            return UserFunctionVariable(other).call_function(tx, given, named)
+    return None
