@@ -18,6 +18,7 @@ from tests.planning.cuts import every_node
 from tests.spellings import SPELLINGS
 from treefx.inspection.inspector import Inspection
 from treefx.planning.execution.backward import backward
+from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.report import GraphReport
 
 EVERY_ROW = "every row separately"
@@ -227,10 +228,10 @@ def test_the_same_batch_twice_is_no_loss_of_order() -> None:
 def test_a_call_leaves_nothing_of_the_one_before() -> None:
     """Every figure of the last call is set anew: packed, then refused, on one report."""
     report = GraphReport(has_tokens=True, raw_tokens=9, tokens=3, distinct_tokens=3, ran="packed", way="forest")
-    report.note_rows("a reason")
+    report.note_rows(Reason(Cause.VALUES, "a reason"))
     left = dataclasses.asdict(dataclasses.replace(report, parameters={}, steps=None))  # type: ignore[arg-type]
     expected = {"raw_tokens": 0, "tokens": 0, "distinct_tokens": None, "ran": "ordinary", "way": "rows"}
-    assert expected.items() <= left.items() and left["fallback"] == "a reason"
+    assert expected.items() <= left.items() and report.fallback == "a reason"
 
 
 def test_operators_are_named_as_the_user_calls_them() -> None:

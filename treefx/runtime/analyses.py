@@ -27,6 +27,7 @@ from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.kept.retries import PASSING, NotNow, Retries
 from treefx.runtime.output_use import OutputUse
+from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records
 from treefx.runtime.report import NO_ATTENTION
 from treefx.runtime.shapes import KnownShapes, Refusal, Shape, layout_of, proof_of, share_shape
@@ -53,6 +54,8 @@ _NO_SEGMENTS = (
     "masks keep the sequences of a packed row apart, but not in this call: each should be one run of a number that "
     "comes nowhere else in its row, with positions that count up by one"
 )
+
+_NO_TOKENS = Reason(Cause.NO_TOKENS, "")
 
 
 class Analyses:
@@ -95,16 +98,16 @@ class Analyses:
         """The rewritten graphs, one per variant of a shape."""
         return [item for shape in self._batches.shapes + self._shapes.shapes for item in shape.rewrites]
 
-    def shape(self, args: Sequence[Any], sizes: Sequence[int] = ()) -> Shape | str:
-        """The analysis for these shapes, or the reason why such a call runs ordinarily ("" for none).
+    def shape(self, args: Sequence[Any], sizes: Sequence[int] = ()) -> Shape | Reason:
+        """The analysis for these shapes, or the reason why such a call runs ordinarily.
 
         ``sizes`` are the number of tokens (and sizes of a cut) that the first one found for these inputs did not serve.
         """
         if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
-            return ""
+            return _NO_TOKENS
         if self._is_cached:
             self._records.report.has_tokens = True
-            return _CACHED
+            return Reason(Cause.CACHE, _CACHED)
         if self._strange is not None:
             return self._strange
         tensors = self.tensors(args)
@@ -112,7 +115,7 @@ class Analyses:
         try:
             shape = self._of_batches(args, tensors, values, sizes) or self._of_sizes(args, tensors, values)
         except NotNow as error:
-            return str(error)
+            return Reason(Cause.LATER, str(error))
         if isinstance(shape, Refusal):
             return shape.reason
         self._records.report.note_analysis(shape.analysis)
@@ -135,7 +138,7 @@ class Analyses:
                 if shape is None:
                     find, on_forest = functools.partial(self._analyse, args, values), current_forest() is not None
                     shape = self._shapes.add(key, tensors, find, always=on_forest)
-        if isinstance(shape, Refusal) and shape.passing:
+        if isinstance(shape, Refusal) and shape.reason.cause is Cause.MANY_SHAPES:
             self._warn_of_shapes()
         return shape
 
@@ -145,9 +148,9 @@ class Analyses:
             self._has_warned = True
             warnings.warn(_MANY_SHAPES.format(limit=self._config.max_shapes, why=self._why_numbers), stacklevel=2)
 
-    def with_numbers(self, shape: Shape, args: Sequence[Any], reason: str) -> Shape | str:
+    def with_numbers(self, shape: Shape, args: Sequence[Any], reason: str) -> Shape | Reason:
         """The analysis for these sizes where one for all sizes could not be compiled, or why not."""
-        self._batches.refuse(shape, reason)
+        self._batches.refuse(shape, Reason(Cause.TRACE, reason))
         return self.shape(args)
 
     def _of_batches(
@@ -165,7 +168,7 @@ class Analyses:
                 if found is None:
                     found = self._batches.add(key, tensors, lambda: self._analyse(args, values, pattern, sizes))
         if isinstance(found, Refusal):
-            self._why_numbers = found.reason
+            self._why_numbers = found.reason.text
         return found if isinstance(found, Shape) else None
 
     def _filled(self, args: Sequence[Any]) -> list[Any]:
@@ -202,7 +205,7 @@ class Analyses:
             return [segmented]  # rows as they are would be an error
         found = refusal or self._shape(rows, args, sizes)
         if isinstance(found, Refusal):  # of sizes that the packed one does not serve nothing is known
-            found = replace(found, reason=_NO_SEGMENTS, within=segmented.analysis.batch)
+            found = replace(found, reason=Reason(Cause.SEGMENTS, _NO_SEGMENTS), within=segmented.analysis.batch)
         return [segmented, found]
 
     def _attempt(
@@ -220,11 +223,11 @@ class Analyses:
             buffers = [i for i, role in enumerate(roles) if role == "buffer"]  # any may have been read
             reason = f"the graph could not be traced: {type(error).__name__}: {first_line}"
             unless = error.sizes if isinstance(error, Specialised) else None
-            return Refusal(reason, Proof(tensors, buffers), unless=unless)
+            return Refusal(Reason(Cause.TRACE, reason), Proof(tensors, buffers), unless=unless)
         self._records.report.seconds.update(analysis.seconds)
         if analysis.tokens is None:
             self._has_no_tokens = True
-            return Refusal("")
+            return Refusal(_NO_TOKENS)
         return analysis
 
     def _segmented(
@@ -262,7 +265,7 @@ class Analyses:
         if analysis.batch is None or not analysis.expansions or not self._gains_by_sizes(analysis, args):
             return None
         reason = f"sizes have to be known: {_listed(analysis.expansions)}"
-        return Refusal(reason, proof_of(analysis, self.tensors(args)))
+        return Refusal(Reason(Cause.SIZES, reason), proof_of(analysis, self.tensors(args)))
 
     def _gains_by_sizes(self, analysis: Analysis, args: Sequence[Any]) -> bool:
         if analysis.segments.speak and not analysis.segmented:
@@ -272,7 +275,7 @@ class Analyses:
         other = self._attempt(args, analysis.known, None, segmented=analysis.segmented)
         return isinstance(other, Analysis) and _gains(other) != _gains(analysis)
 
-    def _refusal(self, analysis: Analysis) -> str | None:
+    def _refusal(self, analysis: Analysis) -> Reason | None:
         unsupported = _listed(analysis.expansions)
         if analysis.expansions and self._config.on_unsupported == "error":
             raise UnsupportedError(
@@ -280,12 +283,15 @@ class Analyses:
                 "use on_unsupported='expand' to compute these on expanded rows"
             )
         if analysis.expansions and self._config.on_unsupported == "fallback":
-            return f"without a token-wise law: {unsupported}"
+            return Reason(Cause.OPERATOR, f"without a token-wise law: {unsupported}")
         if analysis.changed_parameter is not None:
-            return f"the model changes a parameter in its forward: {analysis.changed_parameter}"
+            text = f"the model changes a parameter in its forward: {analysis.changed_parameter}"
+            return Reason(Cause.OPERATOR, text)
         if not is_packed(analysis):
             causes = unsupported or _listed(analysis.obstacles)
-            return f"nothing runs on distinct tokens, because {causes}" if causes else NO_ATTENTION
+            if not causes:
+                return Reason(Cause.NO_ATTENTION, NO_ATTENTION)
+            return Reason(Cause.OPERATOR, f"nothing runs on distinct tokens, because {causes}")
         return None
 
 
@@ -303,14 +309,13 @@ def _listed(items: Sequence[Expansion]) -> str:
     return "; ".join(f"{item.op}: {item.reason}{line}" for item, line in zip(causes, lines, strict=True))
 
 
-def _find_strange(gm: fx.GraphModule, unfollowed: str | None) -> str | None:
+def _find_strange(gm: fx.GraphModule, unfollowed: str | None) -> Reason | None:
     """Why no call of a graph can be analysed: an input is no plain tensor."""
     for node in gm.graph.find_nodes(op="placeholder"):
         x = node.meta.get("example_value")
         if isinstance(x, Tensor) and x.layout is not torch.strided:
-            return _NESTED.format(node.name)
+            return Reason(Cause.INPUT, _NESTED.format(node.name))
         if is_traceable_wrapper_subclass(x):
-            return _WRAPPED.format(
-                node.name, type(x).__name__, unfollowed or "what its parts are for is not known here"
-            )
+            unknown = unfollowed or "what its parts are for is not known here"
+            return Reason(Cause.INPUT, _WRAPPED.format(node.name, type(x).__name__, unknown))
     return None

@@ -18,6 +18,7 @@ from treefx.passes.ranks.own_graph import OwnGraph, own_graph
 from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.dynamo import reads_cache, why_cut
+from treefx.runtime.reason import Reason
 from treefx.runtime.records import Records
 from treefx.runtime.report import GraphReport
 from treefx.runtime.ways.native import NativeRun, wrong_row
@@ -95,8 +96,8 @@ class CompiledGraph:
             return self._run_ordinary(args, None, None)
         by_column = None if forest is None else self._native.by_column(args, forest)
         shape = self._analyses.shape(args if by_column is None else by_column)
-        if isinstance(shape, str):
-            return self._run_ordinary(args, shape or None, forest)
+        if isinstance(shape, Reason):
+            return self._run_ordinary(args, shape if shape.text else None, forest)
         if forest is None:
             results = self._rows.run(shape, args)
             self._watch.look(self._records.report, args)
@@ -107,12 +108,12 @@ class CompiledGraph:
         tensors = self._analyses.tensors
         return self._native.run(shape, tensors(args), tensors(by_column), forest)
 
-    def _run_ordinary(self, args: Sequence[Any], fallback: str | None, forest: Forest | None) -> Any:
-        if forest is not None and (fallback or self._records.report.has_tokens):
-            raise UnsupportedError(f"under treefx.use(forest) the model must run packed, but {fallback}")
+    def _run_ordinary(self, args: Sequence[Any], reason: Reason | None, forest: Forest | None) -> Any:
+        if forest is not None and (reason or self._records.report.has_tokens):
+            raise UnsupportedError(f"under treefx.use(forest) the model must run packed, but {reason}")
         if forest is not None and "parameter" in self.roles:
             raise UnsupportedError(_WHOLE + "one of its graphs gets no token ids; give the model input_ids")
-        results = self._ordinary.instead(args, fallback=fallback)
+        results = self._ordinary.instead(args, reason=reason)
         if self._attends:
             self._records.report.note_block()
         self._watch.look(self._records.report, args)

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from treefx.config import Config
 from treefx.passes.analysis import Analysis, Rewritten
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
+from treefx.runtime.reason import Reason
 from treefx.runtime.steps import Steps, steps_of
 
 __all__ = [
@@ -64,8 +65,8 @@ class GraphReport:
     recurrences_rewritten: int = 0
     """Linear recurrences (Mamba 2, gated delta nets) that run once per distinct token."""
     expansions: list[dict[str, Any]] = field(default_factory=list)
-    fallback: str | None = None
-    """Why the last call did not run packed, or None. Low sharing is a choice, not a fallback."""
+    reason: Reason | None = None
+    """Why the last call did not run packed, or None. Low sharing is a choice, not a reason."""
     ran: str = "nothing"
     """"packed", "ordinary" or "nothing": what the last call ran."""
     way: Literal["rows", "forest", "converted"] = "rows"
@@ -108,18 +109,23 @@ class GraphReport:
 
     def note_block(self) -> None:
         """Note that the graph got the distinct tokens and their tree: the report of the converted model has figures."""
-        self.ran, self.way, self.fallback, self.has_tokens = "packed", "converted", None, False
+        self.ran, self.way, self.reason, self.has_tokens = "packed", "converted", None, False
         self.attention_layers = self.attention_rewritten = self.recurrences_rewritten = 0
         self.expansions = []
 
-    def note_rows(self, fallback: str | None) -> None:
+    def note_rows(self, reason: Reason | None) -> None:
         """Note that the call runs every row: for a reason, or (None) because its rows share too little.
 
         Figures of the tokens stay only in the second case, where the call counted them before.
         """
-        self.fallback, self.ran, self.way = fallback, "ordinary", "rows"
-        if fallback is not None or not self.has_tokens:
+        self.reason, self.ran, self.way = reason, "ordinary", "rows"
+        if reason is not None or not self.has_tokens:
             self.raw_tokens, self.tokens, self.distinct_tokens = 0, 0, None
+
+    @property
+    def fallback(self) -> str | None:
+        """The text of the reason."""
+        return None if self.reason is None else self.reason.text
 
     @property
     def counts(self) -> Counts | None:

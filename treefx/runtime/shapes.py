@@ -28,6 +28,7 @@ from treefx.runtime.kept.proof import Proof
 from treefx.runtime.kept.retries import Retries
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.padding import Grid, Padding
+from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.segments import find_starts
 from treefx.torch_patches.compiling import compiling
 
@@ -153,12 +154,10 @@ def _admitting(known: Sequence[Executable], sizes: Sequence[int], values: Mappin
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a shape does not run packed ("" for a graph without tokens), and what that was proved with."""
+    """Why a shape does not run packed, and what that was proved with."""
 
-    reason: str
+    reason: Reason
     proof: Proof = field(default_factory=Proof)
-    passing: bool = False
-    """Whether the same call may be served another time."""
     unless: BatchSizes | None = None
     """Conditions under which it does not hold; without, it holds for all calls of its key."""
     within: BatchSizes | None = None
@@ -204,7 +203,7 @@ class KnownShapes:
                 self._known.move_to_end(key)
         return found
 
-    def refuse(self, shape: Shape, reason: str) -> None:
+    def refuse(self, shape: Shape, reason: Reason) -> None:
         """Forget a shape that turned out not to serve, and why."""
         for key, known in list(self._known.items()):
             self._known[key] = [Refusal(reason, item.proof) if item is shape else item for item in known]
@@ -223,10 +222,12 @@ class KnownShapes:
         """
         known = self._known.get(key, [])
         if len(known) >= self._limit:
-            return Refusal(f"more than {self._limit} values of buffers for one shape of inputs (option max_shapes)")
+            text = f"more than {self._limit} values of buffers for one shape of inputs (option max_shapes)"
+            return Refusal(Reason(Cause.MANY_BUFFERS, text))
         if not known and len(self.shapes) >= self._limit:
             if not self._returns(key):
-                return Refusal(f"more than {self._limit} shapes of inputs (option max_shapes)", passing=True)
+                text = f"more than {self._limit} shapes of inputs (option max_shapes)"
+                return Refusal(Reason(Cause.MANY_SHAPES, text))
             self._make_room()
         refused = None if known or always else self._refused_so_far()
         if refused is not None and not self._returns(key):
@@ -237,7 +238,7 @@ class KnownShapes:
             self._known.popitem(last=False)
         return next((item for item in found if item.admits(args)), found[-1])
 
-    def _refused_so_far(self) -> str | None:
+    def _refused_so_far(self) -> Reason | None:
         """Why the last shape was refused, where as many as there may be were, and none was not."""
         if len(self._known) < self._limit or self.shapes:
             return None

@@ -15,6 +15,7 @@ from treefx.integrations.torchtitan.masks import Masks, takes_masks
 from treefx.runtime.converted.hooks import Hooks
 from treefx.runtime.converted.seam import attention_modules
 from treefx.runtime.converted.skeleton import UNWRAPPED
+from treefx.runtime.reason import Cause, Reason
 
 __all__ = ["ONLY_DATA", "Rows", "convert", "other_parallelism"]
 
@@ -142,7 +143,7 @@ class _Conversion:
         ids = given.get("tokens") if reason is None else None
         found = self._hooks.before(self._rows, (), {"input_ids": ids, "position_ids": positions})
         if reason is not None:
-            self._hooks.reports[0].fallback = reason
+            self._hooks.reports[0].reason = Reason(Cause.INPUT, reason)
         if found is None:
             return None
         packed = found[1]

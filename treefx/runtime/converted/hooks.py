@@ -27,6 +27,7 @@ from treefx.runtime.converted.planner import Plan, Planner, without_compiled_nam
 from treefx.runtime.converted.readers import Attributes
 from treefx.runtime.converted.seam import install, uninstall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
+from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.report import GraphReport, register
 from treefx.runtime.steps import steps_of, version_of
 from treefx.runtime.ways.watch import EVERY_ROW, warn_of_rows
@@ -39,9 +40,11 @@ _FOR_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict")
 _SAYS_NOTHING = {*_FOR_OUTPUTS, "num_items_in_batch"}
 """Arguments that no value of the backbone depends on."""
 _IGNORED = -100
-_CACHE = "the call uses a cache"
-_ORDER = "a forward pre-hook was registered behind that of treefx.convert; the next call shares again"
-_UNREAD = "a position that sees no key is read by the loss: its label is not -100"
+_CACHE = Reason(Cause.CACHE, "the call uses a cache")
+_ORDER = Reason(
+    Cause.HOOKS, "a forward pre-hook was registered behind that of treefx.convert; the next call shares again"
+)
+_UNREAD = Reason(Cause.VALUES, "a position that sees no key is read by the loss: its label is not -100")
 
 
 class _Call(threading.local):
@@ -137,25 +140,25 @@ class Hooks:
         with self._lock:  # Dynamo and the skeleton serve one call at a time
             found = self._plan(given, labels) if reason is None else reason
         if isinstance(found, Plan):
-            self._report.ran, self._report.fallback = "packed", None
+            self._report.ran, self._report.reason = "packed", None
             return (), self._packed(given, found)
-        self._report.ran, self._report.fallback = "ordinary", found
+        self._report.ran, self._report.reason = "ordinary", found
         self._report.raw_tokens = self._report.tokens = _count_rows(given)
         self._note_loss(given, found)
         return None
 
-    def _note_loss(self, given: dict[str, Any], reason: str | None) -> None:
+    def _note_loss(self, given: dict[str, Any], reason: Reason | None) -> None:
         """Warn of a call on rows; keys and values of earlier tokens are those of a generation."""
-        generates = reason == _ORDER or reason == _CACHE and not torch.is_grad_enabled()
+        generates = reason is _ORDER or reason is _CACHE and not torch.is_grad_enabled()
         self._report.keep_rows(None if reason is None or generates else CallRows.find(given))
         if reason is None:
             return
         report = self._report
         report.distinct_tokens, report.calls_on_rows = None, report.calls_on_rows + 1
         if not report.calls_on_rows & (report.calls_on_rows - 1) and not report.warned:
-            warn_of_rows(report, EVERY_ROW, reason, self.config.min_sharing, self.model)
+            warn_of_rows(report, EVERY_ROW, reason.text, self.config.min_sharing, self.model)
 
-    def _put_in_order(self) -> str | None:
+    def _put_in_order(self) -> Reason | None:
         """Why this call runs on rows: a hook on the owner would get the packed row, which the next call mends."""
         hooks: Any = self.owner._forward_pre_hooks
         after: Any = self.owner._forward_hooks
@@ -177,7 +180,7 @@ class Hooks:
             self._report.steps = steps_of(parameters)
         self._report.count_call()
 
-    def _plan(self, given: dict[str, Any], labels: Tensor | None) -> Plan | str | None:
+    def _plan(self, given: dict[str, Any], labels: Tensor | None) -> Plan | Reason | None:
         """A plan, or why the call runs on rows; None if it shares too little."""
         ids, mask, positions = (given.get(name) for name in _PER_POSITION)
         assert ids is not None
@@ -199,8 +202,8 @@ class Hooks:
         except UnsupportedError as error:
             if self.is_strict:
                 raise UnsupportedError(_REFUSED.format(type(self.owner).__name__, error)) from error
-            return str(error)
-        if isinstance(found, str):
+            return Reason(Cause.UNPROVED, str(error))
+        if isinstance(found, Reason):
             return found
         token_of = found.batch.metadata[3]
         unshared = ids.numel() < self.config.min_sharing * found.batch.tokens
@@ -288,9 +291,10 @@ _PROOF = (
 _REFUSED = _PROOF + (
     "Change what is named (set dropout to 0, say), or take on_unsupported='expand', which runs such calls on rows"
 )
-_CACHED = (
+_CACHED = Reason(
+    Cause.SEGMENTS,
     "the model makes a cache (config.use_cache=True), and without a mask its attentions then let the sequences of a "
-    "packed row see each other"
+    "packed row see each other",
 )
 _MIXED = (
     "{} makes a cache (config.use_cache=True), and transformers then lets the sequences of a packed row see each "
@@ -336,23 +340,25 @@ def _counts_columns(positions: Tensor, columns: int) -> bool:
     return bool((positions == torch.arange(columns, device=positions.device)).all())
 
 
-def _why_rows(given: Mapping[str, Any], config: Any) -> str | None:
+def _why_rows(given: Mapping[str, Any], config: Any) -> Reason | None:
     """Why a call runs on rows whatever the model; None if nothing speaks against it."""
     ids, mask, positions = (given.get(name) for name in _PER_POSITION)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
-        return "the call gives no input_ids [B, T]"
+        return Reason(Cause.INPUT, "the call gives no input_ids [B, T]")
     if given.get("use_cache") or given.get("past_key_values") is not None:
         return _CACHE
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
-        return "the call gives an attention_mask that is not [B, T]"
+        return Reason(Cause.INPUT, "the call gives an attention_mask that is not [B, T]")
     if positions is not None and not (positions.dim() == 2 and positions.shape[1] == ids.shape[1]):
-        return "the call gives position_ids that are not [B, T]"
+        return Reason(Cause.INPUT, "the call gives position_ids that are not [B, T]")
     asked = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if asked is None else asked:
-        return "the call asks for attention probabilities (output_attentions)"
+        return Reason(Cause.INPUT, "the call asks for attention probabilities (output_attentions)")
     others = [name for name, x in given.items() if name not in _PER_POSITION and name not in _SAYS_NOTHING]
     others = [name for name in others if any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(given[name]))]
-    return f"the call gives {others[0]}, of which nothing is known on distinct tokens" if others else None
+    if not others:
+        return None
+    return Reason(Cause.INPUT, f"the call gives {others[0]}, of which nothing is known on distinct tokens")
 
 
 def expanded(

@@ -41,17 +41,14 @@ from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.converted.skeleton import WRAPPERS, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
 from treefx.runtime.dynamo import role_of
-from treefx.runtime.kept.retries import LATER
 from treefx.runtime.padding import Grid
+from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Shape
 from treefx.runtime.ways.rows import Rows
 
 __all__ = ["Plan", "Planner", "without_compiled_name"]
-
-_PASSING = ("more than",)
-"""How reasons begin that hold for a call and not for the model."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Plan:
 class _Planned(Exception):
     """Ends a call of the traced skeleton, which never runs: a plan, or why the call runs on rows."""
 
-    def __init__(self, found: Plan | str) -> None:
+    def __init__(self, found: Plan | Reason) -> None:
         super().__init__()
         self.found = found
 
@@ -99,7 +96,7 @@ class Planner:
         self._refused: dict[Any, str] = {}
         self._cached: dict[Any, bool] = {}
 
-    def plan(self, given: Mapping[str, Any]) -> Plan | str:
+    def plan(self, given: Mapping[str, Any]) -> Plan | Reason:
         """A plan for a call with these arguments, or why it runs on rows.
 
         Raises:
@@ -128,13 +125,13 @@ class Planner:
                 raise
         return self._traced(kind, on_cpu)
 
-    def _traced(self, kind: tuple[str, ...], on_cpu: Mapping[str, Any]) -> Plan | str:
+    def _traced(self, kind: tuple[str, ...], on_cpu: Mapping[str, Any]) -> Plan | Reason:
         try:
             self._compiled(**on_cpu)  # with gradients on or off as they are, which the code of a model may ask for
         except _Planned as planned:
             return replace(planned.found, kind=kind) if isinstance(planned.found, Plan) else planned.found
         except FailOnRecompileLimitHit:
-            return "more than torch._dynamo.config.recompile_limit kinds of calls"
+            return Reason(Cause.MANY_SHAPES, "more than torch._dynamo.config.recompile_limit kinds of calls")
         except TorchDynamoException as error:
             line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             reason = f"its rows cannot be traced as one graph: {line}"
@@ -260,13 +257,13 @@ class _Graph:
         self._known: dict[tuple[int, frozenset[Expr]], dict[str, Lifted]] = {}
         self._branches = Branches(gm, roles)
 
-    def plan(self, args: Sequence[Any]) -> Plan | str:
+    def plan(self, args: Sequence[Any]) -> Plan | Reason:
         """A plan, or why the call runs on rows."""
         shape = self._analyses.shape(args)
-        if isinstance(shape, str):
-            if shape.startswith(_PASSING) or shape.endswith(LATER):
+        if isinstance(shape, Reason):
+            if shape.passes:
                 return shape
-            raise UnsupportedError(shape or "no input is looked up in an embedding")
+            raise UnsupportedError(shape.text or "no input is looked up in an embedding")
         self._check(shape, args)
         tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
         grid = shape.grid(tensors)
@@ -275,25 +272,27 @@ class _Graph:
         if keep is not None:
             shape.padding.check_lookups(grid)
         if not shape.padding.is_defined(grid, keep, starts):
-            return "a position that sees no key is read by the caller"
+            return Reason(Cause.VALUES, "a position that sees no key is read by the caller")
         rows = Rows.of(shape, tensors, grid, keep, starts)
         batch = pad_batch(rows.batch(), split_over(self._owner))
         branch = self._branches.not_taken(batch.size)
         if branch is not None:
-            return f"code of the model decides by the size of a batch, otherwise on the distinct tokens: {branch}"
+            text = f"code of the model decides by the size of a batch, otherwise on the distinct tokens: {branch}"
+            return Reason(Cause.SIZES, text)
         return self._found(shape, grid, batch, rows.redundant, seen)
 
     def _found(
         self, shape: Shape, grid: Grid, batch: Batch, redundant: frozenset[Expr], seen: Tensor | None
-    ) -> Plan | str:
+    ) -> Plan | Reason:
         found = self._lifted(shape, redundant)
         others = [condition for item in found.values() for condition in item.others]
         if others:
-            return f"an attention asks more of a pair of tokens than a window: {named(others[0])}"
+            text = f"an attention asks more of a pair of tokens than a window: {named(others[0])}"
+            return Reason(Cause.OPERATOR, text)
         row, column, end, token_of = batch.metadata
         visible = [shape.padding.met(grid, conditions) for conditions in {item.of_keys for item in found.values()}]
         if any(not torch.equal(item, visible[0]) for item in visible[1:]):
-            return "attentions of the model hide different keys"
+            return Reason(Cause.OPERATOR, "attentions of the model hide different keys")
         at_tokens = None if bool(visible[0][token_of >= 0].all()) else visible[0][row, column]
         place = find_depths(end) if batch.own_positions else column
         counted = token_of >= 0 if seen is None else seen

@@ -15,6 +15,7 @@ from treefx.kernels.lasting import lasting
 from treefx.passes.packing.compile_inner import Inner
 from treefx.passes.packing.kept_graphs import keeping_graphs
 from treefx.runtime.kept.process_state import process_state
+from treefx.runtime.reason import Reason
 from treefx.runtime.records import Records
 from treefx.runtime.ways.free_sizes import FreeSizes, Sizes, Symbols, share_memory
 from treefx.runtime.ways.known_numbers import number_inputs, with_numbers
@@ -45,9 +46,9 @@ class Ordinary:
         self._by_dynamo: dict[tuple[float, ...], Callable[..., Any]] = {}
         self._served: set[tuple[float, ...]] = set()
 
-    def instead(self, args: Sequence[Any], *, fallback: str | None) -> Any:
+    def instead(self, args: Sequence[Any], *, reason: Reason | None) -> Any:
         """Run a call that does not run packed, for a reason or because that would not pay."""
-        self._records.report.note_rows(fallback)
+        self._records.report.note_rows(reason)
         return self(*args)
 
     def __call__(self, *args: Any) -> Any:

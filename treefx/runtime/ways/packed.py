@@ -41,7 +41,7 @@ class PackedRun:
         with torch.set_grad_enabled(gradients):
             executable = shape.executable(variant, tensors, sizes, self._passes, self._records.count_compiled)
             self._records.show(executable)
-            self._records.report.fallback, self._records.report.ran = None, "packed"
+            self._records.report.reason, self._records.report.ran = None, "packed"
             self._records.report.way = "forest" if variant.native else "rows"
             with torch._C._DisableAutocast():
                 graph = executable.rewritten.cut

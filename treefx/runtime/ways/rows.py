@@ -20,6 +20,7 @@ from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch, build_batch, find_unshared
 from treefx.runtime.kept.retries import NotNow
 from treefx.runtime.padding import Grid
+from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records
 from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Outgrown, Shape, Unfit
@@ -29,6 +30,8 @@ from treefx.runtime.ways.outputs import Outputs
 from treefx.runtime.ways.packed import PackedRun
 
 __all__ = ["Rows", "RowsRun"]
+
+_BLIND = "a position that sees no key is read by the loss or the caller"
 
 
 class RowsRun:
@@ -68,8 +71,10 @@ class RowsRun:
         except Unfit as error:
             other = self._analyses.with_numbers(shape, args, str(error))
         except NotNow as error:
-            other = str(error)
-        return self._ordinary.instead(args, fallback=other or None) if isinstance(other, str) else self.run(other, args)
+            other = Reason(Cause.LATER, str(error))
+        if isinstance(other, Shape):
+            return self.run(other, args)
+        return self._ordinary.instead(args, reason=other if other.text else None)
 
     def _run(self, shape: Shape, args: Sequence[Any]) -> Any:
         self._analyses.use.settle(shape.analysis)
@@ -80,14 +85,12 @@ class RowsRun:
         if starts is not None and keep is not None and has_gaps(starts, keep):
             keep = None
         if not shape.padding.is_defined(grid, keep, starts):
-            return self._ordinary.instead(
-                args, fallback="a position that sees no key is read by the loss or the caller"
-            )
+            return self._ordinary.instead(args, reason=Reason(Cause.VALUES, _BLIND))
         raw = grid.rows * grid.columns if seen is None or keep is None else int((seen & keep).sum())
         ids = tensors[shape.analysis.position_of_ids]
         found = self._shared(Rows.of(shape, tensors, grid, keep, starts), raw, ids)
         if found is None:
-            return self._ordinary.instead(args, fallback=None)
+            return self._ordinary.instead(args, reason=None)
         batch, redundant = found
         if keep is not None:
             shape.padding.check_lookups(grid)
@@ -115,7 +118,7 @@ class RowsRun:
         """Scores so large that a mask does not hide what is below it: only the model's own graph weighs that."""
         if shape.analysis.has_side_effects:  # which the packed run has had
             raise UnsupportedError(UNHIDDEN)
-        return self._ordinary.instead(args, fallback=UNHIDDEN)
+        return self._ordinary.instead(args, reason=Reason(Cause.VALUES, UNHIDDEN))
 
     def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
         """The outputs of logits to do without: large ones that only losses have read so far."""

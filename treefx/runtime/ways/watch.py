@@ -13,7 +13,8 @@ from treefx.runtime.kept.given import name_of_input
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
 from treefx.runtime.lost_sharing.graph_breaks import call_of_entry, find_break, find_ending, object_of_entry
 from treefx.runtime.lost_sharing.warned import is_warned, warn_once
-from treefx.runtime.report import NO_ATTENTION, NO_IDS, GraphReport, find
+from treefx.runtime.reason import Cause, Reason
+from treefx.runtime.report import NO_IDS, GraphReport, find
 
 __all__ = ["EVERY_ROW", "SharingWatch", "warn_of_rows"]
 
@@ -45,8 +46,8 @@ class SharingWatch:
     def look(self, report: GraphReport, args: Sequence[Any]) -> None:
         """Note what a call lost that has just run."""
         report.cut = self._behind if report.has_tokens else self._before
-        if report.fallback == NO_ATTENTION and report.cut is not None:
-            report.fallback = report.cut
+        if _is(report, Cause.NO_ATTENTION) and report.cut is not None:
+            report.reason = Reason(Cause.GRAPH_BREAK, report.cut)
         if report.ran == "ordinary" and self._may_share(report):
             self._look_at_rows(report, {name: args[i] for i, name in self._inputs})
             return
@@ -58,14 +59,14 @@ class SharingWatch:
         """Keep the rows of a call and warn of them; of a graph without token ids, those of the model's call."""
         report.calls_on_rows += 1
         is_looked_at = not report.calls_on_rows & (report.calls_on_rows - 1)
-        if report.fallback is not None or report.cut is None:
+        if report.reason is not None or report.cut is None:
             report.keep_rows(CallRows.find(given))
         elif is_looked_at:
             rows = CallRows.find(call_of_entry())
             report.keep_rows(rows if rows is not None and rows.reach(given.values()) else None)
         if is_looked_at and not report.warned:
             owner = object_of_entry()
-            packed = [] if report.fallback is not None else _packed_reports(owner)
+            packed = [] if report.reason is not None else _packed_reports(owner)
             if any(item.way == "converted" for item in packed):  # whose head and loss are on rows by design
                 return
             reason = report.fallback or report.cut or NO_IDS
@@ -75,8 +76,8 @@ class SharingWatch:
         if not torch.is_grad_enabled() and self._caches:  # a call of a generation
             return False
         if report.has_tokens:
-            return report.fallback not in (None, NO_ATTENTION) and _OF_SHAPES not in report.fallback
-        if report.fallback is None:
+            return report.reason is not None and not _is(report, *_SAID_ELSEWHERE)
+        if report.reason is None:
             is_of_tokens = report.cut is not None or self._takes_flat_ids
             return is_of_tokens and any(weight.dim() > 1 for weight in report.parameters)
         return True
@@ -95,8 +96,8 @@ class SharingWatch:
 
 
 _OF_CALL = ("input", "variable")
-_OF_SHAPES = "shapes of inputs (option max_shapes)"
-"""In the reason of calls that have a warning of their own."""
+_SAID_ELSEWHERE = (Cause.NO_ATTENTION, Cause.MANY_SHAPES)
+"""Of calls that lose nothing, and that have a warning of their own."""
 
 
 def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float, owner: Any) -> None:
@@ -117,6 +118,10 @@ def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float
         return
     report.warned = True
     warn_once(owner, what, reason, counts)
+
+
+def _is(report: GraphReport, *causes: Cause) -> bool:
+    return report.reason is not None and report.reason.cause in causes
 
 
 def _packed_reports(owner: Any) -> list[GraphReport]:

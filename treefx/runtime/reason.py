@@ -1,0 +1,52 @@
+"""Why a call does not run on its distinct tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Cause", "Reason"]
+
+
+class Cause(Enum):
+    """What keeps a call on rows; code decides by this, people read the text."""
+
+    NO_TOKENS = "no token ids in the graph"
+    NO_ATTENTION = "no attention in the graph"
+    GRAPH_BREAK = "a graph break"
+    CACHE = "a cache of earlier tokens"
+    INPUT = "an input of another form"
+    TRACE = "a graph that cannot be traced"
+    OPERATOR = "an operator without a law"
+    UNPROVED = "a model that is not proved"
+    SIZES = "sizes that have to be numbers"
+    SEGMENTS = "sequences of a packed row that are not told apart"
+    MANY_SHAPES = "more shapes than are kept"
+    MANY_BUFFERS = "more values of buffers than are kept"
+    LATER = "memory or files that failed"
+    VALUES = "values of this call"
+    HOOKS = "hooks in another order"
+
+
+_PASSING = {Cause.MANY_SHAPES, Cause.MANY_BUFFERS, Cause.LATER}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a call runs on rows.
+
+    Attributes:
+        cause: by which code decides.
+        text: for people; "" for a graph without token ids, of which nothing is said.
+    """
+
+    cause: Cause
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def passes(self) -> bool:
+        """Whether it holds for this call and not for the model."""
+        return self.cause in _PASSING
