@@ -9,7 +9,7 @@ import pytest
 from tests.rooms import FOLDERS, Import, Rooms, read_order, read_sources
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_MODULES = 15
+MOST_MODULES = 24
 MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 40
 MEDIAN_LINES = 150

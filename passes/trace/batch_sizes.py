@@ -72,6 +72,8 @@ class BatchSizes(TokenCount):
         self._made = {symbol: self._symbol(hint) for symbol, hint in self._hints.items()}
         self.inputs: list[Tensor] = []
         """The fake inputs that are tensors, in the order made."""
+        self._symbolic: list[bool] = []
+        """Whether each of them has symbols among its sizes."""
 
     def _symbol(self, hint: int) -> Any:
         context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
@@ -137,8 +139,10 @@ class BatchSizes(TokenCount):
 
     def laid_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a call as compiled code takes them: those with sizes of the batch contiguous."""
-        pairs = zip(tensors, self.inputs, strict=True)
-        return [x.contiguous() if has_symbols(fake) else x for x, fake in pairs]
+        if len(self._symbolic) != len(self.inputs):  # one was made since
+            self._symbolic = [has_symbols(fake) for fake in self.inputs]
+        pairs = zip(tensors, self._symbolic, strict=True)
+        return [x.contiguous() if symbolic else x for x, symbolic in pairs]
 
     def table_columns(self, columns: SymInt, tensors: Sequence[Tensor]) -> int:
         """For how many columns constants are evaluated, so that what they prove holds for as many; recorded."""

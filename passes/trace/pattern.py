@@ -96,8 +96,8 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
             else name_size(size, d, rows, columns, numbers)
             for d, (size, symbol) in given
         ]
-        names.update((s.node.expr, n) for s, n in zip(traced, sizes, strict=True) if isinstance(s, SymInt))
-        named = any(isinstance(size, sympy.Expr) for size in sizes)
+        names.update([(s.node.expr, n) for s, n in zip(traced, sizes, strict=True) if isinstance(s, SymInt)])
+        named = any([isinstance(size, sympy.Expr) for size in sizes])
         if named and args[i].requires_grad and not args[i].is_contiguous():
             return None
         inputs[i] = tuple(sizes)

@@ -85,8 +85,7 @@ class CompiledGraph:
 
     def _run(self, given: Sequence[Any]) -> Any:
         args = as_tensors(given, self._numbers)
-        given_parameters = (x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter")
-        self._records.begin(tuple(given_parameters))
+        self._records.begin([x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter"])
         args = args if self._own is None else self._own.inputs(args)
         forest = current_forest()
         cut = why_cut(self.gm) if forest is not None and "parameter" in self.roles else None

@@ -16,16 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from treefx.forests.paths import Prefixes
+from treefx.runtime.kept.optimizer_clock import steps_taken
 
 __all__ = ["MOST_TOKENS", "StepSharing", "Steps", "steps_of", "version_of"]
 
@@ -138,30 +135,10 @@ class Steps:
 def version_of(parameters: Iterable[Tensor]) -> int:
     """A number that changes with every change of a parameter that is trained."""
     trained = [x for x in parameters if x.requires_grad and not x.is_inference()]
-    steps = _steps_of_optimizer.get(trained[0], _Count()).number if trained else 0
-    return steps + sum(x._version for x in trained)
+    steps = steps_taken(trained[0]) if trained else 0
+    return steps + sum([x._version for x in trained])
 
 
-@dataclass
-class _Count:
-    number: int = 0
-
-
-_of_optimizer: MutableMapping[Optimizer, _Count] = weakref.WeakKeyDictionary()
-_steps_of_optimizer: MutableMapping[Tensor, _Count] = WeakIdKeyDictionary()
-"""By parameter, the steps that its optimizer has taken."""
-
-
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():  # it would be traced into the user's graph, which counts versions anyway
-        return
-    if optimizer not in _of_optimizer:
-        count = _of_optimizer[optimizer] = _Count()
-        _steps_of_optimizer.update((x, count) for group in optimizer.param_groups for x in group["params"])
-    _of_optimizer[optimizer].number += 1
-
-
-register_optimizer_step_post_hook(_count_step)
 _by_model: MutableMapping[Tensor, Steps] = WeakIdKeyDictionary()
 
 

@@ -9,7 +9,7 @@ from treefx.cli.bench.app import Json, bench, format_cell, show
 from treefx.cli.checks import check_choice
 from treefx.output import console, count, make_table, print_json, print_line, waiting
 
-__all__ = ["first_step", "memory", "shapes", "step", "trainer", "trainers", "trl", "unshared"]
+__all__ = ["calls", "first_step", "memory", "shapes", "step", "trainer", "trainers", "trl", "unshared"]
 
 
 @bench.command()
@@ -69,6 +69,24 @@ def shapes(
         series=series, batches=batches, model=model, layers=layers, hidden_size=hidden_size, json_output=json
     )
     show("Batches of all shapes", records, json)
+
+
+@bench.command()
+def calls(
+    model: Annotated[str, typer.Option(help="An architecture of transformers.")] = "llama",
+    layers: Annotated[int, typer.Option(min=1, help="Its number of blocks.")] = 2,
+    json: Json = False,
+) -> None:
+    """Count what a steady training step walks through of treefx's own Python, by what a call is given.
+
+    calls are functions called in the forward, in so many files; switches count how often a call went into another
+    file than the one before, passes those into treefx.passes. A figure is the same on every machine.
+    """
+    from treefx.tools.bench import calls as bench_calls
+
+    with waiting("compiling and walking", quiet=json):
+        records = list(bench_calls.run(model, layers))
+    show("A steady step", records, json)
 
 
 @bench.command()

@@ -206,10 +206,9 @@ class Hooks:
         if isinstance(found, Reason):
             return found
         token_of = found.batch.metadata[3]
-        unshared = ids.numel() < self.config.min_sharing * found.batch.tokens
         unread = labels is not None and labels.shape == ids.shape and _reads(labels.cpu(), token_of < 0)
-        self._count(found, found.raw_tokens if unshared or unread else found.tokens, ids)
-        return _UNREAD if unread else None if unshared else found
+        self._count(found, found.tokens if found.shares and not unread else found.raw_tokens, ids)
+        return _UNREAD if unread else found if found.shares else None
 
     def _mixes_sequences(self, rows: Mapping[str, Any], positions: Tensor) -> bool:
         """Whether the model as written lets sequences of a packed row see each other, because it makes a cache."""

@@ -23,7 +23,8 @@ from treefx.passes.labels.purity import changed_inputs, randomness
 from treefx.passes.pipeline import build_passes
 from treefx.passes.scores.attention_facts import Attention
 from treefx.runtime.analyses import Analyses
-from treefx.runtime.batch import Batch, pad_batch
+from treefx.runtime.batch import Batch
+from treefx.runtime.call_plan import CallPlan, Policy, Unshared, plan_call
 from treefx.runtime.converted.branches import Branches
 from treefx.runtime.converted.frame import (
     SIZE,
@@ -44,9 +45,7 @@ from treefx.runtime.dynamo import role_of
 from treefx.runtime.padding import Grid
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records
-from treefx.runtime.segments import find_starts, has_gaps
 from treefx.runtime.shapes import Shape
-from treefx.runtime.ways.rows import Rows
 
 __all__ = ["Plan", "Planner", "without_compiled_name"]
 
@@ -64,6 +63,8 @@ class Plan:
     raw_tokens: int
     tokens: int
     """Tokens under the mask, in rows and distinct."""
+    shares: bool
+    """Whether running packed pays."""
     captured: fx.GraphModule
     kept: frozenset[str]
     """Attributes and buffers in which a call leaves values that do not depend on its tokens."""
@@ -266,24 +267,19 @@ class _Graph:
             raise UnsupportedError(shape.text or "no input is looked up in an embedding")
         self._check(shape, args)
         tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
-        grid = shape.grid(tensors)
-        starts = find_starts(shape.analysis, grid) if shape.analysis.segmented else None
-        seen, keep = self._keep(shape, grid, starts)
-        if keep is not None:
-            shape.padding.check_lookups(grid)
-        if not shape.padding.is_defined(grid, keep, starts):
-            return Reason(Cause.VALUES, "a position that sees no key is read by the caller")
-        rows = Rows.of(shape, tensors, grid, keep, starts)
-        batch = pad_batch(rows.batch(), split_over(self._owner))
-        branch = self._branches.not_taken(batch.size)
+        policy = Policy(self._config.min_sharing, "positions", self._keep, ranks=split_over(self._owner))
+        found = plan_call(shape, tensors, policy)
+        assert not isinstance(found, Unshared), "which only a policy that counts tokens asks for"
+        if isinstance(found, Reason):
+            return found
+        branch = self._branches.not_taken(found.batch.size)
         if branch is not None:
             text = f"code of the model decides by the size of a batch, otherwise on the distinct tokens: {branch}"
             return Reason(Cause.SIZES, text)
-        return self._found(shape, grid, batch, rows.redundant, seen)
+        return self._found(shape, found)
 
-    def _found(
-        self, shape: Shape, grid: Grid, batch: Batch, redundant: frozenset[Expr], seen: Tensor | None
-    ) -> Plan | Reason:
+    def _found(self, shape: Shape, plan: CallPlan) -> Plan | Reason:
+        batch, grid, redundant, seen = plan.batch, plan.grid, plan.redundant, plan.seen
         found = self._lifted(shape, redundant)
         others = [condition for item in found.values() for condition in item.others]
         if others:
@@ -299,7 +295,7 @@ class _Graph:
         distinct = batch.tokens if at_tokens is None else int(at_tokens[: batch.tokens].sum())
         specs = {name: item.spec for name, item in found.items()}
         return Plan(
-            batch, tree_of(end, place, at_tokens), specs, int(counted.sum()), distinct, self._gm,
+            batch, tree_of(end, place, at_tokens), specs, int(counted.sum()), distinct, plan.shares, self._gm,
             frozenset({*self._written, *(item.where for item in self._kept)}), dict(shape.analysis.seconds),
         )  # fmt: skip
 
@@ -321,8 +317,6 @@ class _Graph:
             before = seen.to(torch.int64).cumsum(1)
             width = min([window for window in windows if window is not None], default=seen.shape[1])
             keep = before > torch.nn.functional.pad(before, (width, 0))[:, : seen.shape[1]]
-        if starts is not None and has_gaps(starts, keep):
-            return seen, None
         return seen, keep
 
     def _check(self, shape: Shape, args: Sequence[Any]) -> None:

@@ -7,22 +7,19 @@ they have changed.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.lasting import lasting
 from treefx.runtime.kept.marks import marks
-from treefx.runtime.kept.proof import COMPARED_BYTES, version_of
+from treefx.runtime.kept.optimizer_clock import now, stepped_since
+from treefx.runtime.kept.proof import COMPARED_BYTES
 
 __all__ = ["Given", "name_of_input"]
 
@@ -40,15 +37,14 @@ class Given:
     """
 
     def __init__(self, args: Sequence[Any], roles: Sequence[str], names: Sequence[str], watched: Sequence[int]) -> None:
-        _count_steps()
         self._roles, self._names, self._watched = roles, names, watched
         with lasting():
             self._marks = marks(args, watched)
             self.args = [_copy(x) if role == "input" else x for x, role in zip(args, roles, strict=True)]
-        self._versions = [_version(x) for x in self.args]
+        self._versions = _versions(self.args)
         devices = {"cpu", next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")}
         self._autocast = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in sorted(devices)]
-        self._time = next(_clock)
+        self._time = now()
 
     def check(self, what: str) -> None:
         """Make sure that the graph still computes what it did.
@@ -76,15 +72,9 @@ class Given:
             yield
 
     def _changed(self) -> Iterator[int]:
-        stepped = {
-            id(parameter)
-            for optimizer, time in list(_steps.items())
-            if time > self._time
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        for i, (x, version) in enumerate(zip(self.args, self._versions, strict=True)):
-            if version != _version(x) or (isinstance(x, Tensor) and id(x) in stepped):
+        stepped = stepped_since(self._time)
+        for i, (x, before, after) in enumerate(zip(self.args, self._versions, _versions(self.args), strict=True)):
+            if before != after or (isinstance(x, Tensor) and id(x) in stepped):
                 yield i
         now = marks(self.args, self._watched)  # after versions: memory that was given back is not looked at
         if any(not torch.equal(a, b) for a, b in zip(now, self._marks, strict=True)):
@@ -100,8 +90,10 @@ def name_of_input(node: fx.Node) -> str:
     return ".".join(words) or str(node.target)
 
 
-def _version(x: Any) -> Any:
-    return version_of(x) if type(x) in _PLAIN else x._version if isinstance(x, Tensor) else None
+def _versions(args: Sequence[Any]) -> list[Any]:
+    """How often each tensor was written to, and where plain ones lie; in one call, as models have many parameters."""
+    counted = [None if not isinstance(x, Tensor) or x.is_inference() else x._version for x in args]
+    return [(x.data_ptr() if type(x) in _PLAIN else None, count) for x, count in zip(args, counted, strict=True)]
 
 
 def _copy(x: Any) -> Any:
@@ -112,17 +104,3 @@ def _copy(x: Any) -> Any:
     if span * x.element_size() > COMPARED_BYTES:
         return x
     return x.as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride())
-
-
-_clock = itertools.count()
-_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-"""When each optimizer stepped last: fused ones write weights without counting a version."""
-
-
-@functools.cache
-def _count_steps() -> None:
-    register_optimizer_step_post_hook(_count_step)
-
-
-def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _steps[optimizer] = next(_clock)

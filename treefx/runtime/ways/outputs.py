@@ -97,17 +97,15 @@ class Outputs:
             self._analyses.use.read.add(position)
             self._analyses.use.differentiated.add(position)
             given.check(f"differentiating an output {list(rows)}")
-            leaves = [x.detach().requires_grad_() if _needs_grad(x) else x for x in args]
+            needed = [isinstance(x, Tensor) and x.requires_grad for x in args]
+            leaves = [x.detach().requires_grad_() if is_in else x for x, is_in in zip(args, needed, strict=True)]
             with torch.enable_grad(), given.as_called(), self._records.reporting(report):
                 result = self._again(shape, leaves)[position]
-            inputs = [x for x in leaves if _needs_grad(x)]
+            inputs = [x for x, is_in in zip(leaves, needed, strict=True) if is_in]
             return torch.autograd.grad(result, inputs, grad, allow_unused=True)
 
         dims = shape.analysis.packed_outputs[position]
         sizes = [math.prod(factor.size for factor in dim) for dim in dims]
         rows = concrete(sizes, shape.analysis.values(self._analyses.tensors(args)))
-        return lazy_rows(Deferred(rows, value, compute, differentiate, [x for x in args if _needs_grad(x)]))
-
-
-def _needs_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
+        learned = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+        return lazy_rows(Deferred(rows, value, compute, differentiate, learned))

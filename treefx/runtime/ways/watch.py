@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from treefx.config import Config
+from treefx.runtime.call_plan import shares_enough
 from treefx.runtime.kept.given import name_of_input
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
 from treefx.runtime.lost_sharing.graph_breaks import call_of_entry, find_break, find_ending, object_of_entry
@@ -114,7 +115,9 @@ def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float
         report.warned = True
         return
     counts = None if report.rows is None else report.rows.counts
-    if counts is None or counts.distinct_tokens == counts.raw_tokens or counts.ratio < min_sharing:
+    if counts is None or counts.distinct_tokens == counts.raw_tokens:
+        return
+    if not shares_enough(counts.raw_tokens, counts.distinct_tokens, min_sharing):
         return
     report.warned = True
     warn_once(owner, what, reason, counts)

@@ -1,0 +1,119 @@
+"""Which tokens of a call run: from its tensors to the trie of its rows, or to the reason why it runs on rows.
+
+Rows that a compiled graph gets and rows that a converted model gets are planned here. Nothing is counted, compiled or
+remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from treefx.forests.paths import Prefixes
+from treefx.kernels.score import Expr
+from treefx.passes.trace.token_count import PackedSize
+from treefx.runtime.batch import Batch, build_batch, find_unshared, pad_batch
+from treefx.runtime.padding import Grid
+from treefx.runtime.reason import Cause, Reason
+from treefx.runtime.segments import find_starts, has_gaps
+from treefx.runtime.shapes import Shape
+
+__all__ = ["CallPlan", "Policy", "Unshared", "plan_call", "shares_enough"]
+
+Keep = Callable[[Shape, Grid, Tensor | None], tuple[Tensor | None, Tensor | None]]
+"""A shape, the grid of a call and bool [B, T] where its segments start -> bool [B, T] of the positions that others see,
+and of those that have to run; None for all of them."""
+
+_BLIND = Reason(Cause.VALUES, "a position that sees no key is read by the loss or the caller")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What decides about a call beside its inputs.
+
+    Attributes:
+        min_sharing: What a call has per distinct token, at least, to run packed.
+        counted: What that is: the tokens under the mask, or all positions.
+        keep: Which positions run.
+        size: What length to fill packed rows up to; None for no other than ``ranks`` asks for.
+        ranks: How many share the tokens of a packed row out among them, equally many each.
+    """
+
+    min_sharing: float
+    counted: Literal["tokens", "positions"]
+    keep: Keep
+    size: PackedSize | None = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """The trie of a call.
+
+    Attributes:
+        grid: The tensors of the call, as padding is asked of them.
+        tensors: The same, with the parts of masks.
+        batch: The distinct tokens.
+        redundant: The conditions of attentions that all tokens meet that run.
+        seen: bool [B, T], the positions under the mask; None for all.
+        raw_tokens: How many these are, of those that run.
+        shares: Whether it has so few distinct tokens that running packed pays.
+    """
+
+    grid: Grid
+    tensors: Sequence[Any]
+    batch: Batch
+    redundant: frozenset[Expr]
+    seen: Tensor | None
+    raw_tokens: int
+    shares: bool
+
+
+@dataclass(frozen=True)
+class Unshared:
+    """A call of tokens none of which is shared, as their first ones show: it has no trie."""
+
+    raw_tokens: int
+    prefixes: Prefixes
+
+
+def shares_enough(raw: int, distinct: int, min_sharing: float) -> bool:
+    """Whether running distinct tokens in place of all pays."""
+    return min_sharing <= 1.0 or raw >= min_sharing * distinct
+
+
+def plan_call(shape: Shape, tensors: Sequence[Any], policy: Policy) -> CallPlan | Unshared | Reason:
+    """The trie of a call's rows, or of its segments.
+
+    Args:
+        shape: What is known of calls like it.
+        tensors: Its tensors, with the parts of masks.
+        policy: What decides beside them.
+
+    Raises:
+        IndexError: an id at a position that does not run is out of the range of its table.
+    """
+    grid = shape.grid(tensors)
+    starts = find_starts(shape.analysis, grid) if shape.analysis.segmented else None
+    seen, keep = policy.keep(shape, grid, starts)
+    if starts is not None and keep is not None and has_gaps(starts, keep):
+        keep = None
+    if not shape.padding.is_defined(grid, keep, starts):
+        return _BLIND
+    redundant = shape.padding.redundant(grid, keep)
+    keys = [tensors[i] for i in shape.analysis.identity_without(redundant)] + shape.padding.numbers_of_rows(grid)
+    places = None if keep is None and starts is None else shape.padding.own_positions(grid, redundant)
+    raw = grid.rows * grid.columns if seen is None or keep is None else int((seen & keep).sum())
+    if policy.counted == "tokens" and policy.min_sharing > 1.0 and starts is None:
+        prefixes = find_unshared(keys, keep, places)
+        if prefixes is not None:
+            return Unshared(raw, prefixes)
+    batch = pad_batch(build_batch(keys, keep, places, starts, policy.size), policy.ranks)
+    compared = raw if policy.counted == "tokens" else grid.rows * grid.columns
+    shares = shares_enough(compared, batch.tokens, policy.min_sharing)
+    if shares and keep is not None:
+        shape.padding.check_lookups(grid)
+    return CallPlan(grid, tensors, batch, redundant, seen, raw, shares)
