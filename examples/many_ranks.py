@@ -6,9 +6,9 @@
     python examples/many_ranks.py --ray 4                             # workers of Ray Train
     python examples/many_ranks.py --tokens 1                          # one process
 
-Rows go to one dimension of the mesh (``treefx.scale.assign``), the tokens of each share to the other
-(``treefx.scale.context``). The losses are those of one process, whatever the mesh and whatever has started the ranks.
-Runs on CPUs and on GPUs.
+Rows go to one dimension of the mesh (``treefx.scale.shard_rows``), the tokens of each share to the other
+(``treefx.scale.context_parallel``). The losses are those of one process, whatever the mesh and whatever has started
+the ranks. Runs on CPUs and on GPUs.
 """
 
 import argparse
@@ -67,8 +67,8 @@ def train(options: dict[str, Any]) -> None:
         torch.cat([prompt, torch.randint(512, (20 + 7 * answer,))]) for prompt in prompts for answer in range(4)
     ]
     forest = treefx.Forest.from_sequences(rollouts)
-    share = treefx.scale.assign(forest, mesh.size(0))[mesh.get_local_rank("rows")]
-    row = treefx.scale.context(share.to(device), mesh.get_group("tokens"))
+    share = treefx.scale.shard_rows(forest, mesh.size(0))[mesh.get_local_rank("rows")]
+    row = treefx.scale.context_parallel(share.to(device), mesh.get_group("tokens"))
     print(f"rank {dist.get_rank()}: {len(share)} of {len(forest)} rows, {row.num_tokens} of {share.num_tokens} tokens")
 
     def loss(logp: torch.Tensor, part: treefx.Forest) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``treefx.scale.assign``: losses and gradients of all ranks sum to those of the whole forest."""
+"""``treefx.scale.shard_rows``: losses and gradients of all ranks sum to those of the whole forest."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ def summed(model: ReferenceModel, forests: Any, loss: Loss) -> Outcome:
 def assert_adds_up(whole: treefx.Forest, ranks: int, loss: Loss) -> None:
     torch.manual_seed(0)
     model = ReferenceModel(vocabulary=70, width=8, heads=2, kv_heads=1)
-    shares = treefx.scale.assign(whole, ranks, lambda size: size.tokens + 0.1 * size.pairs)
+    shares = treefx.scale.shard_rows(whole, ranks, lambda size: size.tokens + 0.1 * size.pairs)
     assert_close(summed(model, shares, loss), summed(model, [whole], loss), FLOAT64)
 
 
@@ -73,7 +73,7 @@ def test_a_llama_compiled_by_treefx_has_the_gradients_of_separate_rows() -> None
     whole = treefx.Forest.from_sequences(rows, weights)
     model = double("llama", num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8)
     compiled = compile_with(model, inner="eager")
-    shares = treefx.scale.assign(whole, 2, Seconds(0.0, 1.0, 0.01))
+    shares = treefx.scale.shard_rows(whole, 2, Seconds(0.0, 1.0, 0.01))
     assert shares.split.duplicated > 0, "nothing is on both ranks: the test shows nothing"
     got = outcome(model, lambda: torch.stack([native_loss(own)(compiled) for own in shares]).sum())
     assert_close(got, separate_rows(model, rows, weights), FLOAT64)
@@ -84,7 +84,7 @@ def test_denominators_of_a_rank_alone_would_be_wrong(reduction: Any) -> None:
     """The plausible mistake: every rank's own mean, and the mean of those."""
     rows = rollouts(1)
     whole = treefx.Forest.from_sequences(rows)
-    shares = treefx.scale.assign(whole, 3)
+    shares = treefx.scale.shard_rows(whole, 3)
     model = ReferenceModel(vocabulary=70, width=8, heads=2, kv_heads=1)
     loss: Loss = lambda logp, forest: treefx.losses.sft(logp, forest, reduction=reduction)  # noqa: E731
     own_means: Loss = lambda logp, forest: loss(logp, forest) / 3  # noqa: E731
@@ -95,7 +95,7 @@ def test_denominators_of_a_rank_alone_would_be_wrong(reduction: Any) -> None:
 
 def test_an_edge_on_two_ranks_has_the_weight_of_each_ranks_rows() -> None:
     whole = treefx.Forest.from_sequences([[1, 2, 3 + row] for row in range(4)], [1.0, 2.0, 4.0, 8.0])
-    shares = treefx.scale.assign(whole, 2)
+    shares = treefx.scale.shard_rows(whole, 2)
     weight = [float(own.edges.weight[own.edges.token == 2].sum()) for own in shares]
     assert sum(weight) == 15.0 and min(weight) > 0
 
@@ -109,14 +109,14 @@ def test_a_plan_of_a_rank_keeps_the_denominators_of_all() -> None:
     loss: Loss = lambda logp, forest: treefx.losses.sft(logp, forest, reduction="row_mean")  # noqa: E731
     expected = outcome(model, lambda: native_loss(whole, "row_mean")(compiled))
     model.zero_grad(set_to_none=True)
-    values = [treefx.backward(compiled, every_node(own), loss) for own in treefx.scale.assign(whole, 2)]
+    values = [treefx.backward(compiled, every_node(own), loss) for own in treefx.scale.shard_rows(whole, 2)]
     gradients = {name: p.grad for name, p in model.named_parameters()}
     assert_close(Outcome(torch.stack(values).sum(), gradients), expected, FLOAT64)
 
 
 def test_more_ranks_than_rows_leave_some_with_a_row_that_weighs_nothing() -> None:
     whole = treefx.Forest.from_sequences([[1, 2, 3], [7, 8]])
-    shares = treefx.scale.assign(whole, 5)
+    shares = treefx.scale.shard_rows(whole, 5)
     assert len(shares) == len(list(shares)) == 5
     idle = [own for own in shares if own.share is not None and own.share.is_idle]
     assert len(idle) == 3 and all(own.sequences()[0].tolist() == [7, 8] for own in idle)
@@ -131,7 +131,7 @@ def test_more_ranks_than_rows_leave_some_with_a_row_that_weighs_nothing() -> Non
 
 def test_a_share_of_a_share_divides_by_the_whole() -> None:
     whole = treefx.Forest.from_sequences(rollouts(4))
-    inner = [own for node in treefx.scale.assign(whole, 2) for own in treefx.scale.assign(node, 2)]
+    inner = [own for node in treefx.scale.shard_rows(whole, 2) for own in treefx.scale.shard_rows(node, 2)]
     model = ReferenceModel(vocabulary=70, width=8, heads=2, kv_heads=1)
     loss: Loss = lambda logp, forest: treefx.losses.sft(logp, forest, reduction="row_mean")  # noqa: E731
     assert_close(summed(model, inner, loss), summed(model, [whole], loss), FLOAT64)
@@ -139,30 +139,30 @@ def test_a_share_of_a_share_divides_by_the_whole() -> None:
 
 
 def test_shares_move_between_devices_with_what_they_know() -> None:
-    own = treefx.scale.assign(treefx.Forest.from_sequences([[1, 2], [3, 4]]), 2)[0].to("cpu")
+    own = treefx.scale.shard_rows(treefx.Forest.from_sequences([[1, 2], [3, 4]]), 2)[0].to("cpu")
     assert own.share is not None and len(own.share) == 2
     assert own.sequences()[0].tolist() in ([1, 2], [3, 4])
 
 
 def test_the_answer_is_the_same_in_every_process() -> None:
     rows = rollouts(5)
-    first, second = (treefx.scale.assign(treefx.Forest.from_sequences(rows), 3) for _ in range(2))
+    first, second = (treefx.scale.shard_rows(treefx.Forest.from_sequences(rows), 3) for _ in range(2))
     assert [own.tokens.tolist() for own in first] == [own.tokens.tolist() for own in second]
     assert [len(own) for own in first[1:]] == [len(first[1]), len(first[2])]
     assert "3 ranks" in repr(first)
 
 
 def test_means_over_pairs_of_one_rank_are_refused() -> None:
-    own = treefx.scale.assign(treefx.Forest.from_sequences([[1, 2, 3], [1, 2, 4]]), 1)[0]
+    own = treefx.scale.shard_rows(treefx.Forest.from_sequences([[1, 2, 3], [1, 2, 4]]), 1)[0]
     logp = torch.zeros(len(own.edges))
     with pytest.raises(InputError, match="use reduction='sum' and divide by the number on all ranks"):
         treefx.losses.simpo(logp, own, [(0, 1)], beta=1.0, gamma=0.0)
 
 
 def test_what_is_no_forest_and_prompts_of_one_rank_are_refused() -> None:
-    with pytest.raises(InputError, match="assign expected a treefx.Forest"):
-        treefx.scale.assign([[1, 2]], 2)  # type: ignore[arg-type]
-    own = treefx.scale.assign(treefx.Forest.from_sequences([[1, 2, 3], [4, 5], [6, 7]]), 2)[0]
+    with pytest.raises(InputError, match="shard_rows expected a treefx.Forest"):
+        treefx.scale.shard_rows([[1, 2]], 2)  # type: ignore[arg-type]
+    own = treefx.scale.shard_rows(treefx.Forest.from_sequences([[1, 2, 3], [4, 5], [6, 7]]), 2)[0]
     prompts = PromptMean([0] * len(own))
     with pytest.raises(ForestError, match=r"one integer per row, \[3\]"):
         treefx.losses.sft(torch.zeros(len(own.edges)), own, reduction=prompts)
@@ -186,3 +186,8 @@ def test_a_step_on_paper_adds_up_its_ranks_plans() -> None:
     assert spare["idle_ranks"] == 3 and spare["distinct_tokens"] == whole.num_tokens
     with pytest.raises(MemoryLimitError):
         predict_step(whole, 4, cost, 2)
+
+
+def test_old_names_are_the_same_functions() -> None:
+    scale = treefx.scale
+    assert (scale.assign, scale.context, scale.even_row) == (scale.shard_rows, scale.context_parallel, scale.pad_row)

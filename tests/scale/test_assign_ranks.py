@@ -26,7 +26,7 @@ def train(model: nn.Module, rank: int) -> list[tuple[Tensor, dict[str, Tensor]]]
     """Loss and gradients of every step, by the recipe in the docstring of `assign`."""
     outcomes = []
     for rows in STEPS:
-        own = treefx.scale.assign(treefx.Forest.from_sequences(rows), WORLD, Seconds(0.0, 1.0, 0.01))[rank]
+        own = treefx.scale.shard_rows(treefx.Forest.from_sequences(rows), WORLD, Seconds(0.0, 1.0, 0.01))[rank]
         model.zero_grad(set_to_none=True)
         with treefx.use(own):
             out = model(**own.model_inputs(), use_cache=False)

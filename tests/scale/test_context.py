@@ -63,7 +63,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def one_step(model: nn.Module, rows: list[list[int]]) -> dict[str, Any]:
     """Loss and gradients of all ranks together, and what travelled."""
     forest = treefx.Forest.from_sequences(rows, weights=random_weights(rows))
-    own = treefx.scale.context(forest, cost=COST)
+    own = treefx.scale.context_parallel(forest, cost=COST)
     received: list[int] = []
     send = operator._all_to_all
 
@@ -110,8 +110,8 @@ def mesh(model: nn.Module) -> dict[str, Any]:
     wrapped = DistributedDataParallel(model)
     rows = STEPS[0]
     forest = treefx.Forest.from_sequences(rows, weights=random_weights(rows))
-    half = treefx.scale.assign(forest, 2)[rank // 2]
-    own = treefx.scale.context(half, groups[rank // 2])
+    half = treefx.scale.shard_rows(forest, 2)[rank // 2]
+    own = treefx.scale.context_parallel(half, groups[rank // 2])
     with treefx.use(own):
         out = wrapped(**own.model_inputs(), use_cache=False)
     loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, own), own)
@@ -126,21 +126,21 @@ def refusals(rank: int) -> list[str]:
     found = []
     rows = STEPS[0]
     for wrong in (
-        lambda: treefx.scale.context(treefx.Forest.from_sequences(rows[rank:])),
-        lambda: treefx.scale.context(treefx.Forest.from_sequences(STEPS[1]), cost=Seconds(0.0, 1.0, rank)),
-        lambda: treefx.scale.context(treefx.Forest.from_sequences(rows), cost=lambda size: size.tokens),
+        lambda: treefx.scale.context_parallel(treefx.Forest.from_sequences(rows[rank:])),
+        lambda: treefx.scale.context_parallel(treefx.Forest.from_sequences(STEPS[1]), cost=Seconds(0.0, 1.0, rank)),
+        lambda: treefx.scale.context_parallel(treefx.Forest.from_sequences(rows), cost=lambda size: size.tokens),
         lambda: run(
             tiny("sdpa_is_causal", layers=1, before=SameConvolution),
-            treefx.scale.context(treefx.Forest.from_sequences(rows)),
+            treefx.scale.context_parallel(treefx.Forest.from_sequences(rows)),
         ),
-        lambda: run(sharded(), treefx.scale.context(treefx.Forest.from_sequences(rows))),
+        lambda: run(sharded(), treefx.scale.context_parallel(treefx.Forest.from_sequences(rows))),
         lambda: treefx.backward(Small(), treefx.Forest.from_sequences(rows), treefx.losses.sft),  # type: ignore[arg-type]
     ):
         with pytest.raises((treefx.InputError, treefx.UnsupportedError)) as error:
             wrong()
         found.append(str(error.value))
     with pytest.raises((ZeroDivisionError, treefx.RankError)) as failed:
-        own = treefx.scale.context(treefx.Forest.from_sequences(rows))
+        own = treefx.scale.context_parallel(treefx.Forest.from_sequences(rows))
         model = sharded(llama())
         model.compile(backend="treefx", options={"inner": "eager"})
         treefx.backward(model, own, lambda logp, forest: logp.sum() * (1 // rank))
@@ -174,7 +174,7 @@ def keeping_gradients(model: nn.Module) -> dict[str, Any]:
 
     setattr(operator, "_all_to_all", keep)
     forest = treefx.Forest.from_sequences(STEPS[0], weights=random_weights(STEPS[0]))
-    own = treefx.scale.context(forest, cost=COST)
+    own = treefx.scale.context_parallel(forest, cost=COST)
     with treefx.use(own):
         out = model(**own.model_inputs(), use_cache=False)
     loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, own), own)
@@ -194,7 +194,7 @@ def logprobs(rank: int) -> list[Any]:
     found = []
     for mode in (torch.no_grad, torch.inference_mode):
         forest = treefx.Forest.from_sequences(STEPS[0])
-        own = treefx.scale.context(forest)
+        own = treefx.scale.context_parallel(forest)
         with mode(), treefx.use(own):
             out = model(**own.model_inputs(), use_cache=False)
             logp = treefx.edge_logprobs(out.logits, own)
@@ -225,7 +225,7 @@ def with_backward(rank: int) -> list[dict[str, Any]]:
     for rows in [STEPS[0], [[5]]]:
         forest = treefx.Forest.from_sequences(rows, weights=random_weights(rows))
         for loss in (weighted, coupled):
-            own = treefx.scale.context(forest, cost=COST)
+            own = treefx.scale.context_parallel(forest, cost=COST)
             model.zero_grad()
             value = treefx.backward(model, own, loss) / dist.get_world_size()
             dist.all_reduce(value)
@@ -336,7 +336,7 @@ def test_what_cannot_run_on_several_ranks_is_refused_on_all(tmp_path: Path) -> N
     for different, profiles, function, *models, forest, failed in results:
         assert "ranks [1] have others than rank 0" in different
         assert "one rank's profile on all" in profiles
-        assert "a row from treefx.scale.context, got Forest" in forest
+        assert "a row from treefx.scale.context_parallel, got Forest" in forest
         assert "the cost of a token and of a pair" in function
         for refused in models:
             assert refused.startswith("under treefx.use(forest)")

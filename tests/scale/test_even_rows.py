@@ -103,6 +103,6 @@ def test_a_row_of_its_own_would_change_means() -> None:
 
 def test_other_models_need_no_more_than_the_forest() -> None:
     forest = treefx.Forest.from_sequences([[5, 6, 7], [5, 8, 9]])
-    assert treefx.scale.even_row(forest, nn.Linear(2, 2)).num_tokens == 5
+    assert treefx.scale.pad_row(forest, nn.Linear(2, 2)).num_tokens == 5
     with pytest.raises(InputError, match="expected a treefx.Forest, got list"):
-        treefx.scale.even_row([[5, 6]], nn.Linear(2, 2))  # type: ignore[arg-type]
+        treefx.scale.pad_row([[5, 6]], nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -86,7 +86,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module], bool, float]]
 
 def plan_of(rows: list[list[int]], rank: int) -> Plan:
     """The plan of a rank's share: one part a tree, one a node, or something between."""
-    own = treefx.scale.assign(treefx.Forest.from_sequences(rows), dist.get_world_size(), Seconds(0.0, 1.0, 0.01))[rank]
+    own = treefx.scale.shard_rows(treefx.Forest.from_sequences(rows), dist.get_world_size(), Seconds(0.0, 1.0, 0.01))[
+        rank
+    ]
     recomputed = every_node(own, keeps=("recompute",))
     return [recomputed, uncut(own), random_cuts(own, 1), every_node(own)][rank]
 

@@ -114,7 +114,7 @@ def plans(forest: treefx.Forest) -> list[Plan]:
 
 def of_row(model: Any, run: Any, forest: treefx.Forest) -> Outcome:
     model.zero_grad()
-    row = treefx.scale.even_row(forest, run)
+    row = treefx.scale.pad_row(forest, run)
     with treefx.use(row):
         out = run(**row.model_inputs(), use_cache=False)
     loss = treefx.losses.sft(treefx.edge_logprobs(out.logits, row), row)

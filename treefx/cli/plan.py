@@ -60,7 +60,7 @@ def plan(
     tree per task, and so more tokens where tasks share a system prompt). The cost is an estimate from the sizes of a
     model, so that no model has to run and no GPU has to be there; with --profile it is what `treefx.profile` measured.
     The last table has the same forest under the policies of other systems. With --ranks, rows go to that many
-    processes as `treefx.scale.assign` shares them, and each share is planned.
+    processes as `treefx.scale.shard_rows` shares them, and each share is planned.
     """
     limit = parse_bytes(memory)
     if ranks > 1 and (compare or draw is not None or strategy != "auto"):

@@ -122,9 +122,9 @@ class TreeBatchSampler(Sampler[list[int]]):
     def forests(self) -> Iterator[Forest]:
         """This rank's batches as forests, whose losses sum over the ranks to the loss of all rows of the step.
 
-        Means divide by the whole step's weights, as with `treefx.scale.assign`, and so does what has to be done with
-        DDP and FSDP2. A rank without rows gets one of weight 0. Values per row are given for the rows of the step, of
-        all ranks, in ascending order of their numbers.
+        Means divide by the whole step's weights, as with `treefx.scale.shard_rows`, and so does what has to be done
+        with DDP and FSDP2. A rank without rows gets one of weight 0. Values per row are given for the rows of the
+        step, of all ranks, in ascending order of their numbers.
         """
         self._compare_ranks()
         for step in self.steps():

@@ -66,7 +66,7 @@ class Forest:
         raw_weight: float64 [raw], weight of predicting each raw token; 0 at every row's first.
         row_start: int64 [R], column of the row's first token in the padded batch; 0 without one.
         padded_width: columns of the padded batch the forest came from; None for `from_sequences`.
-        share: what the forest is a part of, where it holds one rank's rows (`treefx.scale.assign`).
+        share: what the forest is a part of, where it holds one rank's rows (`treefx.scale.shard_rows`).
     """
 
     tokens: torch.Tensor

@@ -1,4 +1,4 @@
-"""``treefx.scale.assign``: a forest per rank, the same answer on every rank."""
+"""``treefx.scale.shard_rows``: a forest per rank, the same answer on every rank."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from treefx.scale.outline import Outline
 from treefx.scale.price import Cost
 from treefx.scale.split import Split, split
 
-__all__ = ["Assignment", "assign", "assign_rows", "rank_forest"]
+__all__ = ["Assignment", "assign_rows", "rank_forest", "shard_rows"]
 
 
 class Assignment(Sequence[Forest]):
@@ -81,7 +81,7 @@ def _share(forest: Forest, rows: list[int], *, is_idle: bool) -> Share:
     return Share(chosen, forest.row_weight, forest.row_has_weight, is_idle)
 
 
-def assign(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:
+def shard_rows(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:
     """Share a forest among data-parallel ranks: evenly, and with few prefixes on more than one rank.
 
     Every row is on exactly one rank, so that edge weights, which sum over a rank's rows, count a shared prefix once
@@ -106,11 +106,12 @@ def assign(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:
 
     Example:
         >>> whole = treefx.Forest.from_sequences([[1, 2, 3], [1, 2, 4], [7, 8, 9]])
-        >>> [len(own) for own in treefx.scale.assign(whole, 2)]
+        >>> [len(own) for own in treefx.scale.shard_rows(whole, 2)]
         [2, 1]
     """
     if not isinstance(forest, Forest):
-        raise InputError(f"assign expected a treefx.Forest, got {type(forest).__name__}; build it with from_sequences")
+        kind = type(forest).__name__
+        raise InputError(f"shard_rows expected a treefx.Forest, got {kind}; build it with from_sequences")
     return Assignment(forest, split(Outline.of_forest(forest), ranks, cost))
 
 

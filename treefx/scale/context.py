@@ -1,7 +1,7 @@
 """Context parallelism: every rank runs some tokens of one forest, and is sent the ancestors it does not have.
 
-``treefx.scale.assign`` shares out rows, and no rank can have less than one; here one row, too long for a device, or one
-tree lies on several. Which tokens go where says ``pieces``; what travels within the model is `treefx::exchange`.
+``treefx.scale.shard_rows`` shares out rows, and no rank can have less than one; here one row, too long for a device, or
+one tree lies on several. Which tokens go where says ``pieces``; what travels within the model is `treefx::exchange`.
 """
 
 import hashlib
@@ -19,16 +19,17 @@ from treefx.scale.outline import IntArray
 from treefx.scale.pieces import TokenSplit, needed, split_tokens
 from treefx.scale.price import Cost
 
-__all__ = ["context"]
+__all__ = ["context_parallel"]
 
 
-def context(forest: Forest, group: Any = None, cost: Cost = None) -> ContextRow:
+def context_parallel(forest: Forest, group: Any = None, cost: Cost = None) -> ContextRow:
     """This rank's tokens of a forest that the ranks of a group run together.
 
     Every distinct token is computed on one rank. In each attention, a rank is sent the keys and values of the ancestors
     that its tokens have elsewhere, and returns their gradients; nobody gets what it does not attend to. Losses and
-    gradients **sum** over the ranks to those of one process on the whole forest; see `treefx.scale.assign` for DDP's
-    and FSDP2's division. With rows assigned to the other dimension of a mesh, pass the share and this one's group.
+    gradients **sum** over the ranks to those of one process on the whole forest; see `treefx.scale.shard_rows` for
+    DDP's and FSDP2's division. Where rows are sharded over another dimension of a mesh, pass the share and this one's
+    group.
 
     All ranks call it in the same order with the same forest, and run the model on what they get the same number of
     times, forward and backward, whatever their tokens are.
@@ -46,7 +47,7 @@ def context(forest: Forest, group: Any = None, cost: Cost = None) -> ContextRow:
         InputError: no process group, ranks with different forests or costs, or a cost that does not do.
 
     Example:
-        >>> row = treefx.scale.context(forest)
+        >>> row = treefx.scale.context_parallel(forest)
         >>> with treefx.use(row):
         ...     out = compiled(**row.model_inputs(), use_cache=False)
         >>> treefx.losses.sft(treefx.edge_logprobs(out.logits, row), row).backward()
@@ -56,9 +57,12 @@ def context(forest: Forest, group: Any = None, cost: Cost = None) -> ContextRow:
         >>> treefx.backward(compiled, row, lambda logp, forest: treefx.losses.sft(logp, forest))
     """
     if not isinstance(forest, Forest):
-        raise InputError(f"context expected a treefx.Forest, got {type(forest).__name__}; build it with from_sequences")
+        kind = type(forest).__name__
+        raise InputError(f"context_parallel expected a treefx.Forest, got {kind}; build it with from_sequences")
     if not dist.is_initialized():
-        raise InputError("context needs a process group: call torch.distributed.init_process_group, or run torchrun")
+        raise InputError(
+            "context_parallel needs a process group: call torch.distributed.init_process_group, or run torchrun"
+        )
     processes: Any = dist.group.WORLD if group is None else group
     found = split_tokens(forest, dist.get_world_size(processes), cost)
     _check_alike(forest, found, processes)
@@ -106,7 +110,7 @@ def _check_alike(forest: Forest, found: TokenSplit, group: Any) -> None:
     different = [dist.get_global_rank(group, rank) for rank, mark in enumerate(told) if mark != told[0]]
     if different:
         raise InputError(
-            f"context expected the same forest and cost on every rank, but ranks {different} have others than rank "
-            f"{dist.get_global_rank(group, 0)}: build the forest from the same rows and weights everywhere, and pass "
-            "one rank's profile on all of them"
+            f"context_parallel expected the same forest and cost on every rank, but ranks {different} have others than "
+            f"rank {dist.get_global_rank(group, 0)}: build the forest from the same rows and weights everywhere, and "
+            "pass one rank's profile on all of them"
         )

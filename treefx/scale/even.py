@@ -11,10 +11,10 @@ from treefx.inspection.compiled_modules import modules_of
 from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.cut import PartTokens
 
-__all__ = ["even_row"]
+__all__ = ["pad_row"]
 
 
-def even_row(forest: Forest, model: Any) -> EdgeSubset:
+def pad_row(forest: Forest, model: Any) -> EdgeSubset:
     """The packed row of a forest, as long as the ranks can divide that share the tokens of a model out.
 
     PyTorch takes for granted that all of them hold equally many: given others, it stops where it traces the model, or
@@ -30,15 +30,13 @@ def even_row(forest: Forest, model: Any) -> EdgeSubset:
         InputError: `forest` is no Forest.
 
     Example:
-        >>> row = treefx.scale.even_row(forest, model)
+        >>> row = treefx.scale.pad_row(forest, model)
         >>> with treefx.use(row):
         ...     out = compiled(**row.model_inputs(), use_cache=False)
         >>> treefx.losses.sft(treefx.edge_logprobs(out.logits, row), row).backward()
     """
     if not isinstance(forest, Forest):
-        raise InputError(
-            f"even_row expected a treefx.Forest, got {type(forest).__name__}; build it with from_sequences"
-        )
+        raise InputError(f"pad_row expected a treefx.Forest, got {type(forest).__name__}; build it with from_sequences")
     host = forest if forest.device.type == "cpu" else forest.to("cpu")
     nothing = torch.zeros(0, dtype=torch.int64)
     own, ranks = torch.arange(host.num_tokens), split_over(*modules_of(model))

@@ -70,7 +70,7 @@ def split_tokens(forest: Forest, ranks: int, cost: Cost = None) -> TokenSplit:
     Args:
         forest: all of it, the same on every rank.
         ranks: number of processes.
-        cost: as for `treefx.scale.assign`, and linear in tokens and pairs: what `treefx.profile` returned, a
+        cost: as for `treefx.scale.shard_rows`, and linear in tokens and pairs: what `treefx.profile` returned, a
             `CostModel` or `Seconds`; None: tokens.
 
     Raises:

@@ -70,7 +70,7 @@ def split(outline: Outline, ranks: int, cost: Cost = None) -> Split:
     Args:
         outline: the rows.
         ranks: number of processes.
-        cost: see `treefx.scale.assign`.
+        cost: see `treefx.scale.shard_rows`.
 
     Raises:
         InputError: `ranks` is no positive whole number, or `cost` is none.

@@ -10,7 +10,7 @@ from treefx.forests.forest import Forest
 from treefx.planning.cost.model import CostModel
 from treefx.planning.search.plan import Plan
 from treefx.planning.search.planner import plan
-from treefx.scale.assign import Assignment, assign
+from treefx.scale.assign import Assignment, shard_rows
 
 __all__ = ["Step", "predict_step"]
 
@@ -92,7 +92,7 @@ def predict_step(
         MemoryLimitError: a rank's share has no plan within the limit.
         InputError: an argument of the wrong value.
     """
-    shares = assign(forest, ranks, cost)
+    shares = shard_rows(forest, ranks, cost)
     busy = [rank for rank, rows in enumerate(shares.split.rows) if len(rows)]
     plans = {rank: plan(shares[rank], cost, memory_limit_bytes) for rank in busy}
     return Step(shares, plans, cost.resident_bytes, link_bytes_per_second)

@@ -43,7 +43,7 @@ def forward_backward(
     """Run a plan: the forward and the backward of all its parts.
 
     On a model sharded by FSDP2 (compiled as a whole) or wrapped by DDP all ranks call it together, each with the plan
-    of its own forest (`treefx.scale.assign`), of any number of parts; a rank for which nothing was left runs none.
+    of its own forest (`treefx.scale.shard_rows`), of any number of parts; a rank for which nothing was left runs none.
     Gradients are reduced once, after the last part, as FSDP2 or DDP would; in `no_sync`, or after
     `set_requires_gradient_sync(False)`, they stay. Under FSDP2 all parameters are gathered for so long. If one rank
     fails, by an interrupt (`KeyboardInterrupt`) too, all do.
@@ -56,8 +56,8 @@ def forward_backward(
     Args:
         compiled: a model compiled by treefx, which returns `.logits` [1, N, V] for `input_ids` and `position_ids`
             [1, N].
-        plan: from `treefx.plan`; or a rank's row from `treefx.scale.context`, which runs at once, with all ranks of its
-            group: `loss` is then called on all edges, whatever `additive` says.
+        plan: from `treefx.plan`; or a rank's row from `treefx.scale.context_parallel`, which runs at once, with all
+            ranks of its group: `loss` is then called on all edges, whatever `additive` says.
         loss: `loss(logp, forest)` -> scalar. `logp` [E_p] are log-probabilities of the edges of `forest`, which is the
             plan's forest with some of its edges: `forest.edge_index` [E_p] says which. It is called once per part that
             has edges, and the sum is the loss; losses of `treefx.losses` fit as they are, means included. Tensors [E]
@@ -124,7 +124,7 @@ class _Session:
 def _run(model: Model, plan: Plan | ContextRow, loss: Loss, session: _Session) -> Tensor:
     if not isinstance(plan, Plan | ContextRow):
         raise InputError(
-            "forward_backward expected a plan from treefx.plan, or a row from treefx.scale.context, got "
+            "forward_backward expected a plan from treefx.plan, or a row from treefx.scale.context_parallel, got "
             f"{type(plan).__name__}"
         )
     with weights_unchanged(model.compiled):

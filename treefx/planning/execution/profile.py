@@ -155,7 +155,7 @@ def profile(
 
     Runs a few short parts along the forest's longest row, forward and backward; `.grad` stays as it was, and no hook on
     a parameter runs. On a model sharded by FSDP2 or wrapped by DDP all ranks call it together; each measures for
-    itself, so let one tell the others (`to_json`) before `treefx.scale.assign`, which needs the same cost on all.
+    itself, so let one tell the others (`to_json`) before `treefx.scale.shard_rows`, which needs the same cost on all.
 
     Args:
         compiled: a model compiled by treefx, `inner` "inductor" or "aot_eager".

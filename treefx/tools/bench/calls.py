@@ -145,7 +145,7 @@ def _walk_converted(model: nn.Module) -> tuple[Walk, Walk]:
 
 
 def _walk_converted_head(model: nn.Module) -> tuple[Walk, Walk]:
-    treefx.convert(model, lazy_outputs=True)
+    treefx.convert(model, pack_lm_head=True)
     return _walk(lambda seed: model(**_rows(seed)).loss)
 
 
