@@ -73,6 +73,7 @@ def test_inputs_are_of_their_kind(kind: str) -> None:
         (torch.ones(2), torch.ones(2, dtype=torch.float64)),
         (torch.ones(2), torch.ones(2, 1)),
         (torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn)),
+        (torch.ones(2, dtype=torch.complex32), torch.zeros(2, dtype=torch.complex32)),
         (torch.ones(2), None),
         (torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64) + 1e-8),
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 0.0])),

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from treefx.kernels.lasting import lasting
 from treefx.passes.packing.compile_inner import Inner
@@ -23,6 +25,9 @@ from treefx.runtime.ways.second_derivatives import has_custom_functions, refuse_
 from treefx.torch_patches.compiling import compiling
 
 __all__ = ["Ordinary"]
+
+_OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+"""What compiling raises where sizes depend on values (``tensor_split`` by a tensor): Dynamo cuts the graph there."""
 
 
 class Ordinary:
@@ -74,7 +79,10 @@ class Ordinary:
                 run = _serving(known, free)
                 if run is None:
                     sizes = FreeSizes(free)
-                    run = self._compile(args, sizes, numbers)
+                    try:
+                        run = self._compile(args, sizes, numbers)
+                    except _OF_VALUES:
+                        run = self._left_to_dynamo(numbers)
                     known.append((sizes, run))
         return run
 
