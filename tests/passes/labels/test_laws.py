@@ -1,0 +1,147 @@
+"""Every law: a program of its operators gives on distinct tokens what it gives on rows, and keeps its labels.
+
+``golden.txt`` holds, for each program, what is known of its values and the packed graph that is written from it.
+``TREEFX_ACCEPT=1 pytest tests/passes/labels`` writes it anew.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from tests.backend.small import Small
+from tests.backend.support import assert_packed
+from tests.batches import distinct_tokens, shared_batch
+from tests.oracle import compare
+from tests.passes.labels.programs import PROGRAMS, Program
+from tests.spellings import SPELLINGS
+from treefx.passes.analysis import Analysis, Rewritten
+from treefx.passes.labels.facts import fact_of
+from treefx.passes.labels.laws.base import _FAMILIES, _LAWS, find_law
+from treefx.runtime import analyses, shapes
+
+GOLDEN = Path(__file__).parent / "golden.txt"
+TORCH = "2.13"
+"""The version whose operators ``golden.txt`` has."""
+SIZES = ((3, 7), (4, 9))
+BATCHES = [shared_batch(rows=b, length=t, shared=3, vocab=61, padding=None) for b, t in SIZES]
+ELSEWHERE = {
+    "attention_laws.attention": "tests/backend/models/test_spellings.py",
+    "attention_laws.close_attention": "tests/backend/models/test_spellings.py",
+    "attention_laws.segments": "tests/backend/calls/test_packed_rows.py",
+    "experts.floor_divide": "tests/backend/models/test_experts.py",
+    "experts.histogram": "tests/backend/models/test_experts.py",
+    "experts.index_put": "tests/backend/models/test_experts.py",
+    "lookups.renormalised_table": "tests/backend/test_expansion.py",
+    "movement.repeat_interleave": "tests/backend/test_expansion.py",
+    "over_ranks.gather_pieces": "tests/scale/test_tensor_parallel_compiled.py",
+    "over_ranks.own_piece": "tests/scale/test_tensor_parallel_compiled.py",
+}
+"""Laws of operators that need more than features of one token, and what tests them."""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Analysis], list[Rewritten]]]:
+    """The analyses and the graphs that are made."""
+    found: tuple[list[Analysis], list[Rewritten]] = ([], [])
+    analyse, rewrite = analyses.analyse, shapes.rewrite
+
+    def analysed(*args: Any, **kwargs: Any) -> Analysis:
+        found[0].append(analyse(*args, **kwargs))
+        return found[0][-1]
+
+    def rewritten(*args: Any) -> Rewritten:
+        found[1].append(rewrite(*args))
+        return found[1][-1]
+
+    monkeypatch.setattr(analyses, "analyse", analysed)
+    monkeypatch.setattr(shapes, "rewrite", rewritten)
+    yield found
+
+
+def model_of(name: str) -> Small:
+    return Small(SPELLINGS["sdpa_is_causal"], before=Program(name)).double()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs_on_distinct_tokens(name: str, made: tuple[list[Analysis], list[Rewritten]]) -> None:
+    model = model_of(name)
+    for batch in BATCHES:
+        checked = compare(model, batch, inner="eager")
+        assert_packed(checked, distinct_tokens(batch))
+        assert checked.stats["expansions"] == []
+    analysed, rewritten = made
+    text = f"{labels_of(analysed[0].gm)}\n--\n{operators_of(rewritten[0].gm)}\n"
+    if os.environ.get("TREEFX_ACCEPT"):
+        write(name, text)
+    elif torch.__version__.startswith(TORCH):
+        assert text == read()[name]
+
+
+def test_every_law_has_a_program() -> None:
+    """By the operators in the golden labels; those of no program are named with their test."""
+    named = {line.partition(":")[0] for text in read().values() for line in text.partition("\n--\n")[0].splitlines()}
+    registered = {*_LAWS.values(), *(found for _, found in _FAMILIES)}
+    targets = {str(target).removeprefix("aten."): target for target, _ in _LAWS}
+    seen = {find_law(targets[name]) for name in named if name in targets}
+    families = {law for holds, law in _FAMILIES if any(holds(operator(name)) for name in named)}
+    missing = {f"{law.__module__.rpartition('.')[2]}.{law.__name__}" for law in registered - seen - families}
+    assert missing == set(ELSEWHERE)
+    assert all(Path(file).is_file() for file in ELSEWHERE.values())
+
+
+def labels_of(gm: fx.GraphModule) -> str:
+    """The operators of the program, and what is known of their results."""
+    lines = []
+    for node in of_program(gm):
+        fact = fact_of(node)
+        dims = "" if fact.dims is None else ", ".join("*".join(map(str, dim)) or "1" for dim in fact.dims)
+        lines.append(f"{name_of(node)}: {fact.kind.value} [{dims}]")
+    return "\n".join(lines)
+
+
+def operators_of(gm: fx.GraphModule) -> str:
+    """The operators that stand for the program, and the sizes of their results; N is the number of tokens."""
+    lines = []
+    for node in of_program(gm):
+        lines.append(f"{name_of(node)}: " + re.sub(r"\b[su]\d+\b", "N", sizes_of(node.meta.get("val"))))
+    return "\n".join(lines)
+
+
+def sizes_of(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ", ".join(map(sizes_of, value))
+    return str(list(value.shape)) if isinstance(value, Tensor) else str(value)
+
+
+def of_program(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for node in gm.graph.nodes:
+        modules = node.meta.get("nn_module_stack", {}).values()
+        if node.op == "call_function" and any(kind in (Program, Program.__name__) for _, kind in modules):
+            yield node
+
+
+def name_of(node: fx.Node) -> str:
+    target: Any = node.target
+    return str(target).removeprefix("aten.") if isinstance(target, torch._ops.OpOverload) else target.__name__
+
+
+def operator(name: str) -> Any:
+    """The operator of ATen with a name such as ``mul.Tensor``; the name where there is none."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", name)
+
+
+def read() -> dict[str, str]:
+    parts = re.split(r"^== (.*)\n", GOLDEN.read_text(), flags=re.M) if GOLDEN.exists() else [""]
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def write(name: str, text: str) -> None:
+    known = read() | {name: text}
+    GOLDEN.write_text("".join(f"== {name}\n{known[name]}" for name in PROGRAMS if name in known))
