@@ -5,6 +5,6 @@ Passes use ``treefx.kernels`` and know no trainer, no forest and no call.
 
 Order of imports, each only of what stands before an arrow::
 
-    layers, ranks -> trace -> labels -> scores, causal, regions -> packing -> cuts -> overlap -> runner, analysis
-    -> pipeline
+    layers, ranks, inputs -> trace -> labels -> scores, causal, regions -> packing -> cuts -> overlap ->
+    runner, analysis -> pipeline
 """

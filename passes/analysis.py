@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.kernels.score import Expr
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
-from treefx.passes.labels.constants import Constants, InputValues
+from treefx.passes.inputs.values import InputValues
+from treefx.passes.labels.constants import Constants
 from treefx.passes.labels.facts import Dims, ancestors, fact_of
 from treefx.passes.labels.index_ranges import Lookup, find_lookups
 from treefx.passes.labels.label_tokens import (

@@ -37,7 +37,8 @@ from treefx.passes.causal.convolutions import convolving
 from treefx.passes.causal.tree_mixers import TreeScan
 from treefx.passes.causal.tree_scans import find_tree_scans
 from treefx.passes.cuts.exchange_kv import cut_graph
-from treefx.passes.labels.constants import Constants, InputValues
+from treefx.passes.inputs.values import InputValues
+from treefx.passes.labels.constants import Constants
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.label_tokens import (
     MEETS_ROWS,

@@ -6,105 +6,27 @@ so that the run time can tell when one of them has changed and the proof no long
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from treefx.kernels.score import Expr, evaluate, walk
+from treefx.passes.inputs.given_masks import GivenMask
+from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.corners import is_corner
 from treefx.passes.labels.facts import Kind, ancestors, fact_of
-from treefx.passes.labels.given_masks import GivenMask, parts_of_mask, prove_mask
 from treefx.passes.labels.purity import changed_inputs, impurity
 from treefx.passes.labels.segments import Segments
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 
-__all__ = ["MASKING", "Constants", "InputValues", "constants_of", "input_values"]
+__all__ = ["MASKING", "Constants", "constants_of"]
 
 _KEY = "treefx_constants"
 _LARGEST_TABLE = 1 << 28
-_COMPARED = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-}  # fmt: skip
 MASKING = -1e4
 """Numbers at or below this are the fill of a mask (the weakest that models use); ``hidden`` proves what they hide."""
-
-
-@dataclass(frozen=True)
-class InputValues:
-    """What the values of a call's inputs prove, in this and all calls that share an analysis: positions of inputs."""
-
-    consecutive: frozenset[int] = frozenset()
-    """[B, T] or [1, T], counting up by one along each row, such as position ids."""
-    binary: frozenset[int] = frozenset()
-    """[B, T] or [1, T], zeros and ones alone, such as an attention mask."""
-    runs: frozenset[int] = frozenset()
-    """[B, T] or [1, T], zeros and ones (or truths) of which each row has at most one run of ones; if asked for."""
-    full: frozenset[int] = frozenset()
-    """[1, T], ones alone; if asked for."""
-    equal: tuple[tuple[int, int], ...] = ()
-    """Vectors of integers, and an earlier one that holds the same; if asked for."""
-    masks: tuple[GivenMask, ...] = ()
-    """[.., T, T], causal and at most hidden keys, a window or documents beside; their parts become inputs too."""
-
-    def with_parts(self, args: Sequence[Any]) -> list[Any]:
-        """The inputs of a call, and behind them the parts of its masks."""
-        return [*args, *[part for mask in self.masks for part in parts_of_mask(mask, args[mask.position])]]
-
-
-def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True, flash: bool = False) -> InputValues:
-    """Look at the inputs of a call: at masks [.., T, T], and at what decides over ``flash`` attention, where wanted."""
-    given = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
-    tables = [(i, x) for i, x in given if x.dim() == 2]
-    widths = {x.shape[1] for _, x in tables}
-    square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
-    found = [prove_mask(i, x) for i, x in square]
-    binary = frozenset(i for i, x in tables if x.dtype is not torch.bool and _is_binary(x))
-    asked = [(i, x) for i, x in tables if flash and (i in binary or x.dtype is torch.bool)]
-    return InputValues(
-        frozenset(i for i, x in tables if _counts_up(x)),
-        binary,
-        frozenset(i for i, x in asked if _is_one_run(x)),
-        frozenset(i for i, x in asked if x.shape[0] == 1 and bool(x.all())),
-        tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
-        tuple(mask for mask in found if mask is not None),
-    )
-
-
-def _is_readable(x: Any) -> bool:
-    """Whether an input has values here, and of a type that compares with numbers: no complex, packed or fake ones."""
-    return isinstance(x, Tensor) and x.dtype in _COMPARED and x.device.type != "meta" and not isinstance(x, FakeTensor)
-
-
-def _equal(vectors: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int]]:
-    for n, (i, x) in enumerate(vectors):
-        same = (j for j, y in vectors[:n] if x.dtype == y.dtype and x.device == y.device and torch.equal(x, y))
-        yield from ((i, j) for j in itertools.islice(same, 1))
-
-
-def _is_one_run(x: Tensor) -> bool:
-    starts = torch.nn.functional.pad(x.to(torch.int8), (1, 0)).diff(dim=1) == 1
-    return bool((starts.sum(1) <= 1).all())
-
-
-def _is_binary(x: Tensor) -> bool:
-    if x.dtype not in (torch.int64, torch.int32) or not x.numel():
-        return bool(((x == 0) | (x == 1)).all())
-    low, high = x.aminmax()
-    return bool((low >= 0) & (high <= 1))
-
-
-def _counts_up(x: Tensor) -> bool:
-    if x.is_floating_point() or x.dtype is torch.bool or x.shape[1] < 2:
-        return False
-    if x.device.type == "cpu" and len(x) and int(x[0, 1]) != int(x[0, 0]) + 1:  # most do not, which two numbers tell
-        return False
-    return bool((x == x[:, :1] + torch.arange(x.shape[1], device=x.device)).all())
 
 
 class Constants:

@@ -10,10 +10,10 @@ from typing import Any
 from torch import fx
 
 from treefx.kernels.score import Expr, walk
+from treefx.passes.inputs.given_masks import GivenMask
 from treefx.passes.labels.constants import constants_of
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Dims, Kind, fact_of, shape_of
-from treefx.passes.labels.given_masks import GivenMask
 from treefx.passes.labels.segments import Segments
 from treefx.passes.labels.uniformity import is_uniform
 from treefx.passes.scores.digits import Digit, Index, combined

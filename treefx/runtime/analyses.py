@@ -17,7 +17,7 @@ from treefx.errors import TreefxError, UnsupportedError
 from treefx.forests.context import current_forest
 from treefx.kernels.lasting import lasting
 from treefx.passes.analysis import Analysis, Expansion, Rewritten
-from treefx.passes.labels.constants import InputValues, input_values
+from treefx.passes.inputs.values import InputValues, input_values
 from treefx.passes.labels.label_tokens import MEETS_ROWS
 from treefx.passes.pipeline import analyse, is_packed
 from treefx.passes.runner import Pass

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.backend.small import Small
 from tests.backend.support import assert_packed
@@ -23,6 +24,7 @@ from tests.spellings import SPELLINGS
 from treefx.passes.analysis import Analysis, Rewritten
 from treefx.passes.labels.facts import fact_of
 from treefx.passes.labels.laws.base import _FAMILIES, _LAWS, find_law
+from treefx.passes.labels.laws.pointwise import pointwise
 from treefx.runtime import analyses, shapes
 
 GOLDEN = Path(__file__).parent / "golden.txt"
@@ -145,3 +147,40 @@ def read() -> dict[str, str]:
 def write(name: str, text: str) -> None:
     known = read() | {name: text}
     GOLDEN.write_text("".join(f"== {name}\n{known[name]}" for name in PROGRAMS if name in known))
+
+
+# Along rows -----------------------------------------------------------------------------------------------------------
+
+ALONG_ROWS = {
+    "a running sum": (torch.ops.aten.cumsum.default, lambda x: x.cumsum(1)),
+    "the other way round": (torch.ops.aten.flip.default, lambda x: x.flip(1)),
+    "a softmax over rows": (torch.ops.aten._softmax.default, lambda x: x.softmax(1)),
+    "an order": (torch.ops.aten.sort.stable, lambda x: x.sort(stable=True, dim=1)[0]),
+    "the token before": (torch.ops.aten.roll.default, lambda x: x.roll(1, 1)),
+    "rows in another order": (torch.ops.aten.roll.default, lambda x: x.roll(1, 0)),
+}
+"""The operator, and a program that no law may take for one of single tokens."""
+
+
+class AlongRows(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ALONG_ROWS[self.name][1](x)
+
+
+@pytest.mark.parametrize("name", ALONG_ROWS)
+def test_what_reads_other_tokens_is_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And would not be, if its operator had the law of those that work element by element."""
+    model = Small(SPELLINGS["sdpa_is_causal"], SPELLINGS["sdpa_is_causal"], after=AlongRows(name)).double()
+    target = ALONG_ROWS[name][0]
+    ran = [str(node.target) for node in make_fx(ALONG_ROWS[name][1])(torch.zeros(2, 3, 4)).graph.nodes]
+    assert str(target) in ran, ran
+    for batch in BATCHES:
+        assert compare(model, batch, inner="eager").stats["expansions"]
+    monkeypatch.setitem(_LAWS, (target, None), pointwise)
+    torch._dynamo.reset()
+    with pytest.raises(AssertionError):
+        compare(model, BATCHES[0], inner="eager")

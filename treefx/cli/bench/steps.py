@@ -80,7 +80,8 @@ def calls(
     """Count what a steady training step walks through of treefx's own Python, by what a call is given.
 
     calls are functions called in the forward, in so many files; switches count how often a call went into another
-    file than the one before, passes those into treefx.passes. A figure is the same on every machine.
+    file than the one before; passes are calls into treefx.passes, and labels those that ask what was proved of
+    values. A figure is the same on every machine.
     """
     from treefx.tools.bench import calls as bench_calls
 

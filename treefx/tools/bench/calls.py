@@ -83,7 +83,8 @@ def run(model: str = "llama", layers: int = 2) -> Iterator[dict[str, Any]]:
 
     Yields:
         One record per entry: ``calls``, ``files`` and ``switches`` of the forward, ``passes`` of these calls that are
-        of ``treefx.passes``, ``backward_calls`` and ``backward_files``. The two halves of a plan come as one.
+        of ``treefx.passes`` and ``labels`` that ask what was proved of values, ``backward_calls`` and
+        ``backward_files``. The two halves of a plan come as one.
     """
     for name, make in ENTRIES.items():
         forward, backward = make(_model(model, layers))
@@ -93,6 +94,7 @@ def run(model: str = "llama", layers: int = 2) -> Iterator[dict[str, Any]]:
             "files": len(forward.modules),
             "switches": forward.switches,
             "passes": forward.within("treefx.passes"),
+            "labels": forward.within("treefx.passes.labels"),
             "backward_calls": None if backward is None else backward.calls,
             "backward_files": None if backward is None else len(backward.modules),
         }
