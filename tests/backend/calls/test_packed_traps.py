@@ -31,8 +31,7 @@ from tests.oracle import Step
 from treefx.passes.packing import emit_attention
 from treefx.passes.packing.emitters import Packer
 from treefx.passes.scores import attention_facts
-from treefx.runtime import segments, shapes
-from treefx.runtime.ways import rows as rows_way
+from treefx.runtime import call_plan, segments, shapes
 
 PACKED = pack(AGENTS)
 
@@ -101,7 +100,7 @@ def test_windows_by_depth_over_a_gap_would_be_wrong(monkeypatch: pytest.MonkeyPa
         analysis.segments.counting.clear()
         return right(analysis, args)
 
-    for module in (shapes, rows_way):
+    for module in (shapes, call_plan):
         monkeypatch.setattr(module, "find_starts", ignoring)
     assert_wrong(DocumentLM(by_position).double(), loss_of_documents(packed, documents))
 

@@ -24,8 +24,7 @@ from tests.backend.support import compare, compile_with
 from tests.models import double, zoo
 from tests.oracle import FLOAT64, Step, assert_close, outcome, stats_of
 from tests.trainers.feeds.test_steps import several_planes
-from treefx.runtime import shapes
-from treefx.runtime.ways import rows as rows_way
+from treefx.runtime import call_plan, shapes
 
 __all__ = ["on_cpu"]  # a fixture
 
@@ -150,7 +149,7 @@ def test_lengths_join_what_positions_part(how: str) -> None:
 def test_cut_by_positions_they_would_be_wrong(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, step = LENGTHS[how]
     given = joined()
-    for module in (shapes, rows_way):
+    for module in (shapes, call_plan):
         monkeypatch.setattr(module, "find_starts", lambda *_: given.packed.position_ids == 0)
     with pytest.raises(AssertionError, match="differ by more than"):
         compare(make().double(), step(given))
