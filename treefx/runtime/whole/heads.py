@@ -17,9 +17,11 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 
 from treefx.passes.trace.heads import Head, register_head
 
-__all__ = ["TRL_HEADS", "head_instead", "scores_all", "setting_of"]
+__all__ = ["LEAVES_OUT", "head_instead", "scores_all", "setting_of"]
 
-TRL_HEADS, _NAME = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
+_MODULE, _NAME = "trl.kernels.chunked_logprob", "ChunkedLogProbFunction"
+LEAVES_OUT = (_MODULE, "_use_triton")
+"""The function that says whether positions without a label are left out."""
 _TENSORS = ("hidden", "weight", "bias", "targets")
 
 
@@ -43,7 +45,7 @@ def setting_of(item: Any) -> Any:
 
 
 def _is_head(function: Any) -> bool:
-    if (function.__module__, function.__name__) != (TRL_HEADS, _NAME):
+    if (function.__module__, function.__name__) != (_MODULE, _NAME):
         return False
     return tuple(inspect.signature(function.forward).parameters)[1 : len(_TENSORS) + 1] == _TENSORS
 
