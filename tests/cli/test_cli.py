@@ -27,6 +27,7 @@ from treefx.tools.bench.job.training import (
     gradient_error,
     reference_gradients,
 )
+from treefx.torch_patches.table import PATCHES
 
 COMMANDS = (
     ["demo"],
@@ -36,6 +37,7 @@ COMMANDS = (
     ["bench"],
     ["bench", "forest"],
     ["bench", "assign"],
+    ["bench", "calls"],
     ["bench", "attention"],
     ["bench", "memory"],
     ["bench", "unshared"],
@@ -130,6 +132,16 @@ def test_doctor_reports_the_installation() -> None:
     assert findings["torch"] == torch.__version__.split("+")[0] or findings["torch"] == torch.__version__
     assert findings["backend registered"] is True
     assert findings["problems"] == []
+
+
+def test_doctor_lists_what_is_replaced() -> None:
+    listed = CliRunner().invoke(app, ["doctor", "--patches", "--json"], catch_exceptions=False)
+    items = json.loads(listed.output)
+    assert len(items) == len(PATCHES) and all(item["symbol"] and item["why"] and item["test"] for item in items)
+    shown = CliRunner().invoke(app, ["doctor", "--patches"], catch_exceptions=False)
+    assert "TensorVariable.method_requires_grad_" in shown.output and "behind the embedding" in shown.output
+    with pytest.raises(InputError, match="--patches prints a table"):
+        CliRunner().invoke(app, ["doctor", "--patches", "--zoo"], catch_exceptions=False)
 
 
 def test_doctor_fails_on_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,10 +69,12 @@ def doctor(
     """
     inner = inner or ("aot_eager" if zoo else "inductor")
     Config.from_options({"inner": inner})
+    given = {"--model": model, "--workers": workers, "--out": out, "--resume": resume, "--markdown": markdown}
     if patches:
+        if zoo or any(given.values()):
+            raise InputError("--patches prints a table and checks nothing: leave out the other options but --json")
         _show_patches(json)
         return
-    given = {"--model": model, "--workers": workers, "--out": out, "--resume": resume, "--markdown": markdown}
     if zoo:
         _doctor_zoo(model or [], (out, inner, batches, resume), workers, json, markdown)
         return

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import treefx
+from treefx.errors import InputError
 from treefx.tools.bench.job.models import make_config, make_model
 from treefx.tools.bench.job.synthetic import shared_prefix_batch
 from treefx.tools.bench.plan import token_cost
@@ -114,11 +115,13 @@ def _forest(seed: int) -> treefx.Forest:
     return treefx.Forest.from_sequences(_rows(seed)["input_ids"].tolist())
 
 
-def _walk(forward: Callable[[int], Tensor]) -> tuple[Walk, Walk]:
+def _walk(model: Any, forward: Callable[[int], Tensor]) -> tuple[Walk, Walk]:
     for seed in range(_WARM_UP):
         torch.autograd.backward(forward(seed))
     with walked() as there:
         loss = forward(_WARM_UP)
+    if treefx.inspect(model).stats["ran"] != "packed":
+        raise InputError(f"the step should run packed, but did not: {treefx.inspect(model).stats['fallback']}")
     with walked() as back:
         torch.autograd.backward(loss)
     return there, back
@@ -126,7 +129,7 @@ def _walk(forward: Callable[[int], Tensor]) -> tuple[Walk, Walk]:
 
 def _walk_rows(model: nn.Module) -> tuple[Walk, Walk]:
     model.compile(backend="treefx", options={"inner": "aot_eager"})
-    return _walk(lambda seed: model(**_rows(seed)).loss)
+    return _walk(model, lambda seed: model(**_rows(seed)).loss)
 
 
 def _walk_forest(model: nn.Module) -> tuple[Walk, Walk]:
@@ -138,17 +141,17 @@ def _walk_forest(model: nn.Module) -> tuple[Walk, Walk]:
             logits = compiled(**forest.model_inputs()).logits
             return treefx.losses.sft(treefx.edge_logprobs(logits, forest), forest)
 
-    return _walk(loss_of)
+    return _walk(compiled, loss_of)
 
 
 def _walk_converted(model: nn.Module) -> tuple[Walk, Walk]:
     treefx.convert(model)
-    return _walk(lambda seed: model(**_rows(seed)).loss)
+    return _walk(model, lambda seed: model(**_rows(seed)).loss)
 
 
 def _walk_converted_head(model: nn.Module) -> tuple[Walk, Walk]:
     treefx.convert(model, pack_lm_head=True)
-    return _walk(lambda seed: model(**_rows(seed)).loss)
+    return _walk(model, lambda seed: model(**_rows(seed)).loss)
 
 
 def _walk_plan(model: nn.Module) -> tuple[Walk, None]:
