@@ -114,11 +114,11 @@ PATCHES = (
         "torch.compiler._is_compiling_flag",
         _ALL,
         "threads that call compiled functions while another one compiles are taken for parts of its trace",
-        "tests/backend/life/test_threads.py::test_warm_models_run_on_while_another_compiles",
+        "tests/backend/life/test_threads.py::test_a_warm_model_runs_in_the_middle_of_a_trace",
         None,
     ),
 )
-"""Where the symbol's name says nothing else, it is replaced; the last one is set while treefx compiles."""
+"""Two symbols are settings: a logging function is added, and the flag is set while treefx compiles."""
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from tests.backend.small import Small
 from tests.backend.support import compile_with
 from tests.batches import shared_batch
 from tests.spellings import SPELLINGS
+from treefx.passes.trace import trace
 
 PATIENCE = 120.0
 """Seconds after which threads that wait for each other are found out."""
@@ -119,3 +120,23 @@ def test_warm_models_run_on_while_another_compiles() -> None:
         return wanted
 
     assert_same(together(compiling, running), [[reference(**batch_of(0)).loss.detach()], wanted])
+
+
+def test_a_warm_model_runs_in_the_middle_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch takes a call of compiled code in another thread for a part of that trace, unless a compiler runs."""
+    warm, reference = tiny(), tiny()
+    run = compile_with(warm, inner="aot_eager")
+    wanted, found = gradients(run, warm, 1), list[Any]()
+    original = trace._ForwardTracer.run
+
+    def with_another(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(together(lambda: gradients(run, warm, 1)))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(trace._ForwardTracer, "run", with_another)
+    model = Small(SPELLINGS["sdpa_is_causal"], after=nn.Tanh()).double()
+    compile_with(model, inner="aot_eager")(**batch_of(0)).loss.backward()
+    assert found
+    for other in found:
+        assert_same(other, [wanted])
+    assert_same([wanted], [gradients(reference, reference, 1)])
