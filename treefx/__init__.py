@@ -18,7 +18,7 @@ The journey of one batch, by room:
 gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``cli`` is the command;
 ``tools``, which the library never imports, measure and attack it. What a user imports lies open: ``backend``,
 ``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of users, ``arguments`` their numbers;
-``extras`` names the extra of a library that is missing, ``torch_patches`` what is replaced in PyTorch.
+``extras`` names the extra of a library that is missing, ``torch_patches`` replaces symbols of PyTorch.
 
 Order of imports, each only of what stands before an arrow::
 

@@ -1,6 +1,6 @@
-"""What the values of a call's inputs prove: asked in every call, before anything is labelled.
+"""Proofs by the values of a call's inputs, made in every call before the graph is labelled.
 
-In: the tensors of a call. Out: ``InputValues``, which an analysis is made with and which later calls must show again.
+In: the tensors of a call. Out: ``InputValues``; an analysis holds for later calls with the same.
 
 Order of imports, each only of what stands before an arrow::
 

@@ -1,4 +1,4 @@
-"""Positions that count up, masks of zeros and ones, vectors that are equal: what the values of inputs prove."""
+"""Proofs by the values of inputs: positions that count up, masks of zeros and ones, vectors that are equal."""
 
 from __future__ import annotations
 

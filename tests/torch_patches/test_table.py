@@ -49,7 +49,7 @@ def test_a_planted_patch_is_found(text: str) -> None:
 
 
 def written(tree: ast.Module) -> Iterator[str]:
-    """Attributes of what is imported from torch that a module assigns to."""
+    """Attributes of imports from torch that a module assigns to."""
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     known = {
         (alias.asname or alias.name).partition(".")[0]

@@ -32,13 +32,13 @@ _BLIND = Reason(Cause.VALUES, "a position that sees no key is read by the loss o
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides about a call beside its inputs.
+    """Decides about a call together with its inputs.
 
     Attributes:
-        min_sharing: What a call has per distinct token, at least, to run packed.
-        counted: What that is: the tokens under the mask, or all positions.
+        min_sharing: The least ratio of raw to distinct tokens at which a call runs packed.
+        counted: Which are the raw ones: tokens under the mask, or all positions.
         keep: Which positions run.
-        size: What length to fill packed rows up to; None for no other than ``ranks`` asks for.
+        size: Gives the length that packed rows are filled up to; None leaves that to ``ranks``.
         ranks: How many share the tokens of a packed row out among them, equally many each.
     """
 
@@ -56,7 +56,7 @@ class CallPlan:
     Attributes:
         grid: The tensors of the call, as padding is asked of them.
         tensors: The same, with the parts of masks.
-        batch: The distinct tokens.
+        batch: The N distinct tokens, and the token of each position [B, T].
         redundant: The conditions of attentions that all tokens meet that run.
         seen: bool [B, T], the positions under the mask; None for all.
         raw_tokens: How many these are, of those that run.
@@ -81,7 +81,7 @@ class Unshared:
 
 
 def shares_enough(raw: int, distinct: int, min_sharing: float) -> bool:
-    """Whether running distinct tokens in place of all pays."""
+    """Whether ``raw`` tokens have so few ``distinct`` ones that running these alone pays."""
     return min_sharing <= 1.0 or raw >= min_sharing * distinct
 
 
@@ -89,9 +89,9 @@ def plan_call(shape: Shape, tensors: Sequence[Any], policy: Policy) -> CallPlan 
     """The trie of a call's rows, or of its segments.
 
     Args:
-        shape: What is known of calls like it.
-        tensors: Its tensors, with the parts of masks.
-        policy: What decides beside them.
+        shape: The analysis of the call's graph, and its compiled code.
+        tensors: The tensors of the call, rows [B, T], followed by the parts of its masks.
+        policy: Which positions run, and how much sharing pays.
 
     Raises:
         IndexError: an id at a position that does not run is out of the range of its table.

@@ -1,6 +1,6 @@
-"""What measures, attacks and predicts treefx; the library never imports it.
+"""Tools that measure, attack and predict treefx; the library never imports them.
 
-``kernels`` compiles generated kernels for GPUs that need not be there and reads what came out; ``simulate`` predicts
+``kernels`` compiles generated kernels without a GPU and reads the result; ``simulate`` predicts
 what overlapping communication is worth; ``bench`` measures, with the zoo of models; ``fuzz`` searches for programs
 that break the promise. Their libraries are in the extra ``[tools]``.
 

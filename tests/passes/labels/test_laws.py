@@ -1,7 +1,7 @@
 """Every law: a program of its operators gives on distinct tokens what it gives on rows, and keeps its labels.
 
-``golden.txt`` holds, for each program, what is known of its values and the packed graph that is written from it.
-``TREEFX_ACCEPT=1 pytest tests/passes/labels`` writes it anew.
+``golden.txt`` holds the labels of each program's values, and the packed graph that the passes write from it.
+``TREEFX_ACCEPT=1 pytest tests/passes/labels`` writes the file again.
 """
 
 import os
@@ -98,7 +98,7 @@ def test_every_law_has_a_program() -> None:
 
 
 def labels_of(gm: fx.GraphModule) -> str:
-    """The operators of the program, and what is known of their results."""
+    """The operators of the program, and the labels of their results."""
     lines = []
     for node in of_program(gm):
         fact = fact_of(node)

@@ -1,4 +1,4 @@
-"""When optimizers step: one hook on all of PyTorch's, for whoever asks.
+"""When optimizers step: one hook on all optimizers of PyTorch.
 
 Some fused optimizers write weights without counting a version of the tensor, so versions alone do not tell.
 """
@@ -33,7 +33,7 @@ _of_parameter: MutableMapping[Tensor, _Steps] = WeakIdKeyDictionary()
 
 
 def now() -> int:
-    """A time that is later than all steps so far."""
+    """A time, counted in steps and questions, later than all steps so far."""
     return next(_clock)
 
 
