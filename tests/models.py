@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from treefx.tools.bench.zoo.models import read_configurations
 
-__all__ = ["Output", "TinyLM", "config_of", "double", "zoo"]
+__all__ = ["Output", "TinyLM", "config_of", "double", "double_from", "lifted", "zoo"]
 
 ZOO = read_configurations()
 CHOSEN: dict[str, dict[str, Any]] = {"gemma2": {"attn_implementation": "eager"}}
@@ -45,8 +45,13 @@ def double(name: str, **changes: Any) -> PreTrainedModel:
     """
     config = config_of(name, **changes)
     original = AutoModelForCausalLM._model_mapping[type(config)]
+    return double_from(getattr(lifted(original.__module__), original.__name__), config)
+
+
+def double_from(model_class: Any, config: PretrainedConfig) -> PreTrainedModel:
+    """A model of a class that `lifted` has loaded."""
     torch.manual_seed(0)
-    model = getattr(_lifted(original.__module__), original.__name__)._from_config(config, dtype=torch.float64)
+    model: PreTrainedModel = model_class._from_config(config, dtype=torch.float64)
     model.loss_function = _loss_without_casts
     return _spread(model.double().train())
 
@@ -55,8 +60,13 @@ WIDER = {r"torch\.float(32)?\b": "torch.float64", r"\.float\(\)": ".double()"}
 
 
 @functools.cache
-def _lifted(module_name: str) -> ModuleType:
-    """The module again, loaded from a copy of its file in which float32 reads float64."""
+def lifted(module_name: str, environment: str = "") -> ModuleType:
+    """The module again, loaded from a copy of its file in which float32 reads float64.
+
+    Args:
+        module_name: of transformers.
+        environment: a name for what is installed; under each the file is loaded once.
+    """
     module = sys.modules[module_name]
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
@@ -67,12 +77,12 @@ def _lifted(module_name: str) -> ModuleType:
     path.parent.mkdir(parents=True)
     path.write_text(source)
     package, stem = module_name.rsplit(".", 1)
-    spec = importlib.util.spec_from_file_location(f"{package}.lifted_{stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{package}.lifted{environment}_{stem}", path)
     assert spec is not None and spec.loader is not None
-    lifted = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = lifted
-    spec.loader.exec_module(lifted)
-    return lifted
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def _loss_without_casts(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:

@@ -9,6 +9,7 @@ from torch import fx
 
 from treefx.config import Config
 from treefx.passes.trace.heads import tell_masks
+from treefx.passes.trace.library_calls import hold_calls
 from treefx.runtime.compiled_graph import CompiledGraph
 from treefx.runtime.dynamo import keep_graphs_whole, role_of
 from treefx.runtime.report import register
@@ -41,6 +42,7 @@ def treefx(
     placeholders = gm.graph.find_nodes(op="placeholder")
     roles = [role_of(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
     gm = tell_masks(gm)
+    hold_calls(gm)
     graph = CompiledGraph(gm, roles, config)
     register(graph)
     return graph

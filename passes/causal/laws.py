@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from treefx.passes.causal import library_laws as causal_library  # noqa: F401  (register laws)
 from treefx.passes.causal import movement as causal_movement  # noqa: F401  (register laws)
 from treefx.passes.causal import reductions as causal_reductions  # noqa: F401  (register laws)
 from treefx.passes.causal.elements import pointwise

@@ -8,6 +8,7 @@ Abstract interpretation in one sweep. Labels flow from the ``[B, T]`` inputs thr
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from treefx.passes.labels.laws.losses import find_sink
 from treefx.passes.labels.laws.reindex import Reindexed, find_reindexed
 from treefx.passes.labels.purity import draws, impurity
 from treefx.passes.trace import flash as _flash  # noqa: F401  (registers operators)
+from treefx.passes.trace import library_calls as _library_calls  # noqa: F401  (registers operators)
 
 __all__ = [
     "DTYPE_ONLY",
@@ -66,8 +68,9 @@ DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.defau
 """Their operand gives a dtype and a device, not values."""
 SHAPE_ONLY = {aten.zeros_like.default: 0, aten.ones_like.default: 1}
 """Their operand gives a shape as well; the value fills it."""
-_TORCH = str(Path(torch.__file__).parent)
-"""Lines below are PyTorch's own, such as that of ``F.pad``."""
+_LIBRARIES = ("torch", __name__.partition(".")[0])
+_NOT_OF_USERS = tuple(str(Path(str(sys.modules[name].__file__)).parent) for name in _LIBRARIES)
+"""Lines below are PyTorch's, such as that of ``F.pad``, or those that treefx puts in place of a library's."""
 MEETS_ROWS = "meets a value computed per row"
 """The reason of operators that read expanded values only because another one does."""
 MEETS_VARIABLE = "meets an input that requires grad: its gradient is another one in every row"
@@ -127,7 +130,10 @@ def _cores(gm: fx.GraphModule) -> list[fx.Node]:
     def calls(*targets: Any) -> list[fx.Node]:
         return [node for target in targets for node in gm.graph.find_nodes(op="call_function", target=target)]
 
-    mixers = calls(_ops.attention.default, _ops.flash.default, aten.bmm.default, aten.convolution.default)
+    mixers = calls(
+        _ops.attention.default, _ops.flash.default, _ops.row_scan.default, _ops.library.default, aten.bmm.default,
+        aten.convolution.default,
+    )  # fmt: skip
     return mixers or calls(aten.mm.default, aten.addmm.default)
 
 
@@ -360,7 +366,7 @@ def user_line(node: fx.Node) -> str | None:
     places = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not places:
         return lines[-1]
-    at = next((i for i in reversed(places) if _TORCH not in lines[i]), places[-1])
+    at = next((i for i in reversed(places) if not any(folder in lines[i] for folder in _NOT_OF_USERS)), places[-1])
     place = lines[at].split('"')
     number = lines[at].split("line ")[1].split(",")[0]
     code = lines[at + 1] if at + 1 < len(lines) else ""

@@ -38,6 +38,7 @@ from treefx.passes.trace.flash import FlashCall, call_flash, is_flash
 from treefx.passes.trace.functional import functionalised
 from treefx.passes.trace.inline_flex import flex_attention
 from treefx.passes.trace.inline_scan import associative_scan
+from treefx.passes.trace.library_calls import is_library_call, read_call
 from treefx.passes.trace.unseen_changes import check_changes, seen_by_autograd
 from treefx.torch_patches.symbols import write_products_whole
 
@@ -180,6 +181,8 @@ class _ForwardTracer(fx.Interpreter):
             return _call_attention(*args, **kwargs)
         if is_flash(target):
             return call_flash(FlashCall(*args), self.segments)
+        if is_library_call(target):
+            return read_call(*args)
         if target is _HIGHER_ORDER.tag_activation_checkpoint:
             return self._inline_checkpoint(args)
         if target is _HIGHER_ORDER.autograd_function_apply:

@@ -15,7 +15,7 @@ import treefx.backend  # noqa: F401  (registers the operators)
 from tests.backend.calls.test_heads import Scores
 from treefx.passes.cuts.exchange import exchange, exchange_backward
 from treefx.passes.packing.vocab_tail import surprise
-from treefx.passes.trace import flash, heads, opaque_ops
+from treefx.passes.trace import flash, heads, library_calls, opaque_ops
 
 _ops: Any = torch.ops.treefx
 
@@ -210,12 +210,36 @@ def test_over_ranks(lay: Callable[[Tensor], Tensor], dtype: torch.dtype, alone: 
             assert torch.equal(op(x, dim, 1, alone), x)
 
 
+@each_with("delta", True, False)
+def test_row_scan(lay: Callable[[Tensor], Tensor], delta: bool) -> None:
+    q, k, v = (lay(torch.randn(2, 5, heads, 3, dtype=torch.float64)) for heads in (1, 1, 2))
+    g, step = (lay(torch.rand(2, 5, 2, dtype=torch.float64)) for _ in range(2))
+    given = (*map(leaf, (q, k, v, -g)), leaf(step) if delta else None)
+    opcheck(_ops.row_scan.default, given)
+    grad = lay(torch.randn(2, 5, 2, 3, dtype=torch.float64))
+    opcheck(_ops.row_scan_backward.default, (grad, q, k, v, -g, step if delta else None))
+
+
+def test_library(lay: Callable[[Tensor], Tensor]) -> None:
+    def twice(hidden_states: Tensor, weight: Tensor, activation: str) -> Tensor:
+        return 2 * hidden_states * weight[:, :1]
+
+    given = (library_calls.Given(0), library_calls.Given(1))
+    call = library_calls.LibraryCall(
+        "causal_conv1d_fn", twice, "tests.twice", twice, given, (("activation", "silu"),)
+    )
+    held = library_calls.register_call(call)
+    tensors = [lay(torch.randn(2, 4, 6)), lay(torch.randn(4, 3))]
+    opcheck(_ops.library.default, ([leaf(x) for x in tensors], held.key))
+    opcheck(_ops.library_backward.default, (lay(torch.randn(2, 4, 6)), tensors, held.key))
+
+
 def test_every_operator_has_its_check() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
         "as_read", "attention", "custom_function", "custom_function_backward", "entries", "exchange",
-        "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward",
-        "own_piece", "pick", "restore", "restore_pick", "restore_surprise", "same_on_ranks", "segments",
-        "sum_over_ranks", "surprise",
+        "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward", "library",
+        "library_backward", "own_piece", "pick", "restore", "restore_pick", "restore_surprise", "row_scan",
+        "row_scan_backward", "same_on_ranks", "segments", "sum_over_ranks", "surprise",
         "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip

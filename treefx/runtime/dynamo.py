@@ -17,6 +17,7 @@ from treefx.runtime.whole.direct_flash import direct_call_instead
 from treefx.runtime.whole.flash import flash_instead, trace_instead
 from treefx.runtime.whole.heads import LEAVES_OUT, head_instead, scores_all
 from treefx.runtime.whole.liger import liger_instead
+from treefx.runtime.whole.recurrences import recurrence_instead
 from treefx.torch_patches.dynamo import is_of_module
 from treefx.torch_patches.substitution import substitute_applied, substitute_called
 from treefx.torch_patches.table import apply_patches
@@ -30,7 +31,7 @@ _CACHES = re.compile(r"\b(past_key_values?|cache_params)\b")
 def keep_graphs_whole() -> None:
     """Apply all patches, once per process, and substitute what would cut a graph in two."""
     trace_instead(LEAVES_OUT, scores_all)
-    for called in (direct_call_instead, flash_instead):
+    for called in (direct_call_instead, flash_instead, recurrence_instead):
         substitute_called(called)
     for applied in (liger_instead, head_instead):
         substitute_applied(applied)

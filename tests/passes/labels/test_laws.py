@@ -39,6 +39,8 @@ ELSEWHERE = {
     "experts.floor_divide": "tests/backend/models/test_experts.py",
     "experts.histogram": "tests/backend/models/test_experts.py",
     "experts.index_put": "tests/backend/models/test_experts.py",
+    "library_laws.library": "tests/backend/models/test_libraries.py",
+    "library_laws.row_scan": "tests/backend/models/test_libraries.py",
     "lookups.renormalised_table": "tests/backend/test_expansion.py",
     "movement.repeat_interleave": "tests/backend/test_expansion.py",
     "over_ranks.gather_pieces": "tests/scale/test_tensor_parallel_compiled.py",

@@ -1,0 +1,92 @@
+"""Laws of recurrences that a library computes: along the tree where ``tree_scan`` has them, else causal on rows.
+
+``treefx::row_scan(q, k, v, g, step)`` of token-wise operands becomes ``TreeScan``: the state of a token comes from its
+tree parent. ``treefx::library`` has no law of labels: it runs on rows, and the causal law below proves that column t
+of its result reads columns up to t, so that the result is contracted to one value per distinct token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from treefx.passes.causal.domain import Step
+from treefx.passes.causal.state import State, Unknown
+from treefx.passes.causal.step import law as causal_law
+from treefx.passes.causal.tree_mixers import Operand, TreeScan
+from treefx.passes.labels import dims as algebra
+from treefx.passes.labels.constants import constants_of
+from treefx.passes.labels.dims import NoLaw
+from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, fact_of, shape_of
+from treefx.passes.labels.laws.base import Call, law
+from treefx.passes.trace.library_calls import kind_of
+
+__all__: list[str] = []
+
+_CROSSES = "a recurrence hands its state on from one sequence of a row to the next"
+
+
+@law(torch.ops.treefx.row_scan)
+def row_scan(call: Call) -> Fact:
+    """A recurrence of token-wise operands takes its state from the tree parent: one tree scan."""
+    constants_of(call.node).segments.leak = _CROSSES
+    given = dict(zip(("q", "k", "v", "g", "step"), call.node.args, strict=True))
+    operands = {role: node for role, node in given.items() if isinstance(node, fx.Node)}
+    if not all(call.labelled(node) for node in operands.values()):
+        raise NoLaw("a recurrence of values that are not token-wise")
+    for node in operands.values():
+        _check(call.dims(node))
+    shapes = {role: shape_of(node) for role, node in operands.items()}
+    roles = {role: _operand(operands[role], shape) for role, shape in shapes.items()}
+    heads, features = (int(size) for size in shapes["v"][2:])
+    v = call.dims(operands["v"])
+    learned = any(fact_of(node).learned for node in call.operands)
+    scan = TreeScan(roles, heads, features, call.node.meta["val"].dtype)
+    dims = (v[0], v[1], algebra.coalesce(v[2]), algebra.coalesce(v[3]))
+    return Fact(Kind.PACKED, dims, law=scan, learned=learned)
+
+
+@law(torch.ops.treefx.library)
+def library(call: Call) -> Fact:
+    """A recurrence without a form along a tree: the library's function runs on rows."""
+    raise NoLaw("is a library's recurrence that has no form along a tree, so the library's function runs on rows")
+
+
+def _check(dims: Dims) -> None:
+    axes = [[factor.axis for factor in dim] for dim in dims]
+    if axes[0] != [Axis.ROW] or axes[1] != [Axis.TOKEN] or any(algebra.has_tokens(dim) for dim in dims[2:]):
+        raise NoLaw(f"a recurrence expects [rows, tokens, heads, features], got {dims}")
+
+
+def _operand(node: fx.Node, shape: torch.Size) -> Operand:
+    """As [N, groups, features]: g is a number per head, and the step one that scales the features of its head."""
+    return Operand(node, int(shape[2]), int(shape[3]) if len(shape) == 4 else 1)
+
+
+@causal_law(torch.ops.treefx.library, torch.ops.treefx.row_scan)
+def _recurrence(step: Step) -> State:
+    """Column t of the result reads all operands up to column t."""
+    kind = kind_of(str(step.node.args[1])) if step.node.target is torch.ops.treefx.library.default else None
+    dim, result_dim = (1, 1) if kind is None else (kind.tokens_of_operands, kind.tokens)
+    columns = shape_of(step.node)[result_dim]
+    read = torch.zeros(columns, dtype=torch.int32)
+    row = None
+    for node in step.node.all_input_nodes:
+        state = step.state(node)
+        if state.row is None:
+            if bool((state.column > 0).any()):
+                raise Unknown
+            continue
+        if state.row.dim != 0 or state.row.inner != 1 or (row is not None and row != state.row):
+            raise Unknown
+        row = state.row
+        if dim >= state.rank or state.shape[dim] != columns:
+            raise Unknown
+        others = [d for d in range(state.rank) if d != dim]
+        read = torch.maximum(read, state.spread(dim).column.amax(others))
+    value = step.node.meta["val"]
+    shape = step.result_shape(row)
+    column = read.cummax(0).values.reshape([-1 if d == result_dim else 1 for d in range(len(shape))])
+    return replace(State.of(shape, value.dtype), column=column, row=row)

@@ -1,0 +1,164 @@
+"""Hybrid models with the GPU libraries installed that transformers binds to them: one graph, packed, exact.
+
+The libraries are stand-ins (``tests.libraries``) with their names, signatures and decorators.
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+import treefx
+from tests.backend.support import compile_with
+from tests.batches import Batch, distinct_tokens, shared_batch
+from tests.libraries import CALLS, double_with_libraries
+from tests.oracle import FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of
+from treefx.kernels.recurrence import tree_scan as kernel
+from treefx.passes.causal import tree_mixers
+
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+KDA = {"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": ["linear_attention"], "mlp_layer_types": ["dense"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"layer_types": ["linear_attention"], "mlp_only_layers": [0], **DELTA},
+    "qwen3_5_text": {"layer_types": ["linear_attention"], **DELTA},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4},
+    "nemotron_h": {
+        "layers_block_type": ["mamba"], "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+        "chunk_size": 4, "expand": 1,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_chunk_size": 4,
+    },
+    "bamba": {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4},
+    "lfm2": {"layer_types": ["conv"]},
+    "kimi_linear": KDA,
+    "mamba": {"state_size": 8},
+    "jamba": {"num_experts": 1, "attn_layer_period": 8, "attn_layer_offset": 4},
+}  # fmt: skip
+ON_ROWS = {"kimi_linear": "chunk_kda", "mamba": "mamba_inner_fn", "jamba": "selective_scan_fn"}
+"""Functions without a form along a tree, which run on rows while everything around them runs once per token."""
+BATCH = shared_batch(rows=3, length=10, shared=4, vocab=61)
+
+
+@pytest.fixture(autouse=True)
+def no_calls() -> Iterator[None]:
+    CALLS.clear()
+    yield
+    CALLS.clear()
+
+
+@functools.cache
+def model_of(name: str) -> nn.Module:
+    return double_with_libraries(name, num_hidden_layers=1, **MODELS[name])
+
+
+def check(model: nn.Module, compiled: Any, batch: Batch) -> dict[str, Any]:
+    """Statistics of a call that is exact."""
+    expected = eager_step(model, batch)
+    CALLS.clear()
+    assert_close(outcome(model, lambda: loss_of(batch)(compiled)), expected, FLOAT64)
+    return stats_of(compiled)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", MODELS)
+def test_one_graph_that_is_packed(name: str) -> None:
+    try:
+        AutoConfig.for_model(name)
+    except ValueError:
+        pytest.skip(f"this version of transformers has no {name}")
+    model = model_of(name)
+    stats = check(model, compile_with(model, inner="eager"), BATCH)
+    assert stats["fallback"] is None and stats["ran"] == "packed" and stats["graphs"] == 1
+    assert stats["tokens"] <= distinct_tokens(BATCH) < stats["raw_tokens"]
+    expansions = [(item["op"], item["contracted"]) for item in stats["expansions"]]
+    assert expansions == ([("treefx.library.default", True)] if name in ON_ROWS else [])
+    assert set(CALLS) == ({ON_ROWS[name]} if name in ON_ROWS else set())
+    if name in ON_ROWS:
+        assert "modeling_" in stats["expansions"][0]["line"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_lengths_and_paddings_through_one_compilation(name: str) -> None:
+    model = copy.deepcopy(model_of(name))
+    compiled = compile_with(model)
+    batches = [BATCH, shared_batch(4, 13, 6, 61, seed=1), shared_batch(3, 11, 5, 61, seed=2, padding="left")]
+    batches += [shared_batch(2, 70, 50, 61, seed=3, padding="right")]
+    for batch in batches:
+        stats = check(model, compiled, batch)
+        assert stats["ran"] == "packed" and stats["expansions"] == []
+    assert stats["compiles"] == 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "kimi_linear"])
+def test_calls_that_share_nothing_run_the_library(name: str) -> None:
+    model = copy.deepcopy(model_of(name))
+    compiled = compile_with(model, min_sharing=100.0)
+    eager_step(model, BATCH)
+    library = set(CALLS)
+    stats = check(model, compiled, BATCH)
+    assert stats["ran"] == "ordinary" and stats["graphs"] == 1
+    assert set(CALLS) == library
+
+
+def test_recomputed_blocks() -> None:
+    model = copy.deepcopy(model_of("mamba2"))
+    model.gradient_checkpointing_enable()
+    assert check(model, compile_with(model), BATCH)["ran"] == "packed"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_forests(name: str) -> None:
+    model = copy.deepcopy(model_of(name))
+    compiled = compile_with(model)
+    for rows in ([[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12], [5, 6, 13]], [[3, 4, 5], [3, 4, 6, 7], [8, 9]]):
+        forest = treefx.Forest.from_sequences(rows)
+
+        def on_tree(forest: treefx.Forest = forest) -> Tensor:
+            with treefx.use(forest):
+                logits = compiled(**forest.model_inputs(), use_cache=False).logits
+                return treefx.losses.sft(treefx.edge_logprobs(logits, forest), forest)
+
+        def on_rows(rows: list[list[int]] = rows) -> Tensor:
+            losses = []
+            for row in rows:
+                logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]
+                losses.append(F.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum"))
+            return torch.stack(losses).sum()
+
+        assert_close(outcome(model, on_tree), outcome(model, on_rows), FLOAT64)
+
+
+def test_a_state_of_the_token_before_in_packed_order_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def along_one_chain(*args: Any, **kwargs: Any) -> Tensor:
+        *values, ends = args
+        return kernel.tree_scan(*values, torch.full_like(ends, ends.shape[0]), **kwargs)
+
+    monkeypatch.setattr(tree_mixers, "tree_scan", along_one_chain)
+    model = copy.deepcopy(model_of("qwen3_next"))
+    with pytest.raises(AssertionError):
+        check(model, compile_with(model, inner="eager"), BATCH)
+
+
+@pytest.mark.parametrize("asked", [{"initial_state": torch.zeros(2, 1, 2, 2)}, {"cu_seqlens": torch.tensor([0, 5])}])
+def test_calls_with_states_or_sequences_are_left_to_dynamo(asked: dict[str, Tensor]) -> None:
+    """The stand-in refuses both, so that its own error shows that it was called as written."""
+    function = vars(sys.modules[type(model_of("qwen3_next")).__module__])["torch_chunk_gated_delta_rule"]
+
+    @torch.compile(backend="treefx")
+    def call(x: Tensor) -> Any:
+        return function(x, x, x, x[..., 0], x[..., 0].sigmoid(), output_final_state=False, **asked)
+
+    with pytest.raises(AssertionError):
+        call(torch.randn(2, 5, 1, 2))
+

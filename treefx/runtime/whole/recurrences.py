@@ -1,0 +1,93 @@
+"""What Dynamo traces in place of recurrence libraries, where treefx compiles: one operator per call.
+
+transformers binds functions of flash-linear-attention, causal-conv1d and mamba_ssm to hybrid models where these
+packages are installed. They forbid tracing, or are C++, and cut the graph in every layer. A call that hands states over
+(a cache) or that packs sequences (``cu_seqlens``, ``seq_idx``) is traced as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.tensor import TensorVariable
+
+from treefx.passes.trace.library_calls import KINDS, Given, LibraryCall, register_call
+from treefx.runtime.whole.heads import setting_of
+
+__all__ = ["recurrence_instead"]
+
+_MODULE = "transformers.integrations.hub_kernels"
+_STATES = {"initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state"}
+
+
+def recurrence_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], dict[str, Any]] | None:
+    """``treefx::library`` in place of a library's function; None for any other function or call."""
+    bound = _bound(function)
+    if bound is None:
+        return None
+    name, implementation, body = bound
+    call = _described(name, function, implementation, body, args, kwargs) if name in KINDS else None
+    if call is None:
+        return None
+    made, tensors = call
+    key = ConstantVariable.create(register_call(made).key)
+    return _as_pair if made.kind.pair else _alone, [key, *tensors], {}
+
+
+def _alone(key: str, *tensors: Any) -> Any:
+    return torch.ops.treefx.library(list(tensors), key)
+
+
+def _as_pair(key: str, *tensors: Any) -> Any:
+    return torch.ops.treefx.library(list(tensors), key), None
+
+
+def _bound(function: Any) -> tuple[str, Callable[..., Any], Callable[..., Any]] | None:
+    """Name, implementation and PyTorch body of a function that transformers has bound to a library's."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != "wrapped" or function.__globals__.get("__name__") != _MODULE:
+        return None
+    found = inspect.getclosurevars(function).nonlocals
+    if not found.get("is_new_implementation") or not {"func_name", "implementation", "torch_function"} <= set(found):
+        return None
+    return found["func_name"], found["implementation"], found["torch_function"]
+
+
+def _described(
+    name: str, function: Any, implementation: Any, body: Any, args: Any, kwargs: Any
+) -> tuple[LibraryCall, list[Any]] | None:
+    """A call of ours and its tensors; None where it asks for more than the operator knows."""
+    known = inspect.signature(body).parameters
+    taken = {*inspect.signature(implementation).parameters}
+    tensors: list[Any] = []
+
+    def slot(item: Any) -> Any:
+        item = item.realize()
+        if isinstance(item, TensorVariable):
+            tensors.append(item)
+            return Given(len(tensors) - 1)
+        return setting_of(item)
+
+    named = []
+    try:
+        positional = tuple(map(slot, args))
+        for keyword, item in kwargs.items():
+            item = item.realize()
+            empty = isinstance(item, ConstantVariable) and item.value is None
+            if keyword not in known:
+                if keyword in taken and not empty:
+                    return None  # the library heeds what the body has no name for: packed sequences
+                continue
+            if keyword in _STATES and not (empty or (isinstance(item, ConstantVariable) and item.value is False)):
+                return None
+            named.append((keyword, slot(item)))
+    except NotImplementedError:
+        return None
+    library = f"{getattr(implementation, '__module__', '')}.{getattr(implementation, '__qualname__', name)}"
+    return LibraryCall(name, function, library, body, positional, tuple(named)), tensors
+
+
