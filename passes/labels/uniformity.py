@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-__all__ = ["is_uniform"]
+__all__ = ["FILLED", "is_uniform"]
 
 aten = torch.ops.aten
 _SAME_SHAPE = {
@@ -21,7 +21,7 @@ _SAME_SHAPE = {
     aten.alias.default,
     aten.lift_fresh_copy.default,
 }
-_FILLED = {aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default, aten.ones_like.default,
+FILLED = {aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_like.default, aten.ones_like.default,
            aten.full_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
            aten.scalar_tensor.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
            aten.empty_strided.default, aten.new_empty_strided.default, aten.empty_permuted.default}  # fmt: skip
@@ -31,7 +31,7 @@ _FILLED = {aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_
 def is_uniform(node: fx.Node, dim: int) -> bool:
     """Whether ``node`` is proved constant along ``dim`` (non-negative)."""
     shape = node.meta["val"].shape
-    if shape[dim] == 1 or node.target in _FILLED:
+    if shape[dim] == 1 or node.target in FILLED:
         return True
     rule = _RULES.get(node.target)
     if rule is not None:

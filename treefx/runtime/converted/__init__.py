@@ -4,10 +4,10 @@ In: a model of transformers. Out: the same model; hooks at the module that takes
 call, and attention reads the tree. What it returns is rows to its callers and stays packed (``packed_rows``): LM head
 and log-probabilities run on distinct tokens (``row_laws``, ``row_views``), and whatever else reads it is given rows.
 What may run so is proved on a copy without weights (``skeleton``), as the backend proves it: rows are traced and
-labelled, and masks lifted (``planner``, ``frame``).
+labelled, and masks lifted (``planner``, ``frame``, ``sizes``).
 
 Order of imports, each only of what stands before an arrow::
 
-    seam, branches, packed_rows, sequence_parallel, readers, kept_values -> skeleton, specs, row_laws -> frame,
+    seam, branches, sizes, packed_rows, sequence_parallel, readers, kept_values -> skeleton, specs, row_laws -> frame,
     row_views -> planner -> hooks -> convert
 """

@@ -1,8 +1,9 @@
 """What stands around the blocks, tried out: on the packed row each block must get what it gets on rows, token by token.
 
-Blocks are proved by their graph; the code between them and the ids (embedding, positions, masks) decides from shapes
-and arguments in Python, and is run here on a few made-up rows with blocks that only note what they get. It shows that
-positions left out are those of columns, that positions passed are the ones used, and that the tree reaches every block.
+Blocks are proved by their graph (``sizes``); the code between them and the ids (embedding, positions, masks) decides
+from shapes and arguments in Python, and is run here on a few made-up rows with blocks that only note what they get. It
+shows that positions left out are those of columns, that positions passed are the ones used, and that the tree reaches
+every block.
 """
 
 from __future__ import annotations
@@ -11,27 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from treefx.errors import UnsupportedError
-from treefx.passes.analysis import Analysis
-from treefx.passes.labels.facts import Kind, fact_of
-from treefx.passes.labels.liveness import live_nodes
-from treefx.passes.scores.attention_facts import Attention
 from treefx.runtime.converted.readers import Attributes
 from treefx.runtime.converted.seam import tree_of
 
-__all__ = [
-    "SIZE",
-    "blocks_of",
-    "cache_matters",
-    "check_blocks",
-    "check_frame",
-    "computes_with_size",
-    "module_of",
-    "packed_inputs",
-]
+__all__ = ["blocks_of", "cache_matters", "check_frame", "packed_inputs"]
 
 _ROWS = [[0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 5, 6], [0, 0, 1, 2, 5, 7]]
 _PADDING = 2
@@ -66,10 +54,7 @@ def blocks_of(model: nn.Module, attention: Mapping[str, nn.Module]) -> set[str]:
     return found
 
 
-SIZE = "{} computes with a size of the batch, which is another one on the packed row"
 _FAILS = "the code around the blocks fails on a tree: {}: {}"
-
-# By trial ----------------------------------------------------------------------------------------------------------
 
 
 def check_frame(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) -> None:
@@ -196,80 +181,3 @@ def _same(x: Any, y: Any) -> bool:
         row, column = torch.tensor([0] * len(first) + _ROW), torch.tensor(first + _COLUMN)
         x = x.expand(len(_ROWS), *x.shape[1:])[row, column][None]
     return x.shape == y.shape and x.dtype == y.dtype and bool(torch.allclose(x, y, rtol=1e-6, atol=0, equal_nan=True))
-
-
-# By proof ----------------------------------------------------------------------------------------------------------
-
-
-def module_of(node: fx.Node) -> str:
-    """The name, inside of the module that takes the ids, of the module whose code made a node; "" for itself."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed(list(stack.values())), ("", None))[0]
-    return str(path).rpartition("]")[2].lstrip(".")
-
-
-def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
-    """Check that no block counts columns itself, or computes with their number: a packed row has more of them.
-
-    Raises:
-        UnsupportedError: One does.
-    """
-    assert analysis.tokens is not None
-    columns, rows = analysis.tokens.columns, analysis.tokens.rows
-    sizes = (str(columns), str(columns * rows))
-    for node in live_nodes(analysis.gm):
-        if computes_with_size(node) and _inside(node, blocks):
-            raise UnsupportedError(SIZE.format(f"{node.target} in {module_of(node)}"))
-        if (
-            node.op != "call_function"
-            or fact_of(node).kind is not Kind.PACKED
-            or isinstance(fact_of(node).law, Attention)
-        ):
-            continue
-        for operand in node.all_input_nodes:
-            maker = _counter(operand, sizes, blocks)
-            if maker is not None:
-                raise UnsupportedError(f"{maker.target} in {module_of(maker)} counts columns inside of a block")
-
-
-def computes_with_size(node: fx.Node) -> bool:
-    """Whether an operator takes a symbolic size as a number to compute with, not as a size."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket is torch.ops.aten.arange:
-        return False
-    arguments = target._schema.arguments
-    given = {**dict(zip((item.name for item in arguments), node.args, strict=False)), **node.kwargs}
-    values = (given.get(item.name) for item in arguments if "int" not in str(item.type))
-    return any(_is_symbolic(value) for value in values)
-
-
-def _is_symbolic(value: Any) -> bool:
-    value = value.meta.get("val") if isinstance(value, fx.Node) else value
-    return isinstance(value, torch.SymInt | torch.SymFloat)
-
-
-def _counter(node: fx.Node, sizes: tuple[str, str], blocks: set[str]) -> fx.Node | None:
-    """What first made a constant with an entry per column, if a block did."""
-    waiting, seen = [node], set()
-    while waiting:
-        item = waiting.pop()
-        if item in seen or item.op != "call_function" or not _counts(item, sizes):
-            continue
-        seen.add(item)
-        counting = [x for x in item.all_input_nodes if _counts(x, sizes)]
-        if not counting and _inside(item, blocks):
-            return item
-        waiting += counting
-    return None
-
-
-def _counts(node: fx.Node, sizes: tuple[str, str]) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or fact_of(node).kind is not Kind.INVARIANT:
-        return False
-    return any(str(size) in sizes for size in value.shape)
-
-
-def _inside(node: fx.Node, blocks: set[str]) -> bool:
-    name = module_of(node)
-    return any(name == block or name.startswith(f"{block}.") for block in blocks)

@@ -4,6 +4,7 @@ skeleton, and the tree of the call built by what was proved."""
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,19 +27,12 @@ from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch
 from treefx.runtime.call_plan import CallPlan, Policy, Unshared, plan_call
 from treefx.runtime.converted.branches import Branches
-from treefx.runtime.converted.frame import (
-    SIZE,
-    blocks_of,
-    cache_matters,
-    check_blocks,
-    check_frame,
-    computes_with_size,
-    module_of,
-)
+from treefx.runtime.converted.frame import blocks_of, cache_matters, check_frame
 from treefx.runtime.converted.kept_values import Kept, kept_values, name_of, outputs_of
 from treefx.runtime.converted.readers import find_hook
 from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
 from treefx.runtime.converted.sequence_parallel import split_over
+from treefx.runtime.converted.sizes import SIZE, check_blocks, computes_with_size, module_of
 from treefx.runtime.converted.skeleton import WRAPPERS, refresh, skeleton, wrapped_in
 from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
 from treefx.runtime.dynamo import role_of
@@ -257,6 +251,8 @@ class _Graph:
         self._analyses = Analyses(gm, roles, build_passes(config.compiler), config, self._records)
         self._known: dict[tuple[int, frozenset[Expr]], dict[str, Lifted]] = {}
         self._branches = Branches(gm, roles)
+        self._proofs: weakref.WeakKeyDictionary[Shape, str] = weakref.WeakKeyDictionary()
+        """What stands against a shape, which graphs of other models may share; "" where it is proved."""
 
     def plan(self, args: Sequence[Any]) -> Plan | Reason:
         """A plan, or why the call runs on rows."""
@@ -321,16 +317,14 @@ class _Graph:
 
     def _check(self, shape: Shape, args: Sequence[Any]) -> None:
         """Raise unless all that is asked of the model itself holds."""
-        known = getattr(shape, "converted", None)
-        if known is None:
+        if shape not in self._proofs:
             try:
                 self._check_model(shape, args)
-                known = ""
+                self._proofs[shape] = ""
             except UnsupportedError as error:
-                known = str(error)
-            setattr(shape, "converted", known)
-        if known:
-            raise UnsupportedError(known)
+                self._proofs[shape] = str(error)
+        if self._proofs[shape]:
+            raise UnsupportedError(self._proofs[shape])
 
     def _check_model(self, shape: Shape, args: Sequence[Any]) -> None:
         analysis = shape.analysis
