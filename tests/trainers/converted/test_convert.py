@@ -290,6 +290,11 @@ def test_a_registered_function_is_compared_whatever_its_name(
     refuses(model, why)
 
 
+def test_products_are_named_without_their_places() -> None:
+    """The message about a logit that is refused: a product has no index where heads and rows are one."""
+    assert specs.named(("add", ("mul", ("dot", None, ()), ("const", 0.5)), ("cq",))) == "add(mul(dot, const), cq)"
+
+
 def test_blocks_that_count_columns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     mlp = type(model.model.layers[0].mlp)

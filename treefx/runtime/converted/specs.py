@@ -76,7 +76,8 @@ def _logit(score: Expr) -> tuple[float, float | None]:
 
 def named(expr: Expr) -> str:
     """An expression in words for messages."""
-    inside = [item if isinstance(item, str) else named(item) for item in expr[1:] if isinstance(item, str | tuple)]
+    items = [item for item in expr[1:] if item and isinstance(item, str | tuple)]
+    inside = [item if isinstance(item, str) else named(item) for item in items]
     return f"{expr[0]}({', '.join(inside)})" if inside else str(expr[0])
 
 
