@@ -72,12 +72,12 @@ def test_surprise_and_its_gradients(lay: Callable[[Tensor], Tensor], biased: boo
     bias = lay(torch.randn(9, 1))[:, 0] if biased else None
     numbers = (ROW, TARGET, 1.3, 2.0, 4)
     opcheck(_ops.surprise.default, (leaf(hidden), weight, None if bias is None else leaf(bias), *numbers))
-    _, lse = surprise(hidden, weight, bias, *numbers)
+    loss, lse = surprise(hidden, weight, bias, *numbers)
     for wanted in ([True, True, biased], [False, True, False]):
         grad = torch.ones(()).expand(6)
         opcheck(
             _ops.restore_surprise.default,
-            (grad, hidden, weight, bias, ROW, TARGET, lse, 1.3, 2.0, 4, wanted),
+            (grad, hidden, weight, bias, ROW, TARGET, loss, lse, 1.3, 2.0, 4, wanted),
         )
 
 

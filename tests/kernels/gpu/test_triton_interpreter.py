@@ -12,11 +12,12 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {
     "all keys": ("interpreted_triton",),
-    "one pass, boundaries, layers": (
+    "one pass, boundaries, layers, heads": (
         "interpreted_once",
         "interpreted_boundary",
         "layers/interpreted_not_finite",
         "layers/interpreted_layers",
+        "head_loss/interpreted_head_loss",
     ),
 }
 """Two processes of equal length: each imports PyTorch once."""

@@ -13,6 +13,7 @@ from tests.batches import distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import compare, compile_with, stats_of
 from tests.spellings import SPELLINGS
+from treefx.kernels.head_loss import eager
 from treefx.passes.packing import restore_gradients, vocab_tail
 from treefx.passes.packing.vocab_tail import surprise
 from treefx.runtime.ways import most_logits
@@ -27,7 +28,7 @@ def test_operator_matches_plain_torch(
 ) -> None:
     """Rows picked twice, the same entry picked twice, padding, and chunks that divide the vocabulary or do not."""
     if form == "masked":  # as on a GPU
-        monkeypatch.setattr(vocab_tail, "_ENTRIES_PER_CHUNK", {})
+        monkeypatch.setattr(eager, "_ENTRIES_PER_CHUNK", {})
     hidden = torch.randn(6, 4, dtype=torch.float64)
     weight, bias = torch.randn(21, 4, dtype=torch.float64), torch.randn(21, dtype=torch.float64)
     slot = torch.tensor([0, 1, 1, 5, -1, 3, 3, 2])
@@ -56,19 +57,20 @@ def test_no_device_is_waited_for() -> None:
     hidden, weight = torch.empty(6, 4, device="meta"), torch.empty(21, 4, device="meta")
     slot, token = (torch.empty(9, dtype=torch.int64, device="meta") for _ in range(2))
     _, lse = vocab_tail.surprise._init_fn(hidden, weight, None, slot, token, 1.3, 0.7, 5)
-    given = (torch.empty(9, device="meta"), hidden, weight, None, slot, token, lse, 1.3, 0.7, 5)
+    loss = torch.empty(9, device="meta")
+    given = (loss, hidden, weight, None, slot, token, loss, lse, 1.3, 0.7, 5)
     grads = vocab_tail.restore_surprise._init_fn(*given, [True, True, False])
     assert [grad.shape for grad in grads[:2]] == [hidden.shape, weight.shape]
     assert restore_gradients.expand._init_fn(hidden, slot).shape == (9, 4)
     with pytest.raises((RuntimeError, NotImplementedError)):  # the mistake: the form of the CPU
-        list(vocab_tail._picked_chunks([slice(0, 21)], slot, token))
+        list(eager._picked_chunks([slice(0, 21)], slot, token))
 
 
 def test_a_target_beyond_the_vocabulary_fails_in_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.ones(2, 4), torch.ones(8, 4), None, torch.tensor([0, 1]), torch.tensor([3, 8]), 1.0, None, 3
     with pytest.raises(IndexError, match="8 entries"):
         surprise(*given)
-    monkeypatch.setattr(vocab_tail, "_ENTRIES_PER_CHUNK", {})
+    monkeypatch.setattr(eager, "_ENTRIES_PER_CHUNK", {})
     with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):
         surprise(*given)
 

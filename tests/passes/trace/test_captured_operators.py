@@ -17,6 +17,7 @@ from torch import Tensor
 
 from treefx.kernels import ops as _attention  # noqa: F401  (registers operators)
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
+from treefx.kernels.head_loss import eager
 from treefx.kernels.recurrence import tree_scan as _scans  # noqa: F401
 from treefx.passes.cuts import exchange as _exchange  # noqa: F401
 from treefx.passes.packing import restore_gradients, vocab_tail
@@ -53,7 +54,7 @@ UNTAGGED: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
     "restore": (restore_gradients.restore, [(floats(2, 4, H), numbers(2, 4), HIDDEN)]),
     "restore_pick": (restore_gradients.restore_pick, [(floats(R), numbers(R), numbers(R), floats(N, V))]),
     "restore_surprise": (
-        vocab_tail.restore_surprise, [(floats(R), *TAIL, floats(N), 0.5, 30.0, 3, [True, True, True])],
+        vocab_tail.restore_surprise, [(floats(R), *TAIL, floats(R), floats(N), 0.5, 30.0, 3, [True, True, True])],
     ),
     "same_on_ranks": (collectives.same_on_ranks, [(HIDDEN, "group")]),
     "segments": (flash.segments, [(numbers(1, N), None, N), (None, numbers(3), N)]),
@@ -98,7 +99,7 @@ def planted(x: Tensor, missing: Tensor) -> Tensor:
         (planted, (HIDDEN, numbers(N) < 0)),
         (heads._pairs, (numbers(R), numbers(R))),
         (lambda ends: flash._longest(ends), (numbers(3),)),
-        (vocab_tail._picked_chunks, ([slice(0, 3), slice(3, V)], numbers(R), numbers(R))),
+        (eager._picked_chunks, ([slice(0, 3), slice(3, V)], numbers(R), numbers(R))),
     ],
     ids=["expand as it was", "head", "flash", "the loss as on the CPU"],
 )
