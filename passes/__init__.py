@@ -6,5 +6,5 @@ Passes use ``treefx.kernels`` and know no trainer, no forest and no call.
 Order of imports, each only of what stands before an arrow::
 
     layers, ranks, inputs -> trace -> labels -> scores, causal, regions -> packing -> cuts -> overlap ->
-    runner, analysis -> pipeline
+    runner -> analysis -> pipeline
 """

@@ -28,9 +28,11 @@ from treefx.passes.labels.segments import Segments
 from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import Output, is_packed_output
 from treefx.passes.packing.vocab_tail import LossLogits, logits_of_losses
+from treefx.passes.runner import GraphChange
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 from treefx.passes.trace.token_count import TokenCount, common_multiple
+from treefx.reason_codes import code_of_operator
 
 __all__ = ["Analysis", "Expansion", "Rewritten", "Variant"]
 
@@ -61,6 +63,11 @@ class Expansion:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", _NAMES.get(self.op, self.op))
+
+    @property
+    def code(self) -> str:
+        """The stable code of the reason, see ``treefx.reason_codes``."""
+        return code_of_operator(self.op, self.reason)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,8 @@ class Analysis:
     """Where trained values are first computed on rows, in a graph in which nothing before is packed."""
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    changes: dict[str, GraphChange] = field(default_factory=dict)
+    """What each pass changed in its last run."""
 
     @cached_property
     def position_of_ids(self) -> int:
@@ -225,5 +234,7 @@ class Rewritten:
     """What a graph of parts takes and returns beside the others."""
     asks: bool = False
     """Whether the last result tells that all masks hide what they are to hide (``treefx.passes.scores.hidden``)."""
+    analysis: Analysis | None = None
+    """What ``traced`` was labelled by, for the inspector."""
     inner: fx.GraphModule | None = None
     """What the inner compiler gets: ``gm``, with calls of subgraphs where layers are equal."""

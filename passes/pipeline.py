@@ -134,7 +134,8 @@ def build_passes(inner: Inner, disabled: Collection[str] = (), *, regions: bool 
 
 
 def _run_stage(stage: str, passes: Sequence[Pass], gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
-    return run_passes([item for item in passes if item.stage == stage], gm, work, work.analysis.seconds)
+    found, wanted = work.analysis, [item for item in passes if item.stage == stage]
+    return run_passes(wanted, gm, work, found.seconds, found.changes)
 
 
 def analyse(
@@ -314,7 +315,7 @@ def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any], passes:
     work = _Work(inputs, analysis, variant=variant)
     gm = _run_stage("rewrite", passes, analysis.gm, work)
     assert work.rewritten is not None
-    work.rewritten.gm = gm
+    work.rewritten.gm, work.rewritten.analysis = gm, analysis
     return work.rewritten
 
 

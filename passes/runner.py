@@ -20,7 +20,7 @@ from torch import fx
 
 from treefx.kernels.dumps import dump, dumps_wanted
 
-__all__ = ["Pass", "run_passes"]
+__all__ = ["GraphChange", "Pass", "run_passes"]
 
 _log = logging.getLogger(__name__)
 _runs = itertools.count()
@@ -40,7 +40,23 @@ class Pass:
     """Passes of one stage run together, on one graph."""
 
 
-def run_passes(passes: Iterable[Pass], gm: fx.GraphModule, work: Any, seconds: dict[str, float]) -> fx.GraphModule:
+@dataclass(frozen=True)
+class GraphChange:
+    """Nodes of a graph before and after a pass, and its operators by name."""
+
+    nodes_before: int
+    nodes_after: int
+    operators_before: Counter[str]
+    operators_after: Counter[str]
+
+
+def run_passes(
+    passes: Iterable[Pass],
+    gm: fx.GraphModule,
+    work: Any,
+    seconds: dict[str, float],
+    changes: dict[str, GraphChange] | None = None,
+) -> fx.GraphModule:
     """Run passes in order and return the last graph.
 
     With ``TREEFX_DUMP_DIR`` set, the folder ``passes`` gets the graph before and after every pass and their diff. File
@@ -51,19 +67,23 @@ def run_passes(passes: Iterable[Pass], gm: fx.GraphModule, work: Any, seconds: d
         gm: The first one's graph.
         work: Handed to every pass.
         seconds: Gets what each pass took, by name, added to what is there.
+        changes: Gets what each pass changed, by name, in place of what is there.
 
     Raises:
         RuntimeError: A pass left a graph that is not well-formed: a bug of the pass that is named.
     """
     run = f"{os.getpid()}.{next(_runs):03}"
     for place, item in enumerate(passes):
-        before, operators = _printed(gm), _operators(gm)
+        before, operators, nodes = _printed(gm), _operators(gm), len(gm.graph.nodes)
         started = time.perf_counter()
         gm = item.run(gm, work)
         took = time.perf_counter() - started
         seconds[item.name] = seconds.get(item.name, 0.0) + took
         _check(item, gm)
-        _log.debug("%s: %.3f s, %s", item.name, took, _changes(operators, _operators(gm)))
+        change = GraphChange(nodes, len(gm.graph.nodes), operators, _operators(gm))
+        if changes is not None:
+            changes[item.name] = change
+        _log.debug("%s: %.3f s, %s", item.name, took, _changes(operators, change.operators_after))
         _write(f"{run}.{place}.{item.name}", before, _printed(gm))
     return gm
 

@@ -18,13 +18,14 @@ The journey of one batch, by room:
 gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``cli`` is the command;
 ``tools``, which the library never imports, measure and attack it. What a user imports lies open: ``backend``,
 ``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of users, ``arguments`` their numbers;
-``extras`` names the extra of a library that is missing, ``torch_patches`` replaces symbols of PyTorch.
+``extras`` names the extra of a library that is missing, ``torch_patches`` replaces symbols of PyTorch,
+``reason_codes`` has the code of every reason for running on rows.
 
 Order of imports, each only of what stands before an arrow::
 
-    errors, extras, views -> arguments, documents, kernels, torch_patches -> passes -> config, forests -> losses,
-    logprobs -> rl -> runtime -> backend -> inspection -> planning -> scale -> data -> integrations -> __init__ ->
-    output -> tools -> cli -> __main__
+    errors, extras, reason_codes, views -> arguments, documents, kernels, torch_patches -> passes -> config, forests
+    -> losses, logprobs -> rl -> runtime -> backend -> inspection -> planning -> scale -> data -> integrations ->
+    __init__ -> output -> tools -> cli -> __main__
 """
 
 from importlib import import_module
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from treefx.forests.context import current_forest, use
     from treefx.forests.forest import Forest
     from treefx.inspection.inspector import inspect
+    from treefx.inspection.report.diff import diff
+    from treefx.inspection.report.report import Report
     from treefx.logprobs import edge_entropy, edge_logprobs
     from treefx.passes import overlap
     from treefx.planning.execution.backward import backward, forward_backward
@@ -67,6 +70,7 @@ __all__ = [
     "MemoryLimitError",
     "RankError",
     "RecordError",
+    "Report",
     "SharingWarning",
     "TreefxError",
     "UnsupportedError",
@@ -75,6 +79,7 @@ __all__ = [
     "convert",
     "current_forest",
     "data",
+    "diff",
     "edge_entropy",
     "edge_logprobs",
     "forward_backward",
@@ -94,9 +99,11 @@ __all__ = [
 _LAZY = {
     "Config": "treefx.config",
     "Forest": "treefx.forests.forest",
+    "Report": "treefx.inspection.report.report",
     "backward": "treefx.planning.execution.backward",
     "convert": "treefx.runtime.converted.convert",
     "current_forest": "treefx.forests.context",
+    "diff": "treefx.inspection.report.diff",
     "edge_entropy": "treefx.logprobs",
     "edge_logprobs": "treefx.logprobs",
     "forward_backward": "treefx.planning.execution.backward",

@@ -27,7 +27,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from treefx.passes.layers.find_layers import Layer, exact
 
-__all__ = ["LayerCopies"]
+__all__ = ["COPIED_FROM", "LayerCopies"]
+
+COPIED_FROM = "treefx_copied_from"
+"""Where a copied node keeps the name of the node of the other graph that it stands for; a traced one has
+``from_node``."""
 
 _OWN = ("nn_module_stack", "stack_trace", "source_fn_stack", "ac_graph_id")
 """What a traced node has of the node that it was traced from; the rest tells what it does."""
@@ -180,5 +184,5 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _meta(traced: fx.Node, source: fx.Node) -> dict[str, Any]:
-    own = {name: source.meta[name] for name in _OWN if name in source.meta}
+    own = {name: source.meta[name] for name in _OWN if name in source.meta} | {COPIED_FROM: source.name}
     return {**{name: value for name, value in traced.meta.items() if name != "from_node"}, **own}

@@ -1,4 +1,9 @@
 """What treefx did with a model, for people: reports, graphs and their differences, kernels, a page.
 
 In: a compiled model that was called. Out: text, numbers, HTML. Reads the run time's record; nothing reads it back.
+
+Order of imports, each only of what stands before an arrow::
+
+    compiled_modules, given_up, graph_diff, inner_graphs, source_lines -> score_text -> report -> text -> page ->
+    html -> reported -> inspector
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from treefx.inspection.given_up import given_up
 from treefx.inspection.graph_diff import OperatorChange, diff_operators
 from treefx.inspection.html import render_page
 from treefx.inspection.inner_graphs import trace_inner_graphs
+from treefx.inspection.report.material import Material
+from treefx.inspection.report.report import Report, make_section
+from treefx.inspection.reported import material_of
 from treefx.inspection.score_text import describe_attentions
 from treefx.inspection.text import mark_restorations, shown_expansions, summarise
 from treefx.passes.analysis import Rewritten
@@ -31,6 +34,7 @@ _BEHIND = (
     "ran every row: treefx.convert shares tokens in the module that takes the ids; compile its blocks one by one, and "
     "not the model"
 )
+_SECTIONS = {*(item.name for item in fields(Report)), "_attention"}
 STAGES = ("captured", "rewritten", "forward", "backward")
 """From Dynamo, after the passes, and as the inner compiler gets them."""
 
@@ -74,8 +78,10 @@ def inspect(compiled: Any) -> Inspection:
     )
 
 
-class Inspection:
-    """What treefx did with one model, as of the moment of ``treefx.inspect``.
+class Inspection(Report):
+    """What treefx did with one model, as of the moment of ``treefx.inspect``: a report, and the graphs behind it.
+
+    Sections of the report are made when they are first read.
 
     A model may have several graphs of Dynamo: one a piece where Dynamo breaks it, and another for each
     recompilation. Figures of a call are those of the graphs that the last call ran; ``graphs`` shows the one that the
@@ -85,14 +91,44 @@ class Inspection:
         reports: One per graph that ran last of its piece, in the order they were compiled.
     """
 
-    def __init__(self, graphs: list[Run]) -> None:
+    def __init__(self, graphs: list[Run]) -> None:  # not that of Report: sections come from __getattr__
         everything = [graph.report for graph in graphs]
         latest = _of_the_last_call(_latest_of_each_frame(graphs))
         first = next((graph for graph in latest if graph.report.has_tokens), latest[0])
         self.reports = [replace(graph.report, graphs=dict(graph.report.graphs)) for graph in latest]
         self._first = self.reports[latest.index(first)]
         self._sources = _sources_of(first)
-        self.stats = _statistics(everything, self.reports, self._first, first.graph.config)
+        self._analysis = (
+            getattr(first.graph, "analysis", None) if self._sources is None else self._sources.rewritten.analysis
+        )
+        self._logs = [[*report.log.calls, report.logged()] for report in everything if report.calls]
+        self._config = first.graph.config
+        self._stats = _statistics(everything, self.reports, self._first, self._config)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The figures of the last call and of all calls."""
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: dict[str, Any]) -> None:
+        self._stats = stats
+
+    def __getattr__(self, name: str) -> Any:
+        """A section of the report that was not read before."""
+        if name not in _SECTIONS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = self.kernels if name == "formulas" else make_section(self, name, self._material)
+        object.__setattr__(self, name, value)
+        return value
+
+    @functools.cached_property
+    def _material(self) -> Material:
+        """What the sections are made of."""
+        return material_of(
+            self._first, self.reports, self._analysis, self._sources and self._sources.rewritten,
+            {} if self.stats["ran"] != "packed" else self.graphs, self.stats, self.summary(), self._logs,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         stats = self.stats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +11,12 @@ from torch import fx
 
 from treefx.inspection.source_lines import module_of
 from treefx.kernels.expression_text import format_condition, format_expression
-from treefx.kernels.score import Score
+from treefx.kernels.score import Expr, Score
 from treefx.passes.labels.label_tokens import user_line
 from treefx.passes.packing.kernel_sources import kernel_source_of
 from treefx.passes.trace.pattern import is_number_input
 
-__all__ = ["attention_nodes", "describe_attentions", "format_expression"]
+__all__ = ["Formula", "attention_formulas", "attention_nodes", "describe_attentions", "format_expression"]
 
 aten = torch.ops.aten
 _METADATA = ("row", "column", "subtree_end", "token_of", "tokens")
@@ -33,8 +34,33 @@ def attention_nodes(rewritten: fx.GraphModule) -> list[fx.Node]:
     return rewritten.graph.find_nodes(op="call_function", target=torch.ops.treefx.tree_attention.default)
 
 
-def describe_attentions(captured: fx.GraphModule, rewritten: fx.GraphModule) -> dict[str, str]:
-    """What each attention of a rewritten graph computes, and the source that does it on a GPU, by node name.
+@dataclass(frozen=True)
+class Formula:
+    """What one tree attention computes.
+
+    Attributes:
+        score: The logit as text.
+        visible: Which keys a query sees, as text.
+        expression: The logit, in the language of ``treefx.kernels.score``.
+        condition: What stands beside the condition of the tree; None for nothing.
+        names: Of the buffers that both load.
+        computed: By name of a buffer that is no input, the user's line.
+        sinks: Whether each query head has one more logit.
+        shapes: Of query, key and value; N is the number of distinct tokens.
+    """
+
+    score: str
+    visible: str
+    expression: Expr
+    condition: Expr | None
+    names: Sequence[str]
+    computed: Mapping[str, str | None]
+    sinks: bool
+    shapes: str
+
+
+def attention_formulas(captured: fx.GraphModule, rewritten: fx.GraphModule) -> dict[fx.Node, Formula]:
+    """The formula of each attention of a rewritten graph.
 
     Args:
         captured: Dynamo's graph, whose inputs name those of the rewritten one.
@@ -46,8 +72,13 @@ def describe_attentions(captured: fx.GraphModule, rewritten: fx.GraphModule) -> 
     sizes = [node for node in given if isinstance(node.meta["val"], torch.SymInt)][1:]  # the first one counts tokens
     masks = [f"mask {i}" for i in range(len(given) - len(names) - len(_METADATA) - len(sizes))]
     inputs = dict(zip(given, [*names, *masks, *_METADATA, *map(str, sizes)], strict=True))
-    nodes = attention_nodes(rewritten)
-    return {node.name: f"{_describe(node, inputs)}\n\n{kernel_source_of(node)}" for node in nodes}
+    return {node: _formula(node, inputs) for node in attention_nodes(rewritten)}
+
+
+def describe_attentions(captured: fx.GraphModule, rewritten: fx.GraphModule) -> dict[str, str]:
+    """What each attention of a rewritten graph computes, and the source that does it on a GPU, by node name."""
+    formulas = attention_formulas(captured, rewritten)
+    return {node.name: f"{_describe(node, formula)}\n\n{kernel_source_of(node)}" for node, formula in formulas.items()}
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -61,7 +92,7 @@ def _input_name(node: fx.Node) -> str:
     return name[2:].removesuffix("_") if name.startswith("L_") else name
 
 
-def _describe(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str:
+def _formula(node: fx.Node, inputs: Mapping[fx.Node, str]) -> Formula:
     query, key, value, _, buffers, sinks, text = node.args[:7]
     assert isinstance(text, str) and isinstance(buffers, Sequence)
     score, sources = Score.from_json(text), [_read_from(buffer, inputs) for buffer in buffers]
@@ -70,12 +101,18 @@ def _describe(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str:
     if score.visible is not None:
         visible += f" and {format_condition(score.visible, names)}"
     computed = {source.name: user_line(source) for source in sources if source not in inputs}
+    shapes = " ".join(_shape(item) for item in (query, key, value))
+    written = format_expression(score.value, names)
+    return Formula(written, visible, score.value, score.visible, names, computed, sinks is not None, shapes)
+
+
+def _describe(node: fx.Node, formula: Formula) -> str:
     lines = {
-        "softmax over k of": format_expression(score.value, names),
-        "where": visible,
-        **{f"with {name}": line for name, line in computed.items()},
-        "sinks": "one more logit per query head" if sinks is not None else None,
-        "query, key, value": " ".join(_shape(item) for item in (query, key, value)),
+        "softmax over k of": formula.score,
+        "where": formula.visible,
+        **{f"with {name}": line for name, line in formula.computed.items()},
+        "sinks": "one more logit per query head" if formula.sinks else None,
+        "query, key, value": formula.shapes,
         "module": module_of(node),
         "line": user_line(node),
     }

@@ -147,9 +147,9 @@ def _expansions(stats: Mapping[str, Any]) -> Iterator[str]:
     expansions = shown_expansions(stats)
     if not expansions:
         yield none_expanded(stats)
-    counted = Counter((item["op"], item["reason"], item["line"]) for item in expansions)
-    for (op, reason, line), times in counted.items():
-        yield f"{op}: {reason}" + (f" ({times} times)" if times > 1 else "")
+    counted = Counter((item["op"], item["reason"], item["line"], item["code"]) for item in expansions)
+    for (op, reason, line, code), times in counted.items():
+        yield f"{op}: {reason} [{code}]" + (f" ({times} times)" if times > 1 else "")
         if line:
             yield f"    {line}"
 

@@ -90,6 +90,7 @@ class Analyses:
         self._has_no_tokens, self._strange, self._is_cached = False, _find_strange(gm, unfollowed), cached
         self._why_numbers, self._has_warned = _DYNAMO, False
         self._retries = Retries()
+        self._refused: Analysis | None = None
         self.use = OutputUse(lazy=config.lazy_outputs)
         """Which outputs callers use."""
 
@@ -97,6 +98,12 @@ class Analyses:
     def rewrites(self) -> list[Rewritten]:
         """The rewritten graphs, one per variant of a shape."""
         return [item for shape in self._batches.shapes + self._shapes.shapes for item in shape.rewrites]
+
+    @property
+    def latest(self) -> Analysis | None:
+        """The analysis of the newest shape that may run packed; of the last refused one where there is none."""
+        found = self._batches.shapes or self._shapes.shapes
+        return found[-1].analysis if found else self._refused
 
     def shape(self, args: Sequence[Any], sizes: Sequence[int] = ()) -> Shape | Reason:
         """The analysis for these shapes, or the reason why such a call runs ordinarily.
@@ -254,6 +261,7 @@ class Analyses:
         self._records.report.note_analysis(analysis)
         refusal = self._refusal(analysis)
         if refusal is not None:
+            self._refused = analysis
             return Refusal(refusal, proof_of(analysis, tensors))
         shape = share_shape(analysis, tensors, sizes, self.use, analysis.known, self._config)
         if not self.use.settled:
@@ -283,7 +291,8 @@ class Analyses:
                 "use on_unsupported='expand' to compute these on expanded rows"
             )
         if analysis.expansions and self._config.on_unsupported == "fallback":
-            return Reason(Cause.OPERATOR, f"without a token-wise law: {unsupported}")
+            code = _first_code(analysis.expansions)
+            return Reason(Cause.OPERATOR, f"without a token-wise law: {unsupported}", code)
         if analysis.changed_parameter is not None:
             text = f"the model changes a parameter in its forward: {analysis.changed_parameter}"
             return Reason(Cause.OPERATOR, text)
@@ -291,7 +300,8 @@ class Analyses:
             causes = unsupported or _listed(analysis.obstacles)
             if not causes:
                 return Reason(Cause.NO_ATTENTION, NO_ATTENTION)
-            return Reason(Cause.OPERATOR, f"nothing runs on distinct tokens, because {causes}")
+            code = _first_code(analysis.expansions or analysis.obstacles)
+            return Reason(Cause.OPERATOR, f"nothing runs on distinct tokens, because {causes}", code)
         return None
 
 
@@ -301,12 +311,18 @@ def _gains(analysis: Analysis) -> tuple[Any, ...]:
     return expansions, len(analysis.attentions), analysis.recurrences
 
 
+def _first_code(items: Sequence[Expansion]) -> str:
+    """The code of the first operator that does not merely read what another one computed on rows."""
+    first = next((item for item in items if item.reason != MEETS_ROWS), items[0])
+    return first.code
+
+
 def _listed(items: Sequence[Expansion]) -> str:
     """Operators, reasons and lines, without operators that only read what an earlier one computed on rows."""
     first = next((i for i, item in enumerate(items) if item.reason != MEETS_ROWS), len(items))
     causes = [item for i, item in enumerate(items) if i <= first or item.reason != MEETS_ROWS]
     lines = ["" if item.line is None else f" ({item.line})" for item in causes]
-    return "; ".join(f"{item.op}: {item.reason}{line}" for item, line in zip(causes, lines, strict=True))
+    return "; ".join(f"{item.op}: {item.reason} [{item.code}]{line}" for item, line in zip(causes, lines, strict=True))
 
 
 def _find_strange(gm: fx.GraphModule, unfollowed: str | None) -> Reason | None:

@@ -18,7 +18,7 @@ from treefx.kernels.lasting import lasting
 from treefx.kernels.tiles.hosted import send
 from treefx.passes.trace.token_count import PackedSize
 
-__all__ = ["Batch", "build_batch", "find_unshared", "forest_batch", "pad_batch"]
+__all__ = ["Batch", "build_batch", "find_unshared", "forest_batch", "keys_of", "pad_batch"]
 
 _SMALLEST = 2
 """Compiled graphs are made for at least two tokens."""
@@ -245,3 +245,9 @@ def forest_batch(
     depth, end = forest.depth.cpu().numpy(), forest.subtree_end.cpu().numpy()
     unread = np.full((rows, columns), -1, dtype=np.int64)
     return _tensors(np.zeros(forest.num_tokens, dtype=np.int64), depth, end, unread, device, size)
+
+
+def keys_of(batch: Batch) -> Sequence[Tensor] | None:
+    """The inputs that a trie was built of, for the inspector; None where it was not built lately."""
+    with _remembering:
+        return next((content[0] for content, _, known in _recent if known is batch), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.forest import Forest
-from treefx.passes.analysis import Rewritten
+from treefx.passes.analysis import Analysis, Rewritten
 from treefx.passes.pipeline import build_passes
 from treefx.passes.ranks.own_graph import OwnGraph, own_graph
 from treefx.passes.trace.token_count import PackedSize
@@ -76,9 +77,17 @@ class CompiledGraph:
         """The rewritten graphs, one per variant of a shape."""
         return self._analyses.rewrites
 
+    @property
+    def analysis(self) -> Analysis | None:
+        """What the passes found out last, for the inspector: of a shape that runs packed, or else of a refused one."""
+        return self._analyses.latest
+
     def __call__(self, *given: Any) -> Any:
+        started = time.perf_counter()
         try:
-            return self._run(given)
+            results = self._run(given)
+            self._records.report.log.seconds = time.perf_counter() - started
+            return results
         except BaseException:
             raised_on_forest()
             raise

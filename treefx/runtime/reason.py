@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from treefx.reason_codes import code_of_cause
+
 __all__ = ["Cause", "Reason"]
 
 
@@ -38,13 +40,20 @@ class Reason:
     Attributes:
         cause: by which code decides.
         text: for people; "" for a graph without token ids, of which nothing is said.
+        operator_code: the code of the operator that the text names, where it names one.
     """
 
     cause: Cause
     text: str
+    operator_code: str | None = None
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def code(self) -> str:
+        """The stable code, see ``treefx.reason_codes``: that of an operator is more exact than that of the call."""
+        return self.operator_code or code_of_cause(self.cause.name)
 
     @property
     def passes(self) -> bool:

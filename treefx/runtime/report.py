@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from treefx.config import Config
 from treefx.passes.analysis import Analysis, Rewritten
+from treefx.runtime.call_log import CallLog, LoggedCall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
 from treefx.runtime.reason import Reason
 from treefx.runtime.steps import Steps, steps_of
@@ -29,6 +30,8 @@ __all__ = [
     "register",
 ]
 
+Trie: TypeAlias = tuple[Callable[[], Any], Collection[Any]]
+"""A weak reference to a ``Batch`` or a forest, and conditions of masks that all its tokens meet."""
 Parameters: TypeAlias = MutableMapping[Tensor, None]
 """Tensors by identity, held weakly: a number such as ``id`` may pass to another tensor."""
 
@@ -90,11 +93,25 @@ class GraphReport:
     calls: int = 0
     last_call: int = 0
     """Place of the last call among the calls of all graphs: of two graphs, the larger one ran later."""
+    trie: Trie | None = None
+    """The trie of the last call that had one, as long as others keep it, and the conditions left out of it."""
+    log: CallLog = field(default_factory=CallLog)
+    """The calls before the last one."""
 
     def count_call(self) -> None:
-        """Count a call and note its place among all calls."""
+        """Count a call and note its place among all calls; log the one before it, whose figures are complete now."""
+        if self.calls:
+            self.log.add(self.logged())
+        self.log.begin(self.compiles)
         self.calls += 1
         self.last_call = next(_clock)
+
+    def logged(self) -> LoggedCall:
+        """The last call as the log keeps it."""
+        return LoggedCall(
+            self.last_call, self.ran, self.raw_tokens, self.tokens, self.distinct_tokens, self.reason,
+            self.log.seconds, self.compiles - self.log.compiles_before,
+        )  # fmt: skip
 
     def keep_rows(self, rows: CallRows | None) -> None:
         """Keep the token ids of the call under way, which runs on rows for a reason."""
@@ -105,7 +122,7 @@ class GraphReport:
         self.has_tokens = True
         self.attention_layers = len(analysis.attentions) + analysis.attentions_on_rows
         self.attention_rewritten, self.recurrences_rewritten = len(analysis.attentions), analysis.recurrences
-        self.expansions = [asdict(item) for item in analysis.expansions]
+        self.expansions = [{**asdict(item), "code": item.code} for item in analysis.expansions]
 
     def note_block(self) -> None:
         """Note that the graph got the distinct tokens and their tree: the report of the converted model has figures."""

@@ -33,7 +33,7 @@ def is_warned(owner: Any) -> bool:
         return False
 
 
-def warn_once(owner: Any, what: str, reason: str, counts: Counts) -> None:
+def warn_once(owner: Any, what: str, reason: str, counts: Counts, code: str = "") -> None:
     """Warn unless a compiled object had its warning.
 
     Args:
@@ -41,6 +41,7 @@ def warn_once(owner: Any, what: str, reason: str, counts: Counts) -> None:
         what: what runs on rows, with ``{}`` for the object's name.
         reason: why, with the user's line.
         counts: the tokens of the call.
+        code: of the reason, see ``treefx.reason_codes``.
     """
     if is_warned(owner):
         return
@@ -52,7 +53,8 @@ def warn_once(owner: Any, what: str, reason: str, counts: Counts) -> None:
         f"this call has {counts.raw_tokens:,} tokens, of which {counts.distinct_tokens:,} are distinct "
         f"(sharing ratio {counts.ratio:.2f})"
     )
-    text = f"treefx computes {what.format(name)}: {shorten(reason)}; {loss}; {_MORE}"
+    named = f" [{code}]" if code and code not in reason else ""
+    text = f"treefx computes {what.format(name)}: {shorten(reason)}{named}; {loss}; {_MORE}"
     warnings.warn(text, SharingWarning, _level(owner))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,6 +95,7 @@ class NativeRun:
         part = forest.part_tokens if isinstance(forest, EdgeSubset) else None
         counts = (forest.raw_tokens, forest.num_tokens) if part is None else part
         self._records.report.raw_tokens, self._records.report.tokens = counts
+        self._records.report.trie = weakref.ref(forest), redundant
         by_column[position] = torch.cat([ids, ids[:, :1].expand(1, batch.size - batch.tokens)], 1)
         variant = Variant(native=True, redundant=redundant, part=None if cut is None else cut.run)
         ran_on_forest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,6 +95,7 @@ class RowsRun:
             self._records.count_rows(raw, raw, found.prefixes, ids)
         else:
             tokens = found.batch.tokens if found.shares else raw
+            self._records.report.trie = weakref.ref(found.batch), found.redundant
             self._records.count_rows(raw, tokens, found.batch.prefixes, ids)
 
     def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:

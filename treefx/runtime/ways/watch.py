@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from treefx.config import Config
+from treefx.reason_codes import code_of_cause
 from treefx.runtime.call_plan import shares_enough
 from treefx.runtime.kept.given import name_of_input
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
@@ -93,7 +94,7 @@ class SharingWatch:
         line = f" ({first['line']})" if first["line"] else ""
         what = f"{rows} of {report.attention_layers} attention layers of {{}} on rows"
         counts = Counts(report.raw_tokens, report.tokens)
-        warn_once(object_of_entry(), what, f"{first['op']}: {first['reason']}{line}", counts)
+        warn_once(object_of_entry(), what, f"{first['op']}: {first['reason']}{line}", counts, first["code"])
 
 
 _OF_CALL = ("input", "variable")
@@ -120,7 +121,14 @@ def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float
     if not shares_enough(counts.raw_tokens, counts.distinct_tokens, min_sharing):
         return
     report.warned = True
-    warn_once(owner, what, reason, counts)
+    warn_once(owner, what, reason, counts, _code(report))
+
+
+def _code(report: GraphReport) -> str:
+    """The code of why a graph runs on rows: its reason's, or that of a graph without token ids."""
+    if report.reason is not None:
+        return report.reason.code
+    return code_of_cause((Cause.NO_TOKENS if report.cut is None else Cause.GRAPH_BREAK).name)
 
 
 def _is(report: GraphReport, *causes: Cause) -> bool:

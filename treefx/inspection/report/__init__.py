@@ -1,0 +1,10 @@
+"""One account of what treefx did with a model, as data: everything else that people look at is drawn from it.
+
+In: graphs, facts and counters that the run time keeps anyhow. Out: ``Report``, a tree of frozen records that becomes
+JSON and comes back from it. Nothing here runs in a training step: sections are made when they are first read.
+
+Order of imports, each only of what stands before an arrow::
+
+    records, codec, images, sizes, lines, formulas -> material, costs -> operators, forest -> attention, calls, memory,
+    modules, nodes, passes, restoration, verdict, traces -> why -> report -> diff
+"""

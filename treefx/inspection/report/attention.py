@@ -1,0 +1,48 @@
+"""Attentions on the tree: score and mask as mathematics, form and source of the kernel."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from treefx.inspection.report.forest import visible_pairs
+from treefx.inspection.report.formulas import mathml_of
+from treefx.inspection.report.lines import line_of, module_path
+from treefx.inspection.report.material import Material
+from treefx.inspection.report.records import AttentionAccount
+from treefx.inspection.score_text import attention_formulas
+from treefx.passes.packing.kernel_sources import kernel_source_of
+
+__all__ = ["account_attentions"]
+
+
+def account_attentions(material: Material) -> tuple[tuple[AttentionAccount, ...], tuple[str, ...]]:
+    """Every tree attention of the rewritten graph, and the distinct sources that they run as on a GPU."""
+    gm = material.graphs.get("rewritten")
+    if gm is None:
+        return (), ()
+    pairs, on_rows = visible_pairs(material.rows) if material.rows is not None and material.packed else (0, 0)
+    sources: dict[str, int] = {}
+    mathml: dict[tuple[str, ...], str] = {}
+    found = []
+    for node, formula in attention_formulas(material.captured, gm).items():
+        source = sources.setdefault(kernel_source_of(node), len(sources))
+        key = (formula.score, formula.visible)
+        if key not in mathml:
+            mathml[key] = mathml_of(formula.expression, formula.condition, formula.names)
+        found.append(
+            AttentionAccount(
+                node.name, formula.score, formula.visible, mathml[key], module_path(node), line_of(node),
+                formula.shapes, _kernel(node), source, pairs, on_rows,
+            )
+        )  # fmt: skip
+    return tuple(found), tuple(sources)
+
+
+def _kernel(node: fx.Node) -> str:
+    """The form that runs on the device of the graph."""
+    query = node.args[0]
+    assert isinstance(query, fx.Node)
+    device, wanted = query.meta["val"].device.type, node.args[7] if len(node.args) > 7 else "auto"
+    if wanted != "auto":
+        return str(wanted)
+    return "tiles on the CPU" if device == "cpu" else "Triton"

@@ -1,0 +1,47 @@
+"""What the packed forward keeps for the backward, by module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import fx
+
+from treefx.inspection.report.lines import module_path
+from treefx.inspection.report.material import Material
+from treefx.inspection.report.records import LayerMemory, Memory
+from treefx.inspection.report.sizes import values_in
+
+__all__ = ["account_memory"]
+
+_NO_BACKWARD = "no graph of a backward was compiled"
+_EAGER = "inner='eager' leaves the backward to autograd"
+
+
+def account_memory(material: Material) -> Memory:
+    """Bytes of the distinct storages that the forward graph returns beside the results of the model."""
+    graphs = material.graphs
+    if "forward" not in graphs or "backward" not in graphs or material.rewritten is None:
+        return Memory(note=_EAGER if material.stats["inner"] == "eager" else _NO_BACKWARD)
+    results = len(_outputs(graphs["rewritten"]))
+    kept = [node for node in _outputs(graphs["forward"])[results:] if isinstance(node, fx.Node)]
+    seen = {key for node in graphs["forward"].graph.find_nodes(op="placeholder") for key in _storages(node)}
+    layers: dict[str, list[int]] = defaultdict(list)
+    for node in kept:
+        for key, size in _storages(node).items():
+            if key not in seen:
+                seen.add(key)
+                layers[module_path(node)].append(material.sizes.number(size))
+    found = [LayerMemory(path, sum(sizes), len(sizes)) for path, sizes in layers.items()]
+    found.sort(key=lambda item: -item.bytes)
+    return Memory(sum(item.bytes for item in found), tuple(found))
+
+
+def _outputs(gm: fx.GraphModule) -> list[Any]:
+    outputs: Any = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    return list(outputs)
+
+
+def _storages(node: fx.Node) -> dict[int, Any]:
+    storages = [x.untyped_storage() for x in values_in(node.meta.get("val"))]
+    return {storage._cdata: storage.nbytes() for storage in storages}

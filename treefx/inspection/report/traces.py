@@ -1,0 +1,63 @@
+"""Passes, calls and plans as events of Chrome's trace format, which Perfetto reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from treefx.inspection.report.records import Call, PassRun
+
+__all__ = ["perfetto_events"]
+
+_PROCESS = 1
+_THREADS = {1: "passes", 2: "calls", 3: "plan"}
+_GAP = 1e-3
+"""Seconds between calls whose real distance is not known."""
+
+
+def perfetto_events(passes: Sequence[PassRun], calls: Sequence[Call], plan: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``{"traceEvents": [...]}``: passes end to end, calls end to end, tokens of calls as counters.
+
+    Events have the lengths that were measured. Their places are in order: when exactly each began is not recorded.
+    """
+    events = [_named("process_name", 0, "treefx"), *(_named("thread_name", k, name) for k, name in _THREADS.items())]
+    return {"traceEvents": [*events, *_of_passes(passes), *_of_calls(calls), *_of_plan(plan)], "displayTimeUnit": "ms"}
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": _PROCESS, "tid": thread, "args": {"name": name}}
+
+
+def _event(thread: int, name: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
+    times = {"ts": start * 1e6, "dur": seconds * 1e6}
+    return {"ph": "X", "name": name, "cat": _THREADS[thread], "pid": _PROCESS, "tid": thread, **times, "args": args}
+
+
+def _of_passes(passes: Sequence[PassRun]) -> Iterator[dict[str, Any]]:
+    start = 0.0
+    for item in passes:
+        yield _event(
+            1, item.name, start, item.seconds, nodes_before=item.nodes_before, nodes_after=item.nodes_after,
+            changes=list(item.changes),
+        )  # fmt: skip
+        start += item.seconds
+
+
+def _of_calls(calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
+    start = 0.0
+    for item in calls:
+        seconds = item.seconds or 0.0
+        given = {"raw_tokens": item.raw_tokens, "tokens": item.tokens, "code": item.code, "reason": item.reason}
+        yield _event(2, f"call {item.number}: {item.ran}", start, seconds, compiles=item.compiles, **given)
+        figures = {"raw": item.raw_tokens, "ran": item.tokens}
+        yield {"ph": "C", "name": "tokens", "pid": _PROCESS, "ts": start * 1e6, "args": figures}
+        start += seconds + _GAP
+
+
+def _of_plan(plan: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Parts end to end by predicted seconds, where a plan has such."""
+    start = 0.0
+    for i, part in enumerate((plan or {}).get("parts", ())):
+        seconds = float(part.get("seconds", _GAP)) if isinstance(part, Mapping) else _GAP
+        yield _event(3, f"part {i}", start, seconds, predicted=part if isinstance(part, Mapping) else {})
+        start += seconds
