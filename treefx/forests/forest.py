@@ -6,14 +6,16 @@ whole mask.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from treefx.forests.branches import read_nodes
 from treefx.forests.edges import Edges
 from treefx.forests.input import RowBatch, read_padded, read_sequences
 from treefx.forests.share import Share
@@ -118,8 +120,38 @@ class Forest:
         return cls._from_rows(read_padded(input_ids, attention_mask, weights))
 
     @classmethod
-    def _from_rows(cls, batch: RowBatch) -> "Forest":
-        trie = build_trie(batch.rows)
+    def from_nodes(
+        cls,
+        nodes: Iterable[Any],
+        parents: Iterable[int],
+        weights: Iterable[Any] | None = None,
+        ends: Iterable[int] | None = None,
+    ) -> "Forest":
+        """Build the forest of a tree that comes as nodes, as rollout servers hold it.
+
+        A token is known by its node, not by its id: equal tokens in two nodes below one parent are computed twice.
+
+        Args:
+            nodes: per node the token ids that it adds below its parent, at least one.
+            parents: per node the number of the node above, -1 at a root; in any order.
+            weights: per node a number, or a vector as long as the node: the weight of predicting that token in each
+                row through it. All 1 when None. The first token of a row is never predicted.
+            ends: the nodes at which a row ends, one entry per row; the leaves in ascending order when None.
+
+        Raises:
+            ForestError: a node is empty or of the wrong type, a parent or an end is no node, parents form a cycle, no
+                row passes a node, or weights do not fit.
+
+        Example:
+            >>> Forest.from_nodes([[5, 6], [7], [8]], [-1, 0, 0]).sequences()
+            [tensor([5, 6, 7]), tensor([5, 6, 8])]
+        """
+        return cls._from_rows(*read_nodes(nodes, parents, weights, ends))
+
+    @classmethod
+    def _from_rows(cls, batch: RowBatch, keys: "Sequence[npt.NDArray[np.int64]] | None" = None) -> "Forest":
+        """Build the forest; ``keys`` tell the tokens of each row apart, the token ids when None."""
+        trie = build_trie(batch.rows if keys is None else keys)
         raw_tokens = np.concatenate(batch.rows)
         rank = np.empty_like(trie.row_order)
         rank[trie.row_order] = np.arange(len(rank))
