@@ -22,7 +22,7 @@ tree read of ancestors comes and goes in the same way (:mod:`treefx.passes.cuts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -41,7 +41,7 @@ from treefx.passes.trace import changed_inputs as _changed_inputs  # noqa: F401 
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers custom_function)
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 
-__all__ = ["CutGraph", "Cutter", "Ranks", "Run", "StandIn", "add_boundary", "check_operators"]
+__all__ = ["CutGraph", "Cutter", "GivenBack", "Ranks", "Run", "StandIn", "add_boundary", "check_operators"]
 
 Run = Literal["train", "infer", "kv"]
 """What a part runs for: outputs and K/V with gradients, without gradients, or K/V alone without gradients."""
@@ -80,6 +80,13 @@ class StandIn:
 
 
 @dataclass(frozen=True)
+class GivenBack:
+    """An output that is an input which the graph changes: Dynamo makes it the model's buffer after the call."""
+
+    position: int
+
+
+@dataclass(frozen=True)
 class CutGraph:
     """What a graph with a boundary takes and returns beside the inputs and outputs of the uncut one.
 
@@ -87,7 +94,7 @@ class CutGraph:
         run: what it is for, or with whom it runs.
         caches: fake K and V in the order they come and go, [1, P, heads, width] each; then the inputs of convolutions
             along the tree, [1, P, 1, width] each.
-        results: the uncut graph's outputs where they are not computed: a stand-in, or the constant itself.
+        results: the uncut graph's outputs where they are not computed: a stand-in, an input, or the constant itself.
         reads_parents: whether it takes the parents of the own tokens [N], of the boundary's [P] and of nothing [1].
         changed: positions of the inputs that it changes in place: counters among the model's buffers.
     """
@@ -147,6 +154,15 @@ def _changed(gm: fx.GraphModule) -> list[int]:
     """Positions of the inputs that a graph changes in place."""
     changed = changed_inputs(gm)
     return [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in changed]
+
+
+def _forms(changed: fx.Node, written: Mapping[fx.Node, Any]) -> list[Any]:
+    """The nodes that are a changed input after the call: itself, what is written there, and the writing."""
+    return [changed, written[changed], *[user for user in changed.users if user.args[0] is changed and _writes(user)]]
+
+
+def _writes(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default
 
 
 def _without_gradient(x: Any, mode: FakeTensorMode) -> Any:
@@ -269,6 +285,11 @@ class Cutter:
     def _stand_in(self, item: Any) -> Any:
         if not isinstance(item, fx.Node):
             return item
+        inputs = self.gm.graph.find_nodes(op="placeholder")
+        changed = changed_inputs(self.gm)
+        source = next((i for i, node in enumerate(inputs) if node in changed and item in _forms(node, changed)), None)
+        if source is not None:
+            return GivenBack(source)
         value = item.meta["val"]
         return StandIn(tuple(x if isinstance(x, int) else None for x in value.shape), value.dtype, value.device)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from treefx.forests.forest import Forest
 from treefx.forests.subset import EdgeSubset, select_edges
 from treefx.kernels.tiles.hosted import send
-from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run, StandIn
+from treefx.passes.cuts.boundary_kv import CutGraph, GivenBack, Ranks, Run, StandIn
 
 __all__ = ["ContextRow", "Cut", "CutRow", "EdgeSubset", "Exchange", "PartRow", "PartTokens", "forest_as"]
 
@@ -72,7 +72,9 @@ class Cut:
         if self.run != "kv":
             return results[:split]
         tokens = given[-1]
-        return [item.make(tokens) if isinstance(item, StandIn) else item for item in graph.results]
+        inputs = {i: given[item.position] for i, item in enumerate(graph.results) if isinstance(item, GivenBack)}
+        made = [item.make(tokens) if isinstance(item, StandIn) else item for item in graph.results]
+        return [inputs.get(i, item) for i, item in enumerate(made)]
 
     @contextmanager
     def _put_back(self, changed: Sequence[Tensor]) -> Iterator[None]:

@@ -276,7 +276,9 @@ def _resident_bytes(model: nn.Module) -> int:
 
 
 def _logits(graphs: TrainGraphs) -> list[torch.Tensor]:
-    return [value for value in graphs.results if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    """The floating-point results of tokens; a counter of the model's, which it writes back, may be a single number."""
+    results = [value for value in graphs.results if isinstance(value, torch.Tensor) and value.dim()]
+    return [value for value in results if value.is_floating_point()]
 
 
 def _logits_bytes(graphs: TrainGraphs) -> sympy.Expr:
