@@ -14,9 +14,10 @@ import torch
 from torch import SymInt, Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from treefx.passes.labels.facts import ancestors, shape_of
+from treefx.passes.labels.facts import shape_of
+from treefx.passes.labels.purity import read_operands
 
-__all__ = ["is_corner"]
+__all__ = ["first_dependent", "is_corner"]
 
 aten = torch.ops.aten
 _SAME_PLACE = {
@@ -24,7 +25,7 @@ _SAME_PLACE = {
     aten.squeeze.dims, aten.squeeze.default, aten.clone.default, aten.alias.default, aten.detach.default,
     aten.lift_fresh_copy.default, aten._to_copy.default, aten.tril.default, aten.triu.default, aten.cumsum.default,
     aten.embedding.default, aten.gather.default, aten.where.self, aten.where.ScalarSelf,
-    aten.where.ScalarOther, aten.where.Scalar,
+    aten.where.ScalarOther, aten.where.Scalar, aten.floor_divide.default, aten.remainder.Tensor, aten.remainder.Scalar,
 }  # fmt: skip
 """They move or combine elements by rules that hold no size."""
 _EXTENTS = {
@@ -38,7 +39,19 @@ _EXTENTS = {
 
 def is_corner(node: fx.Node) -> bool:
     """Whether an invariant value for fewer columns is a corner of that for more."""
-    return all(_keeps_corners(item) for item in [node, *ancestors(node)] if _has_sizes(item))
+    return first_dependent(node) is None
+
+
+def first_dependent(node: fx.Node) -> fx.Node | None:
+    """The first operator by which elements of an invariant value depend on how many columns there are, if one does."""
+    seen, stack, found = {node}, [node], None
+    while stack:
+        item = stack.pop()
+        if _has_sizes(item) and not _keeps_corners(item):
+            found = item
+        stack += [source for source in read_operands(item) if source not in seen]
+        seen.update(stack)
+    return found
 
 
 def _has_sizes(node: fx.Node) -> bool:
@@ -78,19 +91,34 @@ def _counts_from_the_front(node: fx.Node) -> bool:
     return not any(isinstance(size, SymInt) for size in shape_of(source))
 
 
-def _only_adds_ones(node: fx.Node) -> bool:
-    """A view that inserts or removes dimensions of one."""
+def _keeps_dimensions(node: fx.Node) -> bool:
+    """A view that regroups the dimensions between those of a size that may change, and leaves these alone."""
     source: Any = node.args[0]
-    before, after = ([size for size in shape_of(item) if _is_other_than_one(size)] for item in (source, node))
-    return list(map(str, before)) == list(map(str, after))
+    return _between_symbols(shape_of(source)) == _between_symbols(shape_of(node))
 
 
-def _is_other_than_one(size: Any) -> bool:
-    return isinstance(size, SymInt) or size != 1
+def _between_symbols(shape: torch.Size) -> list[Any]:
+    """The sizes that may change, in order, and in front of, between and behind them how many elements there are."""
+    found: list[Any] = [1]
+    for size in shape:
+        if isinstance(size, SymInt):
+            found += [str(size), 1]
+        else:
+            found[-1] *= size
+    return found
+
+
+def _repeats_no_columns(node: fx.Node) -> bool:
+    """Repeats along dimensions of sizes that are the same in every batch."""
+    source, repeats = node.args[:2]
+    sizes = [1] * (len(repeats) - len(shape_of(source))) + list(shape_of(source))  # type: ignore[arg-type]
+    pairs = zip(sizes, repeats, strict=True)  # type: ignore[arg-type]
+    return all(isinstance(count, int) and (count == 1 or not isinstance(size, SymInt)) for size, count in pairs)
 
 
 _RULES: dict[Any, Callable[[fx.Node], bool]] = {
     aten.index.Tensor: _counts_from_the_front, aten.slice.Tensor: _begins_in_front,
-    aten.select.int: _selects_from_the_front, aten.view.default: _only_adds_ones,
-    aten.reshape.default: _only_adds_ones, aten._unsafe_view.default: _only_adds_ones,
+    aten.select.int: _selects_from_the_front, aten.view.default: _keeps_dimensions,
+    aten.reshape.default: _keeps_dimensions, aten._unsafe_view.default: _keeps_dimensions,
+    aten.repeat.default: _repeats_no_columns,
 }  # fmt: skip

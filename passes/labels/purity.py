@@ -17,7 +17,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 
 from treefx.passes.trace.opaque_ops import bodies_of
 
-__all__ = ["changed_inputs", "draws", "has_effects", "impurity", "randomness"]
+__all__ = ["changed_inputs", "draws", "has_effects", "impurity", "randomness", "read_operands"]
 
 aten = torch.ops.aten
 _KEY = "treefx_impurity"
@@ -50,11 +50,11 @@ def impurity(node: fx.Node) -> str | None:
             stack.pop()
             continue
         reason = _own_impurity(top)
-        missing = [source for source in _read(top) if _KEY not in source.meta] if reason is None else []
+        missing = [source for source in read_operands(top) if _KEY not in source.meta] if reason is None else []
         if missing:
             stack += missing
             continue
-        inherited = (source.meta[_KEY] for source in _read(top))
+        inherited = (source.meta[_KEY] for source in read_operands(top))
         top.meta[_KEY] = reason or next((item for item in inherited if item is not None), None)
         stack.pop()
     found: str | None = node.meta[_KEY]
@@ -78,7 +78,7 @@ def randomness(gm: fx.GraphModule) -> str | None:
     return next((reason for node in gm.graph.nodes if (reason := _randomness(node)) is not None), None)
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
+def read_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose numbers enter a value."""
     if node.op != "call_function":
         return node.all_input_nodes  # of the output; others have none

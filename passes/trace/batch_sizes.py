@@ -87,6 +87,10 @@ class BatchSizes(TokenCount):
         """What a call gives to the symbols; ``tensors`` are those among its inputs."""
         return {self._made[symbol]: size for symbol, size in self._sizes(tensors).items()}
 
+    def symbol(self, of: sympy.Symbol) -> Any:
+        """The symbol that stands for one of the pattern in ``values``."""
+        return self._made[of]
+
     def symbols(self) -> list[SymInt]:
         """The sizes that are symbols, in the order of ``values``."""
         return [self.size(symbol) for symbol in self._made]

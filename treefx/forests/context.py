@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from treefx.errors import ForestError, UnsupportedError
 from treefx.forests.forest import Forest
+from treefx.torch_patches.columns import COLUMNS_IN_USE
 
 __all__ = [
     "check_run",
@@ -69,10 +70,11 @@ def use(forest: Forest) -> Iterator[Forest]:
             f"treefx.use expected a Forest, got {type(forest).__name__}; build one with Forest.from_sequences"
         )
     current = _Use(forest)
-    token = _CURRENT.set(current)
+    token, columns = _CURRENT.set(current), COLUMNS_IN_USE.set(forest.num_tokens)
     try:
         yield forest
     finally:
+        COLUMNS_IN_USE.reset(columns)
         _CURRENT.reset(token)
     if not current.ran:  # not reached by an exception, which is passed on as it is
         _USED.add(forest)

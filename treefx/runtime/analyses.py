@@ -199,7 +199,7 @@ class Analyses:
     def _find_shapes(
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None, sizes: Sequence[int]
     ) -> list[Shape | Refusal]:
-        rows = self._attempt(args, values, batch)
+        rows = self.attempt(args, values, batch)
         if isinstance(rows, Refusal):
             return [rows]
         segmented = self._segmented(rows, args, values, batch, sizes)
@@ -215,9 +215,10 @@ class Analyses:
             found = replace(found, reason=Reason(Cause.SEGMENTS, _NO_SEGMENTS), within=segmented.analysis.batch)
         return [segmented, found]
 
-    def _attempt(
+    def attempt(
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None, *, segmented: bool = False
     ) -> Analysis | Refusal:
+        """Trace and label the graph, or say why that failed; what is known of shapes stays what it is."""
         tensors, roles = self.tensors(args), self._tensor_roles(args)
         try:
             analysis = analyse(self._gm, self._filled(args), roles, values, self._passes, batch, segmented=segmented)
@@ -244,7 +245,7 @@ class Analyses:
         one."""
         if not rows.segments.speak or current_forest() is not None:
             return None
-        found = self._attempt(args, values, batch, segmented=True)
+        found = self.attempt(args, values, batch, segmented=True)
         if isinstance(found, Refusal) or not found.segments.hold:
             return None
         if (
@@ -277,10 +278,10 @@ class Analyses:
 
     def _gains_by_sizes(self, analysis: Analysis, args: Sequence[Any]) -> bool:
         if analysis.segments.speak and not analysis.segmented:
-            packed = self._attempt(args, analysis.known, None, segmented=True)
+            packed = self.attempt(args, analysis.known, None, segmented=True)
             if isinstance(packed, Analysis) and packed.segments.hold:
                 return True
-        other = self._attempt(args, analysis.known, None, segmented=analysis.segmented)
+        other = self.attempt(args, analysis.known, None, segmented=analysis.segmented)
         return isinstance(other, Analysis) and _gains(other) != _gains(analysis)
 
     def _refusal(self, analysis: Analysis) -> Reason | None:

@@ -22,6 +22,7 @@ from treefx.runtime.dynamo import reads_cache, why_cut
 from treefx.runtime.reason import Reason
 from treefx.runtime.records import Records
 from treefx.runtime.report import GraphReport
+from treefx.runtime.ways.column_counts import ColumnCounts
 from treefx.runtime.ways.native import NativeRun, wrong_row
 from treefx.runtime.ways.ordinary import Ordinary
 from treefx.runtime.ways.packed import PackedRun
@@ -63,6 +64,7 @@ class CompiledGraph:
         self._rows = RowsRun(gm, roles, self._analyses, packed, self._ordinary, config, self._records)
         size = PackedSize(config.compiler.records_graphs, 1 if self._own is None else self._own.ranks)
         self._native = NativeRun(gm, roles, packed, self._records, size)
+        self._counts = ColumnCounts(gm, roles, self._analyses)
         self._watch = SharingWatch(gm, roles, config, cached=cached)
         self._attends = _attends_on_tree(gm)
         """Whether the graph is of a converted model, whole or a block, which gets distinct tokens and their tree."""
@@ -113,6 +115,8 @@ class CompiledGraph:
         if by_column is None:
             inputs = [x for x, role in zip(args, self.roles, strict=True) if role == "input"]
             raise wrong_row(forest, [x.shape for x in inputs if isinstance(x, Tensor)])
+        if not shape.analysis.expansions and not shape.analysis.picks:
+            self._counts.check(args, by_column, forest, shape.analysis.known)
         tensors = self._analyses.tensors
         return self._native.run(shape, tensors(args), tensors(by_column), forest)
 

@@ -21,6 +21,7 @@ from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from treefx.torch_patches.backports import IS_OLDER
+from treefx.torch_patches.columns import COLUMNS_IN_USE
 from treefx.torch_patches.patch import is_ours
 
 __all__ = [
@@ -136,7 +137,8 @@ def take_batches_as_symbols() -> None:
     As elsewhere, the first graph of a function is of the sizes it is called with; a trainer that pads to one length
     needs no other. Left to itself Dynamo then takes those sizes for symbols that it has seen change, so that other
     lengths cost one more graph, and other numbers of rows another one. ``dynamic=False`` and dimensions marked static
-    stay numbers.
+    stay numbers. So that a graph shows what is computed from the columns of a forest's row, these are a symbol in the
+    first graph too, whichever inputs hold them.
     """
     original = getattr(builder, "_automatic_dynamic", None)
     if original is None:  # another version of Dynamo
@@ -145,17 +147,22 @@ def take_batches_as_symbols() -> None:
     @functools.wraps(original)
     def automatic_dynamic(e: Any, tx: Any, source: Any, static_shapes: bool, *args: Any, **kwargs: Any) -> Any:
         context = original(e, tx, source, static_shapes, *args, **kwargs)
-        if not is_ours(tx) or static_shapes or not torch._dynamo.config.automatic_dynamic_shapes:
+        if not is_ours(tx) or static_shapes:
             return context
-        if not isinstance(context, StatefulSymbolicContext) or is_of_module(source) or not _is_compiled_again():
+        if not isinstance(context, StatefulSymbolicContext) or is_of_module(source):
             return context
+        again = torch._dynamo.config.automatic_dynamic_shapes and _is_compiled_again()
         marked = getattr(e, "_dynamo_static_indices", ())
-        for d in _dimensions_of_batches(e):
+        for d in {*_columns_in_use(e), *(_dimensions_of_batches(e) if again else ())}:
             if context.dynamic_sizes[d] is DimDynamic.STATIC and d not in marked:
                 context.dynamic_sizes[d] = DimDynamic.DYNAMIC
         return context
 
     builder._automatic_dynamic = automatic_dynamic
+
+
+def _columns_in_use(x: torch.Tensor) -> list[int]:
+    return [1] if x.dim() == 2 and (x.shape[0], x.shape[1]) == (1, COLUMNS_IN_USE.get()) else []
 
 
 def _is_compiled_again() -> bool:

@@ -78,7 +78,7 @@ PATCHES = (
     Patch(
         "torch._dynamo.variables.builder._automatic_dynamic",
         _ALL,
-        "other lengths compile a second graph, and other numbers of rows a third",
+        "other lengths compile a second graph, other numbers of rows a third, and a forest's columns are a number",
         "tests/torch_patches/test_dynamo.py::test_another_number_of_rows_compiles_nothing",
         dynamo.take_batches_as_symbols,
     ),

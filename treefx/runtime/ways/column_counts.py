@@ -1,0 +1,142 @@
+"""Proof that a graph computes nothing from the number of columns of a forest's row, which no row has by itself.
+
+With the number as a symbol the graph shows what is computed from it (``treefx.passes.labels.column_counts``). What
+Python decided by it, while Dynamo captured the graph, is in Dynamo's guards: each has to hold for every row by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+from torch import SymFloat, SymInt, Tensor, fx
+
+from treefx.errors import UnsupportedError
+from treefx.forests.forest import Forest
+from treefx.forests.subset import EdgeSubset
+from treefx.kernels.bounded import Bounded
+from treefx.kernels.lasting import lasting
+from treefx.passes.inputs.values import InputValues
+from treefx.passes.labels.column_counts import find_column_count
+from treefx.passes.labels.label_tokens import user_line
+from treefx.passes.trace.batch_sizes import BatchSizes
+from treefx.passes.trace.pattern import COLUMNS, Pattern, pattern_of
+from treefx.runtime.analyses import Analyses
+from treefx.runtime.shapes import Refusal
+from treefx.runtime.ways.free_sizes import Symbols
+from treefx.torch_patches.compiling import compiling
+
+__all__ = ["ColumnCounts"]
+
+_KEPT = 64
+_SMALLEST = 2
+"""Dynamo compiles a graph of its own for one column; a row of one token predicts nothing."""
+_WAY_OUT = (
+    "there it is the number of the forest's distinct tokens, and each row has a number of its own. Compute it from "
+    "position_ids, or call the model on a padded batch without treefx.use"
+)
+_COMPUTES = "under treefx.use(forest) the model computes with the number of columns of its inputs ({}), but {}"
+_DECIDES = (
+    "under treefx.use(forest) the model decides by the number of columns of its inputs ({}), which a row of {} "
+    "tokens would decide otherwise, but {}"
+)
+_FIXED = (
+    "under treefx.use(forest) it must be seen what the model computes from the number of columns, but Dynamo compiled "
+    "the model for {} columns alone (the model makes a Python number of it, as int(), range() and linspace do, or the "
+    "dimension is marked static), and {}"
+)
+_UNKNOWN = (
+    "under treefx.use(forest) it must be seen what the model computes from the number of columns, but with a symbol in "
+    "its place {}, and {}"
+)
+
+
+class ColumnCounts:
+    """Looks at what a graph computes from the number of columns, once, and at what it decides by it, row by row.
+
+    Args:
+        gm: Dynamo's graph.
+        roles: What each placeholder is.
+        analyses: Its analyses.
+    """
+
+    def __init__(self, gm: fx.GraphModule, roles: list[str], analyses: Analyses) -> None:
+        self._gm, self._roles, self._analyses = gm, roles, analyses
+        self._symbols = Symbols(gm)
+        self._known: Bounded[Any, BatchSizes | str] = Bounded(_KEPT)
+
+    def check(self, args: Sequence[Any], by_column: Sequence[Any], forest: Forest, known: InputValues) -> None:
+        """Raise if the packed row of a forest does not give what its rows give by themselves.
+
+        Args:
+            args: The inputs of the call.
+            by_column: The same as functions of the column.
+            forest: The forest, or a part of it.
+            known: What the values of ``by_column`` prove.
+
+        Raises:
+            UnsupportedError: The graph computes with the number of columns, or what it computes cannot be seen.
+        """
+        whole = forest.uncut if isinstance(forest, EdgeSubset) else forest
+        lengths = sorted({max(length, _SMALLEST) for length in whole.row_offsets.diff().tolist()})
+        self._check_guards(args, forest.num_tokens, lengths)
+        pattern = pattern_of(self._gm, self._roles, by_column)
+        if pattern is None or self._has_fixed_columns(args, forest.num_tokens):
+            raise UnsupportedError(_FIXED.format(forest.num_tokens, _WAY_OUT))
+        found = self._known.get((pattern, known))
+        if found is None:
+            with compiling, lasting():
+                found = self._known[pattern, known] = self._look(by_column, known, pattern)
+        if isinstance(found, str):
+            raise UnsupportedError(found)
+        values = found.values(self._analyses.tensors(by_column))
+        for length in lengths:
+            if not found.holds({**values, found.symbol(COLUMNS): length}):
+                raise UnsupportedError(_DECIDES.format("while it is traced", length, _WAY_OUT))
+
+    def _look(self, by_column: Sequence[Any], known: InputValues, pattern: Pattern) -> BatchSizes | str:
+        """The sizes of the graph with columns as a symbol and the conditions on them, or the text of a refusal."""
+        found = self._analyses.attempt(by_column, known, pattern)
+        if isinstance(found, Refusal):
+            number = next((node for node in self._gm.graph.nodes if _is_number(node)), None)
+            if number is not None:
+                return _COMPUTES.format(f"{number.name}: {user_line(number)}", _WAY_OUT)
+            return _UNKNOWN.format(found.reason.text, _WAY_OUT)
+        used = find_column_count(found.gm)
+        if used is not None:
+            return _COMPUTES.format(f"{used.target}: {user_line(used)}", _WAY_OUT)
+        assert found.batch is not None
+        return found.batch
+
+    def _has_fixed_columns(self, args: Sequence[Any], count: int) -> bool:
+        """Whether Dynamo has a number for the columns of some input, from the start or by what the model did."""
+        nodes = self._gm.graph.find_nodes(op="placeholder")
+        rows = [
+            node.meta["example_value"].shape[1]
+            for node, x, role in zip(nodes, args, self._roles, strict=True)
+            if role == "input" and isinstance(x, Tensor) and x.shape == (1, count)
+        ]
+        return not all(isinstance(size, SymInt) and isinstance(size.node.expr, sympy.Symbol) for size in rows)
+
+    def _check_guards(self, args: Sequence[Any], count: int, lengths: Sequence[int]) -> None:
+        values = self._symbols.values(args)
+        counts = {symbol for symbol, value in values.items() if value == count}
+        for guard in self._guards():
+            if not guard.expr.free_symbols <= values.keys() or not guard.expr.free_symbols & counts:
+                continue
+            for length in lengths:
+                if guard.expr.xreplace({**values, **dict.fromkeys(counts, length)}) == sympy.false:
+                    place = f"{guard.expr}, asked at {guard.sloc}"
+                    raise UnsupportedError(_DECIDES.format(place, length, _WAY_OUT))
+
+    def _guards(self) -> Sequence[Any]:
+        """The conditions on its symbols under which Dynamo captured the graph."""
+        examples = (node.meta.get("example_value") for node in self._gm.graph.find_nodes(op="placeholder"))
+        found = next((x.node.shape_env for x in examples if isinstance(x, SymInt)), None)
+        return [] if found is None else found.guards
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph makes a number that is no size."""
+    return node.op == "call_function" and isinstance(node.meta.get("example_value"), SymFloat)
