@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from treefx.forests.context import current_forest, use
     from treefx.forests.forest import Forest
+    from treefx.inspection.explain import explain
     from treefx.inspection.inspector import inspect
     from treefx.inspection.report.diff import diff
     from treefx.inspection.report.report import Report
@@ -82,6 +83,7 @@ __all__ = [
     "diff",
     "edge_entropy",
     "edge_logprobs",
+    "explain",
     "forward_backward",
     "inspect",
     "integrations",
@@ -106,6 +108,7 @@ _LAZY = {
     "diff": "treefx.inspection.report.diff",
     "edge_entropy": "treefx.logprobs",
     "edge_logprobs": "treefx.logprobs",
+    "explain": "treefx.inspection.explain",
     "forward_backward": "treefx.planning.execution.backward",
     "inspect": "treefx.inspection.inspector",
     "plan": "treefx.planning.search.planner",

@@ -28,7 +28,7 @@ from treefx.passes.packing.restore_gradients import restorations
 from treefx.runtime.report import NO_IDS, GraphReport, Run, find
 from treefx.runtime.steps import version_of
 
-__all__ = ["STAGES", "Inspection", "inspect"]
+__all__ = ["STAGES", "Inspection", "inspect", "statistics"]
 
 _BEHIND = (
     "ran every row: treefx.convert shares tokens in the module that takes the ids; compile its blocks one by one, and "
@@ -103,7 +103,7 @@ class Inspection(Report):
         )
         self._logs = [[*report.log.calls, report.logged()] for report in everything if report.calls]
         self._config = first.graph.config
-        self._stats = _statistics(everything, self.reports, self._first, self._config)
+        self._stats = statistics(everything, self.reports, self._first, self._config)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -318,9 +318,17 @@ def _analysed(latest: list[GraphReport]) -> Iterator[GraphReport]:
     return (report for report in latest if report.ran == "packed" or report.fallback is not None)
 
 
-def _statistics(
+def statistics(
     everything: list[GraphReport], latest: list[GraphReport], first: GraphReport, config: Config
 ) -> dict[str, Any]:
+    """The figures of ``Inspection.stats``.
+
+    Args:
+        everything: Reports of all graphs of a model.
+        latest: Those of the last call.
+        first: The one that the token ids enter.
+        config: The options.
+    """
     seconds: dict[str, float] = {}
     for report in everything:
         for name, value in report.seconds.items():

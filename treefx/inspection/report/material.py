@@ -70,6 +70,7 @@ class Material:
         calls: Logged calls, by graph.
         rows: The trie of the last call.
         extra_losses: Further reasons, as code, text: pieces of the model that get no token ids.
+        is_dry: Whether nothing has run: the report is of a call to come.
     """
 
     stats: Mapping[str, Any]
@@ -84,7 +85,7 @@ class Material:
     rows: Rows | None = None
     extent: tuple[int, int] | None = None
     extra_losses: Sequence[tuple[str, str]] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    is_dry: bool = False
 
     @property
     def packed(self) -> bool:

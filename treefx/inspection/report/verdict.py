@@ -80,15 +80,20 @@ def _sentence(material: Material, coverage: Coverage, before: int, after: int) -
         found = find(material.code or LITTLE_SHARING)
         possible = stats["possible_ratio"]
         lost = f"; its rows have a sharing ratio of {possible:.2f}" if possible and possible > 1.0 else ""
-        return f"The last call ran every row separately ({found.code}, {found.title}){lost}."
+        return f"{_ran(material)} every row separately ({found.code}, {found.title}){lost}."
     if not stats["attention_layers"] and stats["way"] == "converted":
         return f"The module that takes the ids ran {tokens:,} distinct tokens instead of {raw:,}."
     cost = f", {_short(before)} FLOPs of the forward became {_short(after)}" if after and before != after else ""
     of = " of the graph that the token ids enter" if material.extra_losses else ""
     return (
-        f"{_percent(coverage.share)} of the FLOPs{of} run once per distinct token or once for the batch: the last call "
-        f"ran {tokens:,} tokens instead of {raw:,} (sharing ratio {stats['sharing_ratio']:.2f}){cost}."
+        f"{_percent(coverage.share)} of the FLOPs{of} run once per distinct token or once for the batch: "
+        f"{_ran(material).lower()} {tokens:,} tokens instead of {raw:,} "
+        f"(sharing ratio {stats['sharing_ratio']:.2f}){cost}."
     )
+
+
+def _ran(material: Material) -> str:
+    return "This batch would run" if material.is_dry else "The last call ran"
 
 
 def _advice(material: Material, losses: Sequence[Loss]) -> str:
