@@ -2,7 +2,8 @@
 
 All forms compute in float32 (float64 for float64 input) and never hold a float32 copy of [N, V]: those of logits, and
 entropies, go over rows in chunks, log-probabilities of hidden states over the vocabulary
-(`treefx.passes.packing.vocab_tail`).
+(`treefx.passes.packing.vocab_tail`). On a GPU log-probabilities come from Triton kernels (`treefx.kernels.head_loss`);
+entropies, and float64, keep the form in chunks, which waits for the device once.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from treefx.arguments import check_number, check_whole
 from treefx.errors import ForestError, InputError
 from treefx.forests.context import check_run
 from treefx.forests.forest import Forest
+from treefx.kernels.head_loss.choose import runs_fused
 
 __all__ = ["edge_entropy", "edge_logprobs"]
 
@@ -183,18 +185,22 @@ class _LogitsLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, source: torch.Tensor, token: torch.Tensor, temperature: float
     ) -> torch.Tensor:
+        ctx.temperature, ctx.fused = temperature, runs_fused(logits, None)
+        if ctx.fused:
+            return _forward_on_device(ctx, logits, source, token)
         dtype = _accumulate_dtype(logits.dtype)
         rows, slot = torch.unique(source, return_inverse=True)
         lse = torch.empty(len(rows), dtype=dtype, device=logits.device)
         for part, out in zip(torch.split(rows, _ROWS_PER_CHUNK), torch.split(lse, _ROWS_PER_CHUNK), strict=True):
             torch.logsumexp(logits[part].to(dtype).div_(temperature), dim=1, out=out)
         ctx.save_for_backward(logits, source, token, rows, slot, lse)
-        ctx.temperature = temperature
         return logits[source, token].to(dtype) / temperature - lse[slot]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.fused:
+            return _backward_on_device(ctx, grad), None, None, None
         logits, source, token, rows, slot, lse = ctx.saved_tensors
         grad = grad.to(lse.dtype) / ctx.temperature
         total = torch.zeros_like(lse).index_add_(0, slot, grad)
@@ -208,6 +214,23 @@ class _LogitsLogprobs(torch.autograd.Function):
         probs = (logits[source, token].to(lse.dtype) / ctx.temperature - lse[slot]).exp()
         grad_logits[source, token] = (grad - probs * total[slot]).to(logits.dtype)
         return grad_logits, None, None, None
+
+
+def _forward_on_device(ctx: Any, logits: torch.Tensor, source: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Run the Triton kernels that LM heads without logits run too: 2 bytes per logit, and no wait for the device."""
+    from treefx.kernels.head_loss import fused
+
+    dense = logits if logits.stride(1) == 1 else logits.contiguous()
+    loss, lse = fused.forward_of_logits(dense, source, token, 1 / float(ctx.temperature))
+    ctx.save_for_backward(dense, source, token, loss, lse)
+    return -loss
+
+
+def _backward_on_device(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    from treefx.kernels.head_loss import fused
+
+    logits, source, token, loss, lse = ctx.saved_tensors
+    return fused.backward_of_logits(logits, source, token, 1 / float(ctx.temperature), -grad, loss, lse)
 
 
 class _LogitsEntropy(torch.autograd.Function):
@@ -268,14 +291,18 @@ class _Head:
 def _hidden_logprobs(
     rows: torch.Tensor, forest: Forest, weight: torch.Tensor, bias: torch.Tensor | None, head: _Head
 ) -> torch.Tensor:
-    """Gather the source rows, apply ambient autocast, and run the operator that losses in graphs end in too."""
+    """Gather the source rows, apply ambient autocast, and run the operator that losses in graphs end in too.
+
+    On devices all rows: the host would wait for the number of sources, and most tokens are one.
+    """
     # The passes load torch.fx and more: only this form needs them.
     from treefx.passes.packing.vocab_tail import surprise
 
     edges = forest.edges
-    sources, slot = torch.unique(edges.source, return_inverse=True)
-    hidden = rows.index_select(0, sources)
-    kind = hidden.device.type
+    hidden, slot, kind = rows, edges.source, rows.device.type
+    if kind == "cpu":
+        sources, slot = torch.unique(edges.source, return_inverse=True)
+        hidden = rows.index_select(0, sources)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)

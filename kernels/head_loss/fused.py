@@ -19,7 +19,18 @@ from treefx.kernels.gpu.triton_tree.configs import Config
 from treefx.kernels.gpu.triton_tree.small_launches import Launch
 from treefx.kernels.head_loss.problem import HeadLoss, accumulate_dtype, loss_of_picks
 
-__all__ = ["Chunk", "Numbers", "Picks", "Rows", "backward", "fold", "forward", "soften"]
+__all__ = [
+    "Chunk",
+    "Numbers",
+    "Picks",
+    "Rows",
+    "backward",
+    "backward_of_logits",
+    "fold",
+    "forward",
+    "forward_of_logits",
+    "soften",
+]
 
 _ENTRIES = 2**26
 """Logits that exist at once: 128 MiB of 16-bit ones."""
@@ -259,3 +270,42 @@ def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(sums, a, b, out_dtype=torch.float32, out=sums)
     else:
         sums.add_(a @ b)
+
+
+def forward_of_logits(logits: Tensor, slot: Tensor, token: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return minus the log-probability of each pick [R] of scale * logits, and the log-sum-exp of every row [N].
+
+    Args:
+        logits: [N, V], dense rows.
+        slot, token: int64 [R].
+        scale: One over the temperature.
+    """
+    rows = Rows.empty(logits, entropy=False)
+    chosen = rows.sum.new_zeros(len(token))
+    with _on_device_of(logits):
+        fold(_whole(logits), None, Numbers.of(scale, None), rows, (slot.contiguous(), token.contiguous(), chosen))
+    lse = rows.lse()
+    return lse[slot] - chosen, lse
+
+
+def backward_of_logits(
+    logits: Tensor, slot: Tensor, token: Tensor, scale: float, grad: Tensor, loss: Tensor, lse: Tensor
+) -> Tensor:
+    """Return the gradient [N, V] of the logits: 0 for rows that no pick reads.
+
+    Args:
+        logits, slot, token, scale: As in :func:`forward_of_logits`.
+        grad: [R], of the losses.
+        loss, lse: From there.
+    """
+    total = torch.zeros_like(lse).index_add_(0, slot, grad.to(lse.dtype))
+    shape = logits.shape[0], logits.shape[1]
+    picks = Picks.sorted(slot, token, shape, shape[1], grad, loss, total)
+    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    with _on_device_of(logits):
+        soften(_whole(logits), result, None, Numbers.of(scale, None), lse, picks)
+    return result
+
+
+def _whole(logits: Tensor) -> Chunk:
+    return Chunk(0, 0, logits, logits.shape[1])

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import treefx
+from treefx import logprobs
 from treefx.kernels.gpu.triton_tree.small_launches import Launch
 from treefx.kernels.head_loss import choose, eager, fused
 from treefx.kernels.head_loss.fused import Chunk, Numbers, Picks, Rows
@@ -22,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
     pytest.mark.filterwarnings("ignore:overflow encountered"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered"),
+    pytest.mark.filterwarnings("ignore:All-NaN"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # of Triton 3.6's interpreter
 ]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -205,6 +208,33 @@ def test_entropies_and_their_gradients() -> None:
     scored = (-logp[slot, token] * grad).sum() + (right * of_entropy).sum()
     (wanted,) = torch.autograd.grad(scored, wide)
     torch.testing.assert_close(out.double(), wanted.nan_to_num(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_edges_of_a_forest(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the native level, forks and leaves, beside its own forms in float64."""
+    forest = treefx.Forest.from_sequences([[1, 2, 3, 4], [1, 2, 5], [1, 2, 5, 6], [7, 2]])
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(forest.num_tokens, 8).to(dtype), torch.randn(70, 8).to(dtype)
+    logits = hidden @ weight.T
+    logits[forest.subtree_end - torch.arange(forest.num_tokens) == 1] = torch.nan  # leaves predict nothing
+    grad = torch.randn(len(forest.edges))
+
+    def run(x: Tensor, **more: Any) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        logp = treefx.edge_logprobs(leaf, forest, 0.7, **more)
+        return [logp.detach(), *torch.autograd.grad(logp, leaf, grad.to(logp.dtype))]
+
+    expected = [run(logits.double()), run(hidden.double(), weight=weight.double(), softcap=4.0)]
+    monkeypatch.setattr(logprobs, "runs_fused", lambda *_: True)
+    monkeypatch.setattr(choose, "runs_fused", lambda *_, **__: True)
+    found = [run(logits), run(hidden, weight=weight, softcap=4.0)]
+    rounded = 0.0 if dtype == F32 else 0.05  # products of hidden states are
+    for number, ((logp, got), (right, wanted)) in enumerate(zip(found, expected, strict=True)):
+        close = max(1e-5, number * rounded)
+        torch.testing.assert_close(logp.double(), right, rtol=close, atol=close)
+        close = max(1e-5, rounded)
+        torch.testing.assert_close(got.double(), wanted, rtol=close, atol=close * float(wanted.abs().max()))
 
 
 # Planted mistakes -----------------------------------------------------------------------------------------------------
