@@ -67,7 +67,7 @@ def _surprise(packer: Packer, source: fx.Node, token_of: Tensor, target: Tensor)
     tail = find_tail(source) if packer.absent else None
     if tail is not None:
         hidden, weight, bias = _entries(packer, tail.hidden), packer.full(tail.weight), packer.full(tail.bias)
-        losses, _ = surprise(hidden, weight.t(), bias, token_of, target, tail.scale, None, 0)
+        losses, _ = surprise(hidden, weight.t(), bias, token_of, target, tail.scale, tail.softcap, 0)
         return losses.to(source.meta["val"].dtype)  # type: ignore[no-any-return]
     logits = source.args[0]
     if source.target is not aten._log_softmax.default or not isinstance(logits, fx.Node) or source.args[2]:

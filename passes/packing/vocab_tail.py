@@ -117,7 +117,10 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, at
 
 @dataclass(frozen=True)
 class Tail:
-    """The linear layer behind a loss: logits = scale * (hidden @ weight + bias), as nodes of the labelled graph."""
+    """The linear layer behind a loss, as nodes of the labelled graph.
+
+    logits = scale * cap(hidden @ weight + bias), cap(x) = softcap * tanh(x / softcap), or x where softcap is None.
+    """
 
     product: fx.Node
     hidden: fx.Node
@@ -125,19 +128,25 @@ class Tail:
     """[H, V]"""
     bias: fx.Node | None
     scale: float
+    softcap: float | None = None
 
 
 def find_tail(logprobs: fx.Node) -> Tail | None:
-    """The linear layer under log-probabilities that a loss picks from, or None for any other computation."""
+    """The linear layer under log-probabilities that a loss picks from, or None for any other computation.
+
+    Read from the loss down: factors before a tanh are outside of it, those after it inside.
+    """
     if logprobs.target is not aten._log_softmax.default or logprobs.args[2]:
         return None
     node: Any = logprobs.args[0]
-    width, scale = shape_of(logprobs)[-1], 1.0
+    width, inner, outer = shape_of(logprobs)[-1], 1.0, None
     while isinstance(node, fx.Node) and node.op == "call_function":
         if node.target in (aten.mm.default, aten.addmm.default):
-            return _linear(node, scale) if shape_of(node)[-1] == width else None
+            return _linear(node, inner, outer) if shape_of(node)[-1] == width else None
         if node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[1], int | float):
-            scale = scale * node.args[1] if node.target is aten.mul.Tensor else scale / node.args[1]
+            inner = inner * node.args[1] if node.target is aten.mul.Tensor else inner / node.args[1]
+        elif node.target is aten.tanh.default and outer is None:
+            inner, outer = 1.0, inner
         elif not _keeps_entries(node):
             return None
         node = node.args[0]
@@ -155,7 +164,8 @@ def _keeps_entries(node: fx.Node) -> bool:
     return isinstance(law, Reindexed) and law.on_index
 
 
-def _linear(node: fx.Node, scale: float) -> Tail | None:
+def _linear(node: fx.Node, inner: float, outer: float | None) -> Tail | None:
+    """The layer under outer * tanh(inner * logits), or inner * logits where outer is None."""
     bias, hidden, weight = node.args[:3] if node.target is aten.addmm.default else (None, *node.args[:2])
     if node.kwargs or not isinstance(hidden, fx.Node) or not isinstance(weight, fx.Node):
         return None
@@ -163,7 +173,10 @@ def _linear(node: fx.Node, scale: float) -> Tail | None:
         return None
     if isinstance(bias, fx.Node) and (fact_of(bias).kind is not Kind.INVARIANT or bias.meta["val"].dim() != 1):
         return None
-    return Tail(node, hidden, weight, bias if isinstance(bias, fx.Node) else None, scale)
+    if outer is not None and not inner > 0:
+        return None
+    scale, softcap = (inner, None) if outer is None else (outer * inner, 1 / inner)
+    return Tail(node, hidden, weight, bias if isinstance(bias, fx.Node) else None, scale, softcap)
 
 
 @dataclass(frozen=True)

@@ -145,3 +145,35 @@ def test_tied_and_biased_heads() -> None:
     model = tiny(tied=True)
     model.head.bias = nn.Parameter(torch.randn(61, dtype=torch.float64))
     assert fused(compare(model, UNPADDED, max_logits=1).compiled)
+
+
+class Capped(nn.Module):
+    """A head as Gemma 2 has it, and a scale behind it as Cohere's, Granite's and temperatures are."""
+
+    def __init__(self, inner: float, outer: float, scale: float) -> None:
+        super().__init__()
+        self.lm, self.numbers = tiny(), (inner, outer, scale)
+        self.lm.head.bias = nn.Parameter(torch.randn(61, dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        inner, outer, scale = self.numbers
+        logits = self.lm(input_ids).logits
+        logits = torch.tanh(logits / inner) * outer * scale
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 61), labels[:, 1:].reshape(-1)), logits
+
+
+def _capped_loss(model: nn.Module) -> Tensor:
+    loss: Tensor = model(input_ids=UNPADDED.input_ids, labels=UNPADDED.input_ids)[0]
+    return loss
+
+
+@pytest.mark.parametrize("numbers", [(2.0, 2.0, 1.0), (0.5, 1.5, 0.25)])
+def test_a_capped_head_has_no_logits(numbers: tuple[float, float, float]) -> None:
+    assert fused(compare(Capped(*numbers), _capped_loss, max_logits=1).compiled)
+
+
+def test_a_cap_read_without_its_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = vocab_tail._linear
+    monkeypatch.setattr(vocab_tail, "_linear", lambda node, inner, outer: right(node, inner, 1.0))
+    with pytest.raises(AssertionError, match="differ"):
+        compare(Capped(0.5, 1.5, 0.25), _capped_loss, max_logits=1)
