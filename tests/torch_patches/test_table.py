@@ -26,6 +26,7 @@ def test_only_patches_write_into_pytorch() -> None:
     found = {name: list(written(ast.parse(text))) for name, (_, text) in sources.items()}
     assert {name for name, where in found.items() if where and not name.startswith("treefx.tools")} == {
         "treefx.torch_patches.backports",
+        "treefx.torch_patches.batch_symbols",
         "treefx.torch_patches.compiling",
         "treefx.torch_patches.dynamo",
         "treefx.torch_patches.substitution",

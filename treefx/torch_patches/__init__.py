@@ -5,5 +5,5 @@ versions in which it is replaced, why, and the test that fails without it; ``tre
 
 Order of imports, each only of what stands before an arrow::
 
-    columns, compiling, patch -> backports -> dynamo, libraries, substitution, symbols -> table
+    columns, compiling, patch -> backports -> dynamo, libraries, substitution, symbols -> batch_symbols -> table
 """

@@ -13,15 +13,11 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import SpeculationLog
-from torch._dynamo.variables import builder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
-from torch._guards import CompileContext
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 
 from treefx.torch_patches.backports import IS_OLDER
-from treefx.torch_patches.columns import COLUMNS_IN_USE
 from treefx.torch_patches.patch import is_ours
 
 __all__ = [
@@ -31,7 +27,6 @@ __all__ = [
     "log_without_settings",
     "pass_requires_grad",
     "pass_warnings",
-    "take_batches_as_symbols",
 ]
 
 
@@ -129,54 +124,6 @@ def _start_over(self: Any, results: Any, tx: Any) -> None:
     if getattr(log, "treefx_keeps_leaf", False) and not log.graph_break_on_requires_grad_:
         log.graph_break_on_requires_grad_ = True
         raise RestartAnalysis(restart_reason="a tensor made to require grad leaves the graph")
-
-
-def take_batches_as_symbols() -> None:
-    """Let Dynamo take all sizes of batches as symbols when it compiles a function again.
-
-    As elsewhere, the first graph of a function is of the sizes it is called with; a trainer that pads to one length
-    needs no other. Left to itself Dynamo then takes those sizes for symbols that it has seen change, so that other
-    lengths cost one more graph, and other numbers of rows another one. ``dynamic=False`` and dimensions marked static
-    stay numbers. So that a graph shows what is computed from the columns of a forest's row, these are a symbol in the
-    first graph too, whichever inputs hold them.
-    """
-    original = getattr(builder, "_automatic_dynamic", None)
-    if original is None:  # another version of Dynamo
-        return
-
-    @functools.wraps(original)
-    def automatic_dynamic(e: Any, tx: Any, source: Any, static_shapes: bool, *args: Any, **kwargs: Any) -> Any:
-        context = original(e, tx, source, static_shapes, *args, **kwargs)
-        if not is_ours(tx) or static_shapes:
-            return context
-        if not isinstance(context, StatefulSymbolicContext) or is_of_module(source):
-            return context
-        again = torch._dynamo.config.automatic_dynamic_shapes and _is_compiled_again()
-        marked = getattr(e, "_dynamo_static_indices", ())
-        for d in {*_columns_in_use(e), *(_dimensions_of_batches(e) if again else ())}:
-            if context.dynamic_sizes[d] is DimDynamic.STATIC and d not in marked:
-                context.dynamic_sizes[d] = DimDynamic.DYNAMIC
-        return context
-
-    builder._automatic_dynamic = automatic_dynamic
-
-
-def _columns_in_use(x: torch.Tensor) -> list[int]:
-    return [1] if x.dim() == 2 and (x.shape[0], x.shape[1]) == (1, COLUMNS_IN_USE.get()) else []
-
-
-def _is_compiled_again() -> bool:
-    compile_id = CompileContext.current_compile_id()
-    return compile_id is not None and bool(compile_id.frame_compile_id)
-
-
-def _dimensions_of_batches(x: torch.Tensor) -> range | list[int]:
-    """The dimensions of an input that may count rows or columns: not the features of hidden states."""
-    if not x.is_floating_point() or x.dim() <= 2:
-        return range(x.dim())
-    if x.dim() == 4 and (x.shape[-1] == x.shape[-2] or x.shape[1] == 1):  # a mask
-        return [0, 2, 3]
-    return [0, 1] if x.dim() == 3 else []
 
 
 def leave_buckets_whole() -> None:

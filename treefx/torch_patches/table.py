@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from treefx.torch_patches import backports, dynamo, libraries, substitution, symbols
+from treefx.torch_patches import backports, batch_symbols, dynamo, libraries, substitution, symbols
 from treefx.torch_patches.patch import Patch
 
 __all__ = ["PATCHES", "apply_patches"]
@@ -80,7 +80,14 @@ PATCHES = (
         _ALL,
         "other lengths compile a second graph, other numbers of rows a third, and a forest's columns are a number",
         "tests/torch_patches/test_dynamo.py::test_another_number_of_rows_compiles_nothing",
-        dynamo.take_batches_as_symbols,
+        batch_symbols.take_batches_as_symbols,
+    ),
+    Patch(
+        "torch._dynamo.symbolic_convert.InstructionTranslator.run",
+        _ALL,
+        "a model that computes with sizes in floats (InternVL) is an internal error where these are symbols",
+        "tests/torch_patches/test_batch_symbols.py::test_an_internal_error_is_traced_again",
+        batch_symbols.trace_again_without_symbols,
     ),
     Patch(
         "torch._dynamo.backends.distributed.DDPOptimizer.__init__",
