@@ -315,6 +315,12 @@ TABLE: tuple[ReasonCode, ...] = (
         "the mask would be another one each time it is computed", "make the mask of inputs and constants",
         "the mask is made of numbers",
     ),
+    _operator(
+        "TFX134", "recurrence of a library",
+        "a library's kernel hands states from column to column, and treefx has no form of it along a tree",
+        "nothing is lost around it; the gated delta rule and Mamba 2 have such a form, given token-wise values",
+        "is a library's recurrence", "a recurrence of values", "a recurrence expects",
+    ),
     ReasonCode(
         ROWS_BY_INPUTS, "function of the inputs alone",
         "positions, masks and labels are computed in full: they hold no feature of the model",
