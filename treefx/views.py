@@ -13,6 +13,7 @@ _VIEWS = {
     "explain_profile": "treefx.planning.views.explain_profile",
     "draw_plan": "treefx.planning.views.draw",
     "plan_to_networkx": "treefx.planning.views.graphs",
+    "write_report": "treefx.inspection.html",
 }
 
 

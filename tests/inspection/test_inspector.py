@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -346,52 +345,8 @@ def test_difference_of_two_graphs() -> None:
 # The page ---------------------------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """Elements by tag with attributes, and the balance of the tags."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "input"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def of_class(self, name: str) -> list[dict[str, str | None]]:
-        return [found for tag, found in self.elements if tag == "li" and found.get("class") == name]
-
-
-def test_page(llama: Inspection, tmp_path: Path) -> None:
-    path = llama.to_html(tmp_path / "pages" / "llama.html")
-    text = path.read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.open == []
-    sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
-    assert sections == list(STAGES)
-    assert len(page.of_class("restore")) == len(llama.restorations) == 2
-    assert all("gradient restoration" in (found["title"] or "") for found in page.of_class("restore"))
-    assert len(page.of_class("attention")) == 2 * 3  # rewritten, forward, backward
-    assert any("modeling_llama.py" in (attributes.get("title") or "") for _, attributes in page.elements)
-    assert "<code>treefx.tree_attention: 0 -&gt; 2 (+2)</code>" in text
-    assert "0.25 * (q·k)" in text
-    nodes = sum(len(gm.graph.nodes) for gm in llama.graphs.values())
-    assert sum(tag == "li" for tag, _ in page.elements) == nodes
-
-
-def test_page_needs_nothing_else(llama: Inspection, tmp_path: Path) -> None:
-    text = llama.to_html(tmp_path / "llama.html").read_text(encoding="utf-8")
-    assert not re.search(r"https?://|src=|<link|@import|url\(", text)
-
-
 def test_page_of_a_fallback_escapes_names(tmp_path: Path) -> None:
     inspection = inspected(tiny(after=MIXERS["roll"][0]()), batch_of(), on_unsupported="fallback")
     inspection.stats["fallback"] = "<b> & co"
     text = inspection.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "&lt;b&gt; &amp; co" in text
-    assert Page(text).open == []
+    assert "&lt;b&gt; &amp; co" in text and "<b> & co" not in text

@@ -4,6 +4,6 @@ In: a compiled model that was called. Out: text, numbers, HTML. Reads the run ti
 
 Order of imports, each only of what stands before an arrow::
 
-    compiled_modules, given_up, graph_diff, inner_graphs, source_lines -> score_text -> report -> text -> page ->
+    compiled_modules, given_up, graph_diff, inner_graphs, page, source_lines -> score_text -> report -> text ->
     html -> reported -> inspector -> explain
 """

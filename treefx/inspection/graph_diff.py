@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-__all__ = ["OperatorChange", "count_operators", "diff_operators", "operator_name"]
+__all__ = ["OperatorChange", "count_operators", "diff_operators", "operator_name", "order_changes"]
 
 
 _MOVES = {
@@ -51,7 +51,11 @@ def count_operators(gm: fx.GraphModule) -> Counter[str]:
 
 def diff_operators(before: fx.GraphModule, after: fx.GraphModule) -> list[OperatorChange]:
     """The operators whose counts differ, the largest differences first, those that compute nothing last."""
-    old, new = count_operators(before), count_operators(after)
+    return order_changes(count_operators(before), count_operators(after))
+
+
+def order_changes(old: Counter[str], new: Counter[str]) -> list[OperatorChange]:
+    """The operators whose counts differ, the largest differences first, those that compute nothing last."""
     changes = [OperatorChange(name, old[name], new[name]) for name in old.keys() | new.keys()]
     changed = [change for change in changes if change.difference]
     return sorted(changed, key=lambda change: (change.name in _MOVES, -abs(change.difference), change.name))

@@ -1,68 +1,115 @@
-"""An inspection as one page of html that needs no other file: no script, style or font from elsewhere."""
+"""A report as one page of html that needs no other file: no script, style or font from elsewhere.
+
+What answers first (the verdict, what to do, the figures) is written out; what is large (graphs, modules, the rollout
+tree) is drawn by the page's script from data that stands in the page, when it is opened.
+"""
 
 from __future__ import annotations
 
 import html
+import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from string import Template
 from typing import Any
 
-from torch import fx
+from treefx.inspection.graph_diff import OperatorChange, order_changes
+from treefx.inspection.page import page_part
+from treefx.inspection.report.codec import as_plain
+from treefx.inspection.report.records import AttentionAccount, ForestNode, GraphNode
+from treefx.inspection.report.report import Report
+from treefx.inspection.text import none_expanded, shown_expansions
 
-from treefx.inspection.graph_diff import OperatorChange, operator_name
-from treefx.inspection.page import PAGE
-from treefx.inspection.source_lines import module_of, type_of
-from treefx.inspection.text import is_earlier, none_expanded, shown_expansions
-from treefx.passes.labels.label_tokens import user_line
+__all__ = ["render_page", "write_report"]
 
-__all__ = ["render_page"]
-
-_CLASSES = {
-    "treefx.restore": "restore",
-    "treefx.restore_pick": "restore",
-    "treefx.tree_attention": "attention",
-    "treefx.tree_attention_backward": "attention",
-    "treefx.expand": "expand",
-    "treefx.pick": "expand",
-}
-_KINDS = {"restore": "gradient restoration", "attention": "tree attention", "expand": "packed value read by rows"}
-"""Legend of marked nodes. The loss reads packed values by rows too, so that these are not the operators that had to be
-expanded."""
-_LONGEST_TEXT = 48
-"""Of a string among the arguments of a node; the score of an attention is told elsewhere."""
+_MATHML = re.compile(r"(?:[^<>&]|</?m[a-z]+(?: [a-z]+=(?:'[a-z]*'|\"[a-z]*\"))*/?>|&#?\w+;)*")
+"""What a formula may consist of: a report may have been read from a file that others wrote."""
+_MOST_TEXT = 400
+_NO_OPERATORS = {"placeholder", "output", "get_attr", "getitem"}
 
 
-def render_page(
-    summary: str,
-    stats: Mapping[str, Any],
-    graphs: Mapping[str, fx.GraphModule],
-    kernels: Mapping[str, str],
-    changes: Sequence[OperatorChange],
-) -> str:
+def render_page(report: Report, tokenizer: Any = None) -> str:
     """The whole page.
 
     Args:
-        summary: Text for the top.
-        stats: ``Inspection.stats``.
-        graphs: Stages to show, in order.
-        kernels: Attention expressions by node name.
-        changes: Operators that the rewriting added or removed.
+        report: What it is drawn from.
+        tokenizer: Decodes the tokens of the rollout tree, by a method ``decode`` of a list of ids.
     """
-    first = "rewritten" if "rewritten" in graphs else "captured"
-    return Template(PAGE).substitute(
+    stats, verdict = report.stats, report.verdict
+    return Template(page_part("page.html")).substitute(
+        style=page_part("page.css"),
+        script=page_part("page.js"),
+        verdict=html.escape(verdict.sentence),
+        advice=f'<p class="advice" id="advice">{html.escape(verdict.advice)}</p>' if verdict.advice else "",
         figures="".join(_figures(stats)),
-        summary=html.escape(summary),
-        seconds=_bars(stats["seconds"]),
+        coverage=_coverage(report),
+        losses=_losses(report),
         expansions=_table(("operator", "reason", "line"), _expansion_rows(stats))
         or f"<p>{html.escape(none_expanded(stats))}</p>",
-        earlier="<p>The last call ran every row: attentions and rewritten graphs below are of an earlier call.</p>"
-        if is_earlier(stats, graphs)
-        else "",
-        kernels="".join(_kernel(name, text) for name, text in kernels.items()) or "<p>None.</p>",
-        changes="".join(f"<code>{html.escape(str(change))}</code>" for change in changes) or "None.",
-        tabs="".join(_tab(stage, gm, selected=stage == first) for stage, gm in graphs.items()),
-        graphs="".join(_graph(stage, gm, shown=stage == first) for stage, gm in graphs.items()),
+        attention=_attentions(report) or "<p>None.</p>",
+        restoration=_table(("node", "operator", "gradient of", "shape", "tokens x rows", "line"), _restored(report))
+        or "<p>No node of a backward graph restores gradients.</p>",
+        memory=_memory(report),
+        summary=html.escape(report.summary()),
+        changes="".join(f"<code>{html.escape(str(change))}</code>" for change in _changes(report)) or "None.",
+        data=_embedded(_data(report, tokenizer)),
     )
+
+
+def write_report(report: Report, path: str | Path, tokenizer: Any = None) -> Path:
+    """Write the page of a report, and return its path."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(render_page(report, tokenizer), encoding="utf-8")
+    return target
+
+
+def _changes(report: Report) -> list[OperatorChange]:
+    """How the rewriting changed the operators of the captured graph."""
+    stages = (report.nodes.get(stage, ()) for stage in ("captured", "rewritten"))
+    before, after = (Counter(node.op for node in nodes if node.op not in _NO_OPERATORS) for nodes in stages)
+    return order_changes(before, after) if after else []
+
+
+def _embedded(value: Any) -> str:
+    """JSON that no text in it can end: every ``<`` is written as an escape."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+
+
+def _data(report: Report, tokenizer: Any) -> dict[str, Any]:
+    """What the script draws; modules and lines of nodes are numbers of two lists."""
+    modules: dict[str, int] = {"": 0}
+    lines: dict[str, int] = {"": 0}
+
+    def packed(node: GraphNode) -> list[Any]:
+        module = modules.setdefault(node.module, len(modules))
+        line = lines.setdefault(node.line or "", len(lines))
+        return [node.name, node.op, node.inputs, node.type, module, line, node.sources, node.mark, node.code]
+
+    nodes = {stage: [packed(node) for node in items] for stage, items in report.nodes.items()}
+    forest = None if report.forest is None else as_plain(report.forest)
+    if forest is not None and report.forest is not None:
+        forest["nodes"] = [
+            {**item, "text": _text(node, tokenizer)}
+            for item, node in zip(forest["nodes"], report.forest.nodes, strict=True)
+        ]
+    accounts = {o.name: (o.ran, o.code, o.reason, o.flops_before, o.flops_after) for o in report.operators}
+    return {
+        "forest": forest, "modules": as_plain(report.modules), "nodes": nodes, "modules_of": list(modules),
+        "lines": list(lines), "operators": accounts, "passes": as_plain(report.passes), "calls": as_plain(report.calls),
+    }  # fmt: skip
+
+
+def _text(node: ForestNode, tokenizer: Any) -> str:
+    """The tokens of a run, decoded where a tokenizer is given."""
+    more = "" if len(node.ids) == node.tokens else " ..."
+    if not node.ids:
+        return ""
+    if tokenizer is None:
+        return ", ".join(map(str, node.ids)) + more
+    return str(tokenizer.decode(list(node.ids)))[:_MOST_TEXT] + more
 
 
 def _share(part: int, whole: int) -> str:
@@ -85,14 +132,29 @@ def _figures(stats: Mapping[str, Any]) -> Iterator[str]:
         yield f"<div><b>{html.escape(value)}</b>{name}</div>"
 
 
-def _bars(seconds: Mapping[str, float]) -> str:
-    longest = max(seconds.values(), default=0.0) or 1.0
-    rows = (
-        f'<tr><td>{html.escape(name)}</td><td class="n">{value:.3f} s</td>'
-        f'<td class="bar"><i style="width:{100 * value / longest:.1f}%"></i></td></tr>'
-        for name, value in seconds.items()
+def _coverage(report: Report) -> str:
+    """One bar: once per distinct token, once for the batch, per row."""
+    found = report.verdict.coverage
+    parts = {"token": found.token, "batch": found.batch, "row": found.row}
+    names = {"token": "once per distinct token", "batch": "once for the batch", "row": "once per row"}
+    total = sum(parts.values())
+    if not total:
+        return "<p>No products of matrices were counted.</p>"
+    bars = "".join(f'<i class="{kind}" style="width:{100 * n / total:.2f}%"></i>' for kind, n in parts.items() if n)
+    legend = "".join(
+        f'<span><b class="{kind}"></b>{names[kind]}: {100 * n / total:.1f} %</span>' for kind, n in parts.items()
     )
-    return f"<table>{''.join(rows)}</table>"
+    return f'<div class="bar" role="img" aria-label="coverage">{bars}</div><p class="legend">{legend}</p>'
+
+
+def _losses(report: Report) -> str:
+    total = max(1, report.verdict.coverage.token + report.verdict.coverage.batch + report.verdict.coverage.row)
+    rows = [
+        (loss.code, f"{loss.operator} {loss.reason}".strip(), f"{100 * loss.flops / total:.1f} %", loss.line or "",
+         loss.way_out)
+        for loss in report.verdict.losses
+    ]  # fmt: skip
+    return _table(("code", "what keeps it on rows", "FLOPs", "line", "way out"), rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -103,61 +165,44 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _expansion_rows(stats: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     for item in shown_expansions(stats):
-        yield item["op"], item["reason"], item["line"] or ""
+        yield item["op"], f"{item['reason']} [{item['code']}]", item["line"] or ""
 
 
-def _kernel(name: str, text: str) -> str:
-    return f"<h3>{html.escape(name)}</h3><pre>{html.escape(text)}</pre>"
-
-
-def _tab(stage: str, gm: fx.GraphModule, *, selected: bool) -> str:
-    return (
-        f'<button role="tab" aria-selected="{str(selected).lower()}" data-stage="{stage}">'
-        f"{stage} <small>{len(gm.graph.nodes)}</small></button>"
+def _attentions(report: Report) -> str:
+    """Each distinct formula once, with the layers that have it; each distinct source once, behind a fold."""
+    groups: dict[tuple[str, ...], list[AttentionAccount]] = {}
+    for item in report.attention:
+        groups.setdefault((item.mathml, item.score, item.visible, item.shapes, item.kernel), []).append(item)
+    return "".join(_formula(items) for items in groups.values()) + "".join(
+        f"<details><summary>Triton source {i + 1} of {len(report.sources)}, as on a GPU</summary>"
+        f"<pre>{html.escape(source)}</pre></details>"
+        for i, source in enumerate(report.sources)
     )
 
 
-def _graph(stage: str, gm: fx.GraphModule, *, shown: bool) -> str:
-    counts = dict.fromkeys(_KINDS, 0)
-    lines = []
-    for node in gm.graph.nodes:
-        kind = _kind(node)
-        if kind:
-            counts[kind] += 1
-        lines.append(_line(node, kind))
-    legend = "".join(
-        f'<button class="{kind}" data-kind="{kind}">{count} {_KINDS[kind]}</button>'
-        for kind, count in counts.items()
-        if count
+def _formula(items: Sequence[AttentionAccount]) -> str:
+    first = items[0]
+    names = ", ".join(item.module or item.name for item in items[:4])
+    layers = f"{len(items)} layers: {names}, ..." if len(items) > 4 else names
+    drawn = first.mathml if _MATHML.fullmatch(first.mathml) else ""
+    counts = f"\npairs of query and key: {first.pairs:,} on the tree, {first.pairs_on_rows:,} on rows"
+    pairs = counts if first.pairs else ""
+    text = (
+        f"softmax over k of {first.score}\nwhere {first.visible}\nquery, key, value {first.shapes}\n"
+        f"kernel: {first.kernel}{pairs}"
     )
-    hidden = "" if shown else " hidden"
-    return f'<section class="graph" id="{stage}"{hidden}><p>{legend}</p><ol>{"".join(lines)}</ol></section>'
+    return f"<h3>{html.escape(layers)}</h3>{drawn}<pre>{html.escape(text)}</pre>"
 
 
-def _kind(node: fx.Node) -> str:
-    return _CLASSES.get(operator_name(node), "") if node.op == "call_function" else ""
+def _restored(report: Report) -> Iterator[Sequence[str]]:
+    for item in report.restoration:
+        times = ", ".join(f"{tokens:,} x {rows}" for tokens, rows in item.multiplicities)
+        yield item.name, item.op, item.of, item.shape, times, item.line or ""
 
 
-def _line(node: fx.Node, kind: str) -> str:
-    """One node: ``name: type = operator(arguments)``, with its module and the user's line as a tooltip."""
-    origin = "\n".join(part for part in (_KINDS.get(kind), module_of(node), user_line(node)) if part)
-    called = operator_name(node) if node.op.startswith("call_") else node.op
-    arguments = [_argument(item) for item in node.args]
-    arguments += [f"{key}={_argument(item)}" for key, item in node.kwargs.items()]
-    if node.op == "placeholder":
-        arguments = [str(node.target)]
-    name, kind_of_value, listed = (html.escape(text) for text in (node.name, type_of(node), ", ".join(arguments)))
-    return (
-        f'<li class="{kind or node.op}" title="{html.escape(origin)}"><b>{name}</b><i>{kind_of_value}</i>'
-        f" = <u>{html.escape(called)}</u>({listed})</li>"
-    )
-
-
-def _argument(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(_argument(item) for item in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-    too_long = isinstance(value, str) and len(value) > _LONGEST_TEXT
-    return repr(value[:_LONGEST_TEXT] + "...") if too_long else repr(value)
+def _memory(report: Report) -> str:
+    memory = report.memory
+    if not memory.layers:
+        return f"<p>{html.escape(memory.note or 'Nothing.')}</p>"
+    rows = [(item.module or "outside of modules", f"{item.bytes:,}", str(item.values)) for item in memory.layers[:60]]
+    return f"<p>{memory.bytes:,} bytes.</p>" + _table(("module", "bytes", "values"), rows)

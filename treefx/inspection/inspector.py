@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from treefx.errors import InputError
 from treefx.inspection.compiled_modules import is_compiled, modules_of
 from treefx.inspection.given_up import given_up
 from treefx.inspection.graph_diff import OperatorChange, diff_operators
-from treefx.inspection.html import render_page
 from treefx.inspection.inner_graphs import trace_inner_graphs
 from treefx.inspection.report.material import Material
 from treefx.inspection.report.report import Report, make_section
@@ -196,14 +194,6 @@ class Inspection(Report):
                 "the first packed call, a backward graph after one that needs gradients (never with inner='eager')"
             )
         return mark_restorations(graphs[stage].print_readable(print_output=False))
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write everything into one page that needs nothing else, and return its path."""
-        page = render_page(self.summary(), self.stats, self.graphs, self.kernels, self.operator_changes)
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page, encoding="utf-8")
-        return target
 
 
 def _cut_off(reports: list[GraphReport], first: GraphReport) -> str | None:

@@ -33,7 +33,8 @@ def mathml_of(score: Expr, visible: Expr | None, names: Sequence[str]) -> str:
         parts = [mathml(item, printer="presentation") for item in (value, seen)]
     except (KeyError, TypeError, ValueError, AttributeError, NotImplementedError):
         return ""
-    return f"<math display='block'><mrow>{parts[0]}<mtext>, if </mtext>{parts[1]}</mrow></math>"
+    parts = [part.replace("<mo><</mo>", "<mo>&lt;</mo>").replace("<mo>></mo>", "<mo>&gt;</mo>") for part in parts]
+    return f"<math display='block'><mrow>{parts[0]}<mtext>&#160;&#160;if&#160;&#160;</mtext>{parts[1]}</mrow></math>"
 
 
 class _Writer:

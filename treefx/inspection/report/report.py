@@ -36,6 +36,7 @@ from treefx.inspection.report.restoration import account_restorations
 from treefx.inspection.report.traces import perfetto_events
 from treefx.inspection.report.verdict import judge
 from treefx.inspection.report.why import Asked, explain_place
+from treefx.views import find_view
 
 __all__ = ["Report", "made_of", "make_section"]
 
@@ -150,6 +151,16 @@ class Report:
             )
         found: Report = from_plain(Report, value)
         return found
+
+    def to_html(self, path: str | Path, tokenizer: Any = None) -> Path:
+        """Write the report as one page that needs nothing else, and return its path.
+
+        Args:
+            path: Of the file.
+            tokenizer: Decodes the tokens of the rollout tree (``tokenizer.decode(ids)``); ids are shown without one.
+        """
+        written: Path = find_view("write_report")(self, path, tokenizer)
+        return written
 
     def to_perfetto(self, path: str | Path) -> Path:
         """Write passes and calls as a trace for ui.perfetto.dev or chrome://tracing, and return its path."""
