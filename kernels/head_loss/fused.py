@@ -27,9 +27,12 @@ __all__ = [
     "backward",
     "backward_of_logits",
     "fold",
+    "fold_all",
     "forward",
     "forward_of_logits",
+    "restore_all",
     "soften",
+    "sort_picks",
 ]
 
 _ENTRIES = 2**26
@@ -217,16 +220,27 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def forward(problem: HeadLoss) -> tuple[Tensor, Tensor]:
     """Return minus the log-probability of each pick [R], and the log-sum-exp of every row [N], in float32."""
+    torch._assert_async(((problem.slot < 0) | (problem.token < len(problem.weight))).all())
+    rows, chosen = fold_all(problem)
+    lse = rows.lse()
+    return loss_of_picks(lse, problem.rows_of_picks(), chosen), lse
+
+
+def fold_all(problem: HeadLoss, *, entropy: bool = False) -> tuple[Rows, Tensor]:
+    """Return the sums of all rows, and the logit of each pick [R], 0 of nothing.
+
+    Args:
+        problem: What is picked.
+        entropy: Whether sums for entropies are wanted.
+    """
     slot, token = problem.slot.contiguous(), problem.token.contiguous()
-    torch._assert_async(((slot < 0) | (token < len(problem.weight))).all())
-    rows = Rows.empty(problem.hidden, entropy=False)
+    rows = Rows.empty(problem.hidden, entropy=entropy)
     chosen = rows.sum.new_zeros(len(token))
     numbers = Numbers.of(problem.scale, problem.softcap)
     with _on_device_of(problem.hidden):
         for chunk in _chunks(problem):
             fold(chunk, _dense(problem.bias), numbers, rows, (slot, token, chosen))
-    lse = rows.lse()
-    return loss_of_picks(lse, problem.rows_of_picks(), chosen), lse
+    return rows, chosen
 
 
 def _dense(bias: Tensor | None) -> Tensor | None:
@@ -242,10 +256,19 @@ def backward(problem: HeadLoss, grad: Tensor, loss: Tensor, lse: Tensor, wanted:
         loss, lse: From the forward.
         wanted: Which gradients.
     """
+    total = problem.sums_of_rows(grad.float()).contiguous()
+    return restore_all(problem, sort_picks(problem, grad, loss, total), lse.contiguous(), wanted)
+
+
+def sort_picks(problem: HeadLoss, grad: Tensor, loss: Tensor, total: Tensor) -> Picks:
+    """Return the picks of a problem as the backward reads them; ``total`` [N] are the sums of gradients of each row."""
+    shape = len(problem.hidden), len(problem.weight)
+    return Picks.sorted(problem.slot, problem.token, shape, _step(problem), grad, loss, total)
+
+
+def restore_all(problem: HeadLoss, picks: Picks, lse: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    """Return the gradients of hidden, weight and bias; an empty tensor for one that is not wanted."""
     hidden, weight, bias = problem.hidden, problem.weight, problem.bias
-    total, lse = problem.sums_of_rows(grad.float()).contiguous(), lse.contiguous()
-    shape = len(hidden), len(weight)
-    picks = Picks.sorted(problem.slot, problem.token, shape, _step(problem), grad, loss, total)
     like = hidden, weight, bias if bias is not None and wanted[2] else weight
     results = [x.new_empty(x.shape if use else (0,)) for x, use in zip(like, wanted, strict=True)]
     of_hidden = torch.zeros_like(results[0], dtype=torch.float32)

@@ -2,7 +2,8 @@
 
 ``treefx::head`` stands for an ``autograd.Function`` of hidden states, the head's weight and bias, and targets, that
 gives numbers per row: log-probabilities, entropies, and the like. It calls that function, on each pair of a row and its
-target once, and leaves out targets that are ``UNSCORED``: their numbers are zero.
+target once, and leaves out targets that are ``UNSCORED``: their numbers are zero. Where ``fused_heads`` has a form of
+the function for the device, that runs instead.
 
 A library scores all positions and puts zeros (or another number) where nothing was to be scored. ``tell_masks`` tells
 the operator so.
@@ -32,6 +33,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from treefx.kernels.bounded import Bounded
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.passes.trace.flash import autograd_recorded
+from treefx.passes.trace.fused_heads import FusedHead, fused_head
 
 __all__ = ["UNSCORED", "Head", "copy_graph", "head", "register_head", "tell_masks"]
 
@@ -60,6 +62,11 @@ class Head:
             apply: Any = self.function.apply
             found: Sequence[Tensor | None] = apply(hidden, weight, bias, targets, *self.settings)
         return found
+
+    def fused_form(self, hidden: Tensor, weight: Tensor) -> FusedHead | None:
+        """The form that runs without pairs on this device; None for a weight that is gathered later, of no rows yet."""
+        whole = weight.shape[1:] == hidden.shape[1:]
+        return fused_head(self.function, self.settings, self.autocast, hidden) if whole else None
 
     @functools.lru_cache(256)
     def example(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
@@ -116,6 +123,9 @@ def head(
     Returns:
         Those results [R] that are not None.
     """
+    form = _HEADS[key].fused_form(hidden, weight)
+    if form is not None:
+        return form.forward(hidden, targets, weight, bias, slot, UNSCORED)
     pairs = _pairs(targets, slot)
     if not len(pairs.row):
         return [hidden.new_zeros(targets.shape, dtype=dtype) for dtype in _dtypes(key, hidden.dtype)]
@@ -144,6 +154,9 @@ def head_backward(
     The gradients of equal pairs are summed first; the forward runs once more, under autograd: what the function keeps
     for its backward is known to itself alone.
     """
+    form = _HEADS[key].fused_form(hidden, weight)
+    if form is not None:
+        return form.backward(grads, wanted, hidden, targets, weight, bias, slot, UNSCORED)
     like = (hidden, weight, hidden if bias is None else bias)
     results = [x.new_zeros(x.shape if use else (0,)) for x, use in zip(like, wanted, strict=True)]
     pairs = _pairs(targets, slot)

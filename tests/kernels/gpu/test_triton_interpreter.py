@@ -18,6 +18,7 @@ NAMES = {
         "layers/interpreted_not_finite",
         "layers/interpreted_layers",
         "head_loss/interpreted_head_loss",
+        "head_loss/interpreted_trl_head",
     ),
 }
 """Two processes of equal length: each imports PyTorch once."""
