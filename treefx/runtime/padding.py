@@ -258,6 +258,12 @@ class Grid:
                     self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self._values[node]
 
+    def at_positions(self, node: fx.Node) -> Tensor:
+        """A labelled value as [B * T, ...], one dimension per plain dimension."""
+        dims = fact_of(node).dims
+        assert dims is not None
+        return _positions_first(self.value(node), dims, self.sizes)
+
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
         """A condition on the key, where the query is the key itself, bool [heads, B * T], or [1, B * T]."""
         heads = heads if heads > 1 and _asks_of_heads(condition) else 1
@@ -314,8 +320,7 @@ class Grid:
             numbers = self.value(node).reshape(-1, 1).expand(self.rows, self.columns)
             buffers.append(numbers.reshape(-1))
             return ("load", len(buffers) - 1, ("q",))
-        assert fact.dims is not None
-        buffers.append(_positions_first(self.value(node), fact.dims, self.sizes))
+        buffers.append(self.at_positions(node))
         token, *rest = indices
         place = ("q",) if token == ("cq",) else ("k",)
         return ("load", len(buffers) - 1, place, *[self._resolve(item, buffers) for item in rest])

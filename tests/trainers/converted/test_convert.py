@@ -16,7 +16,8 @@ import treefx
 from tests.batches import Batch, shared_batch
 from tests.models import double, zoo
 from tests.oracle import FLOAT32, FLOAT64, assert_close, outcome, relative_errors
-from treefx.runtime.converted import planner, seam, specs
+from treefx.kernels.score import Score
+from treefx.runtime.converted import own_function, planner, seam, variants, written
 
 
 def small(name: str = "llama", **changes: Any) -> Any:
@@ -278,7 +279,7 @@ def test_a_registered_function_is_compared_whatever_its_name(
     """As if it were a kernel that does not run here. None: one that does not run on what it is compared on."""
 
     def my_flash_attention(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if factor is None and query.shape[-1] == specs._FEATURES:
+        if factor is None and query.shape[-1] == own_function._FEATURES:
             raise TypeError("mine")
         out, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
         return (factor or 1.0) * out, weights
@@ -292,7 +293,7 @@ def test_a_registered_function_is_compared_whatever_its_name(
 
 def test_products_are_named_without_their_places() -> None:
     """The message about a logit that is refused: a product has no index where heads and rows are one."""
-    assert specs.named(("add", ("mul", ("dot", None, ()), ("const", 0.5)), ("cq",))) == "add(mul(dot, const), cq)"
+    assert written.named(("add", ("mul", ("dot", None, ()), ("const", 0.5)), ("cq",))) == "add(mul(dot, const), cq)"
 
 
 def test_blocks_that_count_columns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +338,7 @@ def test_a_changed_attention_is_refused(pair: tuple[Any, Any]) -> None:
     model, _ = pair
     total(model, batches()[:1])
     attention = model.model.layers[0].self_attn
-    tree = seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), torch.arange(3), None)
+    tree = seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), [])
     q = torch.zeros(1, 4, 3, 16)
     for changed in ({"scaling": 0.5}, {"scaling": attention.scaling, "softcap": 5.0}, {"dropout": 0.1}):
         with pytest.raises(treefx.UnsupportedError, match="proved of it.*convert the model again.*attn_implementation"):
@@ -362,10 +363,12 @@ def test_wrong_trees_are_found() -> None:
     batch = shared_batch(rows=4, length=12, shared=6)
     assert batch.attention_mask is not None
     batch.attention_mask[:, 3] = 0  # padding matters where it stands between tokens
+    make, place = seam.tree_of, lambda x: torch.arange(len(x), dtype=torch.int32)
     wrong = {
-        "causal": lambda end, place, seen: seam.tree_of(torch.full_like(end, len(end)), place, seen),
-        "index for place": lambda end, place, seen: seam.tree_of(end, torch.arange(len(place)), seen),
-        "padding seen": lambda end, place, seen: seam.tree_of(end, place, None),
+        "causal": lambda end, planes, size: make(torch.full_like(end, len(end)), planes, size),
+        "index for place": lambda end, planes, size: make(end, [place(end), *planes[1:]], size),
+        "padding seen": lambda end, planes, size: make(end, [planes[0], torch.ones_like(end)], size),
+        "wrong plane": lambda end, planes, size: make(end, [planes[1], planes[0]], size),
     }
     everything = Batch(batch.input_ids, batch.attention_mask, batch.input_ids)
     right, *errors = errors_with(planner, "tree_of", wrong, small("mistral", sliding_window=4), everything)
@@ -373,11 +376,23 @@ def test_wrong_trees_are_found() -> None:
 
 
 def test_wrong_scores_are_found() -> None:
-    original = seam.score_of
-    wrong = {
-        "window": lambda spec, *, padded: original(replace(spec, window=spec.window and 1000), padded=padded),
-        "softcap": lambda spec, *, padded: original(replace(spec, softcap=None), padded=padded),
-    }
     model, batch = small("gemma2", sliding_window=4, attn_logit_softcapping=0.5), batches(None)[0]
-    right, *errors = errors_with(seam, "score_of", wrong, model, batch)
+
+    def without(what: str) -> Callable[..., Any]:
+        def find(self: Any, scores: Any, planes: int) -> Any:
+            changed = {name: _without(what, item) for name, item in scores.items()}
+            return variants.Variant(2 + planes, changed)
+
+        return find
+
+    wrong = {what: without(what) for what in ("window", "softcap")}
+    right, *errors = errors_with(variants.Variants, "find", wrong, model, batch)
     assert right <= FLOAT64 and min(errors) > 1e-6, errors
+
+
+def _without(what: str, stated: Any) -> Any:
+    score = stated.score
+    if what == "window":
+        return replace(stated, score=Score(score.value, None))
+    _, (_, (_, inner, _)), _ = score.value  # cap * tanh(inner / cap)
+    return replace(stated, score=Score(inner, score.visible))

@@ -17,6 +17,7 @@ import treefx
 from tests.batches import shared_batch
 from tests.models import double
 from tests.oracle import FLOAT32, FLOAT64, assert_close, outcome
+from treefx.kernels.score import make_score
 from treefx.runtime.converted import seam
 
 BATCH = shared_batch(rows=4, length=12, shared=6, padding=None)
@@ -223,8 +224,8 @@ def test_ways_to_write_an_attention(written: str, monkeypatch: pytest.MonkeyPatc
 
 def test_arguments_by_place_are_those_of_the_function() -> None:
     """sdpa has the dropout in front of the scale; eager attentions have them the other way round."""
-    module, tree = nn.Module(), seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), torch.arange(3), None)
-    module.treefx_spec = seam.Spec(0.5)
+    module, tree = nn.Module(), seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), [])
+    module.treefx_scores = {2: seam.Stated(make_score(scale=0.5), (), 0.5)}
     q = torch.randn(1, 2, 3, 8, dtype=torch.float64)
 
     def original(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any, scaling: Any) -> Any:

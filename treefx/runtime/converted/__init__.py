@@ -8,6 +8,6 @@ labelled, and masks lifted (``planner``, ``frame``, ``sizes``).
 
 Order of imports, each only of what stands before an arrow::
 
-    seam, branches, sizes, packed_rows, sequence_parallel, readers, kept_values -> skeleton, specs, row_laws -> frame,
-    row_views -> planner -> hooks -> convert
+    seam, branches, sizes, packed_rows, sequence_parallel, readers, kept_values -> skeleton, own_function, variants,
+    written, row_laws -> attentions, frame, row_views -> planner -> hooks -> convert
 """

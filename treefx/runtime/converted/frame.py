@@ -99,7 +99,7 @@ def _calls(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     positions = (torch.arange(ids.shape[1]) - _PADDING).clamp(min=0).expand_as(ids) if placed else None
     mask = (ids != 0).to(torch.int64) if masked else None
     on_rows = {**given, "input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
-    tree = tree_of(end.to(torch.int32), column, None)
+    tree = tree_of(end.to(torch.int32), [column.to(torch.int32)])
     place = column if positions is None else positions[row, column]
     return on_rows, packed_inputs(given, ids[row, column], place, tree)
 

@@ -218,7 +218,7 @@ class Hooks:
     def _count(self, found: Plan, tokens: int, ids: Tensor) -> None:
         report = self._report
         report.raw_tokens, report.tokens, report.distinct_tokens = found.raw_tokens, tokens, found.tokens
-        report.attention_layers = report.attention_rewritten = len(found.specs)
+        report.attention_layers = report.attention_rewritten = len(found.variant.scores)
         report.seconds = dict(found.seconds)
         report.graphs["captured"] = found.captured
         self._count_step(found.batch.prefixes, found.raw_tokens, tokens, ids)
@@ -233,7 +233,7 @@ class Hooks:
         row, column, _, token_of = (x.to(ids.device) for x in found.batch.metadata)
         place = column if positions is None else positions.expand_as(ids)[row, column]
         for name, module in self._planner.modules.items():
-            install(module, found.specs[without_compiled_name(name)])
+            install(module, found.variant.on(ids.device)[without_compiled_name(name)], found.variant.size)
         call = self._call
         call.token_of, call.plan = token_of, found
         kind = found.kind, self.owner.training
@@ -284,8 +284,9 @@ class Hooks:
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks")
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _PROOF = (
-    "treefx.convert runs a model on its distinct tokens if every attention is proved to be causal attention with a "
-    "scale, softcap, window or sinks, and all else to be computed token by token, but of {} this was not proved: {}. "
+    "treefx.convert runs a model on its distinct tokens if every attention is proved to be causal attention whose "
+    "scores are made of positions, inputs and constants, and all else to be computed token by token, but of {} this "
+    "was not proved: {}. "
 )
 _REFUSED = _PROOF + (
     "Change what is named (set dropout to 0, say), or take on_unsupported='expand', which runs such calls on rows"

@@ -16,25 +16,24 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.kernels.lasting import lasting
-from treefx.kernels.recurrence.tree_conv import find_depths
-from treefx.kernels.score import Expr
 from treefx.passes.analysis import Analysis
 from treefx.passes.labels.facts import Kind, fact_of
 from treefx.passes.labels.purity import changed_inputs, randomness
 from treefx.passes.pipeline import build_passes
-from treefx.passes.scores.attention_facts import Attention
 from treefx.runtime.analyses import Analyses
 from treefx.runtime.batch import Batch
 from treefx.runtime.call_plan import CallPlan, Policy, Unshared, plan_call
+from treefx.runtime.converted.attentions import Attentions
 from treefx.runtime.converted.branches import Branches
 from treefx.runtime.converted.frame import blocks_of, cache_matters, check_frame
 from treefx.runtime.converted.kept_values import Kept, kept_values, name_of, outputs_of
 from treefx.runtime.converted.readers import find_hook
-from treefx.runtime.converted.seam import Spec, attention_modules, tree_of
+from treefx.runtime.converted.seam import attention_modules, tree_of
 from treefx.runtime.converted.sequence_parallel import split_over
-from treefx.runtime.converted.sizes import SIZE, check_blocks, computes_with_size, module_of
-from treefx.runtime.converted.skeleton import WRAPPERS, refresh, skeleton, wrapped_in
-from treefx.runtime.converted.specs import Lifted, check_function, lifted_as, named
+from treefx.runtime.converted.sizes import SIZE, check_blocks, computes_with_size
+from treefx.runtime.converted.skeleton import WRAPPERS, Buffers, refresh, skeleton, wrapped_in
+from treefx.runtime.converted.variants import Variant, Variants
+from treefx.runtime.converted.written import plane_of
 from treefx.runtime.dynamo import role_of
 from treefx.runtime.padding import Grid
 from treefx.runtime.reason import Cause, Reason
@@ -48,12 +47,12 @@ __all__ = ["Plan", "Planner", "without_compiled_name"]
 class Plan:
     """How to run one call on its distinct tokens.
 
-    ``batch`` says which these are, on the CPU; ``tree`` is what its attentions get, ``specs`` what each computes.
+    ``batch`` says which these are, on the CPU; ``tree`` is what its attentions get, ``variant`` what each computes.
     """
 
     batch: Batch
     tree: Tensor
-    specs: Mapping[str, Spec]
+    variant: Variant
     raw_tokens: int
     tokens: int
     """Tokens under the mask, in rows and distinct."""
@@ -90,6 +89,7 @@ class Planner:
         self._checked: set[Any] = set()
         self._refused: dict[Any, str] = {}
         self._cached: dict[Any, bool] = {}
+        self._variants = Variants()
 
     def plan(self, given: Mapping[str, Any]) -> Plan | Reason:
         """A plan for a call with these arguments, or why it runs on rows.
@@ -157,6 +157,7 @@ class Planner:
         if modules != self._known:
             self._copy = skeleton(self._owner)
             self._pairs = list(zip(_without_wrappers(modules), self._copy.modules(), strict=True))
+            self._buffers = Buffers(self._pairs)
             self.modules = attention_modules(self._owner)
             attention = attention_modules(self._copy)
             self._blocks = blocks_of(self._copy, attention)
@@ -164,13 +165,17 @@ class Planner:
                 _own_code(self._copy), backend=self._backend(attention), fullgraph=True, dynamic=True
             )
             self._known, self._checked, self._refused, self._cached = modules, set(), {}, {}
+        self._buffers.refresh()
         return modules
 
     def _backend(self, attention: Mapping[str, nn.Module]) -> Any:
         def treefx(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
             nodes = gm.graph.find_nodes(op="placeholder")
             roles = [role_of(node, example) for node, example in zip(nodes, examples, strict=True)]
-            graph = _Graph(gm, roles, self._config, attention, self._blocks, self._owner, kept_values("module"))
+            graph = _Graph(
+                gm, roles, self._config, attention, self._blocks, self._owner, kept_values("module"),
+                self._variants,
+            )  # fmt: skip
 
             def run(*args: Any) -> Any:
                 with torch.no_grad():
@@ -229,6 +234,8 @@ def _is_of_weights(node: fx.Node) -> bool:
 
 
 _KEPT = "{}: {}. Return the value from the model, or compute it from what the model returns"
+_WIDE = Reason(Cause.VALUES, "a number that an attention reads of a token does not fit into 32 bits")
+_MANY = Reason(Cause.MANY_BUFFERS, "constants of attentions (tables by column, say) change too often from call to call")
 _HOOKED = "{}, which would get distinct tokens in place of rows. Remove it, or register it on the model that is called"
 
 
@@ -244,12 +251,13 @@ class _Graph:
         blocks: set[str],
         owner: nn.Module,
         kept: Sequence[Kept],
+        variants: Variants,
     ) -> None:
-        self._kept, self._written = kept, set[str]()
-        self._gm, self._config, self._modules, self._blocks, self._owner = gm, config, attention, blocks, owner
+        self._kept, self._written_to = kept, set[str]()
+        self._gm, self._config, self._blocks, self._owner = gm, config, blocks, owner
         self._records = Records(gm)
         self._analyses = Analyses(gm, roles, build_passes(config.compiler), config, self._records)
-        self._known: dict[tuple[int, frozenset[Expr]], dict[str, Lifted]] = {}
+        self._attentions, self._variants = Attentions(attention), variants
         self._branches = Branches(gm, roles)
         self._proofs: weakref.WeakKeyDictionary[Shape, str] = weakref.WeakKeyDictionary()
         """What stands against a shape, which graphs of other models may share; "" where it is proved."""
@@ -275,24 +283,22 @@ class _Graph:
         return self._found(shape, found)
 
     def _found(self, shape: Shape, plan: CallPlan) -> Plan | Reason:
-        batch, grid, redundant, seen = plan.batch, plan.grid, plan.redundant, plan.seen
-        found = self._lifted(shape, redundant)
-        others = [condition for item in found.values() for condition in item.others]
-        if others:
-            text = f"an attention asks more of a pair of tokens than a window: {named(others[0])}"
-            return Reason(Cause.OPERATOR, text)
+        batch, grid, seen = plan.batch, plan.grid, plan.seen
+        found = self._attentions.of(shape, plan.redundant)
         row, column, end, token_of = batch.metadata
-        visible = [shape.padding.met(grid, conditions) for conditions in {item.of_keys for item in found.values()}]
-        if any(not torch.equal(item, visible[0]) for item in visible[1:]):
-            return Reason(Cause.OPERATOR, "attentions of the model hide different keys")
-        at_tokens = None if bool(visible[0][token_of >= 0].all()) else visible[0][row, column]
-        place = find_depths(end) if batch.own_positions else column
+        planes = [plane_of(plane, batch, grid, shape.padding) for plane in found.layout.planes]
+        if any(plane is None for plane in planes):
+            return _WIDE
+        variant = self._variants.find(found.stated(grid), len(planes))
+        if variant is None:
+            return _MANY
+        visible = [shape.padding.met(grid, item) for item in {item.of_keys for item in found.written.values()}]
+        met = torch.stack(visible).any(0)[row, column]
         counted = token_of >= 0 if seen is None else seen
-        distinct = batch.tokens if at_tokens is None else int(at_tokens[: batch.tokens].sum())
-        specs = {name: item.spec for name, item in found.items()}
         return Plan(
-            batch, tree_of(end, place, at_tokens), specs, int(counted.sum()), distinct, plan.shares, self._gm,
-            frozenset({*self._written, *(item.where for item in self._kept)}), dict(shape.analysis.seconds),
+            batch, tree_of(end, [plane for plane in planes if plane is not None], variant.size), variant,
+            int(counted.sum()), int(met[: batch.tokens].sum()), plan.shares, self._gm,
+            frozenset({*self._written_to, *(item.where for item in self._kept)}), dict(shape.analysis.seconds),
         )  # fmt: skip
 
     def _keep(self, shape: Shape, grid: Grid, starts: Tensor | None) -> Any:
@@ -309,10 +315,7 @@ class _Graph:
         elif starts is not None:
             keep = torch.ones_like(seen)
         else:
-            windows = [item.spec.window for item in self._lifted(shape, frozenset()).values()]
-            before = seen.to(torch.int64).cumsum(1)
-            width = min([window for window in windows if window is not None], default=seen.shape[1])
-            keep = before > torch.nn.functional.pad(before, (width, 0))[:, : seen.shape[1]]
+            keep = seen | self._attentions.see_keys(shape, grid, seen)
         return seen, keep
 
     def _check(self, shape: Shape, args: Sequence[Any]) -> None:
@@ -341,7 +344,7 @@ class _Graph:
         if tensors != set(analysis.packed_outputs) - kept:
             raise UnsupportedError("the module that takes the ids returns values that are none of tokens")
         check_blocks(analysis, self._blocks)
-        self._lifted(shape, frozenset())
+        self._attentions.check(shape, shape.grid(analysis.known.with_parts(self._analyses.tensors(args))))
 
     def _check_buffers(self, analysis: Analysis, args: Sequence[Any]) -> None:
         """Raise if a buffer or an input gets values of tokens; note the buffers that get others."""
@@ -353,7 +356,7 @@ class _Graph:
             name = "an input" if given is None else name_of(nodes[given])
             if not isinstance(written, fx.Node) or not _is_of_weights(written):
                 raise UnsupportedError(_KEPT.format(name, "changed in place by values of tokens or their number"))
-            self._written.add(name)
+            self._written_to.add(name)
 
     def _check_kept(self, analysis: Analysis) -> set[int]:
         """Positions of outputs that are kept and do not depend on tokens; raise if another one is kept."""
@@ -369,19 +372,3 @@ class _Graph:
                 raise UnsupportedError(_KEPT.format(item.where, "a tensor that depends on tokens is kept in it"))
             found.add(position)
         return found
-
-    def _lifted(self, shape: Shape, redundant: frozenset[Expr]) -> dict[str, Lifted]:
-        """What each attention module computes."""
-        key = (id(shape), redundant)
-        if key not in self._known:
-            nodes = [node for node in shape.analysis.gm.graph.nodes if node.op == "call_function"]
-            laws = [(module_of(node), fact_of(node).law) for node in nodes]
-            found = [(name, law) for name, law in laws if isinstance(law, Attention)]
-            if sorted(name for name, _ in found) != sorted(self._modules):
-                raise UnsupportedError("not every attention of the model takes its function from transformers, once")
-            taken = {name: lifted_as(law, redundant) for name, law in found}
-            if not redundant:
-                for name, item in taken.items():
-                    check_function(self._modules[name], item.spec, name)
-            self._known[key] = taken
-        return self._known[key]

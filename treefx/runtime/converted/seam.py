@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.ops import attend
-from treefx.kernels.score import Expr, Score
+from treefx.kernels.score import Score, walk
 
 __all__ = [
     "UNWRAPPED",
-    "Spec",
+    "Read",
+    "Stated",
     "attend_on_tree",
     "attention_modules",
     "eager_or_other",
@@ -35,7 +36,6 @@ __all__ = [
     "is_tree",
     "original_of",
     "reads_trees",
-    "score_of",
     "tree_of",
     "uninstall",
 ]
@@ -45,37 +45,88 @@ UNWRAPPED = "_old_forward"
 
 _NAME = "ALL_ATTENTION_FUNCTIONS"
 _GET, _GET_READING = "get_interface", "treefx_get_interface"
-_SPEC = "treefx_spec"
+_SCORES = "treefx_scores"
+"""Attribute of an attention module: what it computes, by the size of the tree that it is given."""
 _ORIGINAL = "treefx_original"
 """Attribute of a forward that reads trees: the forward that it is a copy of."""
 
 
-@dataclass(frozen=True)
-class Spec:
+@dataclass(frozen=True, eq=False)
+class Read:
+    """One buffer of a score: a plane of the tree by its number, float32 by its bits or int32, or a table."""
+
+    plane: int
+    is_float: bool
+    table: Tensor | None
+
+    def equals(self, other: Read) -> bool:
+        """Whether both read the same numbers; those of a plane are the tree's."""
+        if self.table is None or other.table is None:
+            return (self.plane, self.is_float, self.table) == (other.plane, other.is_float, other.table)
+        ours, others = self.table, other.table
+        return ours.dtype is others.dtype and ours.shape == others.shape and torch.equal(ours, others.to(ours.device))
+
+    def of(self, tree: Tensor) -> Tensor:
+        """The buffer, for a call with this tree."""
+        if self.table is not None:
+            return self.table
+        plane = tree[self.plane, 0, 0]
+        return plane.view(torch.float32) if self.is_float else plane
+
+
+@dataclass(frozen=True, eq=False)
+class Stated:
     """What one attention of the model is proved to compute, beside being causal.
 
-    The logit is ``cap(scale * q.k)``; a key is visible if it is no padding and less than ``window`` places before the
-    query; ``sinks`` tells of a logit per head that takes weight and has no value.
+    Attributes:
+        score: In packed indices, its loads in the order of ``reads``.
+        reads: Its buffers.
+        scale, softcap: The numbers that the model hands to its attention function, around the product q.k.
+        heads: The number of query heads that the score was proved for.
+        has_sinks: Whether one logit per head takes weight and has no value.
     """
 
+    score: Score
+    reads: tuple[Read, ...]
     scale: float
     softcap: float | None = None
-    window: int | None = None
-    sinks: bool = False
+    heads: int = 0
+    has_sinks: bool = False
+
+    @functools.cached_property
+    def asks_of_heads(self) -> bool:
+        """Whether the score differs from head to head."""
+        return any(item == ("head",) for expr in (self.score.value, self.score.visible) if expr for item in walk(expr))
+
+    def equals(self, other: Stated) -> bool:
+        """Whether both state the same."""
+        fields = ("score", "scale", "softcap", "heads", "has_sinks")
+        same = all(getattr(self, name) == getattr(other, name) for name in fields)
+        pairs = zip(self.reads, other.reads, strict=False)
+        return same and len(self.reads) == len(other.reads) and all(x.equals(y) for x, y in pairs)
+
+    def on(self, device: torch.device) -> Stated:
+        """The same with its tables on a device."""
+        reads = tuple(x if x.table is None else replace(x, table=x.table.to(device)) for x in self.reads)
+        return replace(self, reads=reads)
 
 
 # The tree ---------------------------------------------------------------------------------------------------------
 
 
-def tree_of(subtree_end: Tensor, place: Tensor, seen: Tensor | None) -> Tensor:
-    """A tree in the form of a mask, int32 [2, 1, 1, N], or [3, 1, 1, N] with padding.
+def tree_of(subtree_end: Tensor, planes: Sequence[Tensor], size: int | None = None) -> Tensor:
+    """A tree in the form of a mask, int32 [size, 1, 1, N], at least two of them.
+
+    Its size says which scores read it: modules keep those of several calls apart by it, also where a checkpoint runs a
+    block again after a later call.
 
     Args:
         subtree_end: int32 [N].
-        place: [N], what windows count by: the column in the row.
-        seen: [N], 0 at padding, which no other token sees; None where there is none.
+        planes: int32 [N] each, what scores read of tokens.
+        size: How many entries there are; the last one is repeated.
     """
-    rows = [subtree_end, place.to(torch.int32), *([] if seen is None else [seen.to(torch.int32)])]
+    rows = [subtree_end, *planes]
+    rows += [rows[-1]] * (max(2, size or 0) - len(rows))
     return torch.stack(rows)[:, None, None]
 
 
@@ -86,7 +137,7 @@ def is_tree(mask: Any, query: Any) -> bool:
         and isinstance(query, Tensor)
         and mask.dtype is torch.int32
         and mask.dim() == 4
-        and mask.shape[0] in (2, 3)
+        and mask.shape[0] > 1
         and query.shape[0] == 1
         and mask.shape[1] == mask.shape[2] == 1
         and mask.shape[3] == query.shape[2]
@@ -118,8 +169,8 @@ def eager_or_other(module: nn.Module) -> Callable[..., Any]:
     return found
 
 
-def install(module: nn.Module, spec: Spec) -> None:
-    """Let an attention module compute tree attention by a spec where it is given a tree.
+def install(module: nn.Module, stated: Stated, size: int) -> None:
+    """Let an attention module compute tree attention by a score where it is given a tree of this size.
 
     Raises:
         UnsupportedError: Its forward cannot be copied.
@@ -134,13 +185,14 @@ def install(module: nn.Module, spec: Spec) -> None:
         forward = module.__dict__.get(slot, types.MethodType(type(module).forward, module))
         if original_of(forward) is None:
             module.__dict__[slot] = types.MethodType(_reading(_function_of(forward, module)), module)
-    if getattr(module, _SPEC, None) != spec:  # compiled blocks are compiled again for another object
-        module.__dict__[_SPEC] = spec
+    known = module.__dict__.get(_SCORES, {})
+    if known.get(size) is not stated:  # compiled blocks are compiled again for another object
+        module.__dict__[_SCORES] = {**known, size: stated}
 
 
 def uninstall(module: nn.Module) -> None:
     """Give a module its own forward back."""
-    module.__dict__.pop(_SPEC, None)
+    module.__dict__.pop(_SCORES, None)
     for slot in (UNWRAPPED, "forward"):
         original = original_of(module.__dict__.get(slot))
         if original is None:
@@ -208,12 +260,19 @@ def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(_ARGUMENTS, args, strict=False))
     given.update(kwargs)
     if not is_tree(given.get("attention_mask"), given.get("query")):
+        _check_rows(given.get("module"), given.get("attention_mask"), given.get("query"))
         return original(*args, **kwargs)
     if len(args) > len(_ARGUMENTS):  # their order differs from function to function
         names = list(inspect.signature(original).parameters)
         given.update(zip(names[len(_ARGUMENTS) :], args[len(_ARGUMENTS) :], strict=False))
     first = [given.pop(name) for name in _ARGUMENTS]
     return attend_on_tree(*first, **given), None
+
+
+def _check_rows(module: Any, mask: Any, query: Any) -> None:
+    """Raise if a mask was made of a tree: it has several entries in front for one row of queries."""
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[0] > 1 and query.shape[0] == 1:
+        raise UnsupportedError(_CHANGED.format(type(module).__name__))
 
 
 # Attention --------------------------------------------------------------------------------------------------------
@@ -233,7 +292,7 @@ def attend_on_tree(
     is_causal: bool | None = None,
     **others: Any,
 ) -> Tensor:
-    """Tree attention as the spec of the module says it; arguments as transformers hands them to attention functions.
+    """Tree attention as the scores of the module say it; arguments as transformers hands them to attention functions.
 
     Returns:
         [1, N, H, D] in the dtype of the query.
@@ -241,20 +300,20 @@ def attend_on_tree(
     Raises:
         UnsupportedError: The call asks for something else than was proved of the module.
     """
-    spec: Spec | None = getattr(module, _SPEC, None)
-    if spec is None:
+    stated: Stated | None = getattr(module, _SCORES, {}).get(tree.shape[0])
+    if stated is None:
         raise UnsupportedError(_UNPROVED.format(type(module).__name__))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    asked = Spec(float(scale), softcap, spec.window, s_aux is not None)
-    if dropout or is_causal is False or not _agree(asked, spec):
-        raise UnsupportedError(_OTHER.format(type(module).__name__, asked, dropout, spec))
-    padded = tree.shape[0] == 3
+    asked = float(scale), softcap, s_aux is not None
+    if dropout or is_causal is False or not _agree(*asked, stated):
+        wanted = stated.scale, stated.softcap, stated.has_sinks
+        raise UnsupportedError(_OTHER.format(type(module).__name__, *asked, dropout, *wanted))
+    if stated.asks_of_heads and query.shape[1] != stated.heads:
+        raise UnsupportedError(_HEADS.format(type(module).__name__, stated.heads, query.shape[1]))
     wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     sinks = None if s_aux is None else s_aux.to(wide)
-    buffers = [*([tree[1, 0, 0]] if spec.window is not None else []), *([tree[2, 0, 0]] if padded else [])]
-    out = attend(
-        query.to(wide), key.to(wide), value.to(wide), tree[0, 0, 0], score_of(spec, padded=padded), buffers, sinks
-    )
+    buffers = [read.of(tree) for read in stated.reads]
+    out = attend(query.to(wide), key.to(wide), value.to(wide), tree[0, 0, 0], stated.score, buffers, sinks)
     return out.to(query.dtype).transpose(1, 2).contiguous()
 
 
@@ -266,28 +325,22 @@ _UNPROVED = (
     "under treefx.convert every attention that gets a tree must be proved first, but {} was not; call treefx.convert "
     "after the model has got all its modules"
 )
+_CHANGED = (
+    "under treefx.convert an attention gets a tree in place of its mask, and {} changes it before it calls its "
+    "attention function. Change masks in the code around the blocks, or call treefx.unconvert(model)"
+)
+_HEADS = (
+    "under treefx.convert the scores of {} differ from head to head and were proved for {} query heads, but it attends "
+    "with {}, as under tensor parallelism: which of the heads these are is not known. Call treefx.unconvert(model)"
+)
 _OTHER = (
-    "under treefx.convert an attention must compute what was proved of it, but {} asks for {} with dropout {}, and {} "
-    "was proved; convert the model again after its attention was changed, or load it with "
-    'attn_implementation="eager" where the attention it was proved with leaves out what is asked for (SDPA a soft cap)'
+    "under treefx.convert an attention must compute what was proved of it, but {} asks for scale {}, softcap {}, sinks "
+    "{} and dropout {}, and scale {}, softcap {}, sinks {} were proved of it; convert the model again after its "
+    'attention was changed, or load it with attn_implementation="eager" where the attention it was proved with leaves '
+    "out what is asked for (SDPA a soft cap)"
 )
 
 
-def _agree(asked: Spec, spec: Spec) -> bool:
-    close = abs(asked.scale - spec.scale) <= 1e-6 * abs(spec.scale)
-    return close and asked.softcap == spec.softcap and asked.sinks == spec.sinks
-
-
-def score_of(spec: Spec, *, padded: bool) -> Score:
-    """The score of a spec; the first buffer is the place of each token if there is a window, the last is ``seen``."""
-    logit: Expr = ("mul", ("dot",), ("const", spec.scale))
-    if spec.softcap is not None:
-        cap = ("const", spec.softcap)
-        logit = ("mul", ("tanh", ("div", logit, cap)), cap)
-    visible: list[Expr] = []
-    if spec.window is not None:
-        distance = ("sub", ("load", 0, ("q",)), ("load", 0, ("k",)))
-        visible.append(("lt", distance, ("const", spec.window)))
-    if padded:
-        visible.append(("ne", ("load", len(visible), ("k",)), ("const", 0)))
-    return Score(logit, ("and", *visible) if len(visible) == 2 else visible[0] if visible else None)
+def _agree(scale: float, softcap: float | None, has_sinks: bool, stated: Stated) -> bool:
+    close = abs(scale - stated.scale) <= 1e-6 * abs(stated.scale)
+    return close and softcap == stated.softcap and has_sinks == stated.has_sinks

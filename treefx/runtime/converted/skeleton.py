@@ -8,6 +8,7 @@ its parameters is asked for and never written, so that a model of any size has o
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from treefx.runtime.converted.seam import UNWRAPPED, original_of
 
-__all__ = ["UNWRAPPED", "WRAPPERS", "refresh", "skeleton", "wrapped_in"]
+__all__ = ["Buffers", "UNWRAPPED", "WRAPPERS", "refresh", "skeleton", "wrapped_in"]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where what ``torch.compile`` and PyTorch's ``checkpoint_wrapper`` return for a module holds it."""
@@ -37,7 +38,7 @@ _OWN = {
     "gradient_checkpointing",
     "forward",
     "treefx_hooks",
-    "treefx_spec",
+    "treefx_scores",
 }
 """What a copy does not share with its original."""
 
@@ -65,6 +66,33 @@ def refresh(copied: nn.Module, module: nn.Module) -> bool:
             continue
         state[name], has_changed = value, True
     return has_changed
+
+
+class Buffers:
+    """Gives the buffers of a copy the values that those of the original have now, where these were changed.
+
+    Args:
+        pairs: Modules and their copies.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        self._pairs = [(module, copied, name) for module, copied in pairs for name in module._buffers]
+        self._seen = {i: self._state(i) for i in range(len(self._pairs))}
+
+    def refresh(self) -> None:
+        """Copy the values that have changed."""
+        for i, (module, copied, name) in enumerate(self._pairs):
+            state = self._state(i)
+            if state is not None and state != self._seen[i]:
+                copied._buffers[name].copy_(module._buffers[name].detach())  # type: ignore[union-attr]
+                self._seen[i] = state
+
+    def _state(self, number: int) -> Any:
+        module, copied, name = self._pairs[number]
+        ours, buffer = copied._buffers.get(name), module._buffers.get(name)
+        if ours is None or buffer is None or ours.shape != buffer.shape:
+            return None
+        return id(buffer), object() if buffer.is_inference() else buffer._version
 
 
 class _Copy:

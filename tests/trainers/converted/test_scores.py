@@ -1,0 +1,205 @@
+"""Scores that a converted model may have: biases and masks by position, document and layer, exact against rows."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import treefx
+from tests.batches import Batch, shared_batch
+from tests.models import double
+from tests.oracle import FLOAT64, assert_close, outcome, relative_errors
+from tests.trainers.converted.test_convert import check, converted, total
+from treefx.runtime.converted import planner, seam, variants
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+"""Of numbers of queries [B, 1, T, 1] and keys [B, 1, 1, T]: what is added to their score, -inf where it is hidden."""
+HIDDEN = -torch.inf
+
+
+def chunks(q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(q // 4 == k // 4, 0.0, HIDDEN).double()
+
+
+def documents(q: Tensor, k: Tensor) -> Tensor:
+    return torch.where((q < 5) | (k >= 5), 0.0, HIDDEN).double()
+
+
+def nearness(q: Tensor, k: Tensor) -> Tensor:
+    return -0.3 * (q - k).abs().double()
+
+
+RULES: dict[str, Rule] = {"chunks": chunks, "documents": documents, "bias": nearness}
+
+
+def masked(rule: Rule, monkeypatch: pytest.MonkeyPatch, by_column: bool = False, **changes: Any) -> Any:
+    """A model whose masks are made by a rule of positions, or of columns."""
+    model = double("llama", num_hidden_layers=1, **changes)
+
+    def create(*, attention_mask: Any = None, inputs_embeds: Tensor, position_ids: Any = None, **_: Any) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return attention_mask
+        column = torch.arange(inputs_embeds.shape[1])
+        number = column[None] if by_column else position_ids
+        score = rule(number[:, None, :, None], number[:, None, None, :])
+        seen = (column[:, None] >= column)[None, None]
+        if attention_mask is not None:
+            seen = seen & (attention_mask[:, None, None, :] != 0)
+        return torch.where(seen, score, HIDDEN)
+
+    monkeypatch.setitem(vars(sys.modules[type(model.model).__module__]), "create_causal_mask", create)
+    return model
+
+
+def rows(padding: Any = None) -> Batch:
+    return shared_batch(rows=4, length=12, shared=6, padding=padding)
+
+
+def placed(batch: Batch) -> dict[str, Any]:
+    """A batch with positions that count each row from its first token."""
+    mask = batch.attention_mask
+    own = torch.arange(12).expand(4, 12) if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+    return {**batch.inputs(), "position_ids": own}
+
+
+def step(batch: Batch) -> Callable[[Any], Tensor]:
+    return lambda run: run(**placed(batch), use_cache=False).loss  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_masks_and_biases_by_position(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several batches one after another through one model, padded on either side."""
+    model, twin = converted(masked(RULES[name], monkeypatch))
+    for padding in ("right", "left", "right"):
+        check(model, twin, step(rows(padding)))
+
+
+def test_chunks_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that start in another column have other chunks: they do not share."""
+    model, twin = converted(masked(chunks, monkeypatch, by_column=True))
+    for padding in (None, "left"):
+        batch = rows(padding)
+        check(model, twin, lambda run, batch=batch: total(run, [batch]))  # type: ignore[misc]
+
+
+def alibi(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    """Attention with a bias that differs from head to head and from layer to layer."""
+    column = torch.arange(query.shape[2])
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling - module.slopes[:, None, None] * (column[:, None] - column)
+    scores = scores.masked_fill(column > column[:, None], HIDDEN) if mask is None else scores + mask
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+@pytest.fixture
+def slanted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model of two layers with ALiBi, each with slopes of its own."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "alibi", alibi)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "alibi", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model = double("llama", num_hidden_layers=2)
+    for i, layer in enumerate(model.model.layers):
+        heads = model.config.num_attention_heads
+        layer.self_attn.register_buffer("slopes", (2.0 + i) ** -torch.arange(1, heads + 1).double())
+    model.config._attn_implementation = "alibi"
+    return model
+
+
+def test_a_bias_that_differs_from_head_to_head(slanted: Any) -> None:
+    model, twin = converted(slanted)
+    for padding in (None, "right", "left"):
+        check(model, twin, lambda run, padding=padding: total(run, [rows(padding)]))  # type: ignore[misc]
+    for run in (model, twin):  # the proof was made with other slopes
+        run.model.layers[0].self_attn.slopes.mul_(3)
+    check(model, twin, lambda run: total(run, [rows()]))
+    attention = model.model.layers[0].self_attn
+    size, heads = max(attention.treefx_scores), model.config.num_attention_heads
+    tree = seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), [torch.arange(3, dtype=torch.int32)], size)
+    q = torch.zeros(1, heads // 2, 3, attention.head_dim, dtype=torch.float64)
+    with pytest.raises(treefx.UnsupportedError, match=f"proved for {heads} query heads, .* attends with {heads // 2}"):
+        seam.attend_on_tree(attention, q, q, q, tree, attention.scaling)
+
+
+def test_a_trained_bias_is_refused(slanted: Any) -> None:
+    attention = slanted.model.layers[0].self_attn
+    slopes = attention.slopes
+    del attention.slopes
+    attention.slopes = torch.nn.Parameter(slopes)
+    with pytest.raises(treefx.UnsupportedError, match="made of trained weights"):
+        total(treefx.convert(slanted, on_unsupported="error"), [rows()])
+
+
+def test_numbers_beyond_32_bits_run_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = converted(masked(chunks, monkeypatch))
+    given = {**rows().inputs(), "position_ids": torch.arange(12).expand(4, 12) + (1 << 33)}
+    with pytest.warns(UserWarning, match="does not fit into 32 bits"):
+        check(model, twin, lambda run: run(**given, use_cache=False).loss, packed=False)
+    check(model, twin, step(rows()))
+
+
+# Blocks that run again ------------------------------------------------------------------------------------------------
+
+
+def several(run: Any) -> Tensor:
+    """Calls with another number of planes each, before one backward: a key in the middle is hidden in one of them."""
+    given = rows()
+    mask = torch.ones_like(given.input_ids)
+    mask[:, 3] = 0
+    hidden = Batch(given.input_ids, mask, given.labels)
+    return torch.stack([step(batch)(run) for batch in (hidden, rows())]).sum()
+
+
+def test_blocks_run_again_with_the_planes_of_their_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = converted(masked(nearness, monkeypatch))
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    wanted = outcome(twin, lambda: several(twin))
+    assert_close(outcome(model, lambda: several(model)), wanted, FLOAT64)
+    assert len(model.model.layers[0].self_attn.treefx_scores) == 2
+    find = variants.Variants.find
+
+    def same_size(self: Any, scores: Any, planes: int) -> Any:
+        return variants.Variant(9, find(self, scores, planes).scores)  # type: ignore[union-attr]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants.Variants, "find", same_size)
+        errors = relative_errors(outcome(model, lambda: several(model)), wanted)
+    assert max(errors.values()) > 1e-6
+
+
+# Mistakes on purpose --------------------------------------------------------------------------------------------------
+
+
+def test_wrong_planes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = converted(masked(chunks, monkeypatch))
+    batch = rows("left")
+    wanted = outcome(twin, lambda: step(batch)(twin))
+    right = planner.plane_of
+
+    def unshifted(plane: Any, batch: Any, *given: Any) -> Any:
+        found = right(plane, batch, *given)
+        return batch.metadata[1].to(torch.int32) if plane[0] == "token" else found  # the column
+
+    def shuffled(plane: Any, *given: Any) -> Any:
+        found = right(plane, *given)
+        return found.flip(0) if plane[0] == "token" else found
+
+    for wrong in (unshifted, shuffled):
+        monkeypatch.setattr(planner, "plane_of", wrong)
+        errors = relative_errors(outcome(model, lambda: step(batch)(model)), wanted)
+        assert max(errors.values()) > 1e-6, wrong
+    monkeypatch.setattr(planner, "plane_of", right)
+    assert_close(outcome(model, lambda: step(batch)(model)), wanted, FLOAT64)
+
+
+def test_a_module_that_changes_its_mask_is_an_error() -> None:
+    """What it makes of a tree is no mask."""
+    q = torch.zeros(1, 2, 3, 4)
+    function = seam.reads_trees(lambda *given, **more: None)
+    tree = seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), [])
+    with pytest.raises(treefx.UnsupportedError, match="changes it before it calls its attention function"):
+        function(torch.nn.Module(), q, q, q, tree + 0.5)
