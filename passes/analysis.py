@@ -17,14 +17,11 @@ from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.constants import Constants
 from treefx.passes.labels.facts import Dims, ancestors, fact_of
 from treefx.passes.labels.index_ranges import Lookup, find_lookups
-from treefx.passes.labels.label_tokens import (
-    Role,
-    Tokens,
-)
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import has_effects
 from treefx.passes.labels.segments import Segments
+from treefx.passes.labels.token_inputs import Role, Tokens
 from treefx.passes.packing.own_positions import find_own_positions
 from treefx.passes.packing.pack_tokens import Output, is_packed_output
 from treefx.passes.packing.vocab_tail import LossLogits, logits_of_losses

@@ -40,18 +40,11 @@ from treefx.passes.cuts.exchange_kv import cut_graph
 from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.constants import Constants
 from treefx.passes.labels.facts import Kind, fact_of
-from treefx.passes.labels.label_tokens import (
-    MEETS_ROWS,
-    MakeImprove,
-    Role,
-    Tokens,
-    find_tokens,
-    label_tokens,
-    user_line,
-)
+from treefx.passes.labels.label_tokens import MEETS_ROWS, MakeImprove, label_tokens, user_line
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
+from treefx.passes.labels.token_inputs import Role, Tokens, find_tokens
 from treefx.passes.packing.compile_inner import Compiled, Inner, Observer, calls_subgraphs, compile_inner
 from treefx.passes.packing.kernel_sources import write_kernel_sources
 from treefx.passes.packing.pack_tokens import PackingInterpreter

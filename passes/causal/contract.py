@@ -28,7 +28,8 @@ from treefx.passes.causal.laws import find_causal_law
 from treefx.passes.causal.state import State
 from treefx.passes.causal.tree_mixers import TreeConvolution, TreeScan, Vanishing, find_tree_convolution
 from treefx.passes.labels.facts import ALONG_ROWS, Dims, Fact, Kind, fact_of, set_fact
-from treefx.passes.labels.label_tokens import Improve, Tokens
+from treefx.passes.labels.label_tokens import Improve
+from treefx.passes.labels.token_inputs import Tokens
 
 __all__ = ["Contracted", "Contractor", "contracting", "leaks", "mixes"]
 

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from treefx.passes.causal.tree_mixers import find_tree_convolution
 from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, plain_dims
-from treefx.passes.labels.label_tokens import Improve, Tokens
+from treefx.passes.labels.label_tokens import Improve
+from treefx.passes.labels.token_inputs import Tokens
 
 __all__ = ["convolving"]
 

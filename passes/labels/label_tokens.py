@@ -1,6 +1,6 @@
 """Label every value of the traced graph: how it depends on rows, and which of its dimensions run over tokens.
 
-Abstract interpretation in one sweep. Labels flow from the ``[B, T]`` inputs through the laws of
+Abstract interpretation in one sweep. Labels flow from the inputs with values of every token through the laws of
 ``treefx.passes.labels.laws.base``; sizes are never guessed. Analysis only: facts are written on the nodes,
 ``pack_tokens`` reads them and rewrites.
 """
@@ -12,23 +12,21 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
 
 from treefx.kernels.score import Expr, walk
+from treefx.passes.labels.body import find_body
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import (
     Axis,
     Fact,
-    Factor,
     Kind,
     Lifted,
     ancestors,
     fact_of,
     set_fact,
-    shape_of,
     token_axes,
 )
 from treefx.passes.labels.laws import experts as expert_laws  # noqa: F401  (registers laws)
@@ -44,6 +42,7 @@ from treefx.passes.labels.laws.base import Call, find_law
 from treefx.passes.labels.laws.losses import find_sink
 from treefx.passes.labels.laws.reindex import Reindexed, find_reindexed
 from treefx.passes.labels.purity import draws, impurity
+from treefx.passes.labels.token_inputs import Role, Tokens
 from treefx.passes.trace import flash as _flash  # noqa: F401  (registers operators)
 from treefx.passes.trace import library_calls as _library_calls  # noqa: F401  (registers operators)
 
@@ -53,9 +52,6 @@ __all__ = [
     "Identity",
     "Improve",
     "MakeImprove",
-    "Role",
-    "Tokens",
-    "find_tokens",
     "label_tokens",
     "user_line",
 ]
@@ -75,38 +71,6 @@ MEETS_ROWS = "meets a value computed per row"
 """The reason of operators that read expanded values only because another one does."""
 MEETS_VARIABLE = "meets an input that requires grad: its gradient is another one in every row"
 """The reason of those that would give the gradients of all rows to one of them."""
-Role = str
-"""What a placeholder is: "parameter", "buffer", "input", or "variable": an input that requires grad."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The token axes of a graph: ``[rows, columns]`` is the shape of the inputs that are looked up in an embedding."""
-
-    rows: int
-    columns: int
-    inputs: tuple[fx.Node, ...]
-    """All user inputs of that shape; each may become part of the identity of a token."""
-    ids: fx.Node
-
-
-def find_tokens(gm: fx.GraphModule, roles: Sequence[Role]) -> Tokens | None:
-    """Find the input that holds the token ids: the first user input of two dimensions that an embedding looks up."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    users = {node for node, role in zip(placeholders, roles, strict=True) if role == "input" and _is_tensor(node)}
-    for node in gm.graph.find_nodes(op="call_function", target=aten.embedding.default):
-        index: Any = node.args[1]
-        for source in [index, *ancestors(index)]:
-            if source in users and len(shape_of(source)) == 2 and not source.meta["val"].is_floating_point():
-                shape = shape_of(source)
-                tables = [user for user in placeholders if user in users and len(shape_of(user)) == 2]
-                same = tuple(user for user in tables if shape_of(user) == shape)
-                return Tokens(shape[0], shape[1], same, source)
-    return None
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _drawn_by(call: Call) -> str | None:
@@ -124,19 +88,6 @@ def _obstacle_before(call: Call) -> fx.Node | None:
     return next((node for node in [*rows, *ancestors(*rows)] if fact_of(node).obstacle is not None), None)
 
 
-def _cores(gm: fx.GraphModule) -> list[fx.Node]:
-    """Operators that mix tokens or, in a model without, all matrix products: what comes before is not the loss."""
-
-    def calls(*targets: Any) -> list[fx.Node]:
-        return [node for target in targets for node in gm.graph.find_nodes(op="call_function", target=target)]
-
-    mixers = calls(
-        _ops.attention.default, _ops.flash.default, _ops.row_scan.default, _ops.library.default, aten.bmm.default,
-        aten.convolution.default,
-    )  # fmt: skip
-    return mixers or calls(aten.mm.default, aten.addmm.default)
-
-
 def _has_tensors(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) or (
@@ -148,7 +99,7 @@ def _has_tensors(node: fx.Node) -> bool:
 class Identity:
     """Values that tell tokens apart: two positions are one token iff these agree on their prefixes.
 
-    They are inputs [B, T], and numbers of rows [B], inputs or made from inputs alone.
+    They are inputs with values of every token, and numbers of rows [B], inputs or made from inputs alone.
     """
 
     always: frozenset[fx.Node]
@@ -198,8 +149,7 @@ class _Labeller:
     ) -> None:
         self.gm, self.tokens, self.pick_losses = gm, tokens, pick_losses
         self.roles = dict(zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True))
-        cores = _cores(gm)
-        self.before_attention = {*cores, *ancestors(*cores)}
+        self.body = find_body(gm, roles, tokens.ids)
         self.identity: set[fx.Node] = {tokens.ids}
         """Inputs that tell tokens apart, as far as the attention needs them."""
         self.of_keys: dict[Expr, frozenset[fx.Node]] = {}
@@ -223,14 +173,11 @@ class _Labeller:
         self.sources[node] = frozenset([node] if node in self.tokens.inputs else [])
         role = self.roles[node]
         learned = role in ("parameter", "variable")
-        if role not in ("input", "variable") or not _is_tensor(node):
+        if role not in ("input", "variable") or not isinstance(node.meta.get("val"), torch.Tensor):
             return Fact(Kind.INVARIANT, learned=learned)
         if node in self.tokens.inputs:
-            rows, columns = self.tokens.rows, self.tokens.columns
-            return Fact(Kind.PREFIX, ((Factor(Axis.ROW, rows),), (Factor(Axis.TOKEN, columns),)))
-        shape = shape_of(node)
-        same_for_all = not shape or (shape[0] == 1 and self.tokens.rows > 1)
-        return Fact(Kind.INVARIANT if same_for_all else Kind.ROW, learned=learned)
+            return Fact(Kind.PREFIX, self.tokens.inputs[node])
+        return Fact(Kind.INVARIANT if self.tokens.is_same_for_rows(node) else Kind.ROW, learned=learned)
 
     def _remember_sources(self, node: fx.Node) -> None:
         self.sources[node] = frozenset().union(*[self.sources.get(n, frozenset()) for n in node.all_input_nodes])
@@ -252,7 +199,8 @@ class _Labeller:
             return Fact(Kind.INVARIANT, learned=learned)
         if node.target in SHAPE_ONLY and kinds <= {Kind.ROW, Kind.SCORE}:
             return Fact(Kind.INVARIANT)
-        sink = find_sink(call) if self.pick_losses else None
+        in_loss = node not in self.body or Kind.ROW in kinds  # weights behind a gather make it none of a loss
+        sink = find_sink(call) if self.pick_losses and in_loss else None
         if sink is not None:
             return sink
         if any(isinstance(fact.law, Reindexed) for fact in facts):
@@ -279,18 +227,20 @@ class _Labeller:
         law = find_law(call.node.target)
         if law is None:
             raise NoLaw("has no token-wise law")
-        self._check_identity(call)
         fact = law(call)
         if fact.kind is Kind.SCORE and fact.dims is not None and Axis.KEY not in token_axes(fact.dims):
             reduction_laws.check_statistic(call)
         if fact.kind is Kind.PACKED:
+            self._check_identity(call)
             self._identify(call, fact)
         return fact
 
     def _check_identity(self, call: Call) -> None:
-        """In the loss, a per-row value does not become part of a token's identity: the packed side is expanded."""
-        facts = [fact_of(node) for node in call.operands]
-        if call.node in self.before_attention or Kind.PACKED not in {fact.kind for fact in facts}:
+        """In the loss, a per-row value does not become part of a token's identity: the packed side is expanded.
+
+        Nor does what weights multiply there, such as hidden states of a teacher.
+        """
+        if call.node in self.body:
             return
         foreign = [
             node for node in call.operands if fact_of(node).kind is Kind.PREFIX and self.sources[node] - self.identity
@@ -351,7 +301,7 @@ class _Labeller:
 
     def _admit(self, node: fx.Node, sources: frozenset[fx.Node]) -> bool:
         """Let inputs tell tokens apart, except in the loss."""
-        if node not in self.before_attention and sources - self.identity:
+        if node not in self.body and sources - self.identity:
             return False
         self.identity |= sources
         return True

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from treefx.passes.labels.facts import Axis, Dims, Factor
 
-__all__ = ["factors_of", "position_of", "rows_first", "rows_in_order"]
+__all__ = ["factors_of", "position_of", "rows_first", "rows_in_order", "tokens_in_front"]
 
 
 def factors_of(dims: Dims) -> list[Factor]:
@@ -26,6 +26,12 @@ def rows_first(x: Tensor, dims: Dims, rows: int) -> Tensor:
     factors = factors_of(dims)
     split = x.reshape([rows if factor.axis is Axis.ROW else factor.size for factor in factors])
     return split.movedim((position_of(factors, Axis.ROW), position_of(factors, Axis.TOKEN)), (0, 1))
+
+
+def tokens_in_front(x: Tensor, dims: Dims) -> Tensor:
+    """A value whose rows and tokens are dimensions of their own, as [B, T, ...]."""
+    axes = [[factor.axis for factor in dim] for dim in dims]
+    return x.movedim((axes.index([Axis.ROW]), axes.index([Axis.TOKEN])), (0, 1))
 
 
 def rows_in_order(rows: Tensor, dims: Dims) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from treefx.kernels.score import Expr
 from treefx.passes.labels.facts import Dims, Fact
-from treefx.passes.labels.label_tokens import Tokens
 from treefx.passes.labels.laws.base import find_law
+from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.packing.layout import Metadata
 
 __all__ = ["Emitter", "Packer", "emits", "emits_full", "find_emitter", "find_full_emitter"]

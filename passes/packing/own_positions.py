@@ -20,9 +20,9 @@ from torch import Tensor, fx
 from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import mixes
 from treefx.passes.labels.facts import ALONG_ROWS, Kind, fact_of, shape_of
-from treefx.passes.labels.label_tokens import Tokens
 from treefx.passes.labels.laws.base import reads_columns
 from treefx.passes.labels.purity import impurity
+from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.scores.attention_facts import Attention
 
 __all__ = ["find_own_positions"]

@@ -33,13 +33,14 @@ from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
 from treefx.passes.causal.contract import Contracted
 from treefx.passes.labels.facts import ALONG_ROWS, FACT, Axis, Dims, Fact, Kind, ancestors, fact_of, token_axes
-from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY, Tokens
+from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY
 from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import LABELLED, find_law
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import input_checks, live_nodes
 from treefx.passes.labels.purity import changed_inputs
+from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.layers.find_layers import described, find_layers
 from treefx.passes.packing import emit_attention as _emit_attention  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_losses as _emit_losses  # noqa: F401  (registers emitters)

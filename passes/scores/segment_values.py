@@ -9,9 +9,10 @@ from torch import Tensor, fx
 
 from treefx.kernels.score import Expr, walk
 from treefx.passes.labels.facts import ALONG_ROWS, Axis, Fact, Factor, Kind, fact_of
-from treefx.passes.labels.label_tokens import Improve, Sources, Tokens
+from treefx.passes.labels.label_tokens import Improve, Sources
 from treefx.passes.labels.purity import impurity
 from treefx.passes.labels.segments import Segments
+from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.scores.score_algebra import as_loaded
 
 __all__ = ["along_segments", "note_segments"]

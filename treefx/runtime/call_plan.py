@@ -104,7 +104,7 @@ def plan_call(shape: Shape, tensors: Sequence[Any], policy: Policy) -> CallPlan 
     if not shape.padding.is_defined(grid, keep, starts):
         return _BLIND
     redundant = shape.padding.redundant(grid, keep)
-    keys = [tensors[i] for i in shape.analysis.identity_without(redundant)] + shape.padding.numbers_of_rows(grid)
+    keys = shape.padding.identity(grid, redundant)
     places = None if keep is None and starts is None else shape.padding.own_positions(grid, redundant)
     raw = grid.rows * grid.columns if seen is None or keep is None else int((seen & keep).sum())
     if policy.counted == "tokens" and policy.min_sharing > 1.0 and starts is None:

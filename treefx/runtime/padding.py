@@ -25,6 +25,7 @@ from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
 from treefx.passes.trace.batch_sizes import concrete
+from treefx.runtime.token_bits import OF_TOKENS, number_tokens
 
 __all__ = ["Grid", "Padding"]
 
@@ -134,7 +135,13 @@ class Padding:
         if redundant not in self._own_positions:
             self._own_positions[redundant] = self._analysis.find_own_positions(redundant)
         nodes = self._own_positions[redundant]
-        return None if nodes is None else [grid.value(node) for node in nodes]
+        return None if nodes is None else [grid.numbers(node) for node in nodes]
+
+    def identity(self, grid: Grid, redundant: frozenset[Expr]) -> list[Tensor]:
+        """The values [B, T] that tell tokens apart where some conditions on keys are left out."""
+        inputs = self._analysis.gm.graph.find_nodes(op="placeholder")
+        of_tokens = [grid.numbers(inputs[i]) for i in self._analysis.identity_without(redundant)]
+        return of_tokens + self.numbers_of_rows(grid)
 
     def numbers_of_rows(self, grid: Grid) -> list[Tensor]:
         """The values, one number per row, that tell tokens apart, each as [B, T]."""
@@ -235,10 +242,11 @@ class Grid:
     """
 
     def __init__(self, analysis: Analysis, args: Sequence[Any]) -> None:
-        self._gm, self.sizes = analysis.gm, analysis.values(args)
+        self._gm, self._tokens, self.sizes = analysis.gm, analysis.tokens, analysis.values(args)
         self.rows, self.columns = analysis.extent(args)
         self.device = next(x.device for x in args if isinstance(x, Tensor))
         self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
+        self._numbers: dict[fx.Node, Tensor] = {}
         self._keys: dict[tuple[Expr, int], Tensor] = {}
 
     def everywhere(self) -> Tensor:
@@ -263,6 +271,14 @@ class Grid:
         dims = fact_of(node).dims
         assert dims is not None
         return _positions_first(self.value(node), dims, self.sizes)
+
+    def numbers(self, node: fx.Node) -> Tensor:
+        """Numbers [B, T] that are equal where the bits of an input's tokens are, or of a value [B, T]."""
+        if node not in self._numbers:
+            value = self.value(node)
+            assert self._tokens is not None
+            self._numbers[node] = number_tokens(value, self._tokens.inputs.get(node, OF_TOKENS))
+        return self._numbers[node]
 
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
         """A condition on the key, where the query is the key itself, bool [heads, B * T], or [1, B * T]."""

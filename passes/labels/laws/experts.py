@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from treefx.passes.labels import dims as algebra
+from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, fact_of, plain_dims, shape_of
 from treefx.passes.labels.laws.base import Call, law
@@ -24,7 +25,6 @@ from treefx.passes.labels.laws.reductions import selection
 __all__ = ["SlotRole", "Slots", "floor_divide", "of_statistic", "statistic"]
 
 aten = torch.ops.aten
-_GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
 
 class SlotRole(enum.Enum):
@@ -61,7 +61,7 @@ def statistic(call: Call) -> bool:
 
 @law(aten.sort)
 def sort(call: Call) -> Fact:
-    """A sort of all slots by expert is a permutation of slots."""
+    """A sort of all slots by expert is a permutation of slots: of those of the tokens that run, so it runs packed."""
     source = call.node_arg(0)
     dims = call.dims(source)
     if len(dims) != 1 or not algebra.has_tokens(dims[0]):
@@ -71,9 +71,9 @@ def sort(call: Call) -> Fact:
     ):
         raise NoLaw("sorts over the tokens")
     slot = (Factor(Axis.SLOT, algebra.extent(dims[0])),)
-    values = call.result((slot,))
-    order = Fact(values.kind, (slot,), law=Slots(SlotRole.ORDER, dims[0]), learned=values.learned)
-    return Fact(values.kind, parts=(values, order), learned=values.learned)
+    learned = fact_of(source).learned
+    order = Fact(Kind.PACKED, (slot,), law=Slots(SlotRole.ORDER, dims[0]), learned=learned)
+    return Fact(Kind.PACKED, parts=(Fact(Kind.PACKED, (slot,), learned=learned), order), learned=learned)
 
 
 @law(aten.floor_divide)
@@ -155,11 +155,6 @@ def of_statistic(call: Call) -> Fact:
     if target in (aten.cumsum.default, aten._to_copy.default) and len(call.operands) == 1:
         return fact_of(source)
     raise NoLaw("a statistic of the batch would count every shared token once")
-
-
-def is_grouped(target: Any) -> bool:
-    """Whether an operator is a grouped matrix product (ATen's, or the fallback that transformers registers)."""
-    return isinstance(target, torch._ops.OpOverload) and target.name() in _GROUPED  # type: ignore[no-untyped-call]
 
 
 def _grouped_product(call: Call) -> Fact:

@@ -41,6 +41,13 @@ _COUNTS = (
 )
 
 
+_SEVERAL = (
+    "under treefx.use(forest) the inputs should be [1, N] values of the forest's tokens, got {name} of shape {shape}: "
+    "a forest does not know which rows agree on it. Call the model on a padded batch without treefx.use, which shares "
+    "as far as rows agree on all of their inputs"
+)
+
+
 class NativeRun:
     """Runs a graph whose inputs are those of a forest.
 
@@ -66,6 +73,7 @@ class NativeRun:
         forest: one compilation then serves all forests that are no deeper.
         """
         count = forest.num_tokens
+        self._check_values(args, count)
         packed = [
             isinstance(x, Tensor) and x.shape == (1, count) and self._roles[i] == "input" for i, x in enumerate(args)
         ]
@@ -107,6 +115,13 @@ class NativeRun:
             rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value
             for i, value in enumerate(results)
         )
+
+    def _check_values(self, args: Sequence[Any], count: int) -> None:
+        """Raise if an input has several values for each token of the packed row: a forest knows ids and depths."""
+        for node, x, role in zip(self._gm.graph.find_nodes(op="placeholder"), args, self._roles, strict=True):
+            shape = tuple(x.shape) if isinstance(x, Tensor) and role == "input" else ()
+            if len(shape) > 2 and (shape[:2] == (1, count) or len(shape) == 3 and shape[1:] == (1, count)):
+                raise UnsupportedError(_SEVERAL.format(name=name_of_input(node), shape=list(shape)))
 
     def _check_changes(self, positions: tuple[int, ...]) -> None:
         """Raise if the model changes a buffer by what the inputs at some positions hold."""

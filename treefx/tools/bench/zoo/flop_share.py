@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from treefx.passes.causal.tree_mixers import TreeScan
+from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of
-from treefx.passes.labels.laws import experts as expert_laws
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.scores.attention_facts import Attention
 
@@ -127,7 +127,7 @@ def _flops(node: fx.Node, fact: Fact) -> int:
     if node.target is torch.ops.treefx.attention.default:
         query, key, value = (_shape_of(item) for item in node.args[:3])
         return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    if expert_laws.is_grouped(node.target):
+    if is_grouped(node.target):
         return 2 * math.prod(_shape_of(node)) * _shape_of(node.args[0])[-1]
     return _registered(node)
 

@@ -1,0 +1,88 @@
+"""The token axes of a graph, and the inputs that hold values of every token.
+
+Such an input tells tokens apart where something reads it that runs once per token: ids, masks, positions and types of
+tokens [B, T], recorded expert routes [B, T, layers, k], vectors [B, T, D], planes of positions [k, B, T]. Whichever
+dimensions are taken for rows and columns, a law that pairs them with others finds out; a wrong guess costs sharing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, fx
+
+from treefx.passes.labels.facts import Axis, Dims, Factor, ancestors, plain_dims, shape_of
+
+__all__ = ["Role", "Tokens", "find_tokens"]
+
+aten = torch.ops.aten
+Role = str
+"""What a placeholder is: "parameter", "buffer", "input", or "variable": an input that requires grad."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token axes of a graph: ``[rows, columns]`` is the shape of the inputs that are looked up in an embedding."""
+
+    rows: int
+    columns: int
+    inputs: Mapping[fx.Node, Dims]
+    """The dimensions of all user inputs with values of every token; each may enter the identity of a token."""
+    ids: fx.Node
+
+    def is_same_for_rows(self, node: fx.Node) -> bool:
+        """Whether an input has one row while the batch has more: [1, ...], or planes [k, 1, T]."""
+        shape = shape_of(node)
+        if not shape:
+            return True
+        planes = len(shape) == 3 and _is_same(shape[1], 1) and _is_same(shape[2], self.columns)
+        return (shape[0] == 1 or planes) and self.rows > 1
+
+
+def find_tokens(gm: fx.GraphModule, roles: Sequence[Role]) -> Tokens | None:
+    """Find the input that holds the token ids: the first user input of two dimensions that an embedding looks up."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    users = [node for node, role in zip(placeholders, roles, strict=True) if role == "input" and _is_tensor(node)]
+    for node in gm.graph.find_nodes(op="call_function", target=aten.embedding.default):
+        index: Any = node.args[1]
+        for source in [index, *ancestors(index)]:
+            if source in users and len(shape_of(source)) == 2 and not source.meta["val"].is_floating_point():
+                rows, columns = shape_of(source)
+                found = {user: _dims_of_tokens(user, rows, columns) for user in users}
+                inputs = {user: dims for user, dims in found.items() if dims is not None}
+                return Tokens(rows, columns, inputs, source)
+    return None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _dims_of_tokens(node: fx.Node, rows: int, columns: int) -> Dims | None:
+    """The dimensions of an input [B, T, ...] or [k, B, T]; None for others, and for masks [.., T, T]."""
+    shape = shape_of(node)
+    if len(shape) < 2 or _is_mask(node, columns):
+        return None
+    row, token = (Factor(Axis.ROW, rows),), (Factor(Axis.TOKEN, columns),)
+    if _is_same(shape[0], rows) and _is_same(shape[1], columns):
+        return (row, token, *plain_dims(shape[2:]))
+    if len(shape) == 3 and _is_same(shape[1], rows) and _is_same(shape[2], columns):
+        return (*plain_dims(shape[:1]), row, token)
+    return None
+
+
+def _is_mask(node: fx.Node, columns: int) -> bool:
+    """Whether an input may be a mask or a bias: its values of one query are those of all keys."""
+    shape, dtype = shape_of(node), node.meta["val"].dtype
+    square = len(shape) > 2 and _is_same(shape[-1], columns) and _is_same(shape[-2], columns)
+    return square and (dtype is torch.bool or dtype.is_floating_point)
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    """Whether two sizes are one number, or one symbol: a number that a symbol happens to have is another size."""
+    if isinstance(left, SymInt) or isinstance(right, SymInt):
+        return str(left) == str(right)
+    return bool(left == right)
