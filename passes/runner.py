@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch._logging._internal import trace_structured
 
 from treefx.kernels.dumps import dump, dumps_wanted
 
-__all__ = ["GraphChange", "Pass", "run_passes"]
+__all__ = ["GraphChange", "Pass", "log_graph", "run_passes"]
 
 _log = logging.getLogger(__name__)
 _runs = itertools.count()
@@ -84,8 +85,19 @@ def run_passes(
         if changes is not None:
             changes[item.name] = change
         _log.debug("%s: %.3f s, %s", item.name, took, _changes(operators, change.operators_after))
+        log_graph(f"treefx_pass_{place}_{item.name}", gm)
         _write(f"{run}.{place}.{item.name}", before, _printed(gm))
     return gm
+
+
+def log_graph(name: str, gm: fx.GraphModule) -> None:
+    """Write a graph into PyTorch's structured log, where ``TORCH_TRACE`` asks for one; tlparse lists it by name."""
+    trace_structured(
+        "artifact",
+        lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: _readable(gm),
+        expect_trace_id=False,
+    )
 
 
 def _check(item: Pass, gm: fx.GraphModule) -> None:
@@ -107,8 +119,12 @@ def _changes(before: Counter[str], after: Counter[str]) -> str:
 
 def _printed(gm: fx.GraphModule) -> str:
     """The graph as text, or why it cannot be printed; nothing where it is not dumped."""
+    return _readable(gm) if dumps_wanted() else ""
+
+
+def _readable(gm: fx.GraphModule) -> str:
     try:
-        return gm.print_readable(print_output=False) if dumps_wanted() else ""
+        return gm.print_readable(print_output=False)
     except Exception as error:  # a dump never changes what runs
         return f"# not printed: {type(error).__name__}: {error}\n"
 

@@ -198,7 +198,7 @@ def test_a_contradiction_is_found(tmp_path: Path) -> None:
     inspection = treefx.inspect(trained(inner="aot_eager"))
     check(inspection, tmp_path)
     good = dict(inspection.stats)
-    item = {"op": "an operator", "reason": "a reason", "line": None}
+    item = {"op": "an operator", "reason": "a reason", "line": None, "code": "TFX104"}
     wrong = {
         "ran": "ordinary", "attention_rewritten": 1, "attention_layers": 3, "expansions": [item], "tokens": 5,
         "distinct_tokens": None, "way": "converted",

@@ -14,6 +14,7 @@ from treefx.forests.paths import Prefixes
 from treefx.runtime.report import GraphReport, Reports
 from treefx.runtime.shapes import Executable
 from treefx.runtime.steps import version_of
+from treefx.runtime.structured_log import log_compiled
 
 __all__ = ["Records"]
 
@@ -72,6 +73,7 @@ class Records:
         """A variant was compiled."""
         self.report.compiles += 1
         self.report.seconds.update(executable.seconds)
+        log_compiled(executable)
 
     def show(self, executable: Executable) -> None:
         """Let the inspector see what runs."""
