@@ -201,5 +201,23 @@ def test_a_module_that_changes_its_mask_is_an_error() -> None:
     q = torch.zeros(1, 2, 3, 4)
     function = seam.reads_trees(lambda *given, **more: None)
     tree = seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), [])
-    with pytest.raises(treefx.UnsupportedError, match="changes it before it calls its attention function"):
+    with pytest.raises(treefx.UnsupportedError, match="changes or replaces it before"):
         function(torch.nn.Module(), q, q, q, tree + 0.5)
+
+
+def test_a_block_that_makes_a_mask_of_its_own_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph on rows is that of chunks; on the packed row it would hide what columns of that row say."""
+    model = double("llama", num_hidden_layers=1)
+    layer = type(model.model.layers[0])
+    original = layer.forward
+
+    def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        column = torch.arange(hidden_states.shape[1])
+        own = (column[:, None] >= column) & (column[:, None] // 4 == column // 4)
+        return original(self, hidden_states, attention_mask=own[None, None], **kwargs)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    with pytest.raises(treefx.UnsupportedError, match="changes or replaces it before"):
+        total(treefx.convert(model), [rows()])
+    treefx.unconvert(model)
+    assert torch.isfinite(total(model, [rows()]))

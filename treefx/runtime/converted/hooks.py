@@ -25,7 +25,7 @@ from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
 from treefx.runtime.converted.planner import Plan, Planner, without_compiled_name
 from treefx.runtime.converted.readers import Attributes
-from treefx.runtime.converted.seam import install, uninstall
+from treefx.runtime.converted.seam import expect_trees, install, uninstall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.report import GraphReport, register
@@ -135,6 +135,7 @@ class Hooks:
         self._heads, call.has_counted, self._report.head_tokens = {}, False, None
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         call.kwargs = kwargs
+        expect_trees(False)
         self._begin()
         reason = _why_rows(given, getattr(self.owner, "config", None)) or self._put_in_order()
         with self._lock:  # Dynamo and the skeleton serve one call at a time
@@ -240,6 +241,7 @@ class Hooks:
         if kind not in self._watched:
             self._watched.add(kind)
             call.attributes = Attributes(self.owner)
+        expect_trees(True)
         return packed_inputs(given, ids[row, column], place, found.tree.to(ids.device))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -254,6 +256,7 @@ class Hooks:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Expand what the module returns to rows."""
+        expect_trees(False)
         call = self._call
         token_of, call.token_of = call.token_of, None
         if token_of is None or output is None:

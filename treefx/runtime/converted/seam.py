@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ __all__ = [
     "attend_on_tree",
     "attention_modules",
     "eager_or_other",
+    "expect_trees",
     "install",
     "is_tree",
     "original_of",
@@ -269,9 +271,27 @@ def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return attend_on_tree(*first, **given), None
 
 
+class _Running(threading.local):
+    has_tree = False
+
+
+_running = _Running()
+
+
+def expect_trees(has_tree: bool) -> None:
+    """Say whether attentions that this thread calls from now on are to get a tree."""
+    _running.has_tree = has_tree
+
+
 def _check_rows(module: Any, mask: Any, query: Any) -> None:
-    """Raise if a mask was made of a tree: it has several entries in front for one row of queries."""
-    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[0] > 1 and query.shape[0] == 1:
+    """Raise if a call should have a tree: its mask was made of one, or the block has made another one.
+
+    A mask made of a tree has several entries in front for one row of queries. Compiled code is not asked for more.
+    """
+    changed = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[0] > 1 and query.shape[0] == 1
+    if not changed and not torch.compiler.is_compiling():
+        changed = _running.has_tree and _SCORES in module.__dict__
+    if changed:
         raise UnsupportedError(_CHANGED.format(type(module).__name__))
 
 
@@ -326,8 +346,8 @@ _UNPROVED = (
     "after the model has got all its modules"
 )
 _CHANGED = (
-    "under treefx.convert an attention gets a tree in place of its mask, and {} changes it before it calls its "
-    "attention function. Change masks in the code around the blocks, or call treefx.unconvert(model)"
+    "under treefx.convert an attention gets a tree in place of its mask, and {} changes or replaces it before it "
+    "calls its attention function. Change masks in the code around the blocks, or call treefx.unconvert(model)"
 )
 _HEADS = (
     "under treefx.convert the scores of {} differ from head to head and were proved for {} query heads, but it attends "
