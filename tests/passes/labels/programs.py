@@ -96,7 +96,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "slice": lambda x, w, order: torch.cat([x[..., 8:], x[..., :8]], -1),
     "slice_scatter": lambda x, w, order: x.slice_scatter(x[..., :8], -1, 8, 16),
     "select": lambda x, w, order: x * x[..., 3, None] + x.select_scatter(x[..., 0], -1, 5),
-    "pad": lambda x, w, order: F.pad(x[..., 2:], (1, 1)),
+    "pad": lambda x, w, order: F.pad(x[..., 5:], (1, 4)) + F.pad(x, (-1, 1)),
     "split": lambda x, w, order: torch.cat(x.split([8, 24], -1)[::-1], -1),
     "stack": lambda x, w, order: torch.stack(x.chunk(4, -1), -1).flatten(-2),
     "unbind": lambda x, w, order: x * x.unflatten(-1, (4, 8)).unbind(-2)[1].repeat(1, 1, 4),
