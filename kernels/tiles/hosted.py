@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["ALIGNED", "Known", "host_copies", "is_on_device", "remember", "send", "send_together"]
+__all__ = ["ALIGNED", "Known", "forget", "host_copies", "is_on_device", "on_host", "remember", "send", "send_together"]
 
 ALIGNED = 32
 """Elements."""
@@ -118,6 +118,27 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor] | None:
         found = [next((one.host for one in _sent if _stands_for(one, tensor)), None) for tensor in tensors]
     known = [host for host in found if host is not None]
     return known if len(known) == len(tensors) else None
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor's content on the CPU: the host's copy where there is one, else what the host waits for now.
+
+    The latter stands for nothing later: collectives and ``tensor.data`` write without a trace in the tensor.
+    """
+    if not is_on_device(tensor):
+        return tensor
+    known = host_copies([tensor])
+    return _fetched(tensor) if known is None else known[0]
+
+
+def _fetched(tensor: Tensor) -> Tensor:
+    return tensor.cpu()
+
+
+def forget(tensor: Tensor) -> None:
+    """Let no copy of the host stand for a tensor any more: what is written to it leaves no trace in it."""
+    with _lock:
+        _sent[:] = [one for one in _sent if not one.moved.is_still(tensor)]
 
 
 def _stands_for(one: _Sent, tensor: Tensor) -> bool:

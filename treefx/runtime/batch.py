@@ -15,7 +15,7 @@ from treefx.forests.forest import Forest
 from treefx.forests.paths import Codes, Prefixes, number_prefixes
 from treefx.forests.trie import build_trie, combine_keys
 from treefx.kernels.lasting import lasting
-from treefx.kernels.tiles.hosted import send
+from treefx.kernels.tiles.hosted import on_host, send
 from treefx.passes.trace.token_count import PackedSize
 
 __all__ = ["Batch", "build_batch", "find_unshared", "forest_batch", "keys_of", "pad_batch"]
@@ -48,7 +48,9 @@ class Batch:
 
 
 _Content = tuple[list[Tensor] | None, ...]
-_recent: deque[tuple[_Content, PackedSize | None, Batch]] = deque(maxlen=4)
+_MadeFor = tuple[PackedSize | None, torch.device]
+"""What length the packed row is filled up to, and where its metadata lie."""
+_recent: deque[tuple[_Content, _MadeFor, Batch]] = deque(maxlen=4)
 _remembering = threading.Lock()
 
 
@@ -62,7 +64,7 @@ def build_batch(
     """Build the trie over columns of the inputs that tell tokens apart.
 
     Calls of one step (policy and reference model, several graphs of one model) share the trie: it is looked up by
-    content.
+    content. Both are done on the host, which waits once for a tensor, and for none that a data loader has moved.
 
     Args:
         keys: [B, T] inputs; two positions are one token iff these agree on all kept columns up to theirs.
@@ -72,26 +74,24 @@ def build_batch(
         starts: bool [B, T], where segments begin: these are then the rows, of which each keeps one run of columns.
         size: What length to fill the packed row up to; None for as few tokens as graphs are made for.
     """
-    content: _Content = (
-        list(keys),
-        None if places is None else list(places),
-        None if keep is None else [keep],
-        None if starts is None else [starts],
-    )
+    made_for = size, keys[0].device
+    keys, places = list(map(on_host, keys)), None if places is None else list(map(on_host, places))
+    keep, starts = (None if x is None else on_host(x) for x in (keep, starts))
+    content: _Content = keys, places, None if keep is None else [keep], None if starts is None else [starts]
     with _remembering:
         recent = list(_recent)
-    for known, length, batch in reversed(recent):
-        if length == size and all(map(_same, content, known)):
+    for known, other, batch in reversed(recent):
+        if other == made_for and all(map(_same, content, known)):
             return batch
     with lasting():
         batch = (
-            _build(keys, keep, places, size)
+            _build(keys, keep, places, made_for)
             if starts is None
-            else _build_segments([*keys, *(places or ())], keep, starts, size)
+            else _build_segments([*keys, *(places or ())], keep, starts, made_for)
         )
         entry = tuple(None if values is None else [value.clone() for value in values] for values in content)
     with _remembering:
-        _recent.append((entry, size, batch))
+        _recent.append((entry, made_for, batch))
     return batch
 
 
@@ -105,13 +105,13 @@ def find_unshared(
     rows, width = keys[0].shape
     if not width:
         return None
-    kept = None if keep is None else keep.cpu().numpy()
+    kept = None if keep is None else on_host(keep).numpy()
     if rows > 1 and _begin_alike(keys, kept):  # one row is not looked at: that would wait for a device
         return None
     tokens = rows * width if kept is None else int(kept.sum())
     copies = [x.clone() for x in keys], None if keep is None else keep.clone()
     own = None if places is None else [x.clone() for x in places]
-    return Prefixes(tokens, lambda: _numbers(_build(*copies, own)))
+    return Prefixes(tokens, lambda: _numbers(_build(*copies, own, (None, torch.device("cpu")))))
 
 
 def _begin_alike(keys: Sequence[Tensor], kept: np.ndarray | None) -> bool:
@@ -131,21 +131,18 @@ def _same(left: Sequence[Tensor] | None, right: Sequence[Tensor] | None) -> bool
     if left is None or right is None:
         return left is right
     return len(left) == len(right) and all(
-        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-        for a, b in zip(left, right, strict=True)
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
     )
 
 
 def _arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
-    return [(x.view(torch.int16) if x.dtype is torch.bfloat16 else x).cpu().numpy() for x in values]
+    return [(x.view(torch.int16) if x.dtype is torch.bfloat16 else x).numpy() for x in map(on_host, values)]
 
 
-def _build(
-    keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None, size: PackedSize | None = None
-) -> Batch:
+def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None, made_for: _MadeFor) -> Batch:
     columns, own = _arrays(keys), False
     rows, width = columns[0].shape
-    kept = None if keep is None else keep.cpu().numpy()
+    kept = None if keep is None else on_host(keep).numpy()
     counts = None if kept is None else kept.sum(1)
     if kept is None or (kept[:, :-1] >= kept[:, 1:]).all():  # what is dropped stands at the ends of rows
         trie = build_trie(combine_keys(columns), counts)
@@ -161,7 +158,7 @@ def _build(
         prefixes = number_prefixes(in_order, None if own else order)
         token_of = np.full((rows, width), -1, dtype=np.int64)
         token_of[kept] = trie.flat_token_of
-    batch = _tensors(row, column, trie.subtree_end, token_of, keys[0].device, size)
+    batch = _tensors(row, column, trie.subtree_end, token_of, made_for)
     return replace(batch, own_positions=own, prefixes=_known(prefixes[trie.row, trie.index]))
 
 
@@ -169,19 +166,19 @@ def _known(numbers: Codes) -> Prefixes:
     return Prefixes(len(numbers), lambda: numbers)
 
 
-def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor, size: PackedSize | None) -> Batch:
+def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor, made_for: _MadeFor) -> Batch:
     """The trie whose rows are segments; row and column of a token stay those of a place where it stands."""
     columns, width = _arrays(keys), starts.shape[1]
     codes = combine_keys(columns).reshape(-1)
-    places = np.arange(codes.size) if keep is None else np.flatnonzero(keep.cpu().numpy())
-    segment = np.cumsum(starts.cpu().numpy().reshape(-1))[places]
+    places = np.arange(codes.size) if keep is None else np.flatnonzero(on_host(keep).numpy())
+    segment = np.cumsum(on_host(starts).numpy().reshape(-1))[places]
     first = np.flatnonzero(np.diff(segment, prepend=0))
     trie = build_trie(np.split(codes[places], first[1:]))
     place = places[first[trie.row] + trie.index]
     token_of = np.full(codes.size, -1, dtype=np.int64)
     token_of[places] = trie.flat_token_of
     row, column = np.divmod(place, width)
-    batch = _tensors(row, column, trie.subtree_end, token_of.reshape(starts.shape), starts.device, size)
+    batch = _tensors(row, column, trie.subtree_end, token_of.reshape(starts.shape), made_for)
     prefixes = _prefixes_of_segments([np.broadcast_to(x, starts.shape).reshape(-1)[places] for x in columns], first)
     return replace(batch, own_positions=True, prefixes=_known(prefixes[first[trie.row] + trie.index]))
 
@@ -207,10 +204,9 @@ def _tensors(
     column: np.ndarray,
     end: np.ndarray,
     token_of: np.ndarray,
-    device: torch.device,
-    size: PackedSize | None = None,
+    made_for: _MadeFor,
 ) -> Batch:
-    tokens = len(row)
+    (size, device), tokens = made_for, len(row)
     wanted = max(_SMALLEST, tokens)
     missing = (wanted if size is None else size(wanted, device)) - tokens
     if missing:
@@ -244,7 +240,7 @@ def forest_batch(
     """
     depth, end = forest.depth.cpu().numpy(), forest.subtree_end.cpu().numpy()
     unread = np.full((rows, columns), -1, dtype=np.int64)
-    return _tensors(np.zeros(forest.num_tokens, dtype=np.int64), depth, end, unread, device, size)
+    return _tensors(np.zeros(forest.num_tokens, dtype=np.int64), depth, end, unread, (size, device))
 
 
 def keys_of(batch: Batch) -> Sequence[Tensor] | None:

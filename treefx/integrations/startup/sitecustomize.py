@@ -24,6 +24,10 @@ def _compile_with_treefx(module: ModuleType) -> None:
     seam.compile_with(_WANTED.get("options"), by_default=True)
 
 
+def _remember_batches(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.moved_batches").watch_data_loaders(module)
+
+
 def _log_and_group(module: ModuleType) -> None:
     seam = importlib.import_module("treefx.integrations.transformers")
     seam.log_sharing_of_all(module.Trainer)
@@ -84,6 +88,7 @@ def _compile_whole(module: ModuleType) -> None:
 
 
 _HOOKS: Hooks = {
+    "accelerate.data_loader": _remember_batches,
     "accelerate.utils.dataclasses": _compile_with_treefx,
     "transformers.trainer": _log_and_group,
     "llamafactory.model.model_utils.checkpointing": _trace_checkpoints,
