@@ -33,7 +33,7 @@ aten = torch.ops.aten
 _ATTENTION = {torch.ops.treefx.attention.default, torch.ops.treefx.flash.default}
 _EXTENTS = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.new_zeros.default,
-    aten.new_ones.default, aten.new_empty.default,
+    aten.new_ones.default, aten.new_empty.default, torch.ops.treefx.segments.default,
 }  # fmt: skip
 """A size among their arguments says how far the result extends."""
 _MOVES = {

@@ -49,6 +49,8 @@ class Planted(nn.Module):
         if self.plant is not None:
             x = self.plant(self, x, {**others, "labels": labels})
         logits = self.head(x)
+        if "rewards" in others:
+            logits = logits * (1 + others["rewards"][..., None])
         if labels is None:
             return logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().long())
@@ -73,10 +75,6 @@ def _batch_statistic(model: Planted, x: Tensor, given: dict[str, Any]) -> Tensor
 def _data_dependent_mask(model: Planted, x: Tensor, given: dict[str, Any]) -> Tensor:
     mask = x[..., :1] > x[..., 0].cummax(1).values.roll(1, 1)[:, None]
     return x + model.attend(x, mask[:, None])
-
-
-def _label_meets_hidden(model: Planted, x: Tensor, given: dict[str, Any]) -> Tensor:
-    return x * (1 + given["rewards"][..., None])
 
 
 def _in_place(model: Planted, x: Tensor, given: dict[str, Any]) -> Tensor:
@@ -132,7 +130,7 @@ CAUSES: dict[str, Cause] = {
     "batch statistic": Cause("TFX109", _batch_statistic, words=("batch",)),
     "data-dependent mask": Cause("TFX104", _data_dependent_mask, words=("mask",)),
     "label meets a value": Cause(
-        "TFX113", _label_meets_hidden, lambda ids: {"labels": ids, "rewards": torch.rand(ids.shape)}, ("rewards",)
+        "TFX113", given=lambda ids: {"labels": ids, "rewards": torch.rand(ids.shape)}, words=("rewards",)
     ),
     "in-place write": Cause("TFX110", _in_place, words=("model.seen.add_",)),
     "autograd.Function": Cause("TFX111", _custom_function, words=("Square.apply",)),

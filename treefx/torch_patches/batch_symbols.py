@@ -125,7 +125,8 @@ def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
 
 
 def _may_be_ids(x: Tensor) -> bool:
-    return x.dim() == 2 and not x.dtype.is_floating_point and not x.dtype.is_complex and x.dtype is not torch.bool
+    whole = not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool)
+    return whole and x.dim() == 2 and not x.is_nested
 
 
 def _dimensions_of_batches(x: Tensor, batch: tuple[int, int] | None) -> list[int]:
@@ -136,7 +137,7 @@ def _dimensions_of_batches(x: Tensor, batch: tuple[int, int] | None) -> list[int
     if batch is None:
         return []
     rows, columns = batch
-    wide = [d for d, size in enumerate(shape) if size > 1 and abs(size - columns) <= 1]
+    wide = [d for d, size in enumerate(shape) if isinstance(size, int) and size > 1 and abs(size - columns) <= 1]
     if x.dim() == 2:
         return _of_tables(shape, rows, wide, is_whole=not x.is_floating_point())
     if shape[-2:] == (columns, columns) or x.dim() == 4 and shape[1] == 1 and 3 in wide:  # masks
