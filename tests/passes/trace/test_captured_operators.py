@@ -26,8 +26,8 @@ from treefx.passes.trace import changed_inputs, flash, heads, opaque_ops
 
 TAGGED = {
     "custom_function", "custom_function_backward", "exchange", "exchange_backward", "flash", "flash_backward",
-    "gather_pieces", "head", "head_backward", "sum_over_ranks", "tree_attention", "tree_attention_backward",
-    "tree_scan", "tree_scan_backward",
+    "gather_pieces", "head", "head_backward", "library", "library_backward", "row_scan", "row_scan_backward",
+    "sum_over_ranks", "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
 }  # fmt: skip
 OF_A_GROUP = {"own_piece"}
 """Asks for a process group, and then reads a slice of a fixed size."""
