@@ -115,7 +115,8 @@ class CompiledGraph:
         if by_column is None:
             inputs = [x for x, role in zip(args, self.roles, strict=True) if role == "input"]
             raise wrong_row(forest, [x.shape for x in inputs if isinstance(x, Tensor)])
-        if not shape.analysis.expansions and not shape.analysis.picks:
+        # Sizes of shards are made of the number of columns, so a graph over ranks shows nothing of what it means.
+        if self._own is None and not shape.analysis.expansions and not shape.analysis.picks:
             self._counts.check(args, by_column, forest, shape.analysis.known)
         tensors = self._analyses.tensors
         return self._native.run(shape, tensors(args), tensors(by_column), forest)

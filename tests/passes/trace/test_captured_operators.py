@@ -23,6 +23,7 @@ from treefx.passes.cuts import exchange as _exchange  # noqa: F401
 from treefx.passes.packing import restore_gradients, vocab_tail
 from treefx.passes.ranks import collectives
 from treefx.passes.trace import changed_inputs, flash, heads, opaque_ops
+from treefx.passes.trace import library_calls as _library_calls  # noqa: F401
 
 TAGGED = {
     "custom_function", "custom_function_backward", "exchange", "exchange_backward", "flash", "flash_backward",

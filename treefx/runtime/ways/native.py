@@ -119,8 +119,9 @@ class NativeRun:
     def _check_values(self, args: Sequence[Any], count: int) -> None:
         """Raise if an input has several values for each token of the packed row: a forest knows ids and depths."""
         given = list(zip(self._gm.graph.find_nodes(op="placeholder"), args, self._roles, strict=True))
-        if not any(role == "input" and isinstance(x, Tensor) and x.shape == (1, count) for _, x, role in given):
-            return  # nothing says which tokens there are: that is refused for itself
+        has_ids = any(role == "input" and isinstance(x, Tensor) and x.shape == (1, count) for _, x, role in given)
+        if not has_ids or "parameter" not in self._roles:
+            return  # a graph without ids is refused elsewhere, and one without parameters is not the model
         for node, x, role in given:
             shape = tuple(x.shape) if isinstance(x, Tensor) and role == "input" else ()
             if len(shape) > 2 and (shape[:2] == (1, count) or len(shape) == 3 and shape[1:] == (1, count)):
