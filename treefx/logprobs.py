@@ -185,7 +185,7 @@ class _LogitsLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, source: torch.Tensor, token: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        ctx.temperature, ctx.fused = temperature, runs_fused(logits, None)
+        ctx.temperature, ctx.fused = temperature, logits.is_cuda and runs_fused(logits, None)
         if ctx.fused:
             return _forward_on_device(ctx, logits, source, token)
         dtype = _accumulate_dtype(logits.dtype)

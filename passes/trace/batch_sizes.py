@@ -163,8 +163,13 @@ def concrete(value: Any, values: Values) -> Any:
     if isinstance(value, SymInt):
         return int(value.node.expr.xreplace(values)) if values else value
     if isinstance(value, tuple | list):
-        return type(value)([concrete(item, values) for item in value])
-    return {key: concrete(item, values) for key, item in value.items()} if isinstance(value, dict) else value
+        return type(value)([concrete(x, values) if isinstance(x, _HOLD_SIZES) else x for x in value])
+    if isinstance(value, dict):
+        return {key: concrete(x, values) if isinstance(x, _HOLD_SIZES) else x for key, x in value.items()}
+    return value
+
+
+_HOLD_SIZES = (SymInt, tuple, list, dict)
 
 
 def has_symbols(x: Tensor) -> bool:

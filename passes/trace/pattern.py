@@ -96,15 +96,25 @@ def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) ->
             else name_size(size, d, rows, columns, numbers)
             for d, (size, symbol) in given
         ]
-        names.update([(s.node.expr, n) for s, n in zip(traced, sizes, strict=True) if isinstance(s, SymInt)])
-        named = any([isinstance(size, sympy.Expr) for size in sizes])
+        named = False
+        for symbol, size in zip(traced, sizes, strict=True):
+            if isinstance(symbol, SymInt):
+                names[symbol.node.expr] = size
+            named = named or isinstance(size, sympy.Expr)
         if named and args[i].requires_grad and not args[i].is_contiguous():
             return None
         inputs[i] = tuple(sizes)
     for i, expr in known.sizes.items():
         inputs[i] = names.get(expr, inputs[i]) if expr is not None else 0  # an unread one may be a stride
-    pattern = Pattern(tuple(inputs))
-    return pattern if pattern.symbols() else None
+    return Pattern(tuple(inputs)) if _has_symbols(inputs) else None
+
+
+def _has_symbols(inputs: Sequence[Any]) -> bool:
+    for item in inputs:
+        for size in item if isinstance(item, tuple) else (item,):
+            if getattr(size, "free_symbols", None):
+                return True
+    return False
 
 
 def _numbers_of_caller(known: _Inputs, args: Sequence[Any]) -> dict[int, sympy.Symbol]:
@@ -176,7 +186,10 @@ def name_size(
     """
     names = [(rows, ROWS), (columns, COLUMNS)] if dim == 0 else [(columns, COLUMNS), (rows, ROWS)]
     names += [(columns - 1, _LESS), (columns + 1, _MORE), (rows * columns, _GRID), (rows * (columns - 1), _SHIFTED)]
-    return next((name for value, name in (*names, *numbers.items()) if value == size and size > 1), size)
+    for value, name in (*names, *numbers.items()):
+        if value == size and size > 1:
+            return name
+    return size
 
 
 def inline_sizes(gm: fx.GraphModule) -> None:

@@ -40,11 +40,3 @@ class CallLog:
     """Of the last call."""
     compiles_before: int = 0
     """Compilations of the graph before the last call."""
-
-    def add(self, call: LoggedCall) -> None:
-        """Keep a call that is over; the oldest one goes where there are too many."""
-        self.calls.append(call)
-
-    def begin(self, compiles: int) -> None:
-        """A call begins, after so many compilations."""
-        self.seconds, self.compiles_before = None, compiles

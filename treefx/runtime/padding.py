@@ -19,13 +19,13 @@ from torch import Tensor, fx
 from treefx.kernels.score import Expr, evaluate, walk
 from treefx.passes.analysis import Analysis
 from treefx.passes.causal.contract import mixes
-from treefx.passes.labels.facts import Axis, Dims, Kind, ancestors, fact_of
+from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
 from treefx.passes.trace.batch_sizes import concrete
-from treefx.runtime.token_bits import OF_TOKENS, number_tokens
+from treefx.runtime.token_bits import OF_TOKENS, OWN_NUMBERS, number_tokens
 
 __all__ = ["Grid", "Padding"]
 
@@ -268,16 +268,21 @@ class Grid:
 
     def at_positions(self, node: fx.Node) -> Tensor:
         """A labelled value as [B * T, ...], one dimension per plain dimension."""
-        dims = fact_of(node).dims
-        assert dims is not None
-        return _positions_first(self.value(node), dims, self.sizes)
+        return self._at_positions(node, fact_of(node))
+
+    def _at_positions(self, node: fx.Node, fact: Fact) -> Tensor:
+        assert fact.dims is not None
+        return _positions_first(self.value(node), fact.dims, self.sizes)
 
     def numbers(self, node: fx.Node) -> Tensor:
         """Numbers [B, T] that are equal where the bits of an input's tokens are, or of a value [B, T]."""
         if node not in self._numbers:
             value = self.value(node)
             assert self._tokens is not None
-            self._numbers[node] = number_tokens(value, self._tokens.inputs.get(node, OF_TOKENS))
+            dims = self._tokens.inputs.get(node, OF_TOKENS)
+            in_order = value.dim() == 2 and bool(dims[0]) and dims[0][0].axis is Axis.ROW
+            own = in_order and value.dtype in OWN_NUMBERS
+            self._numbers[node] = value.detach() if own else number_tokens(value, dims)
         return self._numbers[node]
 
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
@@ -336,7 +341,7 @@ class Grid:
             numbers = self.value(node).reshape(-1, 1).expand(self.rows, self.columns)
             buffers.append(numbers.reshape(-1))
             return ("load", len(buffers) - 1, ("q",))
-        buffers.append(self.at_positions(node))
+        buffers.append(self._at_positions(node, fact))
         token, *rest = indices
         place = ("q",) if token == ("cq",) else ("k",)
         return ("load", len(buffers) - 1, place, *[self._resolve(item, buffers) for item in rest])

@@ -101,8 +101,8 @@ class GraphReport:
     def count_call(self) -> None:
         """Count a call and note its place among all calls; log the one before it, whose figures are complete now."""
         if self.calls:
-            self.log.add(self.logged())
-        self.log.begin(self.compiles)
+            self.log.calls.append(self.logged())
+        self.log.seconds, self.log.compiles_before = None, self.compiles
         self.calls += 1
         self.last_call = next(_clock)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from treefx.passes.labels.facts import Axis, Dims, Factor
 from treefx.passes.labels.rows import tokens_in_front
 
-__all__ = ["OF_TOKENS", "number_tokens"]
+__all__ = ["OF_TOKENS", "OWN_NUMBERS", "number_tokens"]
 
-_OWN_NUMBERS = {
+OWN_NUMBERS = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 }  # fmt: skip
@@ -42,7 +42,7 @@ def number_tokens(x: Tensor, dims: Dims) -> Tensor:
         dims: Which of its dimensions are rows and columns.
     """
     front = tokens_in_front(x.detach(), dims)
-    if front.dim() == 2 and front.dtype in _OWN_NUMBERS:
+    if front.dim() == 2 and front.dtype in OWN_NUMBERS:
         return front
     rows, columns = front.shape[:2]
     words = _words(front)

@@ -16,7 +16,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -95,10 +95,12 @@ class Stated:
     heads: int = 0
     has_sinks: bool = False
 
-    @functools.cached_property
-    def asks_of_heads(self) -> bool:
-        """Whether the score differs from head to head."""
-        return any(item == ("head",) for expr in (self.score.value, self.score.visible) if expr for item in walk(expr))
+    asks_of_heads: bool = field(init=False)
+    """Whether the score differs from head to head: a field, because Dynamo reads it while it traces blocks."""
+
+    def __post_init__(self) -> None:
+        expressions = [expr for expr in (self.score.value, self.score.visible) if expr]
+        object.__setattr__(self, "asks_of_heads", any(item == ("head",) for x in expressions for item in walk(x)))
 
     def equals(self, other: Stated) -> bool:
         """Whether both state the same."""

@@ -79,14 +79,14 @@ class NativeRun:
         ]
         if not any(packed):
             return None
-        sized = [item or (_is_number(x) and x == count) for item, x in zip(packed, args, strict=True)]
-        self._check_changes(tuple(i for i, item in enumerate(sized) if item))
-        dynamic = any(isinstance(x, int) and x == count for x in args)
+        numbers = [not isinstance(x, Tensor) and _is_number(x) and x == count for x in args]
+        self._check_changes(tuple([i for i, x in enumerate(packed) if x or numbers[i]]))
+        dynamic = any([isinstance(x, int) and x == count for x in args])
         if dynamic:
             self._columns = max(self._columns, _capacity(forest, self._size.ranks))
         columns = self._columns if dynamic else count
         result = [_columnar(x, forest, columns) if is_packed else x for x, is_packed in zip(args, packed, strict=True)]
-        return [columns if _is_number(x) and x == count else x for x in result]
+        return [columns if is_count else x for x, is_count in zip(result, numbers, strict=True)]
 
     def run(self, shape: Shape, args: Sequence[Any], by_column: list[Any], forest: Forest) -> Any:
         """The native level: the graph's row is the packed row of a forest."""
@@ -119,7 +119,7 @@ class NativeRun:
     def _check_values(self, args: Sequence[Any], count: int) -> None:
         """Raise if an input has several values for each token of the packed row: a forest knows ids and depths."""
         given = list(zip(self._gm.graph.find_nodes(op="placeholder"), args, self._roles, strict=True))
-        has_ids = any(role == "input" and isinstance(x, Tensor) and x.shape == (1, count) for _, x, role in given)
+        has_ids = any([role == "input" and isinstance(x, Tensor) and x.shape == (1, count) for _, x, role in given])
         if not has_ids or "parameter" not in self._roles:
             return  # a graph without ids is refused elsewhere, and one without parameters is not the model
         for node, x, role in given:
