@@ -43,6 +43,8 @@ _KEEPING = {
     aten.repeat.default, aten.where.self, aten.view_as_complex.default, aten.view_as_real.default, aten.t.default,
 }  # fmt: skip
 """Operators that move entries and compute nothing of several; pointwise ones are known by their tag."""
+_LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default}
+"""Operators that read a table at indices: with an index per column, each column of the result is made of its own."""
 _RESHAPING = {aten.view.default, aten._unsafe_view.default}
 
 _OF_SLOTS = {aten.index_put.default}
@@ -182,7 +184,8 @@ class _Search:
 
     def _keeps(self, node: fx.Node) -> bool:
         """Whether each column of a result is made of the same column of its operands."""
-        if not _moves_or_fills(node) or node.target in FILLED:
+        looks_up = node.target in _LOOKUPS and not self._counts(node.args[0])  # type: ignore[arg-type]
+        if not looks_up and (not _moves_or_fills(node) or node.target in FILLED):
             return False
         values = [x.meta.get("val") for x in (node, *node.all_input_nodes)]
         shapes = [x.shape for value in values for x in tree_leaves(value) if isinstance(x, Tensor)]
