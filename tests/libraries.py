@@ -123,6 +123,7 @@ def causal_conv1d_fn(
 ) -> Tensor:  # fmt: skip
     """causal-conv1d: an autograd function around a custom operator that writes to its operand, [B, C, T]."""
     assert seq_idx is None and initial_states is None and not return_final_states
+    assert activation in (None, "silu", "swish")
     CALLS["causal_conv1d_fn"] += 1
     return _Convolution.apply(x, weight, bias, activation in ("silu", "swish"))
 

@@ -162,3 +162,10 @@ def test_calls_with_states_or_sequences_are_left_to_dynamo(asked: dict[str, Tens
     with pytest.raises(AssertionError):
         call(torch.randn(2, 5, 1, 2))
 
+
+
+def test_an_activation_that_the_library_refuses_is_refused() -> None:
+    function = vars(sys.modules[type(model_of("qwen3_next")).__module__])["causal_conv1d_fn"]
+    called = torch.compile(lambda x, weight: function(x, weight, None, activation="relu"), backend="treefx")
+    with pytest.raises(AssertionError):
+        called(torch.randn(1, 4, 5), torch.randn(4, 3))

@@ -22,6 +22,8 @@ __all__ = ["recurrence_instead"]
 
 _MODULE = "transformers.integrations.hub_kernels"
 _STATES = {"initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state"}
+_ACTIVATIONS = (None, "silu", "swish")
+"""Of a convolution; the library itself refuses others."""
 
 
 def recurrence_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], dict[str, Any]] | None:
@@ -82,10 +84,11 @@ def _described(
                 if keyword in taken and not empty:
                     return None  # the library heeds what the body has no name for: packed sequences
                 continue
-            if keyword in _STATES and not (empty or (isinstance(item, ConstantVariable) and item.value is False)):
-                return None
             named.append((keyword, slot(item)))
-    except NotImplementedError:
+        given = inspect.signature(body).bind(*positional, **dict(named)).arguments
+    except (NotImplementedError, TypeError):  # a value that is no constant, or a call that the function itself refuses
+        return None
+    if any(given.get(name) not in (None, False) for name in _STATES) or given.get("activation") not in _ACTIVATIONS:
         return None
     library = f"{getattr(implementation, '__module__', '')}.{getattr(implementation, '__qualname__', name)}"
     return LibraryCall(name, function, library, body, positional, tuple(named)), tensors
