@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
 
 from treefx.passes.layers.find_layers import Layer, exact
 
@@ -131,9 +132,18 @@ class LayerCopies:
             return None
         new: dict[fx.Node, Any] = dict(pairs)
         for node, place in traced.body:
-            new[node] = self._graph.node_copy(node, lambda item: new.get(item, item))
+            new[node] = self._write(node, new)
             new[node].meta = _meta(node, layer.nodes[place])
         return [self._tracked(x, new) for x in traced.results]
+
+    def _write(self, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Write a node down with others' values, named as a traced one is.
+
+        ``Graph.node_copy`` asks for the name that the node has; PyTorch 2.11 looks for a free one from the first on,
+        a time that grows with the square of the layers.
+        """
+        args, kwargs = map_arg((node.args, node.kwargs), lambda item: new.get(item, item))
+        return self._graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
 
     def _tracked(self, like: Tensor, new: Mapping[fx.Node, fx.Node]) -> Tensor:
         """A value for a copied node, with memory of its own, that the trace goes on with."""
