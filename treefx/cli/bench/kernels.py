@@ -138,6 +138,9 @@ def gpu(
     only: Annotated[str, typer.Option(help="Text in the names of the cases that run, such as 0.6B.")] = "",
     batches: Annotated[str, typer.Option(help="Of step and first: names of batches, separated by commas.")] = "",
     deadline: Annotated[float, typer.Option(help="Seconds after which what still runs is ended.")] = float("inf"),
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Of step and first: layers of the models; fewer compile faster.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="A file that gets the records as they come; .jsonl: one line each.")
     ] = None,
@@ -162,7 +165,7 @@ def gpu(
     chosen["batches"] = [name.strip() for name in _split(batches)]
     records: list[dict[str, Any]] = []
     notes.print(f"{stage}: {stages.count(stage, **chosen)} cases{_REHEARSED if rehearse else ''}")
-    for record in stages.run(stage, rehearsal=rehearse, minutes=minutes, deadline=deadline, **chosen):
+    for record in stages.run(stage, rehearsal=rehearse, minutes=minutes, deadline=deadline, layers=layers, **chosen):
         records.append(record)
         _keep(stages.describe(stage, rehearse, records), out)
         if not json:

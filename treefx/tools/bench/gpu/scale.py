@@ -29,6 +29,7 @@ class Scale:
         turn: a file by which processes side by side agree who has the device.
         together: how many processes compile side by side before the first of them measures.
         compiled_by: by ``time.time``: from then on a process measures although others still compile.
+        layers: of the models of whole steps; those of the model by default.
         report: takes a record that is complete before its case ends, or the name of the step that begins.
     """
 
@@ -36,6 +37,7 @@ class Scale:
     turn: Path | None = None
     together: int = 0
     compiled_by: float = float("inf")
+    layers: int | None = None
     report: Callable[[str | dict[str, Any]], None] = _unreported
 
     @property

@@ -178,6 +178,7 @@ def run(
     only: str = "",
     batches: Sequence[str] = (),
     deadline: float = float("inf"),
+    layers: int | None = None,
     method: str = "spawn",
 ) -> Iterator[dict[str, Any]]:
     """Measure the cases of a stage, each in a process that may die without taking the others with it.
@@ -190,6 +191,7 @@ def run(
         only: text that the name of a case must contain.
         batches: names of batches; all by default.
         deadline: seconds after which the processes that still run are ended.
+        layers: of the models of whole steps: compilers take as long as there are layers; all by default.
         method: how processes start.
 
     Yields:
@@ -208,7 +210,8 @@ def run(
     left, jobs = list(chosen), min(stage.jobs, 2 if rehearsal else 16)
     with tempfile.TemporaryDirectory() as folder:
         turn = Path(folder, "turn")
-        scale = Scale(rehearsal, turn, min(jobs, len(left)), time.time() + _TO_COMPILE * min(deadline, 60 * minutes))
+        last = time.time() + _TO_COMPILE * min(deadline, 60 * minutes)
+        scale = Scale(rehearsal, turn, min(jobs, len(left)), last, layers)
 
         def pieces() -> Iterator[tuple[str, Any, Scale]]:
             while left and time.perf_counter() - start <= 60 * minutes:

@@ -36,8 +36,8 @@ _QWEN3 = {
 _REPEATS = 5
 _KERNELS = 12
 """Of the slowest kernels of a step, how many are named."""
-OURS = ("treefx", "treefx, large chunks", "treefx, regions", "treefx, converted")
-"""As it is; with logits in chunks of 2^34; with equal layers compiled once; eager, converted, with compiled blocks."""
+OURS = ("treefx", "treefx, CUDA graphs", "treefx, regions", "treefx, converted")
+"""By default; in the mode "reduce-overhead"; with equal layers compiled once; converted, with compiled blocks."""
 ROWS = ("padded rows", "packed rows", "packed rows, flex")
 """The baselines, compiled by inductor: padded rows; packed rows with FlashAttention, and with FlexAttention."""
 _DETAILED = "overlap 60 %"
@@ -165,7 +165,8 @@ def first_step(scale: Scale, run: Run) -> dict[str, Any]:
 
 def _make_model(scale: Scale, run: Run) -> Any:
     """The model with random weights that are the same for every way, on the device."""
-    model: Any = make_model(_config(run), dtype=scale.dtype)
+    with torch.device(scale.device):  # random weights of this vocabulary take a processor half a minute
+        model: Any = make_model(_config(scale, run), dtype=scale.dtype)
     if run.checkpointing:
         model.gradient_checkpointing_enable()
     return model.to(scale.device)
@@ -173,7 +174,7 @@ def _make_model(scale: Scale, run: Run) -> Any:
 
 def _compile_kernels(scale: Scale, run: Run) -> None:
     """Call the attention of the model's layers once on every tree, while others still compile too."""
-    config = _config(run)
+    config = _config(scale, run)
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
     for sharing in run.sharing:
         ends, (q, k, v), grad = draw(scale, tree_of(_rows(run, sharing)), heads)
@@ -208,7 +209,8 @@ def _measure(scale: Scale, run: Run, sharing: str, model: Any, called: Any, turn
     Returns:
         ``raw_tokens`` and ``tokens``; ``seconds`` of a step on one batch again and again, ``fresh_seconds`` on batches
         that no step has seen, ``loop_seconds`` on those where no loss is read between them; ``host_ms``,
-        ``device_ms``, ``peak_mib``, ``loss``, ``norms`` of gradients by parameter, and the slowest ``kernels``.
+        ``device_ms``, ``launches``, ``peak_mib``, ``loss``, ``norms`` of gradients by parameter, and the slowest
+        ``kernels``.
     """
     batches = [_inputs(scale, run, model, sharing, number) for number in range(1 + FRESH)]
     once = partial(_once, scale, model, called)
@@ -220,9 +222,10 @@ def _measure(scale: Scale, run: Run, sharing: str, model: Any, called: Any, turn
     found = {**_tokens(_batch(scale, run, model, sharing, 0)), **timed, **_fresh(scale, model, called, batches[1:])}
     with track_peak(scale.device) as peak:
         once(batches[0])
-    device_s, kernels = _on_device(scale, lambda: once(batches[0]))
+    device_s, launches, kernels = _on_device(scale, lambda: once(batches[0]))
     loss, _ = once(batches[0])
-    found |= {"peak_mib": round(peak.bytes / 2**20, 1), "device_ms": round(1000 * device_s, 3), "loss": loss}
+    found |= {"peak_mib": round(peak.bytes / 2**20, 1), "device_ms": round(1000 * device_s, 3)}
+    found |= {"launches": launches, "loss": loss}
     return {**found, "norms": _norms(model), **({"kernels": kernels} if sharing == _DETAILED else {})}
 
 
@@ -262,15 +265,16 @@ def _norms(model: torch.nn.Module) -> dict[str, float]:
     return {name: float(norm) for name, norm in norms.items()}
 
 
-def _on_device(scale: Scale, call: Callable[[], object]) -> tuple[float, list[tuple[str, float, int]]]:
-    """Seconds that kernels run in a call, and the slowest of them: name, milliseconds, launches."""
+def _on_device(scale: Scale, call: Callable[[], object]) -> tuple[float, int, list[tuple[str, float, int]]]:
+    """Seconds that kernels run in a call, how many, and the slowest of them: name, milliseconds, launches."""
     kind = ProfilerActivity.CPU if scale.rehearsal else ProfilerActivity.CUDA
     with profile(activities=[kind]) as trace:
         call()
     name = "self_cpu_time_total" if scale.rehearsal else "self_device_time_total"
     events = sorted(trace.key_averages(), key=lambda event: -getattr(event, name))
     slowest = [(event.key[:80], round(getattr(event, name) / 1e3, 3), event.count) for event in events[:_KERNELS]]
-    return float(sum(getattr(event, name) for event in events)) / 1e6, slowest
+    launches = sum(event.count for event in events if getattr(event, name))
+    return float(sum(getattr(event, name) for event in events)) / 1e6, launches, slowest
 
 
 def _rows(run: Run, sharing: str) -> Rows:
@@ -295,13 +299,15 @@ def _compiled(scale: Scale, run: Run, model: Any) -> Callable[..., Any]:
             block.compile(backend=inner, dynamic=True)
         return model  # type: ignore[no-any-return]
     options: dict[str, Any] = {"inner": inner, "regions": True if run.way == OURS[2] else "auto"}
-    options |= {"max_logits": 2**34} if run.way == OURS[1] else {}
+    graphs = run.way == OURS[1] and not scale.rehearsal
+    options |= {"mode": "reduce-overhead", "regions": False} if graphs else {}
     return torch.compile(model, backend="treefx", options=options, dynamic=True if len(run.sharing) > 1 else None)
 
 
-def _config(run: Run) -> Any:
+def _config(scale: Scale, run: Run) -> Any:
     if run.model == "tiny":
         return make_config("qwen3", vocab_size=512, hidden_size=64, layers=1)
     same = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": _VOCABULARY, "max_position_embeddings": 40_960}
     fields = {**_QWEN3[run.model], **same, "tie_word_embeddings": True, "use_cache": False}
+    fields |= {} if scale.layers is None else {"num_hidden_layers": scale.layers}
     return require_transformers().AutoConfig.for_model("qwen3", **fields)
