@@ -22,7 +22,16 @@ from treefx.tools.fuzz.program import Program
 from treefx.tools.fuzz.report import failures_of, summary
 from treefx.tools.fuzz.script import parts_of
 from treefx.tools.fuzz.search import Search, Settings
-from treefx.tools.fuzz.truth import FAILURES, Outcome, autocast_explains, errors_of, judge, low_casts_explain, player
+from treefx.tools.fuzz.truth import (
+    FAILURES,
+    Outcome,
+    autocast_explains,
+    errors_of,
+    judge,
+    least_share,
+    low_casts_explain,
+    player,
+)
 from treefx.tools.fuzz.worker import Worker
 
 NUMBERS = {family: place % 2 for place, family in enumerate(FAMILIES)}
@@ -73,6 +82,21 @@ def test_autocast_explains_rounding_where_gradients_cancel_alone() -> None:
     assert not autocast_explains(program, eager, {**eager, name: eager[name] + largest}, lambda model: model)
 
     assert not autocast_explains(program, eager, off, mistaken)
+
+
+def test_rounding_of_single_precision_is_no_difference() -> None:
+    """A gradient that is zero in float64 is rounding in float32, in another order another one."""
+    drawn = (generate(0, number, ["modes"], "eager") for number in range(1000))
+    program = next(p for p in drawn if p.modes == ("float32",) and len(p.calls) == 1)
+    exact = player(program)(lambda model: model)
+    name = next(name for name in exact if name.endswith("k0.bias"))
+    largest = max(float(value.abs().max()) for key, value in exact.items() if "gradient" in key)
+    share = least_share(program, torch.float32)
+
+    def error(off: float) -> float:
+        return errors_of({**exact, name: exact[name] + off * largest}, exact, share)[name]
+
+    assert error(1e-8) < 1e-5 < error(1e-6)
 
 
 class Stub:
