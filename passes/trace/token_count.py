@@ -164,6 +164,8 @@ class TokenCount(SizeConditions):
         before = len(self.guards)
         for power in range(1, self.multiple.bit_length()):
             torch._check(self.count % (1 << power) == 0)  # type: ignore[no-untyped-call]
+            # inductor of PyTorch 2.11 asks with sympy's own remainder, which no guard speaks of
+            self.axioms[sympy.Mod(self.count.node.expr, 1 << power)] = sympy.S.Zero
         self._promised.update(guard.expr for guard in self.guards[before:])
 
     def further(self, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode) -> list[Tensor]:
