@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.strategies import Rows, row_batches
 from treefx import Forest, edge_logprobs, losses
 from treefx.forests.subset import EdgeSubset
+from treefx.forests.weighting import Weighting
 
 __all__ = [
     "Batch",
@@ -44,15 +46,17 @@ class Batch:
         rows: token ids.
         weights: per row and token.
         seed: of everything that is drawn.
+        weighting: of the forest; the textbook's rows are masked accordingly.
     """
 
     rows: Rows
     weights: list[list[float]]
     seed: int
+    weighting: Weighting = "rows"
 
     @property
     def forest(self) -> Forest:
-        return Forest.from_sequences(self.rows, self.weights)
+        return Forest.from_sequences(self.rows, self.weights, weighting=self.weighting)
 
     @property
     def logits(self) -> Tensor:
@@ -61,7 +65,20 @@ class Batch:
 
     @property
     def masks(self) -> Values:
-        return [torch.tensor(weight, dtype=torch.float64)[1:] for weight in self.weights]
+        return [torch.tensor(weight, dtype=torch.float64)[1:] for weight in self.masked]
+
+    @property
+    def masked(self) -> list[list[float]]:
+        """The weights; where shared tokens are trained once, zeros behind the first row that trains one."""
+        if self.weighting == "rows":
+            return self.weights
+        trained: set[tuple[int, ...]] = set()
+        found = []
+        for row, weights in zip(self.rows, self.weights, strict=True):
+            prefixes = [tuple(row[: place + 1]) for place in range(len(row))]
+            found.append([0.0 if p in trained else w for p, w in zip(prefixes, weights, strict=True)])
+            trained |= {p for p, w in zip(prefixes, weights, strict=True) if w and len(p) > 1}
+        return found
 
     def draw(self, salt: int = 0) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + 1000 * salt)
@@ -89,7 +106,7 @@ class Batch:
         if per_edge:
             return near, [row[1:] for row in rows]
         rows = [row + 0.1 * torch.randn(len(row), generator=draw, dtype=torch.float64) for row in rows]
-        unset = [torch.tensor(weight) == 0 for weight in self.weights]
+        unset = [torch.tensor(weight) == 0 for weight in self.masked]
         return [row.masked_fill(no, torch.nan) for row, no in zip(rows, unset, strict=True)], [row[1:] for row in rows]
 
 
@@ -109,7 +126,9 @@ def batches(draw: st.DrawFn, every_row_counts: bool = False, least_rows: int = 1
     weights = [draw(st.lists(weight, min_size=len(row), max_size=len(row))) for row in rows]
     if every_row_counts:
         weights = [[*row[:-1], row[-1] or 1.0] for row in weights]
-    return Batch(rows, weights, draw(st.integers(0, 999)))
+    batch = Batch(rows, weights, draw(st.integers(0, 999)), draw(st.sampled_from(["rows", "rows", "once"])))
+    assume(not every_row_counts or all(bool(mask.any()) for mask in batch.masks))
+    return batch
 
 
 def some_edges(forest: Forest, chosen: list[int]) -> EdgeSubset:

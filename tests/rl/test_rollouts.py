@@ -63,6 +63,7 @@ def test_masks_and_old_logprobs(scheme: Scheme, seed: int) -> None:
         expected = [logprob_of(row[:at], token) if token < 10 else np.nan for at, token in enumerate(row)]
         assert np.array_equal(old.numpy(), expected, equal_nan=True)
     assert torch.equal(rollouts.forest.raw_weight, torch.cat(rollouts.sampled).to(torch.float64))
+    assert int(rollouts.forest_once.raw_weight.sum()) == int(rollouts.step_sampled.sum())
 
 
 def test_portool_keeps_n_minus_the_finished_and_forks_at_most_f() -> None:

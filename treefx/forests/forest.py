@@ -20,6 +20,7 @@ from treefx.forests.edges import Edges
 from treefx.forests.input import RowBatch, read_padded, read_sequences
 from treefx.forests.share import Share
 from treefx.forests.trie import build_trie
+from treefx.forests.weighting import Weighting, weigh
 from treefx.kernels.lasting import lasting, lasting_property
 from treefx.kernels.tiles.hosted import send
 from treefx.views import find_view
@@ -87,7 +88,9 @@ class Forest:
     share: Share | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
-    def from_sequences(cls, sequences: Iterable[Any], weights: Iterable[Any] | None = None) -> "Forest":
+    def from_sequences(
+        cls, sequences: Iterable[Any], weights: Iterable[Any] | None = None, *, weighting: Weighting = "rows"
+    ) -> "Forest":
         """Build the forest of rows in any order; duplicates and rows that are prefixes of others are welcome.
 
         Args:
@@ -95,29 +98,42 @@ class Forest:
                 each.
             weights: per row a number, or a vector as long as the row. Entry t weighs the prediction of token
                 t; entry 0 is never used, since nothing predicts the first token. All 1 when None.
+            weighting: which rows train a token that several share. "rows": all of them, as training on separate rows
+                does. It is the estimator where rows were sampled independently: each row is a sample of its own, also
+                where two begin alike. "once": the first row, in the order given, that has a weight for it that is not
+                0; with that row's weight and advantage, and as if the other rows masked the token. It is the estimator
+                where one sampled token is emitted in several rows: turns of one conversation, compacted histories,
+                sub-agents. Losses over whole rows (DPO and others, ``level="sequence"``) then read masked rows too.
 
         Raises:
             ForestError: the input is empty, of the wrong type or size, or lives on several devices.
+            InputError: there is no such weighting.
 
         Example:
             >>> Forest.from_sequences([[5, 6, 7], [5, 6, 8]]).tokens
             tensor([5, 6, 7, 8])
+            >>> Forest.from_sequences([[5, 6, 7], [5, 6, 8]], weighting="once").edges.weight
+            tensor([1., 1., 1.], dtype=torch.float64)
         """
-        return cls._from_rows(read_sequences(sequences, weights))
+        return cls._from_rows(read_sequences(sequences, weights), weighting=weighting)
 
     @classmethod
-    def from_padded(cls, input_ids: Any, attention_mask: Any = None, weights: Any = None) -> "Forest":
+    def from_padded(
+        cls, input_ids: Any, attention_mask: Any = None, weights: Any = None, *, weighting: Weighting = "rows"
+    ) -> "Forest":
         """Build the forest of a padded batch, each row padded on the left or on the right.
 
         Args:
             input_ids: integers [B, T]. Ids under the padding are not read.
             attention_mask: [B, T] of 0 and 1, one run of ones per row; no padding when None.
             weights: [B, T], weight of predicting the token of that column, or [B], one number per row.
+            weighting: as in `from_sequences`.
 
         Raises:
             ForestError: shapes differ, the mask has holes or a row without tokens, or ids are unfit.
+            InputError: there is no such weighting.
         """
-        return cls._from_rows(read_padded(input_ids, attention_mask, weights))
+        return cls._from_rows(read_padded(input_ids, attention_mask, weights), weighting=weighting)
 
     @classmethod
     def from_nodes(
@@ -126,6 +142,8 @@ class Forest:
         parents: Iterable[int],
         weights: Iterable[Any] | None = None,
         ends: Iterable[int] | None = None,
+        *,
+        weighting: Weighting = "rows",
     ) -> "Forest":
         """Build the forest of a tree that comes as nodes, as rollout servers hold it.
 
@@ -137,25 +155,34 @@ class Forest:
             weights: per node a number, or a vector as long as the node: the weight of predicting that token in each
                 row through it. All 1 when None. The first token of a row is never predicted.
             ends: the nodes at which a row ends, one entry per row; the leaves in ascending order when None.
+            weighting: as in `from_sequences`.
 
         Raises:
             ForestError: a node is empty or of the wrong type, a parent or an end is no node, parents form a cycle, no
                 row passes a node, or weights do not fit.
+            InputError: there is no such weighting.
 
         Example:
             >>> Forest.from_nodes([[5, 6], [7], [8]], [-1, 0, 0]).sequences()
             [tensor([5, 6, 7]), tensor([5, 6, 8])]
         """
-        return cls._from_rows(*read_nodes(nodes, parents, weights, ends))
+        return cls._from_rows(*read_nodes(nodes, parents, weights, ends), weighting=weighting)
 
     @classmethod
-    def _from_rows(cls, batch: RowBatch, keys: "Sequence[npt.NDArray[np.int64]] | None" = None) -> "Forest":
+    def _from_rows(
+        cls,
+        batch: RowBatch,
+        keys: "Sequence[npt.NDArray[np.int64]] | None" = None,
+        *,
+        weighting: Weighting = "rows",
+    ) -> "Forest":
         """Build the forest; ``keys`` tell the tokens of each row apart, the token ids when None."""
         trie = build_trie(batch.rows if keys is None else keys)
+        raw_weight = weigh(batch.raw_weight, trie.flat_token_of, weighting)
         raw_tokens = np.concatenate(batch.rows)
         rank = np.empty_like(trie.row_order)
         rank[trie.row_order] = np.arange(len(rank))
-        weight = np.bincount(trie.flat_token_of, weights=batch.raw_weight, minlength=trie.num_tokens)
+        weight = np.bincount(trie.flat_token_of, weights=raw_weight, minlength=trie.num_tokens)
         arrays = {
             "tokens": raw_tokens[trie.row_offsets[trie.row] + trie.index],
             "depth": trie.index.astype(np.int32),
@@ -167,7 +194,7 @@ class Forest:
             "row_order": trie.row_order,
             "flat_token_of": trie.flat_token_of,
             "row_offsets": trie.row_offsets,
-            "raw_weight": batch.raw_weight,
+            "raw_weight": raw_weight,
             "row_start": batch.row_start,
         }
         with lasting():

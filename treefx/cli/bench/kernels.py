@@ -161,8 +161,7 @@ def gpu(
     with waiting("loading PyTorch", quiet=json):
         from treefx.tools.bench.gpu import launches, stages
 
-    chosen: dict[str, Any] = {"cases": cases, "only": only}
-    chosen["batches"] = [name.strip() for name in _split(batches)]
+    chosen: dict[str, Any] = {"cases": cases, "only": only, "batches": [name.strip() for name in _split(batches)]}
     records: list[dict[str, Any]] = []
     notes.print(f"{stage}: {stages.count(stage, **chosen)} cases{_REHEARSED if rehearse else ''}")
     for record in stages.run(stage, rehearsal=rehearse, minutes=minutes, deadline=deadline, layers=layers, **chosen):

@@ -155,6 +155,20 @@ class Rollouts:
         return Forest.from_sequences(self.spread(self.step_tokens, self.prompt_tokens), self.sampled)
 
     @lasting_property
+    def forest_once(self) -> Forest:
+        """The same, but the weight of a step is 1 in the first trajectory that goes through it, 0 in the others.
+
+        A loss on `forest` is the sum over trajectories, as training on separate rows; on this, over sampled steps.
+        """
+        first = torch.zeros_like(self.parent)
+        for row in reversed(range(len(self))):
+            first[self.steps.paths[row]] = row
+        of_tokens = torch.repeat_interleave(first, self.step_offsets.diff())
+        owners = self.spread(of_tokens, torch.full_like(self.prompt_tokens, -1))
+        weights = [sampled & (owners[row] == row) for row, sampled in enumerate(self.sampled)]
+        return Forest.from_sequences(self.spread(self.step_tokens, self.prompt_tokens), weights)
+
+    @lasting_property
     def sampled(self) -> list[Tensor]:
         """Per row, bool [length]: the policy sampled the token, so it is trained."""
         return self.spread(self._is_sampled, torch.zeros_like(self.prompt_tokens, dtype=torch.bool))

@@ -209,9 +209,9 @@ def run(
     os.environ.update(_environment(name, rehearsal))
     left, jobs = list(chosen), min(stage.jobs, 2 if rehearsal else 16)
     with tempfile.TemporaryDirectory() as folder:
-        turn = Path(folder, "turn")
-        last = time.time() + _TO_COMPILE * min(deadline, 60 * minutes)
-        scale = Scale(rehearsal, turn, min(jobs, len(left)), last, layers)
+        scale = Scale(
+            rehearsal, turn := Path(folder, "turn"), min(jobs, len(left)), _last_wait(minutes, deadline), layers
+        )
 
         def pieces() -> Iterator[tuple[str, Any, Scale]]:
             while left and time.perf_counter() - start <= 60 * minutes:
@@ -232,6 +232,11 @@ def run(
             os.environ.update(before)
     for case in left:
         yield {"case": case.name, "wrong": ["not measured: the time is up"]}
+
+
+def _last_wait(minutes: float, deadline: float) -> float:
+    """By ``time.time``: when nothing waits for compilers any more."""
+    return time.time() + _TO_COMPILE * min(deadline, 60 * minutes)
 
 
 def count(name: str, cases: int | None = None, only: str = "", batches: Sequence[str] = ()) -> int:
