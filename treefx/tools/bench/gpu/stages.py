@@ -209,9 +209,8 @@ def run(
     os.environ.update(_environment(name, rehearsal))
     left, jobs = list(chosen), min(stage.jobs, 2 if rehearsal else 16)
     with tempfile.TemporaryDirectory() as folder:
-        scale = Scale(
-            rehearsal, turn := Path(folder, "turn"), min(jobs, len(left)), _last_wait(minutes, deadline), layers
-        )
+        turn = Path(folder, "turn")
+        scale = Scale(rehearsal, turn, min(jobs, len(left)), _last_wait(minutes, deadline), layers)
 
         def pieces() -> Iterator[tuple[str, Any, Scale]]:
             while left and time.perf_counter() - start <= 60 * minutes:
@@ -230,8 +229,7 @@ def run(
         finally:
             os.environ.clear()
             os.environ.update(before)
-    for case in left:
-        yield {"case": case.name, "wrong": ["not measured: the time is up"]}
+    yield from ({"case": case.name, "wrong": ["not measured: the time is up"]} for case in left)
 
 
 def _last_wait(minutes: float, deadline: float) -> float:
