@@ -223,6 +223,36 @@ def test_a_graph_break_in_a_called_module_names_that_module() -> None:
     assert "every row of Outer" in text and "LM.forward" in text and "`torch._dynamo.graph_break()`" in text
 
 
+class Stopped(nn.Module):
+    """Dynamo skips ``forward`` because of one of two lines in its loop."""
+
+    def __init__(self, reads_a_number: bool) -> None:
+        super().__init__()
+        self.lm, self.reads_a_number = LM(), reads_a_number
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.lm.embedding(input_ids)
+        for block in self.lm.blocks:
+            x = block(x)
+            if self.reads_a_number:
+                assert x.mean().item() is not None
+            else:
+                torch._dynamo.graph_break()
+        logits: Tensor = self.lm.head(x)
+        return logits
+
+
+def test_a_function_that_is_analysed_again_gets_the_line_of_its_last_analysis() -> None:
+    """One model with one line, then another, as a user meets them who takes out the first one."""
+    lines = ((True, "x.mean().item()"), (False, "`torch._dynamo.graph_break()`"), (True, ".item()"))
+    for reads_a_number, line in lines:
+        torch._dynamo.reset()
+        model = torch.compile(Stopped(reads_a_number), backend="treefx", options={"inner": "eager"})
+        with warned() as texts:
+            model(input_ids=ids_of())
+        assert len(texts) == 1 and line in texts[0], texts
+
+
 def test_dynamo_without_its_records_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are private: other versions may have none."""
     monkeypatch.delattr("torch._dynamo.utils.graph_break_reasons")

@@ -76,7 +76,7 @@ def find_break(gm: fx.GraphModule) -> Break | None:
     """
     frames = [frame for frame in _uncompiled() if not frame.f_code.co_filename.startswith(_TORCH)]
     for frame in reversed(frames):
-        found = _known.get(frame.f_code) or _recorded(frame)
+        found = _recorded(frame)
         if found is not None:
             _known[frame.f_code] = found
             return replace(found, compiled=_compiled_instead())
@@ -151,20 +151,28 @@ def _compiled_instead() -> str | None:
 
 
 def _recorded(frame: FrameType) -> Break | None:
-    """What Dynamo recorded of the function of a frame, the last record first."""
+    """What Dynamo recorded of its last analysis of the function of a frame, or what an earlier call found."""
     code = frame.f_code
     name = _name(code.co_name, frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None)
+    last = _last_metrics(code)
+    if last is not None and last.fail_user_frame_filename:
+        place = last.fail_user_frame_filename, last.fail_user_frame_lineno
+        return Break(name, *_place(*place), _first_line(last.fail_reason))
+    if last is None and code in _known:
+        return _known[code]
     for reason in reversed(getattr(dynamo_utils, "graph_break_reasons", [])):
         stack = getattr(reason, "user_stack", None)
         if stack and stack[0].filename == code.co_filename and _plain(stack[0].name) == _plain(code.co_name):
             return _of_reason(name, reason)
+    return _known.get(code)
+
+
+def _last_metrics(code: CodeType) -> Any:
+    """Dynamo's record of its last analysis of a function, failed or not; None if it is gone."""
     metrics: list[Any] = getattr(dynamo_utils, "get_compilation_metrics", list)()
-    for item in reversed(metrics):
-        same = (item.co_filename, item.co_name) == (code.co_filename, code.co_name)
-        if same and item.co_firstlineno == code.co_firstlineno and item.fail_user_frame_filename:
-            place = item.fail_user_frame_filename, item.fail_user_frame_lineno
-            return Break(name, *_place(*place), _first_line(item.fail_reason))
-    return None
+    wanted = code.co_filename, code.co_name, code.co_firstlineno
+    found = (item for item in reversed(metrics) if (item.co_filename, item.co_name, item.co_firstlineno) == wanted)
+    return next(found, None)
 
 
 def _of_reason(name: str, reason: Any) -> Break:
