@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from treefx.kernels.score import Expr
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
 from treefx.passes.inputs.values import InputValues
+from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.constants import Constants
-from treefx.passes.labels.facts import Dims, ancestors, fact_of
+from treefx.passes.labels.facts import Dims, Kind, ancestors, fact_of
 from treefx.passes.labels.index_ranges import Lookup, find_lookups
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
@@ -34,6 +36,13 @@ from treefx.reason_codes import code_of_operator
 __all__ = ["Analysis", "Expansion", "Rewritten", "Variant"]
 
 _ATTENTION = {torch.ops.treefx.attention.default, torch.ops.treefx.flash.default}
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.treefx.head.default,
+}
 _NAMES = {
     "treefx.attention.default": "scaled_dot_product_attention",
     "treefx.flash.default": "flash attention",
@@ -134,6 +143,17 @@ class Analysis:
         others = [node for node in attending if not isinstance(fact_of(node).law, Attention)]
         return sum(self.tokens.ids in ancestors(node) for node in others)
 
+    @cached_property
+    def products_on_rows(self) -> int:
+        """Products with a trained weight (projections, experts, the head) that run on at least half of all columns of
+        every row. One vector per row, such as a pooled one, loses nothing."""
+        assert self.tokens is not None
+        cells = math.prod(map(_number, (self.tokens.rows, self.tokens.columns)))
+        products = [node for node in live_nodes(self.gm) if node.target in _PRODUCTS or is_grouped(node.target)]
+        on_rows = [node for node in products if fact_of(node).kind is Kind.ROW and _has_weight(node)]
+        long = [node for node in on_rows if 2 * _positions(node) >= cells]
+        return sum(self.tokens.ids in ancestors(node) for node in long)
+
     def find_own_positions(self, redundant: Collection[Expr] = ()) -> list[fx.Node] | None:
         """Values [B, T] that tell tokens apart where rows start in different columns; None where tokens are known by
         their column. Conditions that all tokens of a call meet are ``redundant``."""
@@ -214,6 +234,23 @@ class Analysis:
     def _outputs(self) -> Sequence[Any]:
         outputs: Any = next(iter(self.gm.graph.find_nodes(op="output"))).args[0]
         return outputs  # type: ignore[no-any-return]
+
+
+def _has_weight(product: fx.Node) -> bool:
+    facts = [fact_of(node) for node in product.all_input_nodes]
+    return any(fact.kind is Kind.INVARIANT and fact.learned for fact in facts)
+
+
+def _positions(product: fx.Node) -> int:
+    """How many vectors a product makes; of the fused head, how many it takes."""
+    value = product.meta["val"]
+    shape = value.shape if isinstance(value, Tensor) else product.all_input_nodes[0].meta["val"].shape
+    return math.prod(map(_number, shape[:-1]))
+
+
+def _number(size: Any) -> int:
+    """A size; of a symbol that of the traced batch: asking the symbol itself would bind the graph to it."""
+    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
 
 
 @dataclass

@@ -63,6 +63,52 @@ def test_a_model_that_loses_sharing_warns_once(what: str) -> None:
         assert "no input [B, T]" not in treefx.inspect(model).stats["fallback"]
 
 
+class Behind(nn.Module):
+    """All attention of a language model runs packed; ``what`` is done to the hidden states behind it."""
+
+    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lm, self.what = LM(), what
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.lm.embedding(input_ids)
+        for block in self.lm.blocks:
+            x = block(x)
+        logits: Tensor = self.lm.head(self.what(x))
+        return logits.logsumexp(-1).sum()
+
+
+def next_token_too(x: Tensor) -> Tensor:
+    """As heads that predict several tokens: a later position is read."""
+    return x[:, :-1] + x[:, 1:]
+
+
+BEHIND: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "dropout": (lambda x: nn.functional.dropout(x, 0.1), "aten.native_dropout"),
+    "later positions": (next_token_too, "aten.slice.Tensor: mixes positions"),
+    "one vector per row": (lambda x: x[:, -1], ""),
+    "the mean of a row": (lambda x: x.mean(1), ""),
+    "nothing": (lambda x: x, ""),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_head_on_rows_behind_packed_attention_warns(name: str) -> None:
+    """A head on one vector per row has nothing to share, and is quiet."""
+    what, reason = BEHIND[name]
+    model = torch.compile(Behind(what), backend="treefx", options={"inner": "eager"})
+    with warned() as texts:
+        for _ in range(2):
+            model(input_ids=ids_of()).backward()
+    stats = treefx.inspect(model).stats
+    assert stats["ran"] == "packed" and stats["attention_rewritten"] == 2 == stats["attention_layers"]
+    if not reason:
+        assert texts == []
+        return
+    (text,) = texts
+    assert "a part of Behind on rows (products with weights: 1)" in text and reason in text and __file__ in text
+
+
 class Flat(nn.Module):
     """Takes ids [T] of several sequences, one behind the other."""
 

@@ -67,6 +67,8 @@ class GraphReport:
     attention_rewritten: int = 0
     recurrences_rewritten: int = 0
     """Linear recurrences (Mamba 2, gated delta nets) that run once per distinct token."""
+    products_on_rows: int = 0
+    """Products with a trained weight that run on most columns of every row of a graph that runs packed."""
     expansions: list[dict[str, Any]] = field(default_factory=list)
     reason: Reason | None = None
     """Why the last call did not run packed, or None. Low sharing is a choice, not a reason."""
@@ -122,12 +124,13 @@ class GraphReport:
         self.has_tokens = True
         self.attention_layers = len(analysis.attentions) + analysis.attentions_on_rows
         self.attention_rewritten, self.recurrences_rewritten = len(analysis.attentions), analysis.recurrences
+        self.products_on_rows = analysis.products_on_rows
         self.expansions = [{**asdict(item), "code": item.code} for item in analysis.expansions]
 
     def note_block(self) -> None:
         """Note that the graph got the distinct tokens and their tree: the report of the converted model has figures."""
         self.ran, self.way, self.reason, self.has_tokens = "packed", "converted", None, False
-        self.attention_layers = self.attention_rewritten = self.recurrences_rewritten = 0
+        self.attention_layers = self.attention_rewritten = self.recurrences_rewritten = self.products_on_rows = 0
         self.expansions = []
 
     def note_rows(self, reason: Reason | None) -> None:

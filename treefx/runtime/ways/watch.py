@@ -54,8 +54,8 @@ class SharingWatch:
             self._look_at_rows(report, {name: args[i] for i, name in self._inputs})
             return
         report.keep_rows(None)
-        if report.ran == "packed" and 0 < report.attention_rewritten < report.attention_layers:
-            self._warn_of_layers(report)
+        if report.ran == "packed" and (what := _lost(report)):
+            self._warn_of_expansions(report, what)
 
     def _look_at_rows(self, report: GraphReport, given: dict[str, Any]) -> None:
         """Keep the rows of a call and warn of them; of a graph without token ids, those of the model's call."""
@@ -84,17 +84,25 @@ class SharingWatch:
             return is_of_tokens and any(weight.dim() > 1 for weight in report.parameters)
         return True
 
-    def _warn_of_layers(self, report: GraphReport) -> None:
+    def _warn_of_expansions(self, report: GraphReport, what: str) -> None:
         if report.warned or not report.expansions or report.tokens == report.raw_tokens:
             return
         report.warned = True
-        rows = report.attention_layers - report.attention_rewritten
         causes = [item for item in report.expansions if not item["contracted"]] or report.expansions
         first = causes[0]
         line = f" ({first['line']})" if first["line"] else ""
-        what = f"{rows} of {report.attention_layers} attention layers of {{}} on rows"
         counts = Counts(report.raw_tokens, report.tokens)
         warn_once(object_of_entry(), what, f"{first['op']}: {first['reason']}{line}", counts, first["code"])
+
+
+def _lost(report: GraphReport) -> str:
+    """What of a packed call runs on rows that is worth a warning, with ``{}`` for the model; empty if nothing is."""
+    rows = report.attention_layers - report.attention_rewritten
+    if rows and report.attention_rewritten:
+        return f"{rows} of {report.attention_layers} attention layers of {{}} on rows"
+    if not report.products_on_rows or all(item["contracted"] for item in report.expansions):
+        return ""
+    return f"a part of {{}} on rows (products with weights: {report.products_on_rows})"
 
 
 _OF_CALL = ("input", "variable")
