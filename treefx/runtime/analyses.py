@@ -135,7 +135,7 @@ class Analyses:
 
     def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
         """What is known of calls of these very sizes."""
-        filled = zip(self._filled(args), self._roles, strict=True)
+        filled = zip(self.filled(args), self._roles, strict=True)
         inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
         key = (values, *[layout_of(x) if isinstance(x, Tensor) else x for x in inputs])
         shape = self._shapes.find(key, tensors)
@@ -164,7 +164,7 @@ class Analyses:
         self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues, sizes: Sequence[int] = ()
     ) -> Shape | None:
         """What is known of calls with as many rows and columns as they like; None if sizes have to be known."""
-        pattern = pattern_of(self._gm, self._roles, self._filled(args)) if current_forest() is None else None
+        pattern = pattern_of(self._gm, self._roles, self.filled(args)) if current_forest() is None else None
         if pattern is None:
             return None
         key = (values, pattern)
@@ -178,7 +178,7 @@ class Analyses:
             self._why_numbers = found.reason.text
         return found if isinstance(found, Shape) else None
 
-    def _filled(self, args: Sequence[Any]) -> list[Any]:
+    def filled(self, args: Sequence[Any]) -> list[Any]:
         """The inputs with the values of the numbers that Dynamo passes as tensors."""
         return [x.item() if i in self._numbers else x for i, x in enumerate(args)]
 
@@ -187,7 +187,7 @@ class Analyses:
         return [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in self._numbers]
 
     def _tensor_roles(self, args: Sequence[Any]) -> list[str]:
-        return [role for x, role in zip(self._filled(args), self._roles, strict=True) if isinstance(x, Tensor)]
+        return [role for x, role in zip(self.filled(args), self._roles, strict=True) if isinstance(x, Tensor)]
 
     def _analyse(
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None, sizes: Sequence[int] = ()
@@ -221,7 +221,7 @@ class Analyses:
         """Trace and label the graph, or say why that failed; what is known of shapes stays what it is."""
         tensors, roles = self.tensors(args), self._tensor_roles(args)
         try:
-            analysis = analyse(self._gm, self._filled(args), roles, values, self._passes, batch, segmented=segmented)
+            analysis = analyse(self._gm, self.filled(args), roles, values, self._passes, batch, segmented=segmented)
         except TreefxError:
             raise
         except PASSING:

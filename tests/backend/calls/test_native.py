@@ -127,6 +127,30 @@ def test_other_forests_compile_nothing() -> None:
     assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT64)
 
 
+class Scaled(nn.Module):
+    """Has a float, which is an input of the graph with ``dynamic=True``, as that of embeddings is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm, self.scale = TakesCacheFlag(tiny_causal()), 0.7
+
+    def forward(self, **given: Any) -> Any:
+        out = self.lm(**given)
+        return out._replace(logits=out.logits * self.scale)
+
+
+@pytest.mark.parametrize("make", [Scaled, lambda: double("llama", num_hidden_layers=1)])
+def test_symbolic_sizes_from_the_start(make: Any) -> None:
+    """Forests through one graph, which is compiled once."""
+    model = make().double()
+    compiled = torch.compile(model, backend="treefx", dynamic=True, options={"inner": "eager"})
+    for seed in range(3):
+        rows = rollouts(seed)[: 8 - seed]
+        got = run_native(compiled, model, treefx.Forest.from_sequences(rows))
+        assert_close(got, separate_rows(model, rows, [[1.0] * len(row) for row in rows]), FLOAT64)
+        assert stats_of(compiled)["compiles"] == 1 and stats_of(compiled)["ran"] == "packed"
+
+
 def test_forest_and_padded_batch_in_one_model() -> None:
     """Inside of `use` the row is a tree, outside it is a row."""
     model, rows = double("llama", num_hidden_layers=1), rollouts()

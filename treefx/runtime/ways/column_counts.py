@@ -81,7 +81,7 @@ class ColumnCounts:
         whole = forest.uncut if isinstance(forest, EdgeSubset) else forest
         lengths = sorted({max(length, _SMALLEST) for length in whole.row_offsets.diff().tolist()})
         self._check_guards(args, forest.num_tokens, lengths)
-        pattern = pattern_of(self._gm, self._roles, by_column)
+        pattern = pattern_of(self._gm, self._roles, self._analyses.filled(by_column))
         if pattern is None or self._has_fixed_columns(args, forest.num_tokens):
             raise UnsupportedError(_FIXED.format(forest.num_tokens, _WAY_OUT))
         found = self._known.get((pattern, known))
