@@ -17,8 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import treefx
+from tests.backend.native import TakesCacheFlag, native_loss
+from tests.models import TinyLM
+from tests.planning.cuts import every_node
+from tests.spellings import SPELLINGS
 from treefx.passes.trace import token_count
 from treefx.runtime import batch
 
@@ -114,11 +119,55 @@ def trained(model: nn.Module, **options: Any) -> Callable[[int], None]:
     return step
 
 
+def ids_of(number: int) -> Tensor:
+    """A batch of a shape like no other. The longest come first: a store may hold what the last batch needs."""
+    ids = torch.randint(3, 20, (3 + number % 2, 8 + (STEPS - number) // 2))
+    ids[:, :5] = ids[0, :5]
+    return ids
+
+
+def converted() -> Callable[[int], None]:
+    """A training step of a converted model whose head runs on distinct tokens too."""
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    treefx.convert(model, min_sharing=1.0, pack_lm_head=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(number: int) -> None:
+        ids = ids_of(number)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def on_forests(cut: bool) -> Callable[[int], None]:
+    """A training step on a forest, whole or in parts."""
+    torch._dynamo.reset()
+    model = TakesCacheFlag(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, positions=False))
+    compiled: Any = torch.compile(model, backend="treefx", dynamic=True, options={"inner": "eager"})
+
+    def step(number: int) -> None:
+        forest = treefx.Forest.from_sequences(ids_of(number).tolist())
+        if cut:
+            treefx.backward(compiled, every_node(forest), treefx.losses.sft)
+        else:
+            native_loss(forest)(compiled).backward()
+        model.zero_grad()
+
+    return step
+
+
 CASES: dict[str, Callable[[], Callable[[int], None]]] = {
     "packed": lambda: trained(Model(causal=True), min_sharing=1.0),
     "little shared": lambda: trained(Model(causal=True), min_sharing=50.0),
     "refused": lambda: trained(Model(causal=False)),
     "without tokens": lambda: trained(WithoutTokens()),
+    "converted": converted,
+    "forests": lambda: on_forests(cut=False),
+    "parts": lambda: on_forests(cut=True),
 }
 
 
