@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from treefx.planning.execution.backward import backward, forward_backward
     from treefx.planning.execution.profile import profile
     from treefx.planning.search.planner import plan
-    from treefx.runtime.converted.convert import convert, unconvert
+    from treefx.runtime.converted.convert import convert, is_converted, unconvert
 
     __version__: str
 
@@ -87,6 +87,7 @@ __all__ = [
     "forward_backward",
     "inspect",
     "integrations",
+    "is_converted",
     "kernels",
     "losses",
     "overlap",
@@ -111,6 +112,7 @@ _LAZY = {
     "explain": "treefx.inspection.explain",
     "forward_backward": "treefx.planning.execution.backward",
     "inspect": "treefx.inspection.inspector",
+    "is_converted": "treefx.runtime.converted.convert",
     "plan": "treefx.planning.search.planner",
     "profile": "treefx.planning.execution.profile",
     "unconvert": "treefx.runtime.converted.convert",

@@ -55,15 +55,16 @@ def ran(model: Any) -> str:
 def test_undone_as_if_never_converted() -> None:
     model = small()
     before, text = state_of(model), repr(model)
-    assert treefx.unconvert(model) is model  # which was not converted
+    assert treefx.unconvert(model) is model and not treefx.is_converted(model)
     assert treefx.unconvert(treefx.convert(model)) is model
     assert state_of(model) == before
     treefx.convert(model, pack_lm_head=True)
     wanted = loss(copy.deepcopy(treefx.unconvert(copy.deepcopy(model))))
     torch.testing.assert_close(loss(model), wanted, rtol=1e-10, atol=0)
-    assert ran(model) == "packed"
+    assert ran(model) == "packed" and treefx.is_converted(model) and not treefx.is_converted(model.lm_head)
     assert "forward" in model.model.layers[0].self_attn.__dict__
     treefx.unconvert(model)
+    assert not treefx.is_converted(model)
     assert state_of(model) == before and repr(model) == text
     assert torch.equal(loss(model), wanted)
     with pytest.raises(treefx.ConfigError, match="unconvert expects a model, got NoneType"):

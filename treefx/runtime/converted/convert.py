@@ -12,7 +12,7 @@ from treefx.errors import ConfigError
 from treefx.runtime.converted.hooks import Hooks
 from treefx.runtime.converted.seam import attention_modules
 
-__all__ = ["convert", "unconvert"]
+__all__ = ["convert", "is_converted", "unconvert"]
 
 _HOOKS = "treefx_hooks"
 
@@ -121,6 +121,19 @@ def unconvert(model: nn.Module) -> nn.Module:
             hooks.remove()
             del module.__dict__[_HOOKS]
     return model
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Return whether a model, or a module in it, was converted by ``treefx.convert``.
+
+    Args:
+        model: A model.
+
+    Raises:
+        ConfigError: It is no model.
+    """
+    _check_model(model, "is_converted")
+    return any(_HOOKS in module.__dict__ for module in model.modules())
 
 
 def _check_model(model: nn.Module, function: str) -> None:
