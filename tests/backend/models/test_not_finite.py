@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import treefx
+from tests.backend.native import native_loss
+from tests.models import Output, double
+from tests.planning.cuts import every_node, inside_nodes
 
 BAD = 49
 WINDOW = 5
@@ -122,3 +125,52 @@ def test_bfloat16() -> None:
     model = Model("plain").bfloat16()
     model.embedding.weight.data[BAD] = math.nan
     check(model, batch(40, {3: -4}), range(30, 40), tolerance=0.05)
+
+
+# Forests, parts, converted models
+
+
+class Named(nn.Module):
+    """The model, called as one of transformers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model = Model(kind)
+
+    def forward(self, input_ids: Tensor, **unused: Any) -> Output:
+        return Output(None, self.model(input_ids), None)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("window", math.nan), ("softcap", -math.inf), ("sinks", math.nan)])
+def test_forests_and_parts(kind: str, value: float) -> None:
+    """A row of weight zero holds the bad token behind a fork: the loss is that of the other rows."""
+    named, ids = Named(kind), batch(14, {3: -4})
+    named.model.embedding.weight.data[BAD] = value
+    rows = ids.tolist()
+    wanted = sum(loss_of(named.model(row[None]), row[None]) * 13 for row in ids[:3])
+    forest = treefx.Forest.from_sequences(rows, weights=[[float(BAD not in row)] * 14 for row in rows])
+    compiled: Any = torch.compile(named, backend="treefx", options={"inner": "eager"})
+    torch.testing.assert_close(native_loss(forest)(compiled), wanted, rtol=1e-10, atol=0)
+    for plan in (every_node(forest), inside_nodes(forest)):
+        assert len(plan.parts) > 3
+        got = treefx.backward(compiled, plan, lambda logp, part: treefx.losses.sft(logp, part, reduction="sum"))
+        torch.testing.assert_close(got, wanted.detach(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("packs_head", [False, True])
+def test_converted_models(packs_head: bool) -> None:
+    """Logits of the other rows, and of the tokens in front of the bad one, are those of separate rows."""
+    model: Any = double("llama", num_hidden_layers=1)
+    model.model.embed_tokens.weight.data[BAD] = math.nan
+    ids = batch(14, {3: -3})
+    with torch.no_grad():
+        clean = ids.clamp(max=BAD - 1)
+        alone = torch.cat([model(input_ids=row[None]).logits for row in clean])
+        treefx.convert(model, min_sharing=1.0, pack_lm_head=packs_head)
+        got = model(input_ids=ids).logits + 0
+        assert treefx.inspect(model).stats["ran"] == "packed"
+        torch.testing.assert_close(got[:3], alone[:3], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(got[3, :-3], alone[3, :-3], rtol=1e-10, atol=1e-12)
+        assert not got[3, -3:].isfinite().any()
+        labels = ids.masked_fill((torch.arange(4) == 3)[:, None], -100)
+        torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, loss_of(alone[:3], ids[:3]))

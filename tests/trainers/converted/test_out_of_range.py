@@ -1,10 +1,12 @@
-"""Ids and positions out of range at padding that a converted model leaves out: they raise as in eager mode."""
+"""Ids, positions and labels out of range in a converted model, at padding that it leaves out too: eager's errors."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.nn import functional as F
 
 import treefx
 from tests.batches import Side, shared_batch
@@ -65,3 +67,54 @@ def test_padding_that_is_not_looked_up_is_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Padding, "check_lookups", lambda self, grid: None)
     with pytest.raises(AssertionError, match="eager raises"):
         check("left", ("input_ids", VOCAB))
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Logits [B, T, V] and labels [B, T], -100 at padding -> scalar."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def gathered(logits: Tensor, labels: Tensor) -> Tensor:
+    kept = labels != -100
+    return -(logits.log_softmax(-1).gather(-1, labels.masked_fill(~kept, 0)[..., None])[..., 0] * kept).sum()
+
+
+def of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """As RL trainers write it: the logit of the label less the logarithm of the sum."""
+    kept = labels != -100
+    picked = logits.gather(-1, labels.masked_fill(~kept, 0)[..., None])[..., 0]
+    return -((picked - logits.logsumexp(-1)) * kept).sum()
+
+
+@pytest.mark.parametrize("packs_head", [False, True])
+def test_labels_out_of_range(packs_head: bool) -> None:
+    """At a token and at padding; an error leaves nothing behind for the valid labels that follow."""
+    model = double("gpt2", num_hidden_layers=1, **PLAIN)
+    twin = copy.deepcopy(model)
+    treefx.convert(model, min_sharing=1.0, pack_lm_head=packs_head)
+    batch = shared_batch(rows=4, length=10, shared=6, padding="right")
+    inputs = batch.without("labels").inputs()
+
+    def run(model: Any, loss: Loss, labels: Tensor) -> Any:
+        try:
+            return outcome(model, lambda: loss(model(**inputs, use_cache=False).logits[:, :-1], labels[:, 1:]))
+        except Exception as error:  # noqa: BLE001
+            return error
+
+    for loss in (cross_entropy, gathered, of_logits):
+        for place in ((1, 3), (0, 7), tuple((inputs["attention_mask"] == 0).nonzero()[-1].tolist())):
+            for label in (None, -1, -99, VOCAB, VOCAB + 400):
+                labels = batch.labels.clone()
+                if label is not None:
+                    labels[place] = label
+                expected, got = run(twin, loss, labels), run(model, loss, labels)
+                case = f"{loss.__name__}, label {label} at {place}"
+                if label is None:
+                    assert_close(got, expected, FLOAT64)
+                    assert treefx.inspect(model).stats["ran"] == "packed", case
+                else:
+                    assert isinstance(expected, Exception) and type(got) is type(expected), f"{case}: {got!r}"
+                    assert str(label) in str(got), case
