@@ -18,8 +18,8 @@ The journey of one batch, by room:
 gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``cli`` is the command;
 ``tools``, which the library never imports, measure and attack it. What a user imports lies open: ``backend``,
 ``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of users, ``arguments`` their numbers;
-``extras`` names the extra of a library that is missing, ``torch_patches`` replaces symbols of PyTorch,
-``reason_codes`` has the code of every reason for running on rows.
+``extras`` names the extra of a library that is missing, and the version of treefx, ``torch_patches`` replaces symbols
+of PyTorch, ``reason_codes`` has the code of every reason for running on rows.
 
 Order of imports, each only of what stands before an arrow::
 
@@ -127,7 +127,7 @@ _MODULES["overlap"] = "treefx.passes.overlap"
 def __getattr__(name: str) -> Any:
     # A command's --help, or a program that only builds forests, must not wait for what it does not use.
     if name == "__version__":
-        value: Any = _version()
+        value: Any = import_module("treefx.extras").installed_version()
     elif name in _MODULES:
         value = import_module(_MODULES[name])
     elif name in __all__:
@@ -140,13 +140,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-def _version() -> str:
-    """The version in pyproject.toml, as the installer wrote it down."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("treefx")
-    except PackageNotFoundError:  # a checkout on the path that was never installed
-        return "0+unknown"

@@ -1,9 +1,9 @@
-"""Libraries that only a part of treefx needs, by the extra that installs them."""
+"""Libraries that only a part of treefx needs, by the extra that installs them; the version that is installed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["needs"]
+__all__ = ["installed_version", "needs"]
 
 _LIBRARIES = {"cli": ("rich", "typer"), "plot": ("matplotlib",), "rl": ("safetensors",)}
 """What each extra of ``pyproject.toml`` brings; ``[tools]`` brings all."""
@@ -32,3 +32,13 @@ def needs(extra: str, what: str) -> Iterator[None]:
             raise
         text = f"{what} needs {library}, which is not installed: pip install 'treefx[{extra}]'"
         raise ModuleNotFoundError(text, name=error.name) from None
+
+
+def installed_version() -> str:
+    """Return the version in pyproject.toml, as the installer wrote it down."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("treefx")
+    except PackageNotFoundError:  # a checkout on the path that was never installed
+        return "0+unknown"

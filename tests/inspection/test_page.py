@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import treefx
 from tests.inspection.causes import CAUSES, Planted
@@ -73,6 +74,8 @@ def test_the_parts_of_the_page(report: Inspection, text: str) -> None:
     page = Page(text)
     assert page.open == []
     assert html.escape(report.verdict.sentence) in text
+    made = f"LM, cpu, treefx {treefx.__version__}, PyTorch {torch.__version__}, inner compiler aot_eager"
+    assert f'<p class="hint" id="made">{made}</p>' in text and "<title>treefx: what became of LM</title>" in text
     ids = {attributes.get("id") for _, attributes in page.elements}
     assert {"verdict", "tree", "modules", "left", "right", "search", "passes", "calls", "data"} <= ids
     assert "<math" in text and "0.25 * (q·k)" in text and text.count("Triton source") == 1
@@ -111,6 +114,17 @@ def test_a_report_from_a_file_and_a_dry_run_have_pages(report: Inspection, tmp_p
     dry = treefx.explain(Planted(cause.plant), ids_of(), {"min_sharing": 1.0})
     page = dry.to_html(tmp_path / "dry.html").read_text(encoding="utf-8")
     assert "TFX102" in page and "F.dropout(x, 0.1)" in page and Page(page).open == []
+
+
+def test_a_report_from_elsewhere_may_lack_or_forge_what_made_it(report: Inspection) -> None:
+    plain = json.loads(report.to_json())
+    for name in ("model", "devices", "treefx", "torch"):
+        del plain["figures"][name]
+    read = treefx.Report.from_json(json.dumps(plain))
+    assert 'id="made">a model, inner compiler aot_eager</p>' in render_page(read)
+    plain["figures"] |= {"model": HOSTILE, "devices": [HOSTILE]}
+    page = render_page(treefx.Report.from_json(json.dumps(plain)))
+    assert HOSTILE not in page and Page(page).open == []
 
 
 def dom_of(text: str, tmp_path: Path, driver: str) -> dict[str, Any]:
@@ -153,7 +167,7 @@ document.documentElement.dataset.answer = JSON.stringify(answer);
 
 def test_what_is_on_the_screen(text: str, tmp_path: Path) -> None:
     answer = dom_of(text, tmp_path, DRIVER)
-    assert (answer["title"], answer["images"]) == ("treefx: what became of the model", 0)
+    assert (answer["title"], answer["images"]) == ("treefx: what became of LM", 0)
     assert "<script>" in answer["hover"] and "word" in answer["hover"] and answer["wide"]
     assert "rows: 0, 1, 2, 3" in answer["detail"] and "edges out of it" in answer["detail"]
     assert answer["folded"] and answer["lit"] == ["addmm"]

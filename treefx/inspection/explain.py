@@ -65,8 +65,9 @@ def explain(model: Any, batch: Any, options: Mapping[str, Any] | None = None) ->
             f"{type(batch).__name__}"
         )
     keep_graphs_whole()
-    dry = _Dry(Config.from_options(dict(options or {})))
-    call: Any = torch.compile(_with_own_code(getattr(model, "_orig_mod", model)), backend=dry.backend, fullgraph=True)
+    plain = getattr(model, "_orig_mod", model)
+    dry = _Dry(Config.from_options(dict(options or {})), getattr(plain, "__name__", type(plain).__name__))
+    call: Any = torch.compile(_with_own_code(plain), backend=dry.backend, fullgraph=True)
     try:
         call(*([batch] if isinstance(batch, Tensor) else []), **(batch if isinstance(batch, Mapping) else {}))
     except _Done:
@@ -94,6 +95,7 @@ class _Dry:
     """What one dry run finds out; it stands in for the packed and the ordinary graph of ``RowsRun``."""
 
     config: Config
+    name: str = ""
     records: Records | None = None
     passes: Sequence[Pass] = ()
     analyses: Analyses | None = None
@@ -166,7 +168,7 @@ class _Dry:
         assert self.records is not None and self.analyses is not None
         first = self.records.report
         first.seconds.update(self._analysis.seconds if self._analysis is not None else {})
-        stats = statistics([first], [first], first, self.config)
+        stats = statistics([first], [first], first, self.config, self.name)
         graphs = self.graphs if first.ran == "packed" else {"captured": self.graphs["captured"]}
         kernels = {} if self.rewritten is None else describe_attentions(graphs["captured"], graphs["rewritten"])
         restored = restorations(graphs["backward"]) if "backward" in graphs else []
@@ -190,7 +192,7 @@ class _Dry:
         place = f" at {line[-1].filename}:{line[-1].lineno} `{line[-1].line}`" if line else ""
         first_line = next(iter(str(error).splitlines()), "")
         first.note_rows(Reason(Cause.GRAPH_BREAK, f"Dynamo cannot capture the model as one graph{place}: {first_line}"))
-        stats = statistics([first], [first], first, self.config)
+        stats = statistics([first], [first], first, self.config, self.name)
         text = summarise(stats, {"captured": gm}, [])
         material = Material(stats, text, gm, code=first.reason.code, reason=first.reason.text, is_dry=True)  # type: ignore[union-attr]
         return made_of(material, {})

@@ -41,6 +41,8 @@ def render_page(report: Report, tokenizer: Any = None) -> str:
     return Template(page_part("page.html")).substitute(
         style=page_part("page.css"),
         script=page_part("page.js"),
+        model=html.escape(stats.get("model") or "the model"),
+        made=html.escape(_made(stats)),
         verdict=html.escape(verdict.sentence),
         advice=f'<p class="advice" id="advice">{html.escape(verdict.advice)}</p>' if verdict.advice else "",
         figures="".join(_figures(stats)),
@@ -56,6 +58,13 @@ def render_page(report: Report, tokenizer: Any = None) -> str:
         changes="".join(f"<code>{html.escape(str(change))}</code>" for change in _changes(report)) or "None.",
         data=_embedded(_data(report, tokenizer)),
     )
+
+
+def _made(stats: Mapping[str, Any]) -> str:
+    """Of what and with which versions the report was made; one that was read from a file may lack some."""
+    versions = [f"{name} {stats[key]}" for name, key in (("treefx", "treefx"), ("PyTorch", "torch")) if stats.get(key)]
+    inner = [f"inner compiler {stats['inner']}"] if stats.get("inner") else []
+    return ", ".join([stats.get("model") or "a model", *stats.get("devices", ()), *versions, *inner])
 
 
 def write_report(report: Report, path: str | Path, tokenizer: Any = None) -> Path:

@@ -12,6 +12,7 @@ from torch import fx
 
 from treefx.config import Config
 from treefx.errors import InputError
+from treefx.extras import installed_version
 from treefx.inspection.compiled_modules import is_compiled, modules_of
 from treefx.inspection.given_up import given_up
 from treefx.inspection.graph_diff import OperatorChange, diff_operators
@@ -55,10 +56,10 @@ def inspect(compiled: Any) -> Inspection:
             "treefx.inspect expects a compiled model, or a compiled function that uses a model, got "
             f"{type(compiled).__name__}; pass what torch.compile(model, backend='treefx') returned"
         )
+    name = type(getattr(modules[0], "_orig_mod", modules[0])).__name__
     graphs = find(parameter for module in modules for parameter in module.parameters())
     if graphs:
-        return Inspection(graphs)
-    name = type(getattr(modules[0], "_orig_mod", modules[0])).__name__
+        return Inspection(graphs, name)
     if any("treefx_hooks" in part.__dict__ for module in modules for part in module.modules()):
         raise InputError(
             f"treefx.inspect expects a model that has run, got {name}, which treefx.convert has converted and which "
@@ -89,7 +90,7 @@ class Inspection(Report):
         reports: One per graph that ran last of its piece, in the order they were compiled.
     """
 
-    def __init__(self, graphs: list[Run]) -> None:  # not that of Report: sections come from __getattr__
+    def __init__(self, graphs: list[Run], name: str = "") -> None:  # not that of Report: sections come from __getattr__
         everything = [graph.report for graph in graphs]
         latest = _of_the_last_call(_latest_of_each_frame(graphs))
         first = next((graph for graph in latest if graph.report.has_tokens), latest[0])
@@ -101,7 +102,7 @@ class Inspection(Report):
         )
         self._logs = [[*report.log.calls, report.logged()] for report in everything if report.calls]
         self._config = first.graph.config
-        self._stats = statistics(everything, self.reports, self._first, self._config)
+        self._stats = statistics(everything, self.reports, self._first, self._config, name)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -309,7 +310,7 @@ def _analysed(latest: list[GraphReport]) -> Iterator[GraphReport]:
 
 
 def statistics(
-    everything: list[GraphReport], latest: list[GraphReport], first: GraphReport, config: Config
+    everything: list[GraphReport], latest: list[GraphReport], first: GraphReport, config: Config, name: str = ""
 ) -> dict[str, Any]:
     """The figures of ``Inspection.stats``.
 
@@ -318,11 +319,12 @@ def statistics(
         latest: Those of the last call.
         first: The one that the token ids enter.
         config: The options.
+        name: Of the model's class.
     """
     seconds: dict[str, float] = {}
     for report in everything:
-        for name, value in report.seconds.items():
-            seconds[name] = seconds.get(name, 0.0) + value
+        for stage, value in report.seconds.items():
+            seconds[stage] = seconds.get(stage, 0.0) + value
     stated = next((report.fallback for report in latest if report.fallback is not None), None)
     cut = _cut_off(latest, first)
     reasons = [reason for reason in (stated, cut) if reason is not None]
@@ -347,5 +349,8 @@ def statistics(
         "inner": config.inner,
         "min_sharing": config.min_sharing,
         "on_unsupported": config.on_unsupported,
+        "model": name,
+        "devices": sorted({str(weight.device) for weight in first.parameters}),
+        "treefx": installed_version(),
         "torch": torch.__version__,
     }
