@@ -104,6 +104,7 @@ function moduleBox(item, kind, whole, isOpen) {
       for (const child of below) body.append(moduleBox(child, kind, whole, below.length === 1));
   };
   box.open = isOpen;
+  box.ontoggle(); // the browser's own event comes after the page was drawn
   return box;
 }
 function drawModules() {
