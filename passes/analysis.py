@@ -18,7 +18,9 @@ from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.constants import Constants
 from treefx.passes.labels.facts import Dims, Kind, ancestors, fact_of
+from treefx.passes.labels.images import Images
 from treefx.passes.labels.index_ranges import Lookup, find_lookups
+from treefx.passes.labels.laws.placed import Placed
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import has_effects
@@ -111,6 +113,8 @@ class Analysis:
     """The same of those that a condition on keys reads, wherever it stays in the graph."""
     identity_of_rows: list[fx.Node] = field(default_factory=list)
     """Values, one number per row, that do so too."""
+    placed: list[tuple[Placed, Images | None]] = field(default_factory=list)
+    """Vectors put between embeddings, by whose images (or, without, by whose places) tokens are told apart."""
     known: InputValues = field(default_factory=InputValues)
     """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
     batch: BatchSizes | None = None

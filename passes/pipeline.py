@@ -40,8 +40,10 @@ from treefx.passes.cuts.exchange_kv import cut_graph
 from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.constants import Constants
 from treefx.passes.labels.facts import Kind, fact_of
+from treefx.passes.labels.images import find_images
 from treefx.passes.labels.label_tokens import MEETS_ROWS, MakeImprove, label_tokens, user_line
 from treefx.passes.labels.laws.losses import Pick
+from treefx.passes.labels.laws.placed import Placed
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.labels.token_inputs import Role, Tokens, find_tokens
@@ -230,6 +232,8 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | Non
     found.identity_of_rows = [node for node in gm.graph.nodes if node in identity.always - {*found.tokens.inputs}]
     found.attentions = attentions(gm)
     found.picks = [node for node in calls if isinstance(fact_of(node).law, Pick)]
+    placed = [law for node in calls if isinstance(law := fact_of(node).law, Placed)]
+    found.placed = [(law, find_images(gm, found.roles, law.source)) for law in placed]
     return gm
 
 

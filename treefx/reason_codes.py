@@ -196,7 +196,7 @@ TABLE: tuple[ReasonCode, ...] = (
         "use torch.where with a mask [B, T] and keep all positions, or select behind the model",
         "indexes tokens", "indexes other tokens", "keeps as many entries", "writes tokens at indices",
         "writes at indices", "sorts over the tokens", "a histogram of", "gathers ", "selects along", "scatters ",
-        "looks tokens up",
+        "looks tokens up", "puts values between tokens",
     ),
     _operator(
         "TFX109", "statistic of the batch",

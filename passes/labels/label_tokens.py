@@ -35,6 +35,7 @@ from treefx.passes.labels.laws import lookups as lookup_laws  # noqa: F401  (reg
 from treefx.passes.labels.laws import matmul as matmul_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import movement as movement_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import over_ranks as _over_ranks  # noqa: F401  (registers laws)
+from treefx.passes.labels.laws import placed as _placed  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import pointwise as pointwise_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import reductions as reduction_laws  # noqa: F401  (registers laws)
 from treefx.passes.labels.laws import shape as shape_laws  # noqa: F401  (registers laws)
@@ -58,7 +59,7 @@ __all__ = [
 
 aten = torch.ops.aten
 _ops = torch.ops.treefx
-_ASKS_ITSELF = {_ops.attention.default, _ops.flash.default, _ops.segments.default}
+_ASKS_ITSELF = {_ops.attention.default, _ops.flash.default, _ops.segments.default, aten.masked_scatter.default}
 """Their laws say which of their operands may be computed per row."""
 DTYPE_ONLY = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
 """Their operand gives a dtype and a device, not values."""
@@ -245,7 +246,7 @@ class _Labeller:
         foreign = [
             node for node in call.operands if fact_of(node).kind is Kind.PREFIX and self.sources[node] - self.identity
         ]
-        if foreign:
+        if foreign or call.node.target is aten.masked_scatter.default:
             raise NoLaw("meets a value given per row")
 
     def _identify(self, call: Call, fact: Fact) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from treefx.errors import UnsupportedError
 from treefx.passes.labels.facts import Dims, Fact, fact_of
 from treefx.passes.labels.laws import experts as expert_laws
 from treefx.passes.labels.laws import features as feature_laws
 from treefx.passes.labels.laws import lookups as lookup_laws
 from treefx.passes.labels.laws import matmul as matmul_laws
 from treefx.passes.labels.laws import movement as movement_laws
+from treefx.passes.labels.laws import placed as placed_laws
 from treefx.passes.labels.laws import pointwise as pointwise_laws
 from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import LABELLED
@@ -186,3 +188,23 @@ def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
     order = packer.packed(indices[0])
     count = torch.arange(order.shape[0], dtype=values.meta["val"].dtype, device=order.device)
     return aten.index_put.default(packer.packed(target), [order], count)
+
+
+@emits(placed_laws.masked_scatter)
+def _placed(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
+    """A distinct token takes the vector of its representative; all its rows' gradients go into that one."""
+    law = fact.law
+    assert isinstance(law, placed_laws.Placed)
+    if packer.native:
+        raise UnsupportedError(
+            "vectors of images are given for the rows of a batch, but under treefx.use(forest) token ids are packed; "
+            "call the model on a padded batch without treefx.use"
+        )
+    x, metadata = packer.packed(law.target), packer.metadata
+    mask = packer.full(law.mask)[..., 0]
+    place = (mask.reshape(-1).cumsum(0).reshape(mask.shape) - 1).clamp_min(0)
+    features = x.shape[-1]
+    flat = packer.full(law.source).reshape(-1)
+    vectors = flat[: flat.shape[0] // features * features].reshape(-1, features)
+    at = metadata.row, metadata.column
+    return torch.where(mask[at][None, :, None], vectors[place[at]][None], x)

@@ -25,6 +25,7 @@ from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
 from treefx.passes.trace.batch_sizes import concrete
+from treefx.runtime.places import number_places
 from treefx.runtime.token_bits import OF_TOKENS, OWN_NUMBERS, number_tokens
 
 __all__ = ["Grid", "Padding"]
@@ -141,7 +142,8 @@ class Padding:
         """The values [B, T] that tell tokens apart where some conditions on keys are left out."""
         inputs = self._analysis.gm.graph.find_nodes(op="placeholder")
         of_tokens = [grid.numbers(inputs[i]) for i in self._analysis.identity_without(redundant)]
-        return of_tokens + self.numbers_of_rows(grid)
+        placed = [number_places(law, images, grid.value, grid.sizes) for law, images in self._analysis.placed]
+        return of_tokens + placed + self.numbers_of_rows(grid)
 
     def numbers_of_rows(self, grid: Grid) -> list[Tensor]:
         """The values, one number per row, that tell tokens apart, each as [B, T]."""

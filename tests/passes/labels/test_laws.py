@@ -43,6 +43,7 @@ ELSEWHERE = {
     "library_laws.row_scan": "tests/backend/models/test_libraries.py",
     "lookups.renormalised_table": "tests/backend/test_expansion.py",
     "movement.repeat_interleave": "tests/backend/test_expansion.py",
+    "placed.masked_scatter": "tests/backend/models/test_images.py",
     "over_ranks.gather_pieces": "tests/scale/test_tensor_parallel_compiled.py",
     "over_ranks.own_piece": "tests/scale/test_tensor_parallel_compiled.py",
 }

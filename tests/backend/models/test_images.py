@@ -1,0 +1,168 @@
+"""Images between tokens: rows share them where ids, columns and pixels agree, and the tower gets its whole gradient.
+
+The gradient of a shared vector is the sum over its rows, and goes into the vector of one of them. For the parameters of
+the tower that is exact: equal pixels through one function have equal derivatives, so that which copy is derived does
+not matter. For pixels and vectors that the caller wants gradients of it would not be, and these are never shared.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import treefx
+from tests.backend.models.vision import CASES, IMAGE, TinyVLM, distinct, draw_images, rows_of
+from tests.backend.support import Pair, assert_packed, compare, compile_with, in_case
+from tests.batches import IGNORED, Batch, Side, padded
+from tests.models import TinyLM
+from tests.oracle import FLOAT64, Step, stats_of
+from tests.spellings import SPELLINGS
+from treefx.runtime import padding, places
+
+OWN = "an image per row"
+
+
+def batch_of(case: str, side: Side = "right") -> tuple[Batch, str]:
+    """Rows of different lengths, and the names of their images."""
+    rows, names = CASES[case]
+    whole = rows_of(rows)
+    return padded([row[: len(row) - b % 2] for b, row in enumerate(whole)], side), names
+
+
+def step_of(batch: Batch, pixels: Tensor | None) -> Step:
+    """A call of a `TinyVLM`; images are never predicted."""
+    assert batch.labels is not None
+    labels = batch.labels.masked_fill(batch.input_ids == IMAGE, IGNORED)
+    given = {} if pixels is None else {"pixels": pixels}
+    return lambda model: model(batch.input_ids, batch.attention_mask, labels, **given)
+
+
+def check(model: nn.Module, case: str, inner: str = "eager") -> dict[str, Any]:
+    batch, names = batch_of(case)
+    step = step_of(batch, draw_images(names) if names else None)
+    return compare(model.double(), step, inner=inner).stats
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["tensor", "list"])
+def test_cases(listed: bool) -> None:
+    """Four kinds of batches on one compiled object, padded on either side, loss and all gradients."""
+    pair = Pair(TinyVLM(listed=listed).double())
+    for case in CASES:
+        for side in ("right", "left") if case == OWN else ("right",):
+            batch, names = batch_of(case, side)
+            with in_case(f"{case}, {side}"):
+                checked = pair.check(step_of(batch, draw_images(names) if names else None))
+                assert_packed(checked, distinct(batch, names), layers=1)
+
+
+def test_inductor() -> None:
+    """Behind a frozen tower, whose vectors are multiplied by a parameter: an adapter."""
+
+    class Adapted(TinyVLM):
+        def see(self, pixels: Tensor) -> Tensor:
+            return self.project(pixels.flatten(1)[:, :64].unflatten(-1, (4, 16)))
+
+    batch, names = batch_of("two images, one shared")
+    stats = check(Adapted(), "two images, one shared", "inductor")
+    assert stats["fallback"] is None and stats["tokens"] == distinct(batch, names) < stats["raw_tokens"]
+
+
+def test_a_trie_of_ids_alone_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "number_places", lambda law, images, value, sizes: value(law.mask)[..., 0].long())
+    check(TinyVLM(), "one image per group")
+    with pytest.raises(AssertionError, match="differ by more than"):
+        check(TinyVLM(), OWN)
+
+
+def test_equal_vectors_of_other_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All vectors are the bias of a projection that starts at zero, but its gradient needs the images' own."""
+    batch, names = batch_of(OWN)
+    assert check(TinyVLM(zero=True), OWN)["tokens"] == distinct(batch, names)
+    monkeypatch.setattr(places, "_number_images", lambda inputs: torch.zeros(len(inputs[0]), dtype=torch.int64))
+    with pytest.raises(AssertionError, match="project.weight") as error:
+        check(TinyVLM(zero=True), OWN)
+    assert "loss" not in str(error.value)  # bits of the vectors would not show it
+
+
+def test_images_that_are_mixed_share_up_to_the_first() -> None:
+    """Their vectors are no function of one image: each place stands for itself, the text before is shared."""
+    batch, names = batch_of("one image per group")
+    stats = check(TinyVLM(mixed=True), "one image per group")
+    assert stats["fallback"] is None and not stats["expansions"]
+    assert stats["tokens"] == 2 + sum(len(row) - 2 for row in batch.rows()) > distinct(batch, names)
+
+
+def test_all_that_is_given_with_an_image_tells_it_apart() -> None:
+    """A number per image too, whose fraction alone differs."""
+
+    class Scaled(TinyVLM):
+        scale: Tensor
+
+        def see(self, pixels: Tensor) -> Tensor:
+            return super().see(pixels) * self.scale[:, None, None]
+
+        def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, pixels: Any = None, scale: Any = None) -> Tensor:
+            self.scale = scale
+            return super().forward(ids, mask, labels, pixels)
+
+    batch, names = batch_of("one image per group")
+    step = step_of(batch, draw_images(names))
+    scale = torch.tensor([0.5, 0.75, 0.5, 0.75]).double()
+    checked = compare(Scaled().double(), lambda model: step(lambda *given, **more: model(*given, **more, scale=scale)))
+    assert_packed(checked, distinct(batch, "abab"))
+
+
+@pytest.mark.parametrize("given", ["pixels", "vectors"])
+def test_gradients_of_what_the_caller_gives(given: str) -> None:
+    """Pixels or vectors that require grad have a gradient for each image, however equal they are."""
+    model, (batch, names) = TinyVLM().double(), batch_of("one image per group")
+    twin = copy.deepcopy(model)
+    compiled = compile_with(twin)
+    values = draw_images(names) if given == "pixels" else model.see(draw_images(names)).detach()
+    found = []
+    for run in (model, compiled):
+        x = values.clone().requires_grad_()
+        loss = step_of(batch, x)(run)
+        loss.backward()
+        found.append([loss.detach(), x.grad])
+    for right, left in zip(*found, strict=True):
+        assert float((left - right).abs().max()) <= FLOAT64 * float(right.abs().max())
+    assert distinct(batch, names) < stats_of(compiled)["tokens"] < stats_of(compiled)["raw_tokens"]
+
+
+def test_vectors_of_the_caller_alone_are_shared() -> None:
+    """Frozen features come with the batch and are compared by their bits."""
+    model, (batch, names) = TinyVLM().double(), batch_of(OWN)
+    checked = compare(model, step_of(batch, model.see(draw_images(names)).detach()))
+    assert_packed(checked, distinct(batch, names))
+
+
+def test_too_few_images() -> None:
+    batch, names = batch_of(OWN)
+    model = TinyVLM().double()
+    step = step_of(batch, draw_images(names[:2]))
+    with pytest.raises(RuntimeError):
+        step(model)
+    with pytest.raises(RuntimeError, match="vector"):
+        step(compile_with(copy.deepcopy(model)))
+
+
+def test_a_forest_in_use_is_refused() -> None:
+    class OnIds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TinyVLM()
+            self.inner.text = TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, width=16)
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor, pixels: Tensor) -> Tensor:
+            model = self.inner.text
+            x = model.embed(input_ids)
+            x = x.masked_scatter((input_ids == IMAGE).unsqueeze(-1), self.inner.see(pixels))
+            hidden = model.norm(model.blocks[0](x + model.place(position_ids), None))
+            return model.head(hidden)
+
+    forest = treefx.Forest.from_sequences(rows_of(CASES[OWN][0]))
+    with treefx.use(forest), pytest.raises(Exception, match="vectors of images are given for the rows"):
+        compile_with(OnIds().double())(**forest.model_inputs(), pixels=draw_images("a"))

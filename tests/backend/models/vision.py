@@ -1,0 +1,92 @@
+"""A tiny vision-language model, batches of rows with images, and the brute-force count of their distinct tokens."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.batches import Batch
+from tests.models import TinyLM
+from tests.spellings import PADDED
+
+__all__ = ["IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "rows_of"]
+
+IMAGE, PATCHES, SIDE = 60, 4, 8
+"""The id of image tokens, how many an image has, and its height and width in pixels."""
+
+CASES = {
+    "text alone": ([[1, 2, 3, 4, 5, last, last + 1] for last in (10, 12, 14, 10)], ""),
+    "one image per group": ([[1, 2, -1, 5, last, last + 1] for last in (10, 12, 14, 10)], "aaaa"),
+    "an image per row": ([[1, 2, -1, 5, last, last + 1] for last in (10, 12, 14, 10)], "abca"),
+    "two images, one shared": ([[1, -1, 5, -1, 6, last] for last in (10, 12, 14, 12)], "abacabab"),
+}
+"""Rows of ids, -1 where an image stands, and the names of the images in order."""
+
+
+def rows_of(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Rows of token ids: each image is as many tokens as it has patches."""
+    return [[i for token in row for i in ([token] if token >= 0 else [IMAGE] * PATCHES)] for row in rows]
+
+
+def draw_images(names: str) -> Tensor:
+    """float64 [n, 3, 8, 8], equal for equal names."""
+    drawn = {name: torch.randn(3, SIDE, SIDE, generator=torch.Generator().manual_seed(ord(name))) for name in names}
+    return torch.stack([drawn[name] for name in names]).double()
+
+
+def distinct(batch: Batch, names: str) -> int:
+    """The distinct prefixes of (id, column, pixels), by listing them all."""
+    left, paths = iter(names), set()
+    mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
+    for ids, kept in zip(batch.input_ids.tolist(), mask.tolist(), strict=True):
+        path, image, patch = [], "", 0
+        for column, token in enumerate(ids):
+            if token == IMAGE:
+                image, patch = (next(left), 0) if patch % PATCHES == 0 else (image, patch)
+                patch += 1
+            if kept[column]:
+                path.append((token, column, f"{image}{patch}" if token == IMAGE else ""))
+                paths.add(tuple(path))
+    return len(paths)
+
+
+class TinyVLM(nn.Module):
+    """Patches, one attention over an image's own patches, a projection, and a language model of one block.
+
+    Args:
+        mixed: Subtracts the mean over all images, so that each vector is a function of all of them.
+        listed: Takes the images apart and joins them again, as LLaVA does.
+        zero: Starts the projection at zero, as Gemma 3 does: vectors of all images are equal.
+    """
+
+    def __init__(self, *, mixed: bool = False, listed: bool = False, zero: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.text = TinyLM(PADDED["sdpa_padding"], layers=1, width=16)
+        self.patch = nn.Conv2d(3, 16, SIDE // 2, SIDE // 2)
+        self.first = nn.Parameter(torch.randn(1, 1, 16))
+        self.norm, self.mix, self.project = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.mixed, self.listed = mixed, listed
+        if zero:
+            nn.init.zeros_(self.project.weight)
+
+    def see(self, pixels: Tensor) -> Tensor:
+        """[n, 3, 8, 8] -> [n, patches, 16]."""
+        x = self.patch(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), 1, 16), x], 1)
+        q, k, v = self.mix(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        x = (x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))[:, 1:]
+        x = x - x.mean(0) if self.mixed else x
+        x = self.project(x)
+        return torch.cat(list(x), 0) if self.listed else x
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, pixels: Tensor | None = None) -> Tensor:
+        model = self.text
+        x = model.embed(ids)
+        if pixels is not None:
+            vectors = self.see(pixels) if pixels.dim() == 4 else pixels
+            x = x.masked_scatter((ids == IMAGE).unsqueeze(-1).expand_as(x), vectors)
+        x = x + model.place(torch.arange(ids.shape[1]))
+        logits = model.head(model.norm(model.blocks[0](x, mask)))[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
