@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from treefx.runtime.whole.checks import check_instead
 from treefx.runtime.whole.direct_flash import direct_call_instead
 from treefx.runtime.whole.flash import flash_instead, trace_instead
 from treefx.runtime.whole.heads import LEAVES_OUT, head_instead, scores_all
@@ -31,7 +32,7 @@ _CACHES = re.compile(r"\b(past_key_values?|cache_params)\b")
 def keep_graphs_whole() -> None:
     """Apply all patches, once per process, and substitute what would cut a graph in two."""
     trace_instead(LEAVES_OUT, scores_all)
-    for called in (direct_call_instead, flash_instead, recurrence_instead):
+    for called in (check_instead, direct_call_instead, flash_instead, recurrence_instead):
         substitute_called(called)
     for applied in (liger_instead, head_instead):
         substitute_applied(applied)

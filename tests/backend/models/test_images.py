@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.models.vision import CASES, IMAGE, TinyVLM, distinct, draw_images, rows_of
+from tests.backend.models.vision import CASES, IMAGE, TinyVLM, distinct, draw_images, llava, rows_of
 from tests.backend.support import Pair, assert_packed, compare, compile_with, in_case
 from tests.batches import IGNORED, Batch, Side, padded
 from tests.models import TinyLM
@@ -55,6 +55,32 @@ def test_cases(listed: bool) -> None:
             with in_case(f"{case}, {side}"):
                 checked = pair.check(step_of(batch, draw_images(names) if names else None))
                 assert_packed(checked, distinct(batch, names), layers=1)
+
+
+def test_llava() -> None:
+    """The check of transformers between embeddings and layers cuts nothing."""
+    pair = Pair(llava())
+    for case in CASES:
+        batch, names = batch_of(case)
+        given = {"pixel_values": draw_images(names)} if names else {}
+        assert batch.labels is not None
+        labels = batch.labels.masked_fill(batch.input_ids == IMAGE, IGNORED)
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": labels, **given}
+        with in_case(case):
+            checked = pair.check(lambda model: model(**inputs, use_cache=False).loss)
+            assert_packed(checked, distinct(batch, names), layers=1)
+            assert len(treefx.inspect(pair.compiled).graphs) and not checked.stats["expansions"]
+
+
+def test_llava_with_too_few_images() -> None:
+    """The number of vectors is checked as in eager mode."""
+    batch, names = batch_of(OWN)
+    inputs = {"input_ids": batch.input_ids, "pixel_values": draw_images(names[:3]), "use_cache": False}
+    model = llava()
+    with pytest.raises(ValueError, match="do not match"):
+        model(**inputs)
+    with pytest.raises(RuntimeError, match="expected"):
+        compile_with(model)(**inputs)
 
 
 def test_inductor() -> None:

@@ -1,16 +1,18 @@
 """A tiny vision-language model, batches of rows with images, and the brute-force count of their distinct tokens."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModel, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from tests.batches import Batch
-from tests.models import TinyLM
+from tests.models import TinyLM, config_of, double_from, lifted
 from tests.spellings import PADDED
 
-__all__ = ["IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "rows_of"]
+__all__ = ["IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "llava", "rows_of"]
 
 IMAGE, PATCHES, SIDE = 60, 4, 8
 """The id of image tokens, how many an image has, and its height and width in pixels."""
@@ -90,3 +92,27 @@ class TinyVLM(nn.Module):
         x = x + model.place(torch.arange(ids.shape[1]))
         logits = model.head(model.norm(model.blocks[0](x, mask)))[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+def llava() -> nn.Module:
+    """LLaVA of transformers over CLIP and Llama of one layer each, in float64 throughout."""
+    vision = {"image_size": SIDE, "patch_size": SIDE // 2, "num_hidden_layers": 2, "projection_dim": 16}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    text = config_of("llama", num_hidden_layers=1, vocab_size=64, **sizes)
+    config = LlavaConfig(vision_config=CLIPVisionConfig(**vision, **sizes), text_config=text, image_token_id=IMAGE)
+    module = lifted(LlavaForConditionalGeneration.__module__)
+    original = module.AutoModel
+    module.AutoModel = _Lifted
+    try:
+        return double_from(module.LlavaForConditionalGeneration, config)
+    finally:
+        module.AutoModel = original
+
+
+class _Lifted:
+    """``AutoModel``, of classes that compute in float64."""
+
+    @staticmethod
+    def from_config(config: Any) -> nn.Module:
+        original = AutoModel._model_mapping[type(config)]
+        return getattr(lifted(original.__module__), original.__name__)._from_config(config, dtype=torch.float64)
