@@ -15,10 +15,12 @@ import torch
 from torch import SymInt, fx
 
 from treefx.passes.labels.facts import Axis, Dims, Factor, ancestors, plain_dims, shape_of
+from treefx.passes.trace.trace import NAME
 
 __all__ = ["Role", "Tokens", "find_tokens"]
 
 aten = torch.ops.aten
+_EMBEDDINGS = "inputs_embeds"
 Role = str
 """What a placeholder is: "parameter", "buffer", "input", or "variable": an input that requires grad."""
 
@@ -32,6 +34,7 @@ class Tokens:
     inputs: Mapping[fx.Node, Dims]
     """The dimensions of all user inputs with values of every token; each may enter the identity of a token."""
     ids: fx.Node
+    """The token ids [B, T]; in a graph without a lookup the embeddings [B, T, D] that the caller gives."""
 
     def is_same_for_rows(self, node: fx.Node) -> bool:
         """Whether an input has one row while the batch has more: [1, ...], or planes [k, 1, T]."""
@@ -43,7 +46,11 @@ class Tokens:
 
 
 def find_tokens(gm: fx.GraphModule, roles: Sequence[Role]) -> Tokens | None:
-    """Find the input that holds the token ids: the first user input of two dimensions that an embedding looks up."""
+    """Find the input that holds the token ids: the first user input of two dimensions that an embedding looks up.
+
+    Without any lookup it is ``inputs_embeds`` [B, T, D], known by Dynamo's name, if its gradient is not wanted: that is
+    another one in every row. Tokens whose vectors have the same bits on all their prefix are one then.
+    """
     placeholders = gm.graph.find_nodes(op="placeholder")
     users = [node for node, role in zip(placeholders, roles, strict=True) if role == "input" and _is_tensor(node)]
     for node in gm.graph.find_nodes(op="call_function", target=aten.embedding.default):
@@ -51,10 +58,20 @@ def find_tokens(gm: fx.GraphModule, roles: Sequence[Role]) -> Tokens | None:
         for source in [index, *ancestors(index)]:
             if source in users and len(shape_of(source)) == 2 and not source.meta["val"].is_floating_point():
                 rows, columns = shape_of(source)
-                found = {user: _dims_of_tokens(user, rows, columns) for user in users}
-                inputs = {user: dims for user, dims in found.items() if dims is not None}
-                return Tokens(rows, columns, inputs, source)
-    return None
+                return _tokens(users, source)
+    return next((_tokens(users, node) for node in users if _holds_embeddings(node)), None)
+
+
+def _tokens(users: Sequence[fx.Node], ids: fx.Node) -> Tokens:
+    """The token axes of a graph by the input that holds its tokens."""
+    rows, columns = shape_of(ids)[:2]
+    found = {user: _dims_of_tokens(user, rows, columns) for user in users}
+    return Tokens(rows, columns, {user: dims for user, dims in found.items() if dims is not None}, ids)
+
+
+def _holds_embeddings(node: fx.Node) -> bool:
+    floating = node.meta["val"].is_floating_point() and node.meta["val"].dim() == 3
+    return floating and _EMBEDDINGS in node.meta.get(NAME, "")
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -54,6 +54,10 @@ _BATCHING = {
 _checkpoint_ids = itertools.count(1)
 
 
+NAME = "treefx_name"
+"""Where a placeholder keeps Dynamo's name for it."""
+
+
 def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """Return the functional ATen graph of ``gm``.
 
@@ -67,6 +71,9 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
         user's line.
     """
     traced = trace_function(_ForwardTracer(gm).run, inputs, mode, functional=True)
+    named = zip(*(item.graph.find_nodes(op="placeholder") for item in (traced, gm)), strict=True)
+    for node, given in named:
+        node.meta[NAME] = given.name
     if torch.is_grad_enabled():
         read_changed_inputs_once(traced)
     return traced

@@ -92,7 +92,7 @@ def rows_of_batch(batch: Batch, analysis: Analysis | None, redundant: Any = froz
     ids, keys = None, keys_of(batch)
     if keys is not None and analysis is not None and analysis.tokens is not None:
         place = analysis.identity_without(frozenset(redundant)).index(analysis.position_of_ids)
-        if place < len(keys):
+        if place < len(keys) and not analysis.tokens.ids.meta["val"].is_floating_point():
             ids = keys[place][row, column]
     return Rows.of_tensors(token_of, end, ids)
 

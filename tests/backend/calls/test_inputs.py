@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import oracle
 from tests.backend.support import Pair, assert_packed, compare, in_case, llama, logits_at_real_tokens
 from tests.batches import IGNORED, PAD, Batch, Side, distinct_tokens, left_padded, padded, shared_batch
 from tests.models import TinyLM, double
 from tests.spellings import PADDED, SPELLINGS
+from treefx.runtime import padding as runtime_padding
 
 SIDES: tuple[Side, ...] = ("right", "left")
 STEM = [11, 12, 13, 14, 15, 16]
@@ -137,7 +139,39 @@ def test_embeddings_as_input() -> None:
         embedded = source.get_input_embeddings()(batch.input_ids)
         return model(inputs_embeds=embedded, attention_mask=batch.attention_mask, labels=batch.labels).loss
 
-    compare(llama(), step)
+    assert compare(llama(), step).stats["fallback"] is not None  # each row has another gradient
+
+
+def distinct_vectors(batch: Batch, vectors: Tensor) -> int:
+    """The distinct prefixes of vectors, by listing them all."""
+    assert batch.attention_mask is not None
+    paths = set()
+    for row, kept in zip(vectors, batch.attention_mask.bool()):
+        bits = [(column, row[column].numpy().tobytes()) for column in kept.nonzero()[:, 0].tolist()]
+        paths.update(tuple(bits[: t + 1]) for t in range(len(bits)))
+    return len(paths)
+
+
+def test_embeddings_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen embeddings, and vectors of a frozen tower among them, are tokens by their bits; on one compilation."""
+    pair = Pair(llama())
+    table = pair.eager.get_input_embeddings().weight.detach().clone()
+
+    def step(batch: Batch, vectors: Tensor) -> oracle.Step:
+        return lambda model: model(inputs_embeds=vectors, attention_mask=batch.attention_mask, labels=batch.labels).loss
+
+    for rows, length, side in ((4, 14, "right"), (6, 17, "left")):
+        batch = shared_batch(rows=rows, length=length, shared=6, padding=side)
+        vectors = table[batch.input_ids]
+        with in_case(f"{side}, by ids"):
+            assert_packed(pair.check(step(batch, vectors)), distinct_tokens(batch))
+        vectors[1, length // 2] = torch.nextafter(vectors[1, length // 2], torch.tensor(9.0, dtype=torch.float64))
+        with in_case(f"{side}, another image in one row"):
+            assert_packed(pair.check(step(batch, vectors)), distinct_vectors(batch, vectors))
+    monkeypatch.setattr(runtime_padding, "number_tokens", lambda x, dims: batch.input_ids)
+    vectors[1, length // 2] += 1
+    with pytest.raises(AssertionError, match="differ by more than"):  # a trie of ids alone
+        pair.check(step(batch, vectors))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
