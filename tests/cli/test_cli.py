@@ -32,6 +32,7 @@ from treefx.torch_patches.table import PATCHES
 COMMANDS = (
     ["demo"],
     ["inspect"],
+    ["explain"],
     ["data"],
     ["doctor"],
     ["bench"],

@@ -17,6 +17,10 @@ COMMANDS = {
         "treefx.cli.inspect_model:inspect",
         "Compile a small model, run one batch forward and backward, and say what was rewritten.",
     ),
+    "explain": LazyCommand(
+        "treefx.cli.explain:explain",
+        "Say what treefx would do with a model and a batch, before anything runs.",
+    ),
     "plan": LazyCommand(
         "treefx.cli.plan:plan",
         "Cut the tree of all rollouts into parts that fit a memory limit, and show what that costs.",

@@ -16,8 +16,11 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from treefx.inspection.report.sizes import Sizes
+from treefx.kernels import ops as _ops  # noqa: F401  (registers tree_attention)
 from treefx.passes.labels.facts import FACT, Axis, fact_of
 from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.trace import changed_inputs as _changed_inputs  # noqa: F401  (registers as_read)
+from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers attention)
 
 __all__ = ["is_view", "node_flops", "result_bytes"]
 

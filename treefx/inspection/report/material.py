@@ -120,6 +120,14 @@ class Material:
         return Sizes(numbers)
 
     @cached_property
+    def sizes_unshared(self) -> Sizes | None:
+        """The same with as many distinct tokens as the padded batch has; None where its size is unknown."""
+        if self.rewritten is None or self.extent is None:
+            return None
+        rows, columns = self.extent
+        return Sizes({**self.sizes.numbers, **_symbol(self.rewritten.count.count, rows * columns)})
+
+    @cached_property
     def columns(self) -> int:
         """Columns of the last call, as far as they are known."""
         tokens = None if self.analysis is None else self.analysis.tokens

@@ -26,15 +26,17 @@ def account_memory(material: Material) -> Memory:
     results = len(_outputs(graphs["rewritten"]))
     kept = [node for node in _outputs(graphs["forward"])[results:] if isinstance(node, fx.Node)]
     seen = {key for node in graphs["forward"].graph.find_nodes(op="placeholder") for key in _storages(node)}
-    layers: dict[str, list[int]] = defaultdict(list)
+    layers: dict[str, list[Any]] = defaultdict(list)
     for node in kept:
         for key, size in _storages(node).items():
             if key not in seen:
                 seen.add(key)
-                layers[module_path(node)].append(material.sizes.number(size))
-    found = [LayerMemory(path, sum(sizes), len(sizes)) for path, sizes in layers.items()]
+                layers[module_path(node)].append(size)
+    number, unshared = material.sizes.number, material.sizes_unshared
+    found = [LayerMemory(path, sum(map(number, sizes)), len(sizes)) for path, sizes in layers.items()]
     found.sort(key=lambda item: -item.bytes)
-    return Memory(sum(item.bytes for item in found), tuple(found))
+    on_rows = 0 if unshared is None else sum(unshared.number(size) for sizes in layers.values() for size in sizes)
+    return Memory(sum(item.bytes for item in found), tuple(found), bytes_on_rows=on_rows)
 
 
 def _outputs(gm: fx.GraphModule) -> list[Any]:

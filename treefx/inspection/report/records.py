@@ -265,11 +265,14 @@ class Memory:
         bytes: All of it; 0 where there is no graph of a backward.
         layers: By module, the largest first.
         note: Why nothing is known, where that is so.
+        bytes_on_rows: What the same graph keeps where no two rows share a token, padding among them; 0 where the
+            size of the batch is unknown.
     """
 
     bytes: int = 0
     layers: tuple[LayerMemory, ...] = ()
     note: str = ""
+    bytes_on_rows: int = 0
 
 
 @dataclass(frozen=True)
