@@ -61,6 +61,7 @@ from treefx.passes.trace.fakes import fake_inputs
 from treefx.passes.trace.flash import read_equal_once
 from treefx.passes.trace.pattern import Pattern, inline_sizes
 from treefx.passes.trace.token_count import TokenCount, add_count_input
+from treefx.passes.trace.token_types import read_types_as_zeros
 from treefx.passes.trace.trace import trace_forward, trace_function
 
 __all__ = ["NECESSARY", "OPTIONAL", "UNHIDDEN", "analyse", "build_passes", "compile_variant", "rewrite"]
@@ -193,6 +194,7 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
         if not isinstance(value, Tensor):
             traced.graph.erase_node(node)
     read_equal_once(traced, work.known.equal)
+    read_types_as_zeros(traced, work.known.zero)
     traced.recompile()
     work.inputs = [x for x in work.inputs if isinstance(x, Tensor)]
     _add_parts_of_masks(traced, work, mode)

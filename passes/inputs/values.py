@@ -29,6 +29,8 @@ class InputValues:
     """[B, T] or [1, T], counting up by one along each row, such as position ids."""
     binary: frozenset[int] = frozenset()
     """[B, T] or [1, T], zeros and ones alone, such as an attention mask."""
+    zero: frozenset[int] = frozenset()
+    """Those of them that are zero throughout, such as the types of tokens in a batch of text."""
     runs: frozenset[int] = frozenset()
     """[B, T] or [1, T], zeros and ones (or truths) of which each row has at most one run of ones; if asked for."""
     full: frozenset[int] = frozenset()
@@ -55,6 +57,7 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
     return InputValues(
         frozenset(i for i, x in tables if _counts_up(x)),
         binary,
+        frozenset(i for i, x in tables if i in binary and not x.is_floating_point() and not bool(x.any())),
         frozenset(i for i, x in asked if _is_one_run(x)),
         frozenset(i for i, x in asked if x.shape[0] == 1 and bool(x.all())),
         tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),

@@ -102,6 +102,26 @@ def _bmm(node: fx.Node, dim: int) -> bool:
     return is_uniform(left, 1) if dim == 1 else is_uniform(right, 2)
 
 
+def _index(node: fx.Node, dim: int) -> bool:
+    """x[i, j, ...]: an index that varies along the dimension reads a dimension of x that does not vary."""
+    indices = node.args[1]
+    assert isinstance(indices, list | tuple)
+    found = [index for index in indices if isinstance(index, fx.Node)]
+    if len(found) != len(indices) or any(x.meta["val"].dtype in (torch.bool, torch.uint8) for x in found):
+        return False
+    rank = max(index.meta["val"].dim() for index in found)
+    if dim >= rank:
+        return is_uniform(_source(node), dim - rank + len(found))
+    return all(_is_uniform_aligned(index, dim - rank) or is_uniform(_source(node), k) for k, index in enumerate(found))
+
+
+def _pad(node: fx.Node, dim: int) -> bool:
+    widths = node.args[1]
+    assert isinstance(widths, list | tuple)
+    before = 2 * (node.meta["val"].dim() - 1 - dim)
+    return not any(widths[before : before + 2]) and is_uniform(_source(node), dim)
+
+
 def _scan(node: fx.Node, dim: int) -> bool:
     along = node.args[1]
     assert isinstance(along, int)
@@ -123,6 +143,8 @@ _RULES: dict[object, Callable[[fx.Node, int], bool]] = {
     aten.cat.default: _cat,
     aten.embedding.default: _embedding,
     aten.bmm.default: _bmm,
+    aten.index.Tensor: _index,
+    aten.constant_pad_nd.default: _pad,
     aten.repeat.default: _repeat,
     aten.cumsum.default: _scan,
 }

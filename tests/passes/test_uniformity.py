@@ -1,5 +1,7 @@
 """What is proved constant along a dimension of a view."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -34,3 +36,31 @@ def viewed(shape: list[int], constant: int, view: list[int]) -> fx.Node:
 )
 def test_leading_dimensions_of_views(shape: list[int], constant: int, view: list[int], dim: int, proved: bool) -> None:
     assert is_uniform(viewed(shape, constant, view), dim) == proved
+
+
+def on_grid(x: Tensor) -> Tensor:
+    return x[torch.arange(2)[:, None], torch.arange(3)]
+
+
+@pytest.mark.parametrize(
+    ("constant", "run", "dim", "proved"),
+    [
+        (0, on_grid, 0, True),
+        (0, on_grid, 1, False),
+        (1, on_grid, 1, True),
+        (1, on_grid, 0, False),
+        (0, lambda x: x[torch.arange(3) % 2, torch.arange(3)], 0, False),
+        (1, lambda x: x[torch.arange(2)], 1, True),
+        (0, lambda x: torch.nn.functional.pad(x, (1, 0)), 0, True),
+        (0, lambda x: torch.nn.functional.pad(x, (0, 0, 0, 1)), 0, False),
+        (1, lambda x: torch.nn.functional.pad(x, (1, 0)), 1, False),
+    ],
+)
+def test_indices_and_padding(constant: int, run: Callable[[Tensor], Tensor], dim: int, proved: bool) -> None:
+    """Of a value [2, 3] that is constant along one dimension; the values agree with what is proved."""
+    drawn = torch.randn([1, 3] if constant == 0 else [2, 1])
+    gm = make_fx(lambda x: run(x.expand(2, 3)), tracing_mode="fake")(drawn)
+    last: fx.Node = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    result = run(drawn.expand(2, 3))
+    assert is_uniform(last, dim) == proved
+    assert torch.equal(result.narrow(dim, 0, 1).expand_as(result), result) == proved

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.models.vision import CASES, IMAGE, TinyVLM, distinct, draw_images, llava, rows_of
+from tests.backend.models.vision import CASES, IMAGE, TinyVLM, distinct, draw_images, gemma3, llava, rows_of
 from tests.backend.support import Pair, assert_packed, compare, compile_with, in_case
-from tests.batches import IGNORED, Batch, Side, padded
+from tests.batches import IGNORED, Batch, Side, padded, shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, Step, stats_of
 from tests.spellings import SPELLINGS
+from treefx.passes import pipeline
 from treefx.runtime import padding, places
 
 OWN = "an image per row"
@@ -81,6 +82,39 @@ def test_llava_with_too_few_images() -> None:
         model(**inputs)
     with pytest.raises(RuntimeError, match="expected"):
         compile_with(model)(**inputs)
+
+
+def gemma3_step(batch: Batch, names: str) -> Step:
+    """As trainers call Gemma 3: with types of tokens, in batches of text too."""
+    assert batch.labels is not None
+    images = batch.input_ids == IMAGE
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "token_type_ids": images.long()}
+    given = {"pixel_values": draw_images(names)} if names else {}
+    labels = batch.labels.masked_fill(images, IGNORED)
+    return lambda model: model(**inputs, **given, labels=labels, use_cache=False).loss
+
+
+def test_gemma3() -> None:
+    """Types that are zero throughout leave attention causal; blocks of image tokens see each other, and run on rows."""
+    pair = Pair(gemma3())
+    for rows, length in ((4, 14), (6, 17)):
+        batch = shared_batch(rows=rows, length=length, shared=6, vocab=IMAGE)
+        with in_case(rows):
+            assert_packed(pair.check(gemma3_step(batch, "")), distinct(batch, ""), layers=2)
+    stats = pair.check(gemma3_step(*batch_of(OWN))).stats
+    assert "not proved causal" in stats["fallback"]
+
+
+def test_types_that_are_not_zero_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for zeros all the same, they hide from an image token those behind it in its block."""
+    original = pipeline.read_types_as_zeros
+
+    def read(gm: Any, zero: Any) -> None:
+        original(gm, range(len(gm.graph.find_nodes(op="placeholder"))))
+
+    monkeypatch.setattr(pipeline, "read_types_as_zeros", read)
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(gemma3(), gemma3_step(*batch_of(OWN)))
 
 
 def test_inductor() -> None:

@@ -6,16 +6,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModel, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    AutoModel,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
 from tests.batches import Batch
 from tests.models import TinyLM, config_of, double_from, lifted
 from tests.spellings import PADDED
 
-__all__ = ["IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "llava", "rows_of"]
+__all__ = ["IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "gemma3", "llava", "rows_of"]
 
 IMAGE, PATCHES, SIDE = 60, 4, 8
 """The id of image tokens, how many an image has, and its height and width in pixels."""
+_PIXELS = {"image_size": SIDE, "patch_size": SIDE // 2}
+_SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+_IDS = {"image_token_id": IMAGE}
 
 CASES = {
     "text alone": ([[1, 2, 3, 4, 5, last, last + 1] for last in (10, 12, 14, 10)], ""),
@@ -96,15 +107,28 @@ class TinyVLM(nn.Module):
 
 def llava() -> nn.Module:
     """LLaVA of transformers over CLIP and Llama of one layer each, in float64 throughout."""
-    vision = {"image_size": SIDE, "patch_size": SIDE // 2, "num_hidden_layers": 2, "projection_dim": 16}
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    text = config_of("llama", num_hidden_layers=1, vocab_size=64, **sizes)
-    config = LlavaConfig(vision_config=CLIPVisionConfig(**vision, **sizes), text_config=text, image_token_id=IMAGE)
-    module = lifted(LlavaForConditionalGeneration.__module__)
+    vision = CLIPVisionConfig(num_hidden_layers=2, projection_dim=16, **_PIXELS, **_SIZES)
+    text = config_of("llama", num_hidden_layers=1, vocab_size=64, **_SIZES)
+    return _double(LlavaForConditionalGeneration, LlavaConfig(vision_config=vision, text_config=text, **_IDS))
+
+
+def gemma3() -> nn.Module:
+    """Gemma 3 of transformers over SigLIP, in float64 throughout; a second layer shows what image tokens see."""
+    vision = SiglipVisionConfig(num_hidden_layers=1, **_PIXELS, **_SIZES)
+    kinds = ["sliding_attention", "full_attention"]
+    text = config_of("gemma3_text", num_hidden_layers=2, layer_types=kinds, vocab_size=64, **_SIZES)
+    config = Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=PATCHES, **_IDS)
+    model = _double(Gemma3ForConditionalGeneration, config)
+    nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # zeros would show no image
+    return model
+
+
+def _double(model_class: Any, config: Any) -> nn.Module:
+    module = lifted(model_class.__module__)
     original = module.AutoModel
     module.AutoModel = _Lifted
     try:
-        return double_from(module.LlavaForConditionalGeneration, config)
+        return double_from(getattr(module, model_class.__name__), config)
     finally:
         module.AutoModel = original
 
