@@ -73,7 +73,8 @@ class _MaskedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         weights, values, seen = ctx.saved_tensors
-        of_weights = (grads[0] @ values.mT).where(seen, 0.0)
+        hidden = ~seen  # a launch before the product: cuBLAS warns in a thread without a context of the device
+        of_weights = (grads[0] @ values.mT).masked_fill(hidden, 0.0)
         return of_weights, masked_product(weights.mT, seen.mT, grads[0]), None
 
 
