@@ -7,7 +7,7 @@ from typing import Any
 
 from treefx.kernels.score import Expr
 
-__all__ = ["mathml_of"]
+__all__ = ["mathml_of", "visible_of"]
 
 
 def mathml_of(score: Expr, visible: Expr | None, names: Sequence[str]) -> str:
@@ -21,20 +21,36 @@ def mathml_of(score: Expr, visible: Expr | None, names: Sequence[str]) -> str:
     Returns:
         "" where sympy has no form for an operator.
     """
-    import sympy
     from sympy.printing.mathml import mathml
 
     writer = _Writer(names)
     try:
         value = writer.of(score)
-        k, q, end = writer.symbol("k"), writer.symbol("q"), sympy.Function("end")
-        tree = sympy.And(sympy.Le(k, q, evaluate=False), sympy.Lt(q, end(k), evaluate=False), evaluate=False)
-        seen = tree if visible is None else sympy.And(tree, writer.of(visible), evaluate=False)
-        parts = [mathml(item, printer="presentation") for item in (value, seen)]
+        parts = [mathml(item, printer="presentation") for item in (value, visible_of(visible, names))]
     except (KeyError, TypeError, ValueError, AttributeError, NotImplementedError):
         return ""
     parts = [part.replace("<mo><</mo>", "<mo>&lt;</mo>").replace("<mo>></mo>", "<mo>&gt;</mo>") for part in parts]
     return f"<math display='block'><mrow>{parts[0]}<mtext>&#160;&#160;if&#160;&#160;</mtext>{parts[1]}</mrow></math>"
+
+
+def visible_of(condition: Expr | None, names: Sequence[str]) -> Any:
+    """The condition under which a query q sees a key k, of the tree and of a mask, as an expression of sympy.
+
+    ``end(k)`` is ``subtree_end``; a buffer is a function of its indices, by its name.
+
+    Args:
+        condition: In the language of ``treefx.kernels.score``; None for that of the tree alone.
+        names: Of the buffers that it loads.
+
+    Raises:
+        KeyError: sympy has no form for an operator.
+    """
+    import sympy
+
+    writer = _Writer(names)
+    k, q, end = writer.symbol("k"), writer.symbol("q"), sympy.Function("end")
+    tree = sympy.And(sympy.Le(k, q, evaluate=False), sympy.Lt(q, end(k), evaluate=False), evaluate=False)
+    return tree if condition is None else sympy.And(tree, writer.of(condition), evaluate=False)
 
 
 class _Writer:

@@ -3,7 +3,8 @@
 =========  =============================================================================================
 ran        holds for
 =========  =============================================================================================
-``token``  values that are packed, attention and its scores, shifted logits that a loss picks from
+``token``  values that are packed, attention and its scores, shifted logits that a loss picks from, and what a
+           packed form computes in place of operators: masks and scores of an attention, steps of a recurrence
 ``batch``  functions of parameters and constants
 ``row``    all else; each has a code, and a value that merely reads another one on rows has that one's
 ``none``   what nothing reads
@@ -27,8 +28,8 @@ from treefx.inspection.report.lines import line_of, module_path
 from treefx.inspection.report.material import Material
 from treefx.inspection.report.records import OperatorAccount
 from treefx.passes.causal.contract import Contracted
-from treefx.passes.labels.facts import Fact, Kind, fact_of
-from treefx.passes.labels.label_tokens import MEETS_ROWS
+from treefx.passes.labels.facts import Fact, Kind, ReadsOthers, fact_of
+from treefx.passes.labels.label_tokens import MEETS_ROWS, SHAPE_ONLY
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
@@ -103,7 +104,10 @@ def _flops_of_captured(node: fx.Node, material: Material) -> int:
 
 
 def _labelled(material: Material) -> Iterator[OperatorAccount]:
-    live = live_nodes(material.traced)
+    live, absorbed = live_nodes(material.traced), set[fx.Node]()
+    for node in reversed(material.traced.graph.nodes):
+        if node not in live and any(_absorbs(user, live, absorbed) for user in node.users):
+            absorbed.add(node)
     found: dict[fx.Node, _Origin] = {}
     after = _Costs(material)
     for node in material.traced.graph.nodes:
@@ -114,21 +118,29 @@ def _labelled(material: Material) -> Iterator[OperatorAccount]:
         if origin is not None:
             found[node] = origin
         if node.target is not operator.getitem:
-            yield _account(material, node, fact, origin, node in live, after)
+            ran = "token" if node in absorbed else _ran(node, fact, node in live)
+            yield _account(material, node, fact, origin if ran == "row" else None, ran, after)
+
+
+def _absorbs(user: fx.Node, live: set[fx.Node], absorbed: set[fx.Node]) -> bool:
+    """Whether a packed form stands for the operands of an operator that it does not read."""
+    if user.op != "call_function" or user.target in SHAPE_ONLY:
+        return False
+    return user in absorbed or (user in live and isinstance(fact_of(user).law, ReadsOthers))
 
 
 # Long: one field a line.
 def _account(
-    material: Material, node: fx.Node, fact: Fact, origin: _Origin | None, is_live: bool, after: _Costs
+    material: Material, node: fx.Node, fact: Fact, origin: _Origin | None, ran: str, after: _Costs
 ) -> OperatorAccount:
-    ran, flops = _ran(node, fact, is_live), node_flops(node, material.sizes, material.columns)
+    flops = node_flops(node, material.sizes, material.columns)
     images = material.images.get(node.name, {})
     account = OperatorAccount(
         name=node.name,
         op=operator_name(node),
         ran=ran,
-        code=origin.code if origin is not None and ran == "row" else "",
-        reason=origin.reason if origin is not None and ran == "row" else "",
+        code=origin.code if origin is not None else "",
+        reason=origin.reason if origin is not None else "",
         law=_law(fact),
         module=module_path(node),
         line=line_of(node),
@@ -139,7 +151,7 @@ def _account(
         bytes_before=result_bytes(node, material.sizes),
         bytes_after=after.bytes(images.get("rewritten", ())),
         images=images,
-        since=origin.node if origin is not None and ran == "row" else "",
+        since=origin.node if origin is not None else "",
     )
     return account if material.packed else _on_rows(account, material)
 
