@@ -207,3 +207,17 @@ def test_a_causal_mask_over_packed_tokens_is_another_one() -> None:
     k, q = (sympy.Symbol(name, real=True) for name in "kq")
     forest = treefx.Forest.from_sequences([[1, 2, 3], [1, 4]])
     assert not np.array_equal(evaluated(sympy.Le(k, q), forest), dense(forest, None))
+
+
+def test_a_converted_model_runs_per_token_and_the_report_names_what_it_lacks() -> None:
+    model = made("llama")
+    treefx.convert(model)
+    loss_of(BATCH)(model).backward()
+    report = treefx.inspect(model)
+    assert report.operators and {item.ran for item in report.operators} == {"token"}
+    assert report.verdict.coverage.share == 1.0 and not report.verdict.losses
+    assert report.verdict.flops_after * 4 * COLUMNS == report.verdict.flops_before * report.verdict.tokens > 0
+    assert report.calls[0].ran == "packed"
+    assert not (report.attention or report.restoration or report.memory.bytes)
+    assert "has no rewritten graph" in report.verdict.advice and "TFX001" not in report.why()
+    assert treefx.Report.from_json(report.to_json()) == report

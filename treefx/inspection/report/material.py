@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -91,6 +92,18 @@ class Material:
     def packed(self) -> bool:
         """Whether the last call ran packed."""
         return bool(self.stats["ran"] == "packed")
+
+    @property
+    def runs_converted(self) -> bool:
+        """Whether the module that takes the ids ran on distinct tokens behind hooks, and so in no rewritten graph."""
+        return self.packed and self.stats["way"] == "converted" and not self.stats["expansions"]
+
+    @cached_property
+    def positions(self) -> int:
+        """Rows times columns of the first integer input [B, T] of Dynamo's graph; 0 without one."""
+        values = [node.meta.get("example_value") for node in self.captured.graph.find_nodes(op="placeholder")]
+        tensors = [x for x in values if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()]
+        return math.prod(self.sizes.shape(tensors[0])) if tensors else 0
 
     @cached_property
     def traced(self) -> fx.GraphModule:

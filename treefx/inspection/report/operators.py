@@ -72,20 +72,22 @@ def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _unlabelled(material: Material) -> Iterator[OperatorAccount]:
-    """A graph that was never analysed: all of it runs per row, for the call's reason."""
+    """A graph that was never analysed: all of it runs per row, or per token if it is converted."""
+    is_row = not material.runs_converted
     for node in _calls(material.traced):
+        flops = _flops_of_captured(node, material)
         yield OperatorAccount(
             name=node.name,
             op=operator_name(node),
-            ran="row",
-            code=material.code or "TFX001",
-            reason=material.reason or find("TFX001").why,
+            ran="row" if is_row else "token",
+            code=(material.code or "TFX001") if is_row else "",
+            reason=(material.reason or find("TFX001").why) if is_row else "",
             module=module_path(node),
             line=line_of(node),
             captured=(node.name,),
             shape=material.sizes.text(node.meta.get("val", node.meta.get("example_value"))),
-            flops_before=(flops := _flops_of_captured(node, material)),
-            flops_after=flops,
+            flops_before=flops,
+            flops_after=flops if is_row else flops * material.stats["tokens"] // max(material.positions, 1),
         )
 
 

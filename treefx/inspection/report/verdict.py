@@ -13,6 +13,12 @@ from treefx.reason_codes import LITTLE_SHARING, UNCOMPILED, find
 __all__ = ["judge"]
 
 
+_CONVERTED = (
+    "A converted model runs behind hooks and has no rewritten graph: this report has no formulas of attention, no "
+    "restorations and no bytes for it."
+)
+
+
 def judge(material: Material, operators: tuple[OperatorAccount, ...]) -> Verdict:
     """Weigh the accounts of all operators."""
     by_ran = {kind: sum(i.flops_before for i in operators if i.ran == kind) for kind in ("token", "batch", "row")}
@@ -110,7 +116,7 @@ def _advice(material: Material, losses: Sequence[Loss]) -> str:
             f"The calls of the last step shared {ratio:.2f} of {possible:.2f} that is possible with all rows in one "
             f"call. Way out: {find(LITTLE_SHARING).way_out} [{LITTLE_SHARING}]."
         )
-    return ""
+    return _CONVERTED if material.runs_converted else ""
 
 
 def _percent(share: float) -> str:
