@@ -135,6 +135,18 @@ def group_norm(call: Call) -> Fact:
     return Fact(whole.kind, parts=(whole, moments, moments), learned=whole.learned)
 
 
+@law(aten._native_batch_norm_legit_no_training)
+def running_norm(call: Call) -> Fact:
+    """A normalisation by running statistics: the numbers of a channel, a plain second dimension."""
+    source, *parameters = (item for item in call.node.args[:5] if isinstance(item, fx.Node))
+    if any(call.labelled(item) for item in parameters):
+        raise NoLaw("scales channels by values of tokens")
+    dims = call.dims(source)
+    whole = call.result(_forget_repeats(algebra.resize(dims, 1, algebra.extent(dims[1]))))
+    nothing = Fact(Kind.INVARIANT)  # statistics that were not taken have no elements
+    return Fact(whole.kind, parts=(whole, nothing, nothing), learned=whole.learned)
+
+
 def _resized(call: Call, position: int) -> Dims:
     """Dimensions of the first operand; the one that an argument names is checked to be plain."""
     dims, dim = call.dims(call.node_arg(0)), call.arg(position, "dim")

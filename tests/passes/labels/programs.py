@@ -62,6 +62,11 @@ def _products_of_heads(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
     return mixed.reshape(x.shape)
 
 
+def _by_running_statistics(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
+    mean, variance = w[0].detach(), w[1].detach().square() + 0.5
+    return F.batch_norm(x.flatten(0, 1), mean, variance, w[2], w[3]).view_as(x)
+
+
 PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "pointwise": lambda x, w, order: torch.where(x > 0, x.sigmoid() * x, x * w[0]).clamp(-2, 2),
     "lerp": lambda x, w, order: torch.lerp(x, 2 * x, w[0]),
@@ -82,6 +87,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "layer_norm": lambda x, w, order: F.layer_norm(x, (WIDTH,), w[0], w[1]),
     "rms_norm": lambda x, w, order: F.rms_norm(x, (WIDTH,), w[0]),
     "group_norm": _in_groups,
+    "running_norm": _by_running_statistics,
     "index_fill": lambda x, w, order: x.index_fill(-1, order[:3], 0.5),
     "tril": lambda x, w, order: x.unflatten(-1, (4, 8)).tril().flatten(-2),
     "embedding": lambda x, w, order: x + F.embedding(x.detach().argmax(-1), w),
