@@ -19,9 +19,8 @@ import functools
 import importlib
 import itertools
 import math
-import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -30,7 +29,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._sympy.printers import PythonPrinter
 
 from treefx.kernels.bounded import Bounded
 
@@ -44,10 +44,8 @@ _ADVICE = (
     # Which order of dimensions a layout looks like; no dimension is left out of it.
     ("torch._prims_common", "", "are_strides_like_channels_last_or_false"),
 )
-_RELATIONS: dict[type, Callable[[int, int], bool]] = {
-    sympy.Eq: operator.eq, sympy.Ne: operator.ne, sympy.Lt: operator.lt, sympy.Le: operator.le, sympy.Gt: operator.gt,
-    sympy.Ge: operator.ge,
-}  # fmt: skip
+_NAMES: dict[str, Any] = {**SYMPY_INTERP}
+"""What the code of a condition may name, apart from sizes."""
 _DEPTH = 8
 """How many callers up a question of ``_ADVICE`` is looked for; they ask through two or three functions of inductor."""
 _MULTIPLES = {"cuda": 64}
@@ -92,15 +90,23 @@ class SizeConditions(ShapeEnv):
         self._admitted: Bounded[tuple[Any, ...], bool] = Bounded(_REMEMBERED)
         self._promised: set[Any] = set()
         """Conditions that hold without a check."""
+        self._conditions: dict[Any, _Condition] = {}
 
     def holds(self, values: Mapping[Any, int]) -> bool:
         """Whether everything recorded so far that speaks of these symbols alone holds for these values."""
         key = (tuple(values.items()), len(self.guards))
         found = self._admitted.get(key)
         if found is None:
-            asked = (guard.expr for guard in self.guards if guard.expr not in self._promised)
-            known = [expr for expr in asked if expr.free_symbols <= values.keys()]
-            found = self._admitted[key] = all(_is_true(expr, values) for expr in known)
+            numbers = {symbol.name: value for symbol, value in values.items()}
+            asked = (self._condition(guard.expr) for guard in self.guards if guard.expr not in self._promised)
+            known = [condition for condition in asked if condition.names <= numbers.keys()]
+            found = self._admitted[key] = all(condition.holds(numbers) for condition in known)
+        return found
+
+    def _condition(self, expr: Any) -> _Condition:
+        found = self._conditions.get(expr)
+        if found is None:
+            found = self._conditions[expr] = _Condition(expr)
         return found
 
     def evaluate_expr(
@@ -125,14 +131,30 @@ class SizeConditions(ShapeEnv):
         return answer if advice else ask()
 
 
-def _is_true(expr: Any, values: Mapping[Any, int]) -> bool:
-    """Whether a condition holds; SymPy takes a third of a millisecond to compare two integers by its own rules."""
-    compare = _RELATIONS.get(type(expr))
-    if compare is not None:
-        left, right = (side.xreplace(values) for side in expr.args)
-        if isinstance(left, int | sympy.Integer) and isinstance(right, int | sympy.Integer):
-            return compare(int(left), int(right))
-    return bool(expr.xreplace(values))
+class _Condition:
+    """A condition on sizes as Python's code: SymPy takes up to a third of a millisecond to put numbers into one.
+
+    Attributes:
+        names: Of the symbols that it speaks of.
+    """
+
+    def __init__(self, expr: Any) -> None:
+        self._expr, self._symbols = expr, {symbol.name: symbol for symbol in expr.free_symbols}
+        self.names = self._symbols.keys()
+        self._code: CodeType | None = None
+        try:
+            self._code = compile(PythonPrinter().doprint(expr), "<condition on sizes>", "eval")
+        except (SyntaxError, NotImplementedError, TypeError, ValueError):
+            pass  # PyTorch has no Python for one of its functions
+
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Whether it holds for values of its symbols, and perhaps of others."""
+        if self._code is not None:
+            try:
+                return bool(eval(self._code, _NAMES, dict(values)))
+            except NameError:
+                self._code = None
+        return bool(self._expr.xreplace({symbol: values[name] for name, symbol in self._symbols.items()}))
 
 
 class TokenCount(SizeConditions):

@@ -1,13 +1,16 @@
 """Questions about the number of tokens: which are recorded, and that one compilation serves every number."""
 
+import itertools
+
 import pytest
 import sympy
 import torch
 from torch import fx
 from torch._inductor.codegen.cpp import CppKernel
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.functions import FloorDiv, Max, Mod, ModularIndexing, PythonMod
 
-from treefx.passes.trace.token_count import _ADVICE, TokenCount, _advice_code, add_count_input
+from treefx.passes.trace.token_count import _ADVICE, TokenCount, _advice_code, _Condition, add_count_input
 
 
 def symbol_of(count: TokenCount) -> sympy.Symbol:
@@ -74,3 +77,27 @@ def test_count_is_the_last_input() -> None:
     add_count_input(gm, count.count)
     *_, last = gm.graph.find_nodes(op="placeholder")
     assert last.name == "tokens" and last.meta["val"] is count.count
+
+
+N, M = (sympy.Symbol(name, positive=True, integer=True) for name in ("s0", "s1"))
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        sympy.Eq(Mod(N, 8), 0), sympy.Lt(2048 * N, 2**31), sympy.Ne(FloorDiv(3 * N, 7), M), (Max(N, M) > 3) & (N < 70),
+        sympy.Or(sympy.Eq(N, M), N >= 5), sympy.Eq(PythonMod(N, 7), 1), sympy.Eq(ModularIndexing(N, 4, 8), 2),
+        sympy.Le(N**2, 5 * M), sympy.Not(sympy.Eq(N, M)), sympy.Eq(sympy.Mod(N, 3), 0), sympy.true,
+        sympy.Eq(sympy.Function("unknown")(N), 3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_conditions_in_python_are_those_of_sympy(expr: sympy.Basic) -> None:
+    condition = _Condition(expr)
+    for n, m in itertools.product((1, 2, 3, 8, 36, 64, 71, 2**21), (1, 3, 64)):
+        wanted = expr.xreplace({N: sympy.Integer(n), M: sympy.Integer(m)})
+        if wanted.is_Boolean and wanted in (sympy.true, sympy.false):
+            assert condition.holds({"s0": n, "s1": m}) == bool(wanted), (n, m)
+        else:
+            with pytest.raises(TypeError):  # SymPy cannot tell, so nothing may
+                condition.holds({"s0": n, "s1": m})
