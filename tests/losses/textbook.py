@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.strategies import Rows, row_batches
 from treefx import Forest, edge_logprobs, losses
+from treefx.forests.input import Weighting
 from treefx.forests.subset import EdgeSubset
-from treefx.forests.weighting import Weighting
 
 __all__ = [
     "Batch",

@@ -2,6 +2,6 @@
 
 In: sequences, padded batches, arrays, or nodes and their parents (``branches``). Out: an immutable ``Forest`` with
 depth, subtree ends, edges and weights (``forest``), some of its edges or rows (``subset``), what one rank's share of a
-step knows of the others (``share``), the trie behind it (``trie``), which rows train a shared token (``weighting``),
-numbers of prefixes that hold across batches (``paths``), the forest that is in use (``context``). Knows no graph.
+step knows of the others (``share``), the trie behind it (``trie``), numbers of prefixes that hold across batches
+(``paths``), the forest that is in use (``context``). Knows no graph.
 """

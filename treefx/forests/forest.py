@@ -17,10 +17,9 @@ import torch
 
 from treefx.forests.branches import read_nodes
 from treefx.forests.edges import Edges
-from treefx.forests.input import RowBatch, read_padded, read_sequences
+from treefx.forests.input import RowBatch, Weighting, read_padded, read_sequences, weigh
 from treefx.forests.share import Share
 from treefx.forests.trie import build_trie
-from treefx.forests.weighting import Weighting, weigh
 from treefx.kernels.lasting import lasting, lasting_property
 from treefx.kernels.tiles.hosted import send
 from treefx.views import find_view

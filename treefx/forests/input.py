@@ -2,18 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from treefx.errors import ForestError
+from treefx.errors import ForestError, InputError, shorten
 
-__all__ = ["RowBatch", "read_padded", "read_sequences"]
+__all__ = ["RowBatch", "Weighting", "read_padded", "read_sequences", "weigh"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+Weighting: TypeAlias = Literal["rows", "once"]
+"""What `Forest.from_sequences` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,31 @@ def read_padded(input_ids: Any, attention_mask: Any, weights: Any) -> RowBatch:
     start, stop = _find_spans(mask)
     rows = [_check_tokens(ids[b, start[b] : stop[b]], b) for b in range(len(ids))]
     return RowBatch(rows, _read_padded_weights(weights, ids.shape, start, stop), start, ids.shape[1], device)
+
+
+def weigh(raw_weight: FloatArray, token_of: IntArray, weighting: Weighting) -> FloatArray:
+    """Return the weight of predicting each raw token under a weighting.
+
+    Args:
+        raw_weight: float64 [raw], of each row, rows end to end in the caller's order.
+        token_of: int64 [raw], the distinct token that each raw token is.
+        weighting: "rows", or "once": what a row trains, later rows mask.
+
+    Returns:
+        float64 [raw].
+
+    Raises:
+        InputError: there is no such weighting.
+    """
+    if weighting not in ("rows", "once"):
+        raise InputError(f"weighting must be 'rows' or 'once', got {shorten(repr(weighting), 80)}")
+    if weighting == "rows":
+        return raw_weight
+    weighed = np.flatnonzero(raw_weight)
+    _, first = np.unique(token_of[weighed], return_index=True)
+    once = np.zeros_like(raw_weight)
+    once[weighed[first]] = raw_weight[weighed[first]]
+    return once
 
 
 def _as_list(values: Any, name: str) -> list[Any]:
