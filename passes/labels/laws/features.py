@@ -140,7 +140,7 @@ def running_norm(call: Call) -> Fact:
     """A normalisation by running statistics: the numbers of a channel, a plain second dimension."""
     source, *parameters = (item for item in call.node.args[:5] if isinstance(item, fx.Node))
     if any(call.labelled(item) for item in parameters):
-        raise NoLaw("scales channels by values of tokens")
+        raise NoLaw("pairs different tokens")
     dims = call.dims(source)
     whole = call.result(_forget_repeats(algebra.resize(dims, 1, algebra.extent(dims[1]))))
     nothing = Fact(Kind.INVARIANT)  # statistics that were not taken have no elements
