@@ -52,12 +52,13 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
     widths = {x.shape[1] for _, x in tables}
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
     found = [prove_mask(i, x) for i, x in square]
-    binary = frozenset(i for i, x in tables if x.dtype is not torch.bool and _is_binary(x))
+    bounds = {i: _bounds(x) for i, x in tables if x.dtype is not torch.bool}
+    binary = frozenset(i for i, found in bounds.items() if found is not None)
     asked = [(i, x) for i, x in tables if flash and (i in binary or x.dtype is torch.bool)]
     return InputValues(
         frozenset(i for i, x in tables if _counts_up(x)),
         binary,
-        frozenset(i for i, x in tables if i in binary and not x.is_floating_point() and not bool(x.any())),
+        frozenset(i for i, x in tables if bounds.get(i) == 0 and not x.is_floating_point()),
         frozenset(i for i, x in asked if _is_one_run(x)),
         frozenset(i for i, x in asked if x.shape[0] == 1 and bool(x.all())),
         tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
@@ -81,11 +82,18 @@ def _is_one_run(x: Tensor) -> bool:
     return bool((starts.sum(1) <= 1).all())
 
 
-def _is_binary(x: Tensor) -> bool:
-    if x.dtype not in (torch.int64, torch.int32) or not x.numel():
-        return bool(((x == 0) | (x == 1)).all())
-    low, high = x.aminmax()
-    return bool((low >= 0) & (high <= 1))
+def _bounds(x: Tensor) -> int | None:
+    """The largest number of a table of zeros and ones, 0 of an empty one; None of any other table.
+
+    The host waits for a device once.
+    """
+    if not x.numel():
+        return 0
+    if x.dtype in (torch.int64, torch.int32):
+        low, high = torch.stack(x.aminmax()).tolist()
+        return int(high) if low >= 0 and high <= 1 else None
+    proved = torch.stack([((x == 0) | (x == 1)).all(), (x != 0).any()]).tolist()
+    return int(proved[1]) if proved[0] else None
 
 
 def _counts_up(x: Tensor) -> bool:

@@ -57,7 +57,7 @@ def on_grid(x: Tensor) -> Tensor:
     ],
 )
 def test_indices_and_padding(constant: int, run: Callable[[Tensor], Tensor], dim: int, proved: bool) -> None:
-    """Of a value [2, 3] that is constant along one dimension; the values agree with what is proved."""
+    """Of a value [2, 3] that is constant along one dimension; the values agree with the proof."""
     drawn = torch.randn([1, 3] if constant == 0 else [2, 1])
     gm = make_fx(lambda x: run(x.expand(2, 3)), tracing_mode="fake")(drawn)
     last: fx.Node = next(iter(gm.graph.find_nodes(op="output"))).args[0]

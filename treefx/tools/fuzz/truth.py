@@ -35,7 +35,7 @@ _TOLERANCE = 1e-10
 _SMALL = 1e-4
 """Gradients below this share of the largest one of their step are judged against it."""
 _SMALL_SINGLE = torch.finfo(torch.float32).eps / 1e-5
-"""The same in float32: what is allowed of a smaller share is below the rounding of the largest gradient."""
+"""The same in float32: of a smaller share, the tolerance is below the rounding of the largest gradient."""
 _CANCELLED = 1e-12
 """Where no gradient reaches this share of the loss, the weights do not matter: they are judged against the loss."""
 _STEEP = 1.0
@@ -156,7 +156,7 @@ def _compared(
 ) -> Outcome:
     if any(not value.isfinite().all() for name, value in want.items() if "loss" in name or "gradient" in name):
         return Outcome("nan", "eager is not finite", stats=watch.stats)
-    errors, allowed = errors_of(got, want, least_share(program, dtype)), _allowed(program, eager, want)
+    errors, allowed = errors_of(got, want, least_share(program)), _allowed(program, eager, want)
     if allowed < max(errors.values(), default=0.0) < _ROUNDED:
         allowed = max(allowed, _SENSITIVE * max(errors_of(play(_nudged, dtype), want).values()))
     wrong = {name: error for name, error in errors.items() if not error <= allowed}
@@ -200,11 +200,11 @@ def autocast_explains(program: Program, eager: Seen, got: Seen, compile: Compile
     return max(errors.values()) <= max(_LEAST["autocast"], _ROUNDING * max(own.values()))
 
 
-def least_share(program: Program, dtype: torch.dtype) -> float:
+def least_share(program: Program) -> float:
     """The share of the largest gradient against which smaller ones are judged."""
     if _has_trait(program, "steep"):
         return _STEEP
-    return _SMALL if dtype == torch.float64 else _SMALL_SINGLE
+    return _SMALL_SINGLE if "float32" in program.modes else _SMALL
 
 
 def _nudged(model: Any) -> Any:
