@@ -89,7 +89,7 @@ def _sentence(material: Material, coverage: Coverage, before: int, after: int) -
         return f"{_ran(material)} every row separately ({found.code}, {found.title}){lost}."
     if not stats["attention_layers"] and stats["way"] == "converted":
         return f"The module that takes the ids ran {tokens:,} distinct tokens instead of {raw:,}."
-    cost = f", {_short(before)} FLOPs of the forward became {_short(after)}" if after and before != after else ""
+    cost = f" and {_short(after)} FLOPs of the forward instead of {_short(before)}" if after and before != after else ""
     of = " of the graph that the token ids enter" if material.extra_losses else ""
     return (
         f"{_percent(coverage.share)} of the FLOPs{of} run once per distinct token or once for the batch: "
