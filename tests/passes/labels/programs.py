@@ -64,7 +64,8 @@ def _products_of_heads(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
 
 def _by_running_statistics(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
     mean, variance = w[0].detach(), w[1].detach().square() + 0.5
-    return F.batch_norm(x.flatten(0, 1), mean, variance, w[2], w[3]).view_as(x)
+    flat = F.batch_norm(x.flatten(0, 1), mean, variance, w[2], w[3]).view_as(x)
+    return flat + F.batch_norm(x.transpose(1, 2), mean, variance, w[4]).transpose(1, 2)
 
 
 PROGRAMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
