@@ -34,7 +34,7 @@ from treefx.kernels.score import walk
 from treefx.passes.analysis import Analysis, Expansion, Rewritten, Variant
 from treefx.passes.causal.contract import contracting, leaks, mixes
 from treefx.passes.causal.convolutions import convolving
-from treefx.passes.causal.tree_mixers import TreeScan
+from treefx.passes.causal.tree_mixers import LibraryTree, TreeScan
 from treefx.passes.causal.tree_scans import find_tree_scans
 from treefx.passes.cuts.exchange_kv import cut_graph
 from treefx.passes.inputs.values import InputValues
@@ -247,7 +247,7 @@ def _tree_scans(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
 
 
 def _is_scan(node: fx.Node) -> bool:
-    return isinstance(fact_of(node).law, TreeScan)
+    return isinstance(fact_of(node).law, LibraryTree | TreeScan)
 
 
 def _expansions(gm: fx.GraphModule, live: set[fx.Node]) -> list[Expansion]:

@@ -31,33 +31,49 @@ class _Kernel(torch.autograd.Function):
     """A function that autograd cannot look into, as Triton kernels are: its backward runs its loop again."""
 
     @staticmethod
-    def forward(ctx: Any, loop: Any, settings: dict[str, Any], *tensors: Any) -> Tensor:
+    def forward(ctx: Any, loop: Any, settings: dict[str, Any], *tensors: Any) -> Any:
         ctx.loop, ctx.settings = loop, settings
         ctx.save_for_backward(*tensors)
         return loop(*tensors, **settings)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> Any:
         leaves = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
             out = ctx.loop(*leaves, **ctx.settings)
-        found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], grad, allow_unused=True))
+        results = [out] if isinstance(out, Tensor) else list(out)
+        found = iter(torch.autograd.grad(results, [x for x in leaves if x is not None], grads, allow_unused=True))
         return None, None, *[None if x is None else next(found) for x in leaves]
 
 
-def _delta_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, normalised: bool) -> Tensor:
+def _delta_loop(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, *, scale: float, normalised: bool,
+    bounds: list[int] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Results [B, T, H, E] and final states [S, H, D, E]; sequences of one row lie between ``bounds``."""
     if normalised:
         q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     repeats = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(repeats, 2) for x in (q * scale, k))
-    state, out = v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1]), []
+    if bounds is not None:
+        assert v.shape[0] == 1 and bounds[-1] == v.shape[1] and (first is None or len(first) == len(bounds) - 1)
+        parts = zip(bounds, bounds[1:], strict=False)
+        found = [
+            _delta_loop(
+                *(x[:, a:b] for x in (q[:, :, ::repeats], k[:, :, ::repeats], v, g, beta)),
+                None if first is None else first[n : n + 1], scale=1.0, normalised=False, bounds=None,
+            )
+            for n, (a, b) in enumerate(parts)
+        ]  # fmt: skip
+        return torch.cat([out for out, _ in found], 1), torch.cat([state for _, state in found])
+    state, out = v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1]) if first is None else first, []
     for t in range(v.shape[1]):
         decay = g[:, t].exp()
         state = state * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
         read = (state * k[:, t, :, :, None]).sum(2)
         state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - read))[:, :, None]
         out.append((state * q[:, t, :, :, None]).sum(2))
-    return torch.stack(out, 1)
+    return torch.stack(out, 1), state
 
 
 @torch.compiler.disable
@@ -67,10 +83,11 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """flash-linear-attention: [B, T, H, D] each, g and beta [B, T, H]."""
-    assert initial_state is None and not output_final_state and cu_seqlens is None
     CALLS["chunk_gated_delta_rule"] += 1
-    settings = {"scale": scale or q.shape[-1] ** -0.5, "normalised": use_qk_l2norm_in_kernel}
-    return _Kernel.apply(_delta_loop, settings, q, k, v, g, beta), None
+    bounds = None if cu_seqlens is None else cu_seqlens.tolist()
+    settings = {"scale": scale or q.shape[-1] ** -0.5, "normalised": use_qk_l2norm_in_kernel, "bounds": bounds}
+    out, final = _Kernel.apply(_delta_loop, settings, q, k, v, g, beta, initial_state)
+    return out, final if output_final_state else None
 
 
 @torch.compiler.disable
@@ -80,10 +97,11 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """flash-linear-attention: as the gated delta rule, with a decay per channel, g [B, T, H, D]."""
-    assert initial_state is None and not output_final_state and cu_seqlens is None
     CALLS["chunk_kda"] += 1
-    settings = {"scale": scale or q.shape[-1] ** -0.5, "normalised": use_qk_l2norm_in_kernel}
-    return _Kernel.apply(_delta_loop, settings, q, k, v, g, beta), None
+    bounds = None if cu_seqlens is None else cu_seqlens.tolist()
+    settings = {"scale": scale or q.shape[-1] ** -0.5, "normalised": use_qk_l2norm_in_kernel, "bounds": bounds}
+    out, final = _Kernel.apply(_delta_loop, settings, q, k, v, g, beta, initial_state)
+    return out, final if output_final_state else None
 
 
 @torch.library.custom_op("treefx_tests::conv_fwd", mutates_args={"out"})
@@ -129,18 +147,18 @@ def causal_conv1d_fn(
 
 
 def _ssd_loop(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, *,
-    softplus: bool, limit: tuple[float, float],
-) -> Tensor:  # fmt: skip
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    first: Tensor | None = None, *, softplus: bool, limit: tuple[float, float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (F.softplus(dt) if softplus else dt).clamp(*limit)
     B, C = (item.repeat_interleave(x.shape[2] // item.shape[2], 2) for item in (B, C))
-    state, out = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[-1]), []
+    state, out = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[-1]) if first is None else first, []
     for t in range(x.shape[1]):
         state = state * (A * dt[:, t]).exp()[..., None, None]
         state = state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
         out.append((state * C[:, t, :, None]).sum(-1) + (0 if D is None else D[:, None] * x[:, t]))
-    return torch.stack(out, 1)
+    return torch.stack(out, 1), state
 
 
 def mamba_chunk_scan_combined(
@@ -149,12 +167,13 @@ def mamba_chunk_scan_combined(
     seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
     return_varlen_states: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """mamba_ssm: x [B, T, H, P], dt [B, T, H], A [H], B and C [B, T, G, N]."""
-    assert z is None and initial_states is None and seq_idx is None and not return_final_states
+    assert z is None and seq_idx is None and cu_seqlens is None
     CALLS["mamba_chunk_scan_combined"] += 1
     settings = {"softplus": dt_softplus, "limit": dt_limit}
-    return _Kernel.apply(_ssd_loop, settings, x, dt, A, B, C, D, dt_bias)
+    out, final = _Kernel.apply(_ssd_loop, settings, x, dt, A, B, C, D, dt_bias, initial_states)
+    return (out, final) if return_final_states else out
 
 
 def mamba_split_conv1d_scan_combined(
@@ -184,7 +203,8 @@ def _fused_loop(
     xbc = _convolved(xbc.mT, weight, bias, True).mT
     x, B, C = xbc.split([heads * width, *[(mixed - heads * width) // 2] * 2], -1)
     B, C = (item.unflatten(-1, (groups, -1)) for item in (B, C))
-    y = _ssd_loop(x.unflatten(-1, (heads, width)), dt, A, B, C, D, dt_bias, softplus=True, limit=limit).flatten(2)
+    y, _ = _ssd_loop(x.unflatten(-1, (heads, width)), dt, A, B, C, D, dt_bias, softplus=True, limit=limit)
+    y = y.flatten(2)
     if norm is None:
         y = y * F.silu(z)
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treefx.kernels.tiles.tree_blocks import remembered
 
-__all__ = ["ChunkPlan", "Chunks", "Segment", "find_chunk_plan", "plan_chunks"]
+__all__ = ["ChunkPlan", "Chunks", "Segment", "find_chunk_plan", "nodes_above", "plan_chunks"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -113,7 +113,7 @@ def _cut(
     count = np.diff(start, append=len(ends))
     pieces = -(-count // length)
     last = np.cumsum(pieces) - 1
-    parent, depth = _nodes_above(start.tolist(), ends[start].tolist(), pieces.tolist())
+    parent, depth = nodes_above(start.tolist(), ends[start].tolist(), pieces.tolist())
     node = np.repeat(np.arange(len(start)), pieces)
     place = np.arange(len(node)) - (last - pieces + 1)[node]
     head = start[node] + place * length
@@ -123,7 +123,7 @@ def _cut(
     return head, size, above, depth[node] + place
 
 
-def _nodes_above(starts: list[int], ends: list[int], pieces: list[int]) -> tuple[IntArray, IntArray]:
+def nodes_above(starts: list[int], ends: list[int], pieces: list[int]) -> tuple[IntArray, IntArray]:
     """The parent of each node, and the number of chunks above it."""
     path: list[int] = []
     parent: list[int] = []

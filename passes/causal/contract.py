@@ -26,7 +26,13 @@ from torch import Tensor, fx
 from treefx.passes.causal.domain import CausalDomain, token_dims
 from treefx.passes.causal.laws import find_causal_law
 from treefx.passes.causal.state import State
-from treefx.passes.causal.tree_mixers import TreeConvolution, TreeScan, Vanishing, find_tree_convolution
+from treefx.passes.causal.tree_mixers import (
+    LibraryTree,
+    TreeConvolution,
+    TreeScan,
+    Vanishing,
+    find_tree_convolution,
+)
 from treefx.passes.labels.facts import ALONG_ROWS, Dims, Fact, Kind, fact_of, set_fact
 from treefx.passes.labels.label_tokens import Improve
 from treefx.passes.labels.token_inputs import Tokens
@@ -43,7 +49,7 @@ class Contracted:
     """The value is computed on rows and read once per distinct token."""
 
 
-_MIXERS = Contracted | TreeConvolution | TreeScan | Vanishing
+_MIXERS = Contracted | LibraryTree | TreeConvolution | TreeScan | Vanishing
 
 
 class Contractor:

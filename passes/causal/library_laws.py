@@ -1,8 +1,9 @@
 """Laws of recurrences that a library computes: along the tree where ``tree_scan`` has them, else causal on rows.
 
 ``treefx::row_scan(q, k, v, g, step)`` of token-wise operands becomes ``TreeScan``: the state of a token comes from its
-tree parent. ``treefx::library`` has no law of labels: it runs on rows, and the causal law below proves that column t
-of its result reads columns up to t, so that the result is contracted to one value per distinct token.
+tree parent. ``treefx::library`` becomes ``LibraryTree`` where the library takes states: its own kernel runs along the
+tree. Else it runs on rows, and the causal law below proves that column t of its result reads columns up to t, so that
+the result is contracted to one value per distinct token.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch import fx
 from treefx.passes.causal.domain import Step
 from treefx.passes.causal.state import State, Unknown
 from treefx.passes.causal.step import law as causal_law
-from treefx.passes.causal.tree_mixers import Operand, TreeScan
+from treefx.passes.causal.tree_mixers import LibraryTree, Operand, TreeScan
 from treefx.passes.labels import dims as algebra
 from treefx.passes.labels.constants import constants_of
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, fact_of, shape_of
 from treefx.passes.labels.laws.base import Call, law
-from treefx.passes.trace.library_calls import kind_of
+from treefx.passes.trace.library_calls import call_of
+from treefx.passes.trace.library_tree import leveled
 
 __all__: list[str] = []
 
@@ -50,8 +52,26 @@ def row_scan(call: Call) -> Fact:
 
 @law(torch.ops.treefx.library)
 def library(call: Call) -> Fact:
-    """A recurrence without a form along a tree: the library's function runs on rows."""
-    raise NoLaw("is a library's recurrence that has no form along a tree, so the library's function runs on rows")
+    """A recurrence of token-wise operands takes its state from the tree parent, where the library takes states."""
+    constants_of(call.node).segments.leak = _CROSSES
+    known = call_of(str(call.node.args[1]))
+    how = leveled(known)
+    if how is None:
+        raise NoLaw("is a library's recurrence that has no form along a tree, so the library's function runs on rows")
+    tensors: tuple[fx.Node, ...] = tuple(call.node.args[0])  # type: ignore[arg-type]
+    named = known.arguments(tensors)
+    for name, node in named.items():
+        if not isinstance(node, fx.Node):
+            continue
+        if call.labelled(node) != (name in how.of_tokens):
+            raise NoLaw("a recurrence of values that are not token-wise")
+        dims = call.dims(node)
+        if name in how.of_tokens:
+            _check(dims)
+    like = call.dims(named[how.like])
+    learned = any(fact_of(node).learned for node in call.operands)
+    dims = (like[0], like[1], *map(algebra.coalesce, like[2:]))
+    return Fact(Kind.PACKED, dims, law=LibraryTree(tensors, known.key), learned=learned)
 
 
 def _check(dims: Dims) -> None:
@@ -68,7 +88,7 @@ def _operand(node: fx.Node, shape: torch.Size) -> Operand:
 @causal_law(torch.ops.treefx.library, torch.ops.treefx.row_scan)
 def _recurrence(step: Step) -> State:
     """Column t of the result reads all operands up to column t."""
-    kind = kind_of(str(step.node.args[1])) if step.node.target is torch.ops.treefx.library.default else None
+    kind = call_of(str(step.node.args[1])).kind if step.node.target is torch.ops.treefx.library.default else None
     dim, result_dim = (1, 1) if kind is None else (kind.tokens_of_operands, kind.tokens)
     columns = shape_of(step.node)[result_dim]
     read = torch.zeros(columns, dtype=torch.int32)

@@ -28,7 +28,9 @@ from treefx.kernels.recurrence.tree_conv import tree_conv1d
 from treefx.kernels.recurrence.tree_scan import tree_scan
 from treefx.passes.labels.facts import Axis, Kind, ReadsOthers, fact_of, shape_of
 
-__all__ = ["Operand", "TreeConvolution", "TreeScan", "Vanishing", "convolve", "find_tree_convolution", "scan"]
+__all__ = [
+    "LibraryTree", "Operand", "TreeConvolution", "TreeScan", "Vanishing", "convolve", "find_tree_convolution", "scan",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -91,6 +93,18 @@ class TreeScan(ReadsOthers):
     def reads(self) -> list[fx.Node]:
         """Its operands: not the region that computed it on rows."""
         return list(self.operands)
+
+
+@dataclass(frozen=True)
+class LibraryTree(ReadsOthers):
+    """A recurrence of packed tokens by a library's own kernel, level by level: ``treefx::library_tree``."""
+
+    tensors: tuple[fx.Node, ...]
+    key: str
+
+    def reads(self) -> list[fx.Node]:
+        """The tensors of the call."""
+        return list(self.tensors)
 
 
 @dataclass(frozen=True)

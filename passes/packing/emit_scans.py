@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, fx
 
 from treefx.kernels.recurrence.tree_conv import find_parents
-from treefx.passes.causal.tree_mixers import Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
-from treefx.passes.labels.facts import Axis, Fact, fact_of
+from treefx.passes.causal.tree_mixers import LibraryTree, Operand, TreeConvolution, TreeScan, Vanishing, convolve, scan
+from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of, shape_of
 from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import tokens_first
@@ -35,6 +35,25 @@ def _scan(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     out = scan(fact.law, values, packer.full(fact.law.weight), packer.metadata.subtree_end).to(example.dtype)
     plain = [factor.size for dim in fact.dims for factor in dim if factor.axis is Axis.PLAIN]
     return rows_in_order(out.reshape(1, -1, *plain), fact.dims)
+
+
+@emits(LibraryTree)
+def _library(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
+    assert isinstance(fact.law, LibraryTree) and fact.dims is not None
+    tensors = [_of_call(packer, item) for item in fact.law.tensors]
+    out: Tensor = torch.ops.treefx.library_tree(tensors, packer.metadata.subtree_end, fact.law.key)
+    plain = [factor.size for dim in fact.dims for factor in dim if factor.axis is Axis.PLAIN]
+    return rows_in_order(out.reshape(1, -1, *plain), fact.dims)
+
+
+def _of_call(packer: Packer, node: fx.Node) -> Tensor:
+    """A tensor of a library's call: [1, N, ...] of tokens, others as they are."""
+    dims = fact_of(node).dims
+    if fact_of(node).kind is Kind.INVARIANT or dims is None:
+        full: Tensor = packer.full(node)
+        return full
+    first = tokens_first(packer.packed(node), dims, packer.metadata.tokens)
+    return first.reshape(1, -1, *shape_of(node)[2:])
 
 
 def _of_groups(packer: Packer, operand: Operand) -> Tensor:

@@ -34,12 +34,14 @@ from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.recurrence import row_scan as _row_scan  # noqa: F401  (registers the operator)
 
 __all__ = [
-    "KINDS", "Given", "Kind", "LibraryCall", "hold_calls", "is_library_call", "kind_of", "library", "read_call",
-    "register_call",
+    "KINDS", "Arguments", "Given", "Kind", "LibraryCall", "Scan", "call_of", "hold_calls", "is_library_call", "library",
+    "read_call", "register_call", "steps_of", "unfused",
 ]  # fmt: skip
 
 
 Arguments = Mapping[str, Any]
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""A linear recurrence: ``treefx::row_scan``, or the same along a tree."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,14 @@ class Kind:
 
     Attributes:
         result: an empty result of a call, by the arguments.
-        read: the call in operators that passes know; None where there is no such form.
+        read: the call in operators that passes know, a recurrence by a ``Scan``; None where there is no such form.
         tokens: the dimension of tokens in the result.
         tokens_of_operands: the same in all operands that have tokens.
         pair: whether the function returns its last state as well, or None in its place.
     """
 
     result: Callable[[Arguments], Tensor]
-    read: Callable[[LibraryCall, Arguments], Tensor] | None
+    read: Callable[[Arguments, Scan], Tensor] | None
     tokens: int = 1
     tokens_of_operands: int = 1
     pair: bool = False
@@ -78,6 +80,8 @@ class LibraryCall:
         body: transformers' PyTorch form of it.
         positional: arguments by position: ``Given``, or a value.
         named: arguments by name, likewise.
+        takes: the names of all arguments that the library's function has.
+        inner: of a function that fuses a recurrence with what surrounds it, the call of the recurrence alone.
     """
 
     name: str
@@ -86,6 +90,8 @@ class LibraryCall:
     body: Callable[..., Any]
     positional: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
+    takes: frozenset[str] = frozenset()
+    inner: LibraryCall | None = None
 
     @property
     def kind(self) -> Kind:
@@ -97,19 +103,21 @@ class LibraryCall:
         """The same in every process that calls the same function of the same package in the same way."""
         return f"{self.library}{self.positional}{self.named} by {self.body.__module__}"
 
-    def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    def arguments(self, tensors: Sequence[Any]) -> dict[str, Any]:
         """The arguments by the names that the PyTorch body has for them."""
-        args, kwargs = self._filled(tensors)
+        args, kwargs = self.filled(tensors)
         return dict(inspect.signature(self.body).bind(*args, **kwargs).arguments)
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         """Call the library."""
-        args, kwargs = self._filled(tensors)
+        args, kwargs = self.filled(tensors)
         found = self.function(*args, **kwargs)
         result: Tensor = found[0] if isinstance(found, tuple | list) else found
         return result
 
-    def _filled(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    def filled(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as the model gives them: by position, and by name."""
+
         def value(item: Any) -> Any:
             return tensors[item.number] if isinstance(item, Given) else item
 
@@ -185,16 +193,18 @@ def is_library_call(target: Any) -> bool:
     return target in _TARGETS
 
 
-def kind_of(key: str) -> Kind:
-    """What is known of the function of a call."""
-    return _CALLS[key].kind
+def call_of(key: str) -> LibraryCall:
+    """The call that an operator stands for."""
+    return _CALLS[key]
 
 
 def read_call(tensors: Sequence[Tensor], key: str) -> Tensor:
     """The result of a call as passes read it."""
     call = _CALLS[key]
-    read = call.kind.read
-    return torch.ops.treefx.library(list(tensors), key) if read is None else read(call, call.arguments(tensors))
+    if call.kind.read is None:
+        result: Tensor = torch.ops.treefx.library(list(tensors), key)
+        return result
+    return call.kind.read(call.arguments(tensors), torch.ops.treefx.row_scan)
 
 
 # What functions compute -----------------------------------------------------------------------------------------------
@@ -218,7 +228,7 @@ def _fused(given: Arguments) -> Tensor:
     return tokens.new_empty(*tokens.shape[:2], width)
 
 
-def _convolution(call: LibraryCall, given: Arguments) -> Tensor:
+def _convolution(given: Arguments, scan: Scan) -> Tensor:
     """``causal_conv1d_fn``: hidden_states [B, C, T], weight [C, K], bias [C] -> [B, C, T]."""
     return _convolved(given["hidden_states"], given["weight"], given.get("bias"), given.get("activation"))
 
@@ -229,38 +239,46 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
     return (F.silu(out) if activation in _SILU else out).to(x.dtype)
 
 
-def _delta_rule(call: LibraryCall, given: Arguments) -> Tensor:
+def _delta_rule(given: Arguments, scan: Scan) -> Tensor:
     """``chunk_gated_delta_rule``: query, key [B, T, G, D], value [B, T, H, E], g, beta [B, T, H] -> [B, T, H, E]."""
     names = ("query", "key", "value", "g", "beta")
     dtype = torch.promote_types(torch.float32, given["query"].dtype)
     query, key, value, g, beta = (given[name].to(dtype) for name in names)
     if given.get("use_qk_l2norm_in_kernel"):
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    out: Tensor = torch.ops.treefx.row_scan(query / math.sqrt(query.shape[-1]), key, value, g, beta)
+    out = scan(query / math.sqrt(query.shape[-1]), key, value, g, beta)
     return out.to(given["value"].dtype)
 
 
-def _state_space(call: LibraryCall, given: Arguments) -> Tensor:
+def _state_space(given: Arguments, scan: Scan) -> Tensor:
     """``mamba_chunk_scan_combined``: x [B, T, H, P], dt [B, T, H], A [H], B, C [B, T, G, N] -> [B, T, H, P]."""
     x: Tensor = given["hidden_states"]
-    dt: Tensor = given["dt"]
     dtype = torch.promote_types(torch.float32, x.dtype)
-    if given.get("dt_bias") is not None:
-        dt = dt + given["dt_bias"].to(dt.dtype)
-    if given.get("dt_softplus"):
-        dt = F.softplus(dt)
-    low, high = given.get("dt_limit") or (0.0, math.inf)
-    dt = dt.clamp(low, high).to(dtype)
+    dt = steps_of(given).to(dtype)
     wide = x.to(dtype)
-    out: Tensor = torch.ops.treefx.row_scan(
-        given["C"].to(dtype), given["B"].to(dtype), wide * dt[..., None], given["A"].to(dtype) * dt, None
-    )
+    out = scan(given["C"].to(dtype), given["B"].to(dtype), wide * dt[..., None], given["A"].to(dtype) * dt, None)
     if given.get("D") is not None:
         out = out + given["D"].to(dtype)[..., None] * wide
     return out.to(x.dtype)
 
 
-def _fused_state_space(call: LibraryCall, given: Arguments) -> Tensor:
+def steps_of(given: Arguments) -> Tensor:
+    """The step sizes of a state space recurrence [B, T, H]: with their bias, positive and within their limits."""
+    dt: Tensor = given["dt"]
+    if given.get("dt_bias") is not None:
+        dt = dt + given["dt_bias"].to(dt.dtype)
+    if given.get("dt_softplus"):
+        dt = F.softplus(dt)
+    low, high = given.get("dt_limit") or (0.0, math.inf)
+    return dt.clamp(low, high)
+
+
+def _fused_state_space(given: Arguments, scan: Scan) -> Tensor:
+    """``mamba_split_conv1d_scan_combined`` in operators."""
+    return unfused(given, lambda of_scan: _state_space(of_scan, scan))
+
+
+def unfused(given: Arguments, state_space: Callable[[Arguments], Tensor]) -> Tensor:
     """``mamba_split_conv1d_scan_combined``: convolution, scan, gated norm and projection of zxbcdt [B, T, ...].
 
     The last dimension of zxbcdt is the gate z, then x, B and C, which the convolution reads, then dt. Unlike
@@ -281,7 +299,7 @@ def _fused_state_space(call: LibraryCall, given: Arguments) -> Tensor:
     of_scan = {name: given[name] for name in ("A", "D", "dt_bias", "dt_limit") if name in given}
     of_scan |= {"hidden_states": torch.unflatten(x, -1, (heads, width)), "dt": dt, "dt_softplus": True}
     of_scan |= {"B": torch.unflatten(b, -1, (groups, -1)), "C": torch.unflatten(c, -1, (groups, -1))}
-    out = _gated(_state_space(call, of_scan).flatten(2), z, given, groups)
+    out = _gated(state_space(of_scan).flatten(2), z, given, groups)
     weight = given.get("outproj_weight")
     return out if weight is None else F.linear(out, weight, given.get("outproj_bias"))
 

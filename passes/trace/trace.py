@@ -38,7 +38,8 @@ from treefx.passes.trace.flash import FlashCall, call_flash, is_flash
 from treefx.passes.trace.functional import functionalised
 from treefx.passes.trace.inline_flex import flex_attention
 from treefx.passes.trace.inline_scan import associative_scan
-from treefx.passes.trace.library_calls import is_library_call, read_call
+from treefx.passes.trace.library_calls import is_library_call
+from treefx.passes.trace.library_tree import call_library
 from treefx.passes.trace.unseen_changes import check_changes, seen_by_autograd
 from treefx.torch_patches.symbols import write_products_whole
 
@@ -189,7 +190,7 @@ class _ForwardTracer(fx.Interpreter):
         if is_flash(target):
             return call_flash(FlashCall(*args), self.segments)
         if is_library_call(target):
-            return read_call(*args)
+            return call_library(*args)
         if target is _HIGHER_ORDER.tag_activation_checkpoint:
             return self._inline_checkpoint(args)
         if target is _HIGHER_ORDER.autograd_function_apply:

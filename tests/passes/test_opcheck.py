@@ -1,5 +1,6 @@
 """``torch.library.opcheck`` on the operators that passes put into graphs: fakes against results, in any layout."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
 
 import treefx.backend  # noqa: F401  (registers the operators)
+from tests import libraries
 from tests.backend.calls.test_heads import Scores
 from treefx.passes.cuts.exchange import exchange, exchange_backward
 from treefx.passes.packing.vocab_tail import surprise
@@ -234,12 +236,27 @@ def test_library(lay: Callable[[Tensor], Tensor]) -> None:
     opcheck(_ops.library_backward.default, (lay(torch.randn(2, 4, 6)), tensors, held.key))
 
 
+def test_library_tree(lay: Callable[[Tensor], Tensor]) -> None:
+    def body(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> None: ...
+
+    given = tuple(library_calls.Given(number) for number in range(5))
+    takes = frozenset(inspect.signature(libraries.chunk_kda).parameters)
+    call = library_calls.LibraryCall("chunk_kda", libraries.chunk_kda, "tests.kda", body, given, (), takes)
+    held = library_calls.register_call(call)
+    tensors = [lay(torch.rand(1, 5, 2, 3, dtype=torch.float64)) for _ in range(3)]
+    tensors += [lay(-torch.rand(1, 5, 2, 3, dtype=torch.float64)), lay(torch.rand(1, 5, 2, dtype=torch.float64))]
+    ends = torch.tensor([5, 5, 4, 4, 5], dtype=torch.int32)
+    opcheck(_ops.library_tree.default, ([leaf(x) for x in tensors], ends, held.key))
+    grad = lay(torch.randn(1, 5, 2, 3, dtype=torch.float64))
+    opcheck(_ops.library_tree_backward.default, (grad, tensors, ends, held.key))
+
+
 def test_every_operator_has_its_check() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("treefx::")]
     assert {name.removeprefix("treefx::").split(".")[0] for name in names} == {
         "as_read", "attention", "custom_function", "custom_function_backward", "entries", "exchange",
         "exchange_backward", "expand", "flash", "flash_backward", "gather_pieces", "head", "head_backward", "library",
-        "library_backward", "own_piece", "pick", "restore", "restore_pick", "restore_surprise", "row_scan",
-        "row_scan_backward", "same_on_ranks", "segments", "sum_over_ranks", "surprise",
+        "library_backward", "library_tree", "library_tree_backward", "own_piece", "pick", "restore", "restore_pick",
+        "restore_surprise", "row_scan", "row_scan_backward", "same_on_ranks", "segments", "sum_over_ranks", "surprise",
         "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
     }  # fmt: skip

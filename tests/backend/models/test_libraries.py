@@ -45,8 +45,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8},
     "jamba": {"num_experts": 1, "attn_layer_period": 8, "attn_layer_offset": 4},
 }  # fmt: skip
-ON_ROWS = {"kimi_linear": "chunk_kda", "mamba": "mamba_inner_fn", "jamba": "selective_scan_fn"}
+ON_ROWS = {"mamba": "mamba_inner_fn", "jamba": "selective_scan_fn"}
 """Functions without a form along a tree, which run on rows while everything around them runs once per token."""
+ALWAYS_WHOLE = {"kimi_linear": "chunk_kda"}
+"""Functions that run along a tree by themselves alone."""
 BATCH = shared_batch(rows=3, length=10, shared=4, vocab=61)
 
 
@@ -83,7 +85,8 @@ def test_one_graph_that_is_packed(name: str) -> None:
     assert stats["tokens"] <= distinct_tokens(BATCH) < stats["raw_tokens"]
     expansions = [(item["op"], item["contracted"]) for item in stats["expansions"]]
     assert expansions == ([("treefx.library.default", True)] if name in ON_ROWS else [])
-    assert set(CALLS) == ({ON_ROWS[name]} if name in ON_ROWS else set())
+    called = {**ON_ROWS, **ALWAYS_WHOLE}.get(name)
+    assert set(CALLS) == (set() if called is None else {called})
     if name in ON_ROWS:
         assert "modeling_" in stats["expansions"][0]["line"]
 
@@ -160,17 +163,20 @@ calls_libraries = pytest.mark.skipif(says_that_it_exports(), reason="transformer
 
 
 @calls_libraries
-@pytest.mark.parametrize("asked", [{"initial_state": torch.zeros(2, 1, 2, 2)}, {"cu_seqlens": torch.tensor([0, 5])}])
+@pytest.mark.parametrize("asked", [{"initial_state": torch.ones(2, 1, 2, 2)}, {"cu_seqlens": torch.tensor([0, 2, 5])}])
 def test_calls_with_states_or_sequences_are_left_to_dynamo(asked: dict[str, Tensor]) -> None:
-    """The stand-in refuses both, so that its own error shows that it was called as written."""
     function = vars(sys.modules[type(model_of("qwen3_next")).__module__])["torch_chunk_gated_delta_rule"]
+    x = torch.rand(1 if "cu_seqlens" in asked else 2, 5, 1, 2)
 
-    @torch.compile(backend="treefx")
     def call(x: Tensor) -> Any:
-        return function(x, x, x, x[..., 0], x[..., 0].sigmoid(), output_final_state=False, **asked)
+        return function(x, x, x, -x[..., 0], x[..., 0].sigmoid(), output_final_state=False, **asked)
 
-    with pytest.raises(AssertionError):
-        call(torch.randn(2, 5, 1, 2))
+    expected, _ = call(x)
+    CALLS.clear()
+    found, _ = torch.compile(call, backend="treefx")(x)
+    torch.testing.assert_close(found, expected)
+    assert CALLS == {"chunk_gated_delta_rule": 1}, "called as written"
+    assert not torch.allclose(function(x, x, x, -x[..., 0], x[..., 0].sigmoid())[0], expected)
 
 
 @calls_libraries

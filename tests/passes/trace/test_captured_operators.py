@@ -23,12 +23,13 @@ from treefx.passes.cuts import exchange as _exchange  # noqa: F401
 from treefx.passes.packing import restore_gradients, vocab_tail
 from treefx.passes.ranks import collectives
 from treefx.passes.trace import changed_inputs, flash, heads, opaque_ops
-from treefx.passes.trace import library_calls as _library_calls  # noqa: F401
+from treefx.passes.trace import library_tree as _library_tree  # noqa: F401
 
 TAGGED = {
     "custom_function", "custom_function_backward", "exchange", "exchange_backward", "flash", "flash_backward",
-    "gather_pieces", "head", "head_backward", "library", "library_backward", "row_scan", "row_scan_backward",
-    "sum_over_ranks", "tree_attention", "tree_attention_backward", "tree_scan", "tree_scan_backward",
+    "gather_pieces", "head", "head_backward", "library", "library_backward", "library_tree",
+    "library_tree_backward", "row_scan", "row_scan_backward", "sum_over_ranks", "tree_attention",
+    "tree_attention_backward", "tree_scan", "tree_scan_backward",
 }  # fmt: skip
 OF_A_GROUP = {"own_piece"}
 """Asks for a process group, and then reads a slice of a fixed size."""

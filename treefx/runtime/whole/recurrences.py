@@ -16,6 +16,7 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from treefx.passes.trace.library_calls import KINDS, Given, LibraryCall, register_call
+from treefx.passes.trace.library_tree import find_inner
 from treefx.runtime.whole.heads import setting_of
 
 __all__ = ["recurrence_instead"]
@@ -91,6 +92,8 @@ def _described(
     if any(given.get(name) not in (None, False) for name in _STATES) or given.get("activation") not in _ACTIVATIONS:
         return None
     library = f"{getattr(implementation, '__module__', '')}.{getattr(implementation, '__qualname__', name)}"
-    return LibraryCall(name, function, library, body, positional, tuple(named)), tensors
+    inner = find_inner(name, implementation, given)
+    inner = None if inner is None else register_call(inner)
+    return LibraryCall(name, function, library, body, positional, tuple(named), frozenset(taken), inner), tensors
 
 

@@ -1,0 +1,150 @@
+"""A forest level by level, for a recurrence whose kernel starts sequences from given states.
+
+A node is a run of tokens without a fork. All nodes of one depth form a level, and run as sequences of one call; each
+starts from the final state of its parent, in the level before. A library's kernel is thus called once per level::
+
+    forest                  levels, tokens in the order of the calls
+    a b c ─┬─ d e           [a b c]
+           └─ f ─┬─ g       [d e] [f]
+                 └─ h       [g] [h]
+
+Autograd through the calls restores the gradients: that of a node's final state is the sum over its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treefx.kernels.recurrence.tree_chunks import IntArray, find_chunk_plan, nodes_above
+from treefx.kernels.tiles.hosted import on_host, send
+from treefx.kernels.tiles.tree_blocks import remembered
+
+__all__ = ["Level", "Levels", "Step", "find_levels", "levels_cost_less", "run_levels"]
+
+_PER_LEVEL = 16
+"""Kernels of one call of a library, its gathers included: fla's gated delta rule launches seven, and two norms."""
+_PER_LENGTH, _PER_STEP = 45, 5
+"""Kernels of ``tree_scan``: for all chunks of one padded length, and for one step of the states between chunks."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The S nodes of one depth, M tokens in all.
+
+    Attributes:
+        tokens: packed tokens, node by node, int64 ``[M]``.
+        bounds: first token of each node in ``tokens``, and M, int64 ``[S + 1]``.
+        parents: number of each node's parent in the level before, int64 ``[S]``; None in the first level.
+        is_last: whether no node has children.
+        longest: tokens of the longest node.
+    """
+
+    tokens: Tensor
+    bounds: Tensor
+    parents: Tensor | None
+    is_last: bool
+    longest: int
+
+    @property
+    def padded(self) -> int:
+        """Tokens, if every node were as long as the longest."""
+        return (len(self.bounds) - 1) * self.longest
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A forest by depth.
+
+    Attributes:
+        levels: roots first.
+        places: where each packed token stands in the concatenation of all levels, int64 ``[N]``.
+    """
+
+    levels: tuple[Level, ...]
+    places: Tensor
+
+
+Step = Callable[[list[Tensor], Tensor | None, Level], tuple[Tensor, Tensor | None]]
+"""Runs one level: values of its tokens ``[1, M, ...]``, states that its nodes start from ``[S, ...]`` or None for zeros
+-> result ``[1, M, ...]``, final states ``[S, ...]`` where the level is not the last."""
+
+
+def find_levels(subtree_end: Tensor) -> Levels:
+    """Return the levels of a forest; layers, forward and backward of one step share them.
+
+    Args:
+        subtree_end: exclusive end of each token's subtree in packed order, int ``[N]``.
+    """
+    found: Levels = remembered(("levels",), (subtree_end,), lambda: _cut(subtree_end))
+    return found
+
+
+def _cut(subtree_end: Tensor) -> Levels:
+    ends = on_host(subtree_end).numpy().astype(np.int64)
+    start = np.flatnonzero(np.diff(ends, prepend=-1) != 0)  # a token goes on a node iff its subtree ends alike
+    count = np.diff(start, append=len(ends))
+    parent, depth = nodes_above(start.tolist(), ends[start].tolist(), [1] * len(start))
+    levels, order, number = [], [], np.zeros(len(start), dtype=np.int64)
+    deepest = int(depth.max()) if len(depth) else -1
+    for at in range(deepest + 1):
+        nodes = np.flatnonzero(depth == at)
+        number[nodes] = np.arange(len(nodes))
+        bounds = np.concatenate([[0], np.cumsum(count[nodes])])
+        tokens = np.arange(bounds[-1]) + np.repeat(start[nodes] - bounds[:-1], count[nodes])
+        above = number[parent[nodes]] if at else None
+        levels.append((tokens, bounds, above, at == deepest, int(count[nodes].max())))
+        order.append(tokens)
+    places = np.empty(len(ends), dtype=np.int64)
+    if order:
+        places[np.concatenate(order)] = np.arange(len(ends))
+
+    def sent(numbers: IntArray) -> Tensor:
+        return send(torch.from_numpy(numbers), subtree_end.device)
+
+    made = [
+        Level(sent(tokens), sent(bounds), None if above is None else sent(above), is_last, longest)
+        for tokens, bounds, above, is_last, longest in levels
+    ]
+    return Levels(tuple(made), sent(places))
+
+
+def run_levels(step: Step, operands: Sequence[Tensor], levels: Levels) -> Tensor:
+    """Run a recurrence along the paths of a forest.
+
+    Args:
+        step: runs one level.
+        operands: values of all packed tokens ``[1, N, ...]``.
+        levels: of the forest.
+
+    Returns:
+        ``[1, N, ...]``, differentiable in the operands where ``step`` is.
+    """
+    results, states = [], None
+    for level in levels.levels:
+        taken = [x.index_select(1, level.tokens) for x in operands]
+        if level.parents is not None:
+            assert states is not None
+            states = states.index_select(0, level.parents)
+        out, states = step(taken, states, level)
+        results.append(out)
+    return torch.cat(results, 1).index_select(1, levels.places)
+
+
+def levels_cost_less(levels: Levels, subtree_end: Tensor, chunk: int, *, padded: bool) -> bool:
+    """Return whether calls of a library, level by level, launch fewer kernels than ``tree_scan``.
+
+    Args:
+        levels: of the forest.
+        subtree_end: of the forest, ``[N]``.
+        chunk: tokens per chunk of ``tree_scan``.
+        padded: whether all nodes of a level are padded to the longest: their share of all tokens counts as work.
+    """
+    plan = find_chunk_plan(subtree_end, chunk)
+    own = _PER_LENGTH * len(plan.chunks) + _PER_STEP * len(plan.segments)
+    waste = sum(level.padded for level in levels.levels) / max(1, len(levels.places)) if padded else 1.0
+    return _PER_LEVEL * len(levels.levels) * waste <= own
