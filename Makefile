@@ -33,6 +33,7 @@ test-gpu-versions:
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --allow-untyped-calls --no-warn-unused-ignores examples
 

@@ -286,9 +286,7 @@ def installed() -> Iterator[None]:
     )
     selective = SimpleNamespace(selective_scan_fn=selective_scan_fn, mamba_inner_fn=mamba_inner_fn)
     packages = {
-        "fla": _package(
-            "fla", ops=SimpleNamespace(gated_delta_rule=delta, kda=SimpleNamespace(chunk_kda=chunk_kda))
-        ),
+        "fla": _package("fla", ops=SimpleNamespace(gated_delta_rule=delta, kda=SimpleNamespace(chunk_kda=chunk_kda))),
         "causal_conv1d": _package("causal_conv1d", causal_conv1d_fn=causal_conv1d_fn),
         "mamba_ssm": _package(
             "mamba_ssm",

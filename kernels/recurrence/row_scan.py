@@ -53,9 +53,7 @@ def _along_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor | None)
 
 
 @torch.library.custom_op("treefx::row_scan_backward", mutates_args=(), tags=NOT_CAPTURED)
-def row_scan_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor | None
-) -> list[Tensor]:
+def row_scan_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor | None) -> list[Tensor]:
     """Gradients of q, k, v and g, then of ``step`` where given; the forward runs again."""
     given = [x.detach().requires_grad_() for x in (q, k, v, g, step) if x is not None]
     with autograd_enabled():

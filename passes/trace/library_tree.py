@@ -211,9 +211,7 @@ def _slots(call: LibraryCall, count: int) -> dict[str, Given]:
     return {name: item for name, item in named.items() if isinstance(item, Given)}
 
 
-def _tree_scan(
-    subtree_end: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor | None
-) -> Tensor:
+def _tree_scan(subtree_end: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor | None) -> Tensor:
     q, k, v, g = (x.squeeze(0) for x in (q, k, v, g))
     if step is None:
         return tree_ssd(q, k, v, g, subtree_end)[None]

@@ -227,9 +227,7 @@ def test_library(lay: Callable[[Tensor], Tensor]) -> None:
         return 2 * hidden_states * weight[:, :1]
 
     given = (library_calls.Given(0), library_calls.Given(1))
-    call = library_calls.LibraryCall(
-        "causal_conv1d_fn", twice, "tests.twice", twice, given, (("activation", "silu"),)
-    )
+    call = library_calls.LibraryCall("causal_conv1d_fn", twice, "tests.twice", twice, given, (("activation", "silu"),))
     held = library_calls.register_call(call)
     tensors = [lay(torch.randn(2, 4, 6)), lay(torch.randn(4, 3))]
     opcheck(_ops.library.default, ([leaf(x) for x in tensors], held.key))

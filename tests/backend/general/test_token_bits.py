@@ -86,5 +86,3 @@ def test_sums_on_a_device_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(token_bits, "_CHUNK", 21)
     whole = [sum(a * b for a, b in zip(row, factors.tolist(), strict=True)) % 2**64 for row in words.tolist()]
     assert [n % 2**64 for n in token_bits._sums(words, factors).tolist()] == whole
-
-

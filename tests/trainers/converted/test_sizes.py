@@ -122,6 +122,7 @@ def _in_halves(y: Tensor) -> Tensor:
     out[..., :half], out[..., half:] = y[..., half:], y[..., :half]
     return out
 
+
 MIXED: dict[str, Change] = {
     "order": lambda self, y, turns: y * turns.flip(1),
     "sum": lambda self, y, turns: y * turns.cumsum(1),

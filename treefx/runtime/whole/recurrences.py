@@ -95,5 +95,3 @@ def _described(
     inner = find_inner(name, implementation, given)
     inner = None if inner is None else register_call(inner)
     return LibraryCall(name, function, library, body, positional, tuple(named), frozenset(taken), inner), tensors
-
-
