@@ -60,6 +60,7 @@ from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
 from treefx.passes.trace.fakes import fake_inputs
 from treefx.passes.trace.flash import read_equal_once
 from treefx.passes.trace.pattern import Pattern, inline_sizes
+from treefx.passes.trace.sink_factors import join_sink_factors
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.trace.token_types import read_types_as_zeros
 from treefx.passes.trace.trace import trace_forward, trace_function
@@ -171,7 +172,8 @@ def analyse(
         live = live_nodes(analysis.gm)
         analysis.expansions = _expansions(analysis.gm, live)
         analysis.obstacles = _obstacles(analysis.gm, live)
-        analysis.recurrences = sum(node.op == "call_function" and _is_scan(node) for node in live)
+        laws = [fact_of(node).law for node in live if node.op == "call_function"]
+        analysis.recurrences = sum(isinstance(law, LibraryTree | TreeScan) for law in laws)
     return analysis
 
 
@@ -195,6 +197,7 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
             traced.graph.erase_node(node)
     read_equal_once(traced, work.known.equal)
     read_types_as_zeros(traced, work.known.zero)
+    join_sink_factors(traced)
     traced.recompile()
     work.inputs = [x for x in work.inputs if isinstance(x, Tensor)]
     _add_parts_of_masks(traced, work, mode)
@@ -244,10 +247,6 @@ def _tree_scans(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
     if tokens is not None and work.analysis.batch is None:
         find_tree_scans(gm, tokens.rows, tokens.columns)
     return gm
-
-
-def _is_scan(node: fx.Node) -> bool:
-    return isinstance(fact_of(node).law, LibraryTree | TreeScan)
 
 
 def _expansions(gm: fx.GraphModule, live: set[fx.Node]) -> list[Expansion]:

@@ -34,6 +34,7 @@ from treefx.passes.scores.score_algebra import (
     split_mask,
 )
 from treefx.passes.scores.segment_values import note_segments
+from treefx.passes.trace.sink_factors import FACTOR
 
 __all__ = ["Attention", "attentions", "index_of_scores", "lift_products", "lift_sdpa", "prove", "reads_key_alone"]
 
@@ -149,7 +150,7 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
         raise NoLaw("heads change places between the scores and the values")
     query, key = product.args[-2:]
     heads = as_number(math.prod(size for expr, size in batch if expr != ("b",)))
-    safe = node.target is aten._safe_softmax.default
+    safe = node.target is aten._safe_softmax.default or (sinks is not None and FACTOR not in node.meta)
     return prove(probabilities, (query, key, value), score, columns, heads, safe=safe, sinks=sinks)
 
 
@@ -270,7 +271,7 @@ def prove(
     if any(fact_of(source).kind is not Kind.INVARIANT for source in loads):
         raise NoLaw("an attention sink that differs from token to token")
     hard = all(bool(torch.isneginf(interval(item, unknown)[1])) for item in masked)
-    zero_if_blind = sinks is not None or (safe and hard)
+    zero_if_blind = safe and hard if sinks is None else safe or not hard
     return Attention(
         *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), heads, zero_if_blind, sinks,
         (functools.reduce(lambda x, y: ("max", x, y), doubted), visible) if doubted else None,
