@@ -1,0 +1,1 @@
+"""Megatron-Core on distinct tokens."""

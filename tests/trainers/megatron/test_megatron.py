@@ -1,0 +1,366 @@
+"""Megatron's GPTModel on distinct tokens, on one CPU: exact against separate rows, and what it refuses."""
+
+from collections.abc import Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import treefx
+from tests.oracle import FLOAT32, FLOAT64
+from tests.trainers.megatron import engine
+from treefx.errors import ConfigError, UnsupportedError
+from treefx.integrations.megatron import conversion, convert, unconvert
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+ROWS = engine.rows_of(4, 2, 3)
+COUNTED = ("losses of experts", "recomputed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        engine.start(put=partial(patch.setattr, raising=False))
+        yield
+        engine.stop()
+
+
+def stats(model: Any) -> dict[str, Any]:
+    return dict(treefx.inspect(model).stats)
+
+
+# Exact ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("multiple", [1, 4], ids=["packed", "padded"])
+@pytest.mark.parametrize("kind", [kind for kind in engine.KINDS if kind not in COUNTED])
+def test_packed_rows_are_as_separate_rows(kind: str, multiple: int) -> None:
+    model = engine.model(**engine.KINDS[kind])
+    want = engine.separately(model, ROWS)
+    got = engine.packed(convert(model), ROWS, multiple)
+    assert engine.differ(got, want) < FLOAT64
+    found = stats(model)
+    assert found["ran"] == "packed" and found["tokens"] < found["raw_tokens"] == sum(map(len, ROWS))
+
+
+@pytest.mark.parametrize("kind", list(engine.KINDS))
+def test_a_batch_is_as_it_was(kind: str) -> None:
+    """Padding included, which routers count."""
+    model = engine.model(**engine.KINDS[kind])
+    want = engine.padded(model, ROWS)
+    got = engine.padded(convert(model), ROWS)
+    assert engine.differ(got, want) < FLOAT64 and stats(model)["ran"] == "packed"
+
+
+def test_routers_leave_out_the_padding_that_the_caller_names() -> None:
+    model = engine.model(**engine.KINDS["losses of experts"])
+    hidden = torch.nn.utils.rnn.pad_sequence([torch.zeros(len(row)) for row in ROWS], True, 1.0) > 0
+
+    def call(ids: Tensor, positions: Tensor, mask: Any) -> Any:
+        return model(ids, positions, mask, padding_mask=hidden)
+
+    want = engine.padded(model, ROWS, call)
+    convert(model)
+    assert engine.differ(engine.padded(model, ROWS, call), want) < FLOAT64 and stats(model)["ran"] == "packed"
+
+
+def test_expert_biases_count_every_row() -> None:
+    options = {**engine.EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model = engine.model(**options)
+    router = model.decoder.layers[0].mlp.router
+    with torch.compiler.set_stance("force_eager"):  # Megatron compiles the sum
+        want = engine.padded(model, ROWS)
+        counts = router.local_tokens_per_expert.clone()
+        router.local_tokens_per_expert.zero_()
+        assert engine.differ(engine.padded(convert(model), ROWS), want) < FLOAT32  # sigmoid scores are float32
+    assert torch.equal(router.local_tokens_per_expert, counts) and int(counts.sum()) > stats(model)["tokens"] * 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_steps_of_other_shapes_follow_each_other(kind: str) -> None:
+    shapes = [engine.rows_of(4, 2), engine.rows_of(1, 1, 5, 2, seed=3), engine.rows_of(3, seed=4)]
+    model, twin = (engine.model(**engine.KINDS[kind]) for _ in range(2))
+    convert(model)
+    with torch.no_grad():
+        ids, params, _ = engine.sequences(shapes[2])
+        first = model(ids, None, None, packed_seq_params=params)[0, : len(shapes[2][0])]
+        plain = twin(shapes[2][0][None], torch.arange(len(shapes[2][0]))[None], None)[0]
+    assert torch.allclose(first, plain, rtol=1e-12, atol=1e-12)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, twin)]
+    for rows in shapes:
+        got, want = engine.packed(model, rows), engine.separately(twin, rows)
+        assert engine.differ(got, want) < 1e-8 if rows is not shapes[0] else engine.differ(got, want) < FLOAT64
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_losses_of_labels_run_once_per_pair(multiple: int) -> None:
+    model = engine.model()
+    ids, params, begins = engine.sequences(ROWS, multiple)
+    labels = ids.roll(-1, 1)
+    weights = torch.rand(ids.shape, dtype=torch.float64)
+    spans = [slice(at, at + len(row)) for at, row in zip(begins, ROWS, strict=False)]
+
+    def rows() -> Tensor:
+        losses = [
+            (model(row[None], torch.arange(len(row))[None], None, labels=labels[:, at])[0] * weights[0, at]).sum()
+            for at, row in zip(spans, ROWS, strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    want = engine.gradients(model, rows())
+    head: list[int] = []
+    model.output_layer.register_forward_pre_hook(lambda module, args: head.append(len(args[0])))
+    convert(model)
+    losses = model(ids, None, None, labels=labels, packed_seq_params=params)
+    assert losses.shape == ids.shape
+    got = engine.gradients(model, torch.stack([(losses * weights)[0, at].sum() for at in spans]).sum())
+    assert engine.differ(got, want) < FLOAT64
+    assert head[0] < sum(map(len, ROWS))
+
+
+def test_the_head_can_run_once_per_token() -> None:
+    model = engine.model()
+    want = engine.separately(model, ROWS)
+    seen: list[int] = []
+    model.output_layer.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    assert engine.differ(engine.packed(convert(model, pack_lm_head=True), ROWS), want) < FLOAT64
+    assert engine.differ(engine.packed(convert(model), ROWS), want) < FLOAT64
+    assert seen == [stats(model)["tokens"], sum(map(len, ROWS))]
+
+
+def test_another_forward_gets_rows() -> None:
+    """Engines put a fused loss in place of the head and the loss: it reads hidden states and labels of rows."""
+    model = engine.model()
+    want = engine.separately(model, ROWS)
+    own = type(model).forward
+    lengths: list[int] = []
+
+    def forward(self: Any, *args: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+        logits: Tensor = own(self, *args, **kwargs)
+        lengths.append(labels.shape[1])
+        return nn.functional.cross_entropy(logits[0], labels[0], reduction="none")
+
+    model.forward = MethodType(forward, model)
+    convert(model, pack_lm_head=True)
+    ids, params, begins = engine.sequences(ROWS)
+    losses = model(ids, None, None, labels=ids.roll(-1, 1), packed_seq_params=params)
+    parts = [losses[at : at + len(row) - 1].sum() for at, row in zip(begins, ROWS, strict=False)]
+    assert engine.differ(engine.gradients(model, torch.stack(parts).sum()), want) < FLOAT64
+    assert lengths == [ids.shape[1]]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def test_main_gradients_of_the_distributed_optimizer() -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    found = []
+    for number in range(2):
+        model = engine.model()
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=False, use_distributed_optimizer=False)
+        wrapped = DistributedDataParallel(model.config, config, model)
+        wrapped.zero_grad_buffer()
+        step = engine.packed if number else engine.separately
+        step(convert(wrapped) if number else wrapped, ROWS)
+        found.append({name: x.main_grad.clone() for name, x in model.named_parameters()})
+    worst = max(float((found[1][name] - x).abs().max() / x.abs().max()) for name, x in found[0].items())
+    assert worst < FLOAT64 and all(x.abs().sum() > 0 for x in found[0].values())
+
+
+# Wrong on purpose -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mistake", ["packed positions", "plain causal mask", "first rows alone"])
+def test_a_plausible_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = conversion._Conversion._tree
+
+    def wrong(self: Any, *args: Any) -> Any:
+        tree = right(self, *args)
+        count = len(tree.depth)
+        if mistake == "packed positions":
+            return type(tree)(tree.subtree_end, torch.arange(count), tree.token_TB, tree.first_N)
+        if mistake == "plain causal mask":
+            return type(tree)(torch.full_like(tree.subtree_end, count), tree.depth, tree.token_TB, tree.first_N)
+        return tree
+
+    monkeypatch.setattr(conversion._Conversion, "_tree", wrong)
+    if mistake == "first rows alone":  # the gradient of a shared token reaches it from one row
+        monkeypatch.setattr(conversion, "expand_hidden", _first_alone)
+    model = engine.model()
+    want = engine.separately(model, ROWS)
+    assert engine.differ(engine.packed(convert(model), ROWS), want) > 1e-3
+
+
+def _first_alone(hidden: Tensor, index: Tensor, is_split: bool) -> Tensor:
+    rows = hidden[:, 0][index]
+    first = torch.zeros(len(hidden), dtype=torch.int64).scatter_reduce(
+        0, index.flatten(), torch.arange(index.numel()), "amin", include_self=False
+    )
+    is_first = (first[index.flatten()] == torch.arange(index.numel())).view(index.shape)
+    return torch.where(is_first[..., None], rows, rows.detach())
+
+
+def test_losses_of_distinct_tokens_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "counts_tokens", lambda router: False)
+    model = engine.model(**engine.KINDS["losses of experts"])
+    want = engine.padded(model, ROWS)
+    assert engine.differ(engine.padded(convert(model), ROWS), want) > 1e-3
+
+
+# Calls that run as they came ------------------------------------------------------------------------------------------
+
+
+def test_other_calls_run_as_they_came() -> None:
+    model = engine.model()
+    ids = torch.nn.utils.rnn.pad_sequence(ROWS, True)
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    window = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)[None, None]
+    window[..., 5, 0] = True
+    want = model(ids, positions, window)
+    convert(model)
+    with pytest.warns(UserWarning, match="attention_mask"):
+        assert torch.equal(model(ids, positions, window), want)
+    assert stats(model)["ran"] == "ordinary" and "attention_mask" in stats(model)["fallback"]
+    hidden = model.embedding(ids, positions)
+    assert torch.allclose(model(ids, positions, None, decoder_input=hidden), model(ids, positions, None))
+    window[..., 5, 0] = False
+    assert torch.allclose(model(ids, positions, window), model(ids, positions, None))
+    assert stats(model)["ran"] == "packed"
+
+
+def test_rows_that_share_too_little_run_as_they_came() -> None:
+    model = convert(engine.model())
+    ids = torch.arange(12).view(2, 6)
+    assert model(ids, torch.arange(6).expand(2, 6), None).shape == (2, 6, engine.VOCABULARY)
+    assert stats(model)["ran"] == "ordinary" and stats(model)["fallback"] is None
+
+
+def test_padding_that_routers_would_count_runs_as_it_came() -> None:
+    model = convert(engine.model(**engine.KINDS["losses of experts"]))
+    with pytest.warns(UserWarning, match="padding_mask"), pytest.raises(AssertionError):  # of Megatron
+        engine.packed(model, ROWS, 4)
+
+
+def test_a_model_gets_its_own_functions_back() -> None:
+    model = engine.model(**engine.KINDS["losses of experts"])
+    core, router = model.decoder.layers[0].self_attention.core_attention, model.decoder.layers[0].mlp.router
+    before = [dict(module.__dict__) for module in (core, router)]
+    wrapped = [Wrapper(model)]
+    assert unconvert(convert(convert(wrapped))) is wrapped
+    assert [module.__dict__ for module in (core, router)] == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(ConfigError, match="GPTModel"):
+        convert(nn.Linear(2, 2))
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mtp_num_layers", 1, "multi-token prediction"),
+        ("moe_expert_capacity_factor", 1.0, "use None"),
+        ("moe_input_jitter_eps", 0.1, "noise"),
+        ("moe_enable_routing_replay", True, "use False"),
+        ("cuda_graph_impl", "local", "'none'"),
+        ("fp8", "hybrid", "bf16"),
+        ("attention_dropout", 0.1, "use 0"),
+        ("hidden_dropout", 0.1, "use 0"),
+        ("context_parallel_size", 2, "slices of rows"),
+        ("pipeline_model_parallel_size", 2, "variable_seq_lengths"),
+        ("qk_clip", True, "largest logit"),
+    ],
+)
+def test_refused_by_name(name: str, value: Any, words: str) -> None:
+    model = engine.model()
+    setattr(model.config, name, value)
+    with pytest.raises(UnsupportedError, match=f"(?s){name}.*{words}|{words}"):
+        convert(model)
+
+
+def test_unknown_modules_are_refused_or_vouched_for() -> None:
+    class Adapter(nn.Module):
+        def forward(self, *args: Any) -> Any:
+            return args[0]
+
+    model = engine.model()
+    model.decoder.layers[0].mlp.adapter = Adapter()
+    with pytest.raises(UnsupportedError, match="mlp.adapter is a Adapter"):
+        convert(model)
+    convert(model, tokenwise=["Adapter"])
+    model.decoder.layers[0].self_attention.core_attention = Adapter()
+    with pytest.raises(UnsupportedError, match="core_attention is a Adapter"):
+        convert(model, tokenwise=["Adapter"])
+
+
+def test_biases_of_attention_are_refused() -> None:
+    model = convert(engine.model())
+    core = model.decoder.layers[0].self_attention.core_attention
+    heads = [torch.zeros(2, 1, count, 4, dtype=torch.float64) for count in (4, 2, 2)]
+    with pytest.raises(UnsupportedError, match="attention_bias"):
+        core(*heads, torch.tensor([2, 2], dtype=torch.int32), attention_bias=torch.zeros(1, 4, 2, 2))
+
+
+def test_recomputed_experts_that_count_are_refused() -> None:
+    counted: dict[str, Any] = engine.KINDS["losses of experts"]
+    with pytest.raises(UnsupportedError, match="recompute_granularity='full'"):
+        convert(engine.model(**counted, recompute_granularity="selective", recompute_modules=["moe"]))
+
+
+def test_a_stage_without_ids_is_refused() -> None:
+    model = engine.model()
+    model.config.pipeline_model_parallel_size, model.config.variable_seq_lengths = 2, True
+    with pytest.raises(UnsupportedError, match="every pipeline stage"):
+        convert(model)(None, None, None)
+
+
+# Transformer Engine ---------------------------------------------------------------------------------------------------
+
+
+def _read_as_te(model: Any) -> None:
+    """A core under Transformer Engine's name that reads packed rows, as far as Megatron's call sites show it."""
+    core = model.decoder.layers[0].self_attention.core_attention
+    own = type(core)
+
+    class TEDotProductAttention(own):  # type: ignore[misc,valid-type]
+        window_size = (-1, 0)
+
+        def forward(self, *heads: Any, packed_seq_params: Any = None, **others: Any) -> Tensor:
+            if packed_seq_params is None:
+                found: Tensor = own.forward(self, *heads[:3], None)
+                return found
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            rows = zip(*(x.unsqueeze(1).split(lengths) for x in heads[:3]), strict=True)
+            return torch.cat([own.forward(self, *row, None)[:, 0] for row in rows])
+
+    core.__class__ = TEDotProductAttention
+
+
+def test_cores_of_transformer_engine() -> None:
+    model = engine.model()
+    want = engine.separately(model, ROWS)
+    _read_as_te(model)
+    assert engine.differ(engine.packed(model, ROWS), want) < FLOAT64
+    convert(model)
+    assert engine.differ(engine.packed(model, ROWS), want) < FLOAT64 and stats(model)["ran"] == "packed"
+    apart = [row.roll(i) for i, row in enumerate(engine.rows_of(4))]
+    want = engine.separately(unconvert(model), apart)
+    assert engine.differ(engine.packed(convert(model), apart), want) < FLOAT64 and stats(model)["ran"] == "ordinary"
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ROWS], True) > 0
+    want = engine.separately(model, ROWS)
+    got = engine.padded(model, ROWS, lambda ids, positions, _: model(ids, positions, mask))
+    assert engine.differ(got, want) < FLOAT64 and stats(model)["raw_tokens"] == sum(map(len, ROWS))

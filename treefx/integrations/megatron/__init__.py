@@ -1,0 +1,32 @@
+"""Megatron-Core: a GPTModel runs once per distinct token of its rows, in Megatron's own layers, ranks and stages.
+
+Written for megatron-core 0.16 and 0.19. `convert` hooks a model that is built; its specs, checkpoints, DDP and
+optimizers stay what they are. Engines on Megatron (verl, slime, NeMo-RL, SkyRL, AReaL, ms-swift) call the model in one
+of two forms, and both are read: rows ``[B, T]``, and packed rows ``[1, sum T]`` with ``PackedSeqParams``::
+
+    import treefx.integrations.megatron
+    model = treefx.integrations.megatron.convert(model)  # one GPTModel, a wrapper of it (DDP, Float16Module), or chunks
+
+In verl's Megatron engine ``treefx run`` does that; in slime the line goes behind ``setup_model_and_optimizer`` in
+``slime/backends/megatron_utils/model.py``, in SkyRL behind ``make_megatron_module``, in NeMo-RL behind
+``get_model``. Rows that share prefixes have to be in one micro-batch.
+
+In: a built GPTModel and its calls. Out: the same model with hooks, which returns rows. The tree travels through the
+layers as ``attention_mask`` (`tree.Tree`), because Megatron hands that argument to every attention and saves it for
+recomputation.
+
+Order of imports, each only of what stands before an arrow::
+
+    tree, rows -> attention, head -> refusals, routers -> conversion
+"""
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["convert", "unconvert"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("treefx.integrations.megatron.conversion"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,358 @@
+"""Hooks on a built GPTModel: distinct tokens in, rows out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from treefx.config import Config
+from treefx.errors import ConfigError, UnsupportedError
+from treefx.integrations.megatron.attention import TreeCore, attentions, is_te
+from treefx.integrations.megatron.head import Pairs, expand_hidden, find_pairs
+from treefx.integrations.megatron.refusals import check
+from treefx.integrations.megatron.routers import RowRouting, counts_tokens
+from treefx.integrations.megatron.rows import Rows, read_rows
+from treefx.integrations.megatron.tree import Tree, Trees
+from treefx.passes.analysis import Rewritten
+from treefx.passes.packing.restore_gradients import expand
+from treefx.runtime.batch import Batch, build_batch, pad_batch
+from treefx.runtime.call_plan import shares_enough
+from treefx.runtime.lost_sharing.distinct_tokens import CallRows
+from treefx.runtime.reason import Cause, Reason
+from treefx.runtime.report import GraphReport, register
+from treefx.runtime.steps import steps_of, version_of
+from treefx.runtime.ways.watch import EVERY_ROW, warn_of_rows
+
+__all__ = ["convert", "unconvert"]
+
+_HOOKS = "treefx_hooks"
+
+
+def convert(
+    model: Any, *, min_sharing: float = 1.15, pack_lm_head: bool = False, tokenwise: Collection[str] = ()
+) -> Any:
+    """Run a Megatron GPTModel once per distinct token of its batches, in place.
+
+    The model may be wrapped (DDP, Float16Module), sharded by tensor, sequence, expert and pipeline parallelism, and
+    recompute activations. It is called as before: with rows ``[B, T]`` or ``packed_seq_params`` it returns logits or
+    losses of the same positions. With ``labels`` the LM head and the loss run once per distinct (token, label) pair, so
+    ``-model(..., labels=labels)`` is the cheapest way to log-probabilities. Padding between sequences, and positions
+    outside of an ``attention_mask [B, T]``, are not computed: their hidden state is 0.
+
+    Under pipeline parallelism every stage must get the same ``input_ids``, and ``variable_seq_lengths`` must be set.
+
+    Args:
+        model: A GPTModel, a module around one, or a list of these (the chunks of a pipeline stage).
+        min_sharing: Tokens of rows per distinct token below which a call runs as it came.
+        pack_lm_head: Whether the LM head too runs once per distinct token where a call returns logits: fewer FLOPs, but
+            the logits of distinct tokens are kept next to those of rows.
+        tokenwise: Names of further classes of modules that compute token by token, adapters for example.
+
+    Returns:
+        What was given.
+
+    Raises:
+        ConfigError: There is no GPTModel in it.
+        UnsupportedError: The model is not computed exactly on a tree; the message names what and the way out.
+    """
+    for found in _models(model):
+        check(found, tokenwise)
+        unconvert(found)
+        found.__dict__[_HOOKS] = _Conversion(found, min_sharing, pack_lm_head)
+    return model
+
+
+def unconvert(model: Any) -> Any:
+    """Remove what `convert` has put on a model.
+
+    Raises:
+        ConfigError: There is no GPTModel in it.
+    """
+    for found in _models(model):
+        hooks: _Conversion | None = found.__dict__.pop(_HOOKS, None)
+        if hooks is not None:
+            hooks.remove()
+    return model
+
+
+def _models(given: Any) -> list[Any]:
+    chunks: Iterable[nn.Module] = given if isinstance(given, list | tuple) else [given]
+    found = [
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if "GPTModel" in {base.__name__ for base in type(module).__mro__}
+    ]
+    if not found:
+        raise ConfigError(f"expected a GPTModel of Megatron-Core or a module around one, got {type(given).__name__}")
+    return found
+
+
+class _Conversion:
+    """Hooks of one GPTModel.
+
+    Args:
+        model: The GPTModel, checked.
+        min_sharing: As in `convert`.
+        pack_lm_head: As in `convert`.
+    """
+
+    def __init__(self, model: Any, min_sharing: float, pack_lm_head: bool) -> None:
+        self.config, self.rewrites = Config(inner="eager", min_sharing=min_sharing), list[Rewritten]()
+        self._model, self._pack_lm_head = model, pack_lm_head
+        self._is_split = bool(model.config.sequence_parallel)
+        self._ranks = int(model.config.tensor_model_parallel_size) if self._is_split else 1
+        self._trees = Trees()
+        self._index: Tensor | None = None
+        self._pairs: Pairs | None = None
+        self._expands_logits = False
+        self._report = GraphReport(has_tokens=True, way="converted")
+        self._report.parameters.update(dict.fromkeys(model.parameters()))
+        self._report.steps = steps_of(list(model.parameters()))
+        self._names = list(inspect.signature(type(model).forward).parameters)[1:]
+        self._hang()
+        register(self)
+
+    @property
+    def reports(self) -> list[GraphReport]:
+        """The one report of the model."""
+        return [self._report]
+
+    # Hooks ------------------------------------------------------------------------------------------------------------
+
+    def _hang(self) -> None:
+        model, found = self._model, attentions(self._model.decoder)
+        self._cores = [TreeCore(module) for _, module in found]
+        self._reads_packed = all(is_te(core.core) for core in self._cores)
+        for core in self._cores:
+            core.core.forward = core
+        routers = [module for module in model.decoder.modules() if hasattr(module, "is_aux_loss_enabled")]
+        self._routers = [RowRouting(router, self._trees) for router in routers if counts_tokens(router)]
+        for routing in self._routers:
+            routing.router.routing = routing
+        _check_recomputation(model.config, self._routers)
+        self._report.attention_layers = self._report.attention_rewritten = len(found)
+        rotary = [module.rotary_pos_emb for module in (model, *(m for _, m in found)) if _has_rotary(module)]
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+            model.decoder.register_forward_hook(self._behind_decoder),
+            *(module.register_forward_hook(self._by_depth) for module in rotary),
+            *(layer.register_forward_pre_hook(self._enter, with_kwargs=True) for layer in model.decoder.layers),
+        ]
+        if model.post_process:
+            self._handles.append(model.output_layer.register_forward_hook(self._behind_head))
+
+    def remove(self) -> None:
+        """Remove the hooks, and give attentions and routers their own functions back."""
+        for item in (*self._handles, *self._cores, *self._routers):
+            item.remove()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the rows of a call by the packed row of its distinct tokens."""
+        self._clear()
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self._begin()
+        rows = read_rows(given, self._reads_packed)
+        if isinstance(rows, Rows):
+            rows = self._doubt(rows, given) or rows
+        if isinstance(rows, Reason):
+            self._require_ids(rows)
+            self._note_rows(given, rows)
+            return None
+        batch = self._plan(rows, given)
+        if batch is None:
+            return None
+        tree = self._tree(rows, batch, given.get("padding_mask"))
+        self._trees.add(tree)
+        self._choose_head(tree, given)
+        return (), {**given, **self._packed(rows, batch, tree, given)}
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._trees.enter(kwargs["attention_mask"] if "attention_mask" in kwargs else (*args, None, None)[1])
+
+    def _by_depth(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Rows of the rotary table by the depth of tokens; YaRN returns the table and a factor."""
+        tree = self._trees.now
+        if tree is None:
+            return None
+        if isinstance(output, tuple):
+            return output[0][tree.depth], *output[1:]
+        return output[tree.depth]
+
+    def _behind_decoder(self, module: nn.Module, args: tuple[Any, ...], hidden: Any) -> Any:
+        if self._index is None or self._expands_logits:
+            return None
+        return expand_hidden(hidden, self._index, self._is_split)
+
+    def _behind_head(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Logits [N, 1, V of this rank] on rows; sequence parallelism has gathered tokens by now."""
+        if self._index is None or not self._expands_logits:
+            return None
+        logits, *others = output
+        return expand(logits[:, 0], self._index), *others
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
+        pairs = self._pairs
+        self._clear()
+        return None if pairs is None or output is None else expand(output[0], pairs.pair_BT)
+
+    def _clear(self) -> None:
+        self._trees.now, self._index, self._pairs, self._expands_logits = None, None, None, False
+
+    # Plans ------------------------------------------------------------------------------------------------------------
+
+    def _doubt(self, rows: Rows, given: Mapping[str, Any]) -> Reason | None:
+        """Why rows that can be read run as they came."""
+        if self._routers and rows.keep is not None and given.get("padding_mask") is None:
+            return Reason(Cause.INPUT, _ROUTED_PADDING)
+        positions = given.get("position_ids")
+        if self._reads_positions() and (positions is None or positions.shape[1:] != rows.ids.shape[1:]):
+            return Reason(Cause.INPUT, "the call gives no position_ids [B, T] to learned position embeddings")
+        if self._is_split and rows.ids.shape[1] % self._ranks and (self._routers or not self._labels_fit(rows, given)):
+            return Reason(Cause.INPUT, f"the call has {rows.ids.shape[1]} columns for {self._ranks} ranks")
+        return None
+
+    def _require_ids(self, reason: Reason) -> None:
+        """Stages of a pipeline decide alike, so each of them must have read the rows."""
+        if getattr(self._model.config, "pipeline_model_parallel_size", 1) > 1 and reason.cause is Cause.INPUT:
+            raise UnsupportedError(_STAGE.format(reason.text))
+
+    def _plan(self, rows: Rows, given: Mapping[str, Any]) -> Batch | None:
+        """The trie of a call; None if it shares too little."""
+        ids = rows.ids
+        keys = [ids, given["position_ids"].expand_as(ids)] if self._reads_positions() else [ids]
+        batch = pad_batch(build_batch(keys, rows.keep, None, rows.starts), self._ranks)
+        raw = ids.numel() if rows.keep is None else int(rows.keep.sum())
+        shares = shares_enough(raw, batch.tokens, self.config.min_sharing)
+        shares = shares or (rows.is_packed and not self._reads_packed)  # local attention raises on packed rows
+        batch, shares = self._agree(batch, shares)
+        self._count(rows, raw, batch, shares)
+        return batch if shares else None
+
+    def _reads_positions(self) -> bool:
+        return bool(self._model.position_embedding_type == "learned_absolute")
+
+    def _agree(self, batch: Batch, shares: bool) -> tuple[Batch, bool]:
+        """Equally many tokens on ranks whose experts gather those of all; rows if any of them runs rows."""
+        group = _gathering_group(self._model)
+        if group is None:
+            return batch, shares
+        figures = torch.tensor([batch.size, int(not shares)], device=batch.metadata[0].device)
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group)
+        size, any_rows = figures.tolist()
+        return (batch, False) if any_rows else (pad_batch(batch, -(-size // self._ranks) * self._ranks), True)
+
+    def _tree(self, rows: Rows, batch: Batch, padding_mask: Tensor | None) -> Tree:
+        row, column, end, token_of = batch.metadata
+        token_TB = token_of.t().contiguous()
+        flat = token_TB.reshape(-1)
+        first = torch.full((len(row) + 1,), flat.numel(), dtype=torch.int64, device=flat.device)
+        place = torch.arange(flat.numel(), device=flat.device)
+        first.scatter_reduce_(0, torch.where(flat < 0, len(row), flat), place, "amin")
+        first_N = torch.where(first[:-1] < flat.numel(), first[:-1], first[0])
+        return Tree(end, rows.positions()[row, column], token_TB, first_N, padding_mask)
+
+    def _choose_head(self, tree: Tree, given: Mapping[str, Any]) -> None:
+        """Which hidden states the LM head gets; a forward that is not Megatron's own gets those of rows."""
+        if not self._model.post_process:
+            return
+        labels = given.get("labels")
+        self._index = tree.token_TB
+        if given.get("output_processor") is not None or not _is_own(self._model):
+            return
+        if labels is not None and labels.shape == tree.token_TB.t().shape:
+            self._pairs = find_pairs(tree.token_TB, labels, self._ranks)
+            self._index = self._pairs.token_M1
+        self._expands_logits = labels is None and self._pack_lm_head
+        self._report.head_tokens = len(tree.depth) if self._expands_logits else self._index.numel()
+
+    def _labels_fit(self, rows: Rows, given: Mapping[str, Any]) -> bool:
+        labels = given.get("labels")
+        return self._pack_lm_head and labels is None or labels is not None and labels.shape == rows.ids.shape
+
+    def _packed(self, rows: Rows, batch: Batch, tree: Tree, given: Mapping[str, Any]) -> dict[str, Any]:
+        row, column = batch.metadata[:2]
+        positions = tree.depth
+        if self._reads_positions():
+            positions = given["position_ids"].expand_as(rows.ids)[row, column]
+        packed: dict[str, Any] = {
+            "input_ids": rows.ids[row, column][None], "position_ids": positions[None],
+            "attention_mask": tree.subtree_end, "packed_seq_params": None,
+        }  # fmt: skip
+        packed |= {"labels": self._pairs.label_1M} if self._pairs is not None else {}
+        return packed | ({"padding_mask": None} if "padding_mask" in given else {})
+
+    # Figures ----------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._report.keep_rows(None)
+        self._report.head_tokens = None
+        self._report.count_call()
+
+    def _count(self, rows: Rows, raw: int, batch: Batch, shares: bool) -> None:
+        report, tokens = self._report, batch.tokens if shares else raw
+        report.raw_tokens, report.tokens, report.distinct_tokens = raw, tokens, batch.tokens
+        report.ran, report.reason = ("packed" if shares else "ordinary"), None
+        if batch.prefixes is not None and torch.is_grad_enabled():
+            report.steps.count(version_of(report.parameters), raw, tokens, batch.prefixes, rows.ids)
+
+    def _note_rows(self, given: Mapping[str, Any], reason: Reason) -> None:
+        report, ids = self._report, given.get("input_ids")
+        report.ran, report.reason, report.distinct_tokens = "ordinary", reason, None
+        report.raw_tokens = report.tokens = ids.numel() if isinstance(ids, Tensor) else 0
+        report.keep_rows(CallRows.find(given))
+        report.calls_on_rows += 1
+        if not report.calls_on_rows & (report.calls_on_rows - 1) and not report.warned:
+            warn_of_rows(report, EVERY_ROW, reason.text, self.config.min_sharing, self._model)
+
+
+def _has_rotary(module: Any) -> bool:
+    return isinstance(getattr(module, "rotary_pos_emb", None), nn.Module)
+
+
+def _is_own(model: Any) -> bool:
+    """Whether a model runs Megatron's own forward and loss: engines replace them by fused ones."""
+    from megatron.core.models.gpt import GPTModel
+
+    names = ("forward", "_postprocess", "compute_language_model_loss")
+    own = all(name not in model.__dict__ and getattr(type(model), name) is getattr(GPTModel, name) for name in names)
+    config = model.config
+    fused = getattr(config, "cross_entropy_loss_fusion", False) and config.cross_entropy_fusion_impl == "linear"
+    return own and not fused
+
+
+def _gathering_group(model: Any) -> Any:
+    """The ranks whose experts all-gather tokens, where these come from several batches; None without such."""
+    if getattr(model.config, "moe_token_dispatcher_type", None) != "allgather":
+        return None
+    if getattr(model.config, "expert_model_parallel_size", 1) == 1:
+        return None
+    found = (getattr(module, "token_dispatcher", None) for module in model.decoder.modules())
+    return next((item.tp_ep_group for item in found if item is not None), None)
+
+
+def _check_recomputation(config: Any, routers: Collection[RowRouting]) -> None:
+    selected = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
+    if routers and ("moe" in selected or getattr(config, "moe_layer_recompute", False)):
+        raise UnsupportedError(
+            "treefx cannot run this Megatron model on a tree: recompute_modules with 'moe' runs routers that count "
+            "their tokens (auxiliary losses, expert biases) outside of their layer; use recompute_granularity='full'"
+        )
+
+
+_ROUTED_PADDING = (
+    "routers with auxiliary losses or expert biases count the padding of the call; give GPTModel a padding_mask, or "
+    "set moe_aux_loss_coeff=0 and moe_z_loss_coeff=None"
+)
+_STAGE = (
+    "treefx expected the rows of the call on every pipeline stage, because all must run the same distinct tokens, but "
+    "{}; hand the same input_ids, packed_seq_params and attention_mask to each stage"
+)

@@ -1,0 +1,67 @@
+"""Routers that count their tokens: they count those of the rows.
+
+Which experts a token takes follows from its own logits, but load-balancing losses, the z-loss, expert biases and
+Sinkhorn routes follow from all tokens of a batch, a shared one as often as rows pass it. The E logits of a token are
+few, so such a router gets them on rows, and of its answer the first copy of each token is taken::
+
+    logits [N, 1, E] --expand--> [T, B, E] --routing, losses--> probs, map [T * B, E] --first copies--> [N, E]
+
+Megatron attaches its losses to ``probs`` through a function whose backward adds the loss's own gradient whatever comes
+in, so they reach the logits of all rows, and the expansion sums them over the copies of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from treefx.integrations.megatron.head import across_ranks, expand_hidden
+from treefx.integrations.megatron.tree import Trees
+
+__all__ = ["RowRouting", "counts_tokens"]
+
+_BY_ALL_TOKENS = ("sinkhorn", "quantile_balancing")
+
+
+def counts_tokens(router: Any) -> bool:
+    """Whether anything that a router computes follows from more than one token."""
+    return bool(
+        router.is_aux_loss_enabled()
+        or router.config.moe_z_loss_coeff is not None
+        or router.enable_expert_bias
+        or router.routing_type in _BY_ALL_TOKENS
+    )
+
+
+class RowRouting:
+    """Stands for the ``routing`` of a router that counts tokens.
+
+    Args:
+        router: A TopKRouter.
+        trees: Where the tree of the layer is found.
+    """
+
+    def __init__(self, router: Any, trees: Trees) -> None:
+        self.router, self._trees, self._routing = router, trees, router.routing
+
+    def __call__(self, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> tuple[Tensor, Tensor]:
+        tree = self._trees.now
+        if tree is None:
+            found: tuple[Tensor, Tensor] = self._routing(logits, padding_mask=padding_mask, **others)
+            return found
+        is_split = bool(self.router.config.sequence_parallel)
+        gather, scatter = across_ranks() if is_split else (_same, _same)
+        hidden = None if tree.padding_mask is None else scatter(tree.padding_mask.t().contiguous())
+        rows = expand_hidden(logits, tree.token_TB, is_split)
+        probs, chosen = self._routing(rows, padding_mask=hidden, **others)
+        first_probs = scatter(gather(probs)[tree.first_N])
+        return first_probs, scatter(gather(chosen.to(probs.dtype))[tree.first_N]).to(chosen.dtype)
+
+    def remove(self) -> None:
+        """Give the router its own routing back."""
+        self.router.__dict__.pop("routing", None)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
