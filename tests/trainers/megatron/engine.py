@@ -21,6 +21,7 @@ __all__ = [
     "nll",
     "packed",
     "padded",
+    "regroup",
     "rows_of",
     "separately",
     "sequences",
@@ -62,14 +63,14 @@ class _InDouble(types.ModuleType):
         return getattr(torch, name)
 
 
-def start(rank: int = 0, world: int = 1, port: int = 0, put: Put = setattr, **sizes: int) -> None:
+def start(rank: int = 0, world: int = 1, port: int = 0, put: Put = setattr) -> None:
     """Initialize ranks, and replace what in Megatron is written for CUDA devices alone or rounds to float32.
 
     Args:
         put: As ``setattr``.
-        sizes: Of Megatron's groups, as ``parallel_state.initialize_model_parallel`` takes them.
     """
     from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import cross_entropy, random
     from megatron.core.transformer import multi_latent_attention, torch_norm, utils
     from megatron.core.transformer.moe import moe_utils
@@ -83,11 +84,27 @@ def start(rank: int = 0, world: int = 1, port: int = 0, put: Put = setattr, **si
     put(random, "_set_all_rng_states", lambda *_: None)
     put(torch_norm.WrappedTorchNorm, "__new__", _make_norm)
     put(utils, "torch", _OnCpu("torch"))
+    put(schedules, "torch", _OnCpu("torch"))
+    put(torch.distributed, "all_to_all_single", _all_to_all)
+    put(torch.cuda, "synchronize", lambda: None)
+    put(torch.cuda, "Stream", lambda: _STREAM)
+    put(torch.cuda, "current_stream", lambda: _STREAM)
+    put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     put(moe_utils, "torch", _InDouble("torch"))
     put(moe_utils, "te_general_gemm", None)  # 0.16 reads these two where Transformer Engine is missing
     put(multi_latent_attention, "TELinear", type("TELinear", (), {}))
     put(cross_entropy.VocabParallelCrossEntropy, "calculate_logits_max", staticmethod(_logits_max))
+    parallel_state.initialize_model_parallel()
+
+
+def regroup(**sizes: int) -> None:
+    """Make groups of other sizes, as ``parallel_state.initialize_model_parallel`` takes them."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def stop() -> None:
@@ -98,11 +115,34 @@ def stop() -> None:
     torch.distributed.destroy_process_group()
 
 
+_exchange = torch.distributed.all_to_all_single
+
+
+def _all_to_all(out: Tensor, given: Tensor, output_split_sizes: Any, input_split_sizes: Any, **others: Any) -> Any:
+    """By sizes that Megatron has as tensors where they do not come from a device."""
+    out_sizes, sizes = ([int(x) for x in found] for found in (output_split_sizes, input_split_sizes))
+    return _exchange(out, given, out_sizes, sizes, **others)
+
+
+class _Stream:
+    """The only one."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> "_Stream":
+        return self
+
+
+_STREAM = _Stream()
+
+
 class _OnCpu(types.ModuleType):
+    """``torch`` for a module that names the device of what it makes."""
+
     def __getattr__(self, name: str) -> Any:
-        if name != "ones":
-            return getattr(torch, name)
-        return lambda *sizes, device=None, **more: torch.ones(*sizes, **more)
+        make = getattr(torch, name)
+        return (lambda *sizes, device=None, **more: make(*sizes, **more)) if name in ("ones", "zeros") else make
 
 
 def _logits_max(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,19 +220,29 @@ Outcome = tuple[Tensor, dict[str, Tensor]]
 
 
 def gradients(model: Any, loss: Tensor) -> Outcome:
+    """The loss and the gradients of all parameters; those that sequence parallelism splits are summed, as Megatron's
+    ``finalize_model_grads`` does."""
     if not hasattr(model, "zero_grad_buffer"):  # of Megatron's DDP, which adds gradients up elsewhere
         model.zero_grad(set_to_none=True)
     loss.backward()
-    return loss.detach(), {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    found = {name: (x, x.grad.clone()) for name, x in model.named_parameters() if x.grad is not None}
+    if model.config.sequence_parallel:
+        for parameter, grad in found.values():
+            if getattr(parameter, "sequence_parallel", False):
+                torch.distributed.all_reduce(grad)
+    return loss.detach(), {name: grad for name, (_, grad) in found.items()}
 
 
 def nll(logits: Tensor, row: Tensor) -> Tensor:
     return F.cross_entropy(logits[: len(row) - 1], row[1:], reduction="sum")
 
 
-def separately(model: Any, rows: Sequence[Tensor]) -> Outcome:
-    """Each row in a call of its own."""
-    losses = [nll(model(row[None], torch.arange(len(row))[None], None)[0], row) for row in rows]
+def separately(model: Any, rows: Sequence[Tensor], multiple: int = 1) -> Outcome:
+    """Each row in a call of its own, padded to a multiple."""
+    losses = []
+    for row in rows:
+        padded = F.pad(row, (0, -len(row) % multiple))
+        losses.append(nll(model(padded[None], torch.arange(len(padded))[None], None)[0], row))
     return gradients(model, torch.stack(losses).sum())
 
 
