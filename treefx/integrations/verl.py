@@ -1,4 +1,4 @@
-"""verl: its FSDP engine shares prefixes, the rows of a prompt stay on one rank and come in one micro-batch.
+"""verl: its engines share prefixes, the rows of a prompt stay on one rank and come in one micro-batch.
 
 Written for verl 0.9.1, whose trainers balance rows over ranks by length, and whose engine balances a rank's rows over
 micro-batches by length again: with 8 answers to a prompt few micro-batches hold two of them. ``treefx run`` hooks all
@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +26,13 @@ from treefx.errors import ConfigError, InputError, UnsupportedError
 from treefx.inspection.inspector import inspect
 from treefx.runtime.converted.convert import convert
 
-__all__ = ["convert_engines", "group_micro_batches", "group_ranks"]
+__all__ = [
+    "convert_engines",
+    "convert_megatron_engines",
+    "group_micro_batches",
+    "group_ranks",
+    "pack_ids_on_all_stages",
+]
 
 _log = logging.getLogger("treefx")
 
@@ -46,14 +54,59 @@ def convert_engines(engines: Any) -> None:
     Args:
         engines: ``verl.workers.engine.fsdp.transformer_impl.FSDPEngine``, or a class made of it.
     """
-    build, run = engines._build_module, engines.forward_backward_batch
+
+    def convert_module(engine: Any, module: Any) -> Any:
+        _check_engine(engine.engine_config)
+        return convert(module)
+
+    _convert_what_is_built(engines, "_build_module", convert_module)
+
+
+def convert_megatron_engines(engines: Any) -> None:
+    """Let the models of a Megatron engine be converted (`treefx.integrations.megatron.convert`).
+
+    A model that is refused (context parallelism, FP8, ...) stays as it is, and that is logged as a warning.
+
+    Args:
+        engines: ``verl.workers.engine.megatron.transformer_impl.MegatronEngine``, or a class made of it.
+    """
+
+    def convert_chunks(engine: Any, module: Any) -> Any:
+        return import_module("treefx.integrations.megatron").convert(module)
+
+    _convert_what_is_built(engines, "_build_megatron_module", convert_chunks)
+
+
+def pack_ids_on_all_stages(util: Any) -> None:
+    """Let every pipeline stage of verl get the packed token ids: each of them builds the tree of the call.
+
+    Args:
+        util: the module ``verl.models.mcore.util``.
+    """
+    for name in ("preprocess_packed_seqs", "preprocess_thd_no_padding", "preprocess_thd_engine"):
+        pack = getattr(util, name, None)
+        if pack is not None and not hasattr(pack, "__wrapped__"):
+            setattr(util, name, _with_ids(pack))
+
+
+def _with_ids(pack: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(pack)
+    def packed(*args: Any, **kwargs: Any) -> Any:
+        given = signature(pack).bind(*args, **kwargs)
+        given.arguments["pre_process"] = True
+        return pack(*given.args, **given.kwargs)
+
+    return packed
+
+
+def _convert_what_is_built(engines: Any, method: str, convert_built: Callable[[Any, Any], Any]) -> None:
+    build, run = getattr(engines, method), engines.forward_backward_batch
 
     @functools.wraps(build)
     def build_module(self: Any) -> Any:
         module = build(self)
         try:
-            _check_engine(self.engine_config)
-            return convert(module)
+            return convert_built(self, module)
         except (ConfigError, UnsupportedError) as reason:
             _log.warning("verl runs without treefx: %s", reason)
             return module
@@ -61,11 +114,13 @@ def convert_engines(engines: Any) -> None:
     @functools.wraps(run)
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         output = run(self, data, loss_function, forward_only=forward_only)
-        if not forward_only:
-            output["metrics"].update(_metrics(self.module))
+        if not forward_only and "metrics" in output:  # the last stage of a pipeline has them
+            chunks = self.module if isinstance(self.module, list) else [self.module]
+            output["metrics"].update(_metrics(chunks[0]))
         return output
 
-    engines._build_module, engines.forward_backward_batch = build_module, forward_backward_batch
+    setattr(engines, method, build_module)
+    engines.forward_backward_batch = forward_backward_batch
 
 
 def _check_engine(config: Any) -> None:

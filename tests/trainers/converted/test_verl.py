@@ -249,16 +249,22 @@ _FAKE = {
     "utils/seqlen_balancing.py": "def rearrange_micro_batches(): ...\ndef get_seqlen_balanced_partitions(): ...\n",
     "workers/engine/fsdp/transformer_impl.py": "class FSDPEngine:\n    def _build_module(self): ...\n"
     "    def forward_backward_batch(self): ...\n",
+    "workers/engine/megatron/transformer_impl.py": "class MegatronEngine:\n    def _build_megatron_module(self): ...\n"
+    "    def forward_backward_batch(self): ...\n",
+    "models/mcore/util.py": "def preprocess_packed_seqs(ids, mask, pre_process=True): ...\n",
     "trainer/ppo/ray_trainer.py": "class RayPPOTrainer:\n    def _balance_batch(self): ...\n",
     "trainer/ppo/v1/trainer_base.py": "class PPOTrainer:\n    def _balance_batch(self): ...\n",
 }
 _LOOK = """
 import verl.utils.seqlen_balancing as balancing
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+from verl.models.mcore.util import preprocess_packed_seqs
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 found = (balancing.rearrange_micro_batches, balancing.get_seqlen_balanced_partitions, FSDPEngine._build_module,
-         FSDPEngine.forward_backward_batch, RayPPOTrainer._balance_batch, PPOTrainer._balance_batch)
+         FSDPEngine.forward_backward_batch, RayPPOTrainer._balance_batch, PPOTrainer._balance_batch,
+         MegatronEngine._build_megatron_module, MegatronEngine.forward_backward_batch, preprocess_packed_seqs)
 def depth(function):
     return 1 + depth(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
 print([depth(function) for function in found])
@@ -286,4 +292,4 @@ def test_verl_is_hooked_once_where_it_is_asked_for(tmp_path: Path, under_run: bo
     given = environment_for({}, environment) if under_run else environment
     done = subprocess.run([sys.executable, "-c", _LOOK], env=given, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == str([1] * 6)
+    assert done.stdout.strip() == str([1] * 9)

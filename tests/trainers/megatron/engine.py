@@ -2,12 +2,14 @@
 
 import contextlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = [
@@ -15,10 +17,12 @@ __all__ = [
     "KINDS",
     "VOCABULARY",
     "Outcome",
+    "Wrapper",
     "differ",
     "gradients",
     "model",
     "nll",
+    "one_rank",
     "packed",
     "padded",
     "regroup",
@@ -97,6 +101,17 @@ def start(rank: int = 0, world: int = 1, port: int = 0, put: Put = setattr) -> N
     parallel_state.initialize_model_parallel()
 
 
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Start in this process, and leave PyTorch and Megatron as they were."""
+    with pytest.MonkeyPatch.context() as patch:
+        start(put=partial(patch.setattr, raising=False))
+        try:
+            yield
+        finally:
+            stop()
+
+
 def regroup(**sizes: int) -> None:
     """Make groups of other sizes, as ``parallel_state.initialize_model_parallel`` takes them."""
     from megatron.core import parallel_state
@@ -173,10 +188,9 @@ OF_MODEL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def model(**options: Any) -> Any:
-    """Build it in float64, with the same weights every time."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def model(spec: str = "local", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """Build it of local layers or of Transformer Engine's, with the same weights every time."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     of_model = {name: options.pop(name, value) for name, value in OF_MODEL.items()}
@@ -185,11 +199,14 @@ def model(**options: Any) -> Any:
     torch.manual_seed(0)
     config = (MLATransformerConfig if latent else TransformerConfig)(**{**TINY, **sizes, **options})
     experts = options.get("num_moe_experts")
-    spec = get_gpt_layer_local_spec(experts, None, True, latent, normalization="RMSNorm")
+    if spec == "local":
+        layers = gpt_layer_specs.get_gpt_layer_local_spec(experts, None, True, latent, normalization="RMSNorm")
+    else:
+        layers = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(experts, None, True, latent)
     if latent:
-        spec.submodules.self_attention.submodules.core_attention = _latent_core()
-    built = GPTModel(config, spec, VOCABULARY, 64, **of_model)
-    return built.double()
+        layers.submodules.self_attention.submodules.core_attention = _latent_core()
+    built = GPTModel(config, layers, VOCABULARY, 64, **of_model)
+    return built.to(dtype)
 
 
 def _latent_core() -> Any:
@@ -203,6 +220,17 @@ def _latent_core() -> Any:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     return LatentCore
+
+
+class Wrapper(nn.Module):
+    """A module around a model, as DDP is one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.config = module, module.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 def rows_of(*lengths: int, seed: int = 1) -> list[Tensor]:

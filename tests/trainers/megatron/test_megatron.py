@@ -1,7 +1,6 @@
 """Megatron's GPTModel on distinct tokens, on one CPU: exact against separate rows, and what it refuses."""
 
 from collections.abc import Iterator
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 import treefx
 from tests.oracle import FLOAT32, FLOAT64
 from tests.trainers.megatron import engine
-from treefx.errors import ConfigError, UnsupportedError
+from treefx.errors import ConfigError
 from treefx.integrations.megatron import conversion, convert, unconvert
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -23,10 +22,8 @@ COUNTED = ("losses of experts", "recomputed")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        engine.start(put=partial(patch.setattr, raising=False))
+    with engine.one_rank():
         yield
-        engine.stop()
 
 
 def stats(model: Any) -> dict[str, Any]:
@@ -155,15 +152,6 @@ def test_another_forward_gets_rows() -> None:
     assert lengths == [ids.shape[1]]
 
 
-class Wrapper(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-
 def test_main_gradients_of_the_distributed_optimizer() -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -258,109 +246,9 @@ def test_a_model_gets_its_own_functions_back() -> None:
     model = engine.model(**engine.KINDS["losses of experts"])
     core, router = model.decoder.layers[0].self_attention.core_attention, model.decoder.layers[0].mlp.router
     before = [dict(module.__dict__) for module in (core, router)]
-    wrapped = [Wrapper(model)]
+    wrapped = [engine.Wrapper(model)]
     assert unconvert(convert(convert(wrapped))) is wrapped
     assert [module.__dict__ for module in (core, router)] == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with pytest.raises(ConfigError, match="GPTModel"):
         convert(nn.Linear(2, 2))
-
-
-# Refused --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("mtp_num_layers", 1, "multi-token prediction"),
-        ("moe_expert_capacity_factor", 1.0, "use None"),
-        ("moe_input_jitter_eps", 0.1, "noise"),
-        ("moe_enable_routing_replay", True, "use False"),
-        ("cuda_graph_impl", "local", "'none'"),
-        ("fp8", "hybrid", "bf16"),
-        ("attention_dropout", 0.1, "use 0"),
-        ("hidden_dropout", 0.1, "use 0"),
-        ("context_parallel_size", 2, "slices of rows"),
-        ("pipeline_model_parallel_size", 2, "variable_seq_lengths"),
-        ("qk_clip", True, "largest logit"),
-    ],
-)
-def test_refused_by_name(name: str, value: Any, words: str) -> None:
-    model = engine.model()
-    setattr(model.config, name, value)
-    with pytest.raises(UnsupportedError, match=f"(?s){name}.*{words}|{words}"):
-        convert(model)
-
-
-def test_unknown_modules_are_refused_or_vouched_for() -> None:
-    class Adapter(nn.Module):
-        def forward(self, *args: Any) -> Any:
-            return args[0]
-
-    model = engine.model()
-    model.decoder.layers[0].mlp.adapter = Adapter()
-    with pytest.raises(UnsupportedError, match="mlp.adapter is a Adapter"):
-        convert(model)
-    convert(model, tokenwise=["Adapter"])
-    model.decoder.layers[0].self_attention.core_attention = Adapter()
-    with pytest.raises(UnsupportedError, match="core_attention is a Adapter"):
-        convert(model, tokenwise=["Adapter"])
-
-
-def test_biases_of_attention_are_refused() -> None:
-    model = convert(engine.model())
-    core = model.decoder.layers[0].self_attention.core_attention
-    heads = [torch.zeros(2, 1, count, 4, dtype=torch.float64) for count in (4, 2, 2)]
-    with pytest.raises(UnsupportedError, match="attention_bias"):
-        core(*heads, torch.tensor([2, 2], dtype=torch.int32), attention_bias=torch.zeros(1, 4, 2, 2))
-
-
-def test_recomputed_experts_that_count_are_refused() -> None:
-    counted: dict[str, Any] = engine.KINDS["losses of experts"]
-    with pytest.raises(UnsupportedError, match="recompute_granularity='full'"):
-        convert(engine.model(**counted, recompute_granularity="selective", recompute_modules=["moe"]))
-
-
-def test_a_stage_without_ids_is_refused() -> None:
-    model = engine.model()
-    model.config.pipeline_model_parallel_size, model.config.variable_seq_lengths = 2, True
-    with pytest.raises(UnsupportedError, match="every pipeline stage"):
-        convert(model)(None, None, None)
-
-
-# Transformer Engine ---------------------------------------------------------------------------------------------------
-
-
-def _read_as_te(model: Any) -> None:
-    """A core under Transformer Engine's name that reads packed rows, as far as Megatron's call sites show it."""
-    core = model.decoder.layers[0].self_attention.core_attention
-    own = type(core)
-
-    class TEDotProductAttention(own):  # type: ignore[misc,valid-type]
-        window_size = (-1, 0)
-
-        def forward(self, *heads: Any, packed_seq_params: Any = None, **others: Any) -> Tensor:
-            if packed_seq_params is None:
-                found: Tensor = own.forward(self, *heads[:3], None)
-                return found
-            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-            rows = zip(*(x.unsqueeze(1).split(lengths) for x in heads[:3]), strict=True)
-            return torch.cat([own.forward(self, *row, None)[:, 0] for row in rows])
-
-    core.__class__ = TEDotProductAttention
-
-
-def test_cores_of_transformer_engine() -> None:
-    model = engine.model()
-    want = engine.separately(model, ROWS)
-    _read_as_te(model)
-    assert engine.differ(engine.packed(model, ROWS), want) < FLOAT64
-    convert(model)
-    assert engine.differ(engine.packed(model, ROWS), want) < FLOAT64 and stats(model)["ran"] == "packed"
-    apart = [row.roll(i) for i, row in enumerate(engine.rows_of(4))]
-    want = engine.separately(unconvert(model), apart)
-    assert engine.differ(engine.packed(convert(model), apart), want) < FLOAT64 and stats(model)["ran"] == "ordinary"
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ROWS], True) > 0
-    want = engine.separately(model, ROWS)
-    got = engine.padded(model, ROWS, lambda ids, positions, _: model(ids, positions, mask))
-    assert engine.differ(got, want) < FLOAT64 and stats(model)["raw_tokens"] == sum(map(len, ROWS))

@@ -7,9 +7,9 @@ of two forms, and both are read: rows ``[B, T]``, and packed rows ``[1, sum T]``
     import treefx.integrations.megatron
     model = treefx.integrations.megatron.convert(model)  # one GPTModel, a wrapper of it (DDP, Float16Module), or chunks
 
-In verl's Megatron engine ``treefx run`` does that; in slime the line goes behind ``setup_model_and_optimizer`` in
-``slime/backends/megatron_utils/model.py``, in SkyRL behind ``make_megatron_module``, in NeMo-RL behind
-``get_model``. Rows that share prefixes have to be in one micro-batch.
+In verl's and SkyRL's Megatron engines ``treefx run`` does that. In slime the line goes behind ``get_model`` in
+``setup_model_and_optimizer`` of ``slime/backends/megatron_utils/model.py``; in NeMo-RL, AReaL and ms-swift behind the
+call that returns the list of model chunks. Rows that share prefixes have to be in one micro-batch.
 
 In: a built GPTModel and its calls. Out: the same model with hooks, which returns rows. The tree travels through the
 layers as ``attention_mask`` (`tree.Tree`), because Megatron hands that argument to every attention and saves it for

@@ -41,8 +41,8 @@ def convert(
     The model may be wrapped (DDP, Float16Module), sharded by tensor, sequence, expert and pipeline parallelism, and
     recompute activations. It is called as before: with rows ``[B, T]`` or ``packed_seq_params`` it returns logits or
     losses of the same positions. With ``labels`` the LM head and the loss run once per distinct (token, label) pair, so
-    ``-model(..., labels=labels)`` is the cheapest way to log-probabilities. Padding between sequences, and positions
-    outside of an ``attention_mask [B, T]``, are not computed: their hidden state is 0.
+    ``-model(..., labels=labels)`` is the cheapest way to log-probabilities. Padding between sequences, and the ends of
+    rows that Transformer Engine's mask names as padding, are not computed: their hidden state is 0.
 
     Under pipeline parallelism every stage must get the same ``input_ids``, and ``variable_seq_lengths`` must be set.
 

@@ -15,7 +15,7 @@ __all__ = ["check"]
 _MIXERS = {"SelfAttention", "MLASelfAttention"}
 _CAUSAL = {"causal", "padding_causal"}
 _TOKENWISE = {
-    "TransformerBlock", "TransformerLayer", "MLP", "TEFusedMLP", "SharedExpertMLP", "SequentialMLP", "GroupedMLP",
+    "TransformerBlock", "TransformerLayer", "MLP", "SharedExpertMLP", "SequentialMLP", "GroupedMLP",
     "TEGroupedMLP", "BaseMoELayer", "TopKRouter", "ColumnParallelLinear", "RowParallelLinear", "TELinear",
     "TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear", "TEGroupedLinear",
     "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "L2Norm", "IdentityOp", "IdentityFuncOp",
@@ -23,6 +23,8 @@ _TOKENWISE = {
     "Dropout", "Linear", "Identity", "SiLU", "GELU", "ReLU", "ModuleList", "ModuleDict",
 }  # fmt: skip
 """Names of classes that compute token by token, or hold modules that do."""
+_CLOSED = {"TEFusedMLP"}
+"""Those whose modules are not looked at."""
 
 
 def check(model: Any, tokenwise: Collection[str]) -> None:
@@ -84,12 +86,19 @@ def _of_config(model: Any) -> Iterator[str]:
 
 
 def _of_modules(model: Any, tokenwise: Collection[str]) -> Iterator[str]:
-    known = _TOKENWISE | set(tokenwise)
+    known, closed = {*_TOKENWISE, *tokenwise}, {*_CLOSED, *CORES, *tokenwise}
+    inside: list[str] = []
     for name, module in model.decoder.named_modules():
         bases = {base.__name__ for base in type(module).__mro__}
-        if bases & _MIXERS:
+        if name.startswith(tuple(inside)):
+            continue
+        if getattr(module, "routing_replay", None) is not None:
+            yield f"{name} replays routes, which come per position and not per distinct token; turn routing replay off"
+        if bases & closed:
+            inside.append(f"{name}.")
+        elif bases & _MIXERS:
             yield from _of_attention(name, module)
-        elif not bases & {*known, *CORES}:
+        elif not bases & known:
             yield (
                 f"{name} is a {type(module).__name__}, of which it is not known that it computes token by token; if "
                 f"it does, pass tokenwise=({type(module).__name__!r},)"

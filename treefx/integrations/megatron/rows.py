@@ -3,7 +3,8 @@
 ===========================  =====================================================================================
 a call gives                 its rows
 ===========================  =====================================================================================
-``input_ids [B, T]``         the B rows; with ``attention_mask [B, T]``, the positions under it
+``input_ids [B, T]``         the B rows; with a mask of Transformer Engine that says where padding begins in each of
+                             them (``[B, T]``, true at tokens, or ``[B, 1, 1, T]``, true at padding), what precedes it
 ``packed_seq_params``        the sequences of ``input_ids [1, L]``: they begin at ``cu_seqlens_q_padded`` (at
                              ``cu_seqlens_q`` where nothing is padded) and hold ``cu_seqlens_q.diff()`` tokens each
 ===========================  =====================================================================================
@@ -47,12 +48,12 @@ class Rows:
         return column - torch.where(self.starts, column, 0).cummax(1).values
 
 
-def read_rows(given: Mapping[str, Any], reads_2d_mask: bool) -> Rows | Reason:
+def read_rows(given: Mapping[str, Any], reads_padding: bool) -> Rows | Reason:
     """The rows of a call, or why it runs as it came.
 
     Args:
         given: The arguments of the call by name.
-        reads_2d_mask: Whether the attentions take a mask [B, T].
+        reads_padding: Whether the attentions are causal whatever a mask of padding says.
     """
     reason = next((Reason(cause, text) for name, cause, text in _OTHER if given.get(name) is not None), None)
     if reason is not None:
@@ -64,8 +65,9 @@ def read_rows(given: Mapping[str, Any], reads_2d_mask: bool) -> Rows | Reason:
         return _read_packed(ids, packed)
     if mask is None or _is_causal(mask, ids):
         return Rows(ids, None, None, False)
-    if reads_2d_mask and isinstance(mask, Tensor) and mask.shape == ids.shape:
-        return Rows(ids, None, mask != 0, False)
+    keep = _before_padding(mask, ids) if reads_padding else None
+    if keep is not None:
+        return Rows(ids, None, keep, False)
     return Reason(Cause.INPUT, "the call gives an attention_mask that is not causal alone")
 
 
@@ -107,3 +109,16 @@ def _is_causal(mask: Any, ids: Tensor) -> bool:
         return False
     later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
     return bool((mask == later).all())
+
+
+def _before_padding(mask: Any, ids: Tensor) -> Tensor | None:
+    """The positions [B, T] in front of the padding that a mask names; None if it does not name the ends of rows."""
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 4 and mask.dtype is torch.bool and mask.shape == (len(ids), 1, 1, ids.shape[1]):
+        keep = ~mask[:, 0, 0]
+    elif mask.shape == ids.shape:
+        keep = mask != 0
+    else:
+        return None
+    return keep if bool(keep[:, 0].all() & (keep[:, :-1] >= keep[:, 1:]).all()) else None

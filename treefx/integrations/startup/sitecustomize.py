@@ -50,6 +50,14 @@ def _convert_engines(module: ModuleType) -> None:
     importlib.import_module("treefx.integrations.verl").convert_engines(module.FSDPEngine)
 
 
+def _convert_megatron_engines(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.verl").convert_megatron_engines(module.MegatronEngine)
+
+
+def _pack_ids_on_all_stages(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.verl").pack_ids_on_all_stages(module)
+
+
 def _group_micro_batches(module: ModuleType) -> None:
     importlib.import_module("treefx.integrations.verl").group_micro_batches(module)
 
@@ -65,6 +73,8 @@ Hooks = dict[str, Callable[[ModuleType], None]]
 VERL_HOOKS: Hooks = {
     "verl.utils.seqlen_balancing": _group_micro_batches,
     "verl.workers.engine.fsdp.transformer_impl": _convert_engines,
+    "verl.workers.engine.megatron.transformer_impl": _convert_megatron_engines,
+    "verl.models.mcore.util": _pack_ids_on_all_stages,
     "verl.trainer.ppo.ray_trainer": _group_ranks,
     "verl.trainer.ppo.v1.trainer_base": _group_ranks,
 }
