@@ -48,7 +48,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_aux_loss_coeff": [0.3, 0.2, 0.1], "moe_z_loss_coeff": 0.1,
     },
     "latent": {"multi_latent_attention": True},
+    "latent, YaRN": {"multi_latent_attention": True, "rope_type": "yarn"},
     "window": {"window_size": (3, 0)},
+    "core recomputed": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "layer scaling": {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True, "num_layers": 2},
     "sinks": {"softmax_type": "learnable"},
     "learned positions": {"position_embedding_type": "learned_absolute"},
     "recomputed": {

@@ -1,5 +1,7 @@
 """Megatron's GPTModel on distinct tokens, on one CPU: exact against separate rows, and what it refuses."""
 
+import copy
+import inspect
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 import treefx
 from tests.oracle import FLOAT32, FLOAT64
 from tests.trainers.megatron import engine
-from treefx.errors import ConfigError
+from treefx.errors import ConfigError, UnsupportedError
 from treefx.integrations.megatron import conversion, convert, unconvert
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -77,12 +79,12 @@ def test_expert_biases_count_every_row() -> None:
     assert torch.equal(router.local_tokens_per_expert, counts) and int(counts.sum()) > stats(model)["tokens"] * 2
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_steps_of_other_shapes_follow_each_other(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "before"), [("dense", torch.no_grad), ("experts", torch.inference_mode)])
+def test_steps_of_other_shapes_follow_each_other(kind: str, before: Any) -> None:
     shapes = [engine.rows_of(4, 2), engine.rows_of(1, 1, 5, 2, seed=3), engine.rows_of(3, seed=4)]
     model, twin = (engine.model(**engine.KINDS[kind]) for _ in range(2))
     convert(model)
-    with torch.no_grad():
+    with before():  # old log-probabilities of the batch of a later step
         ids, params, _ = engine.sequences(shapes[2])
         first = model(ids, None, None, packed_seq_params=params)[0, : len(shapes[2][0])]
         plain = twin(shapes[2][0][None], torch.arange(len(shapes[2][0]))[None], None)[0]
@@ -166,6 +168,26 @@ def test_main_gradients_of_the_distributed_optimizer() -> None:
         found.append({name: x.main_grad.clone() for name, x in model.named_parameters()})
     worst = max(float((found[1][name] - x).abs().max() / x.abs().max()) for name, x in found[0].items())
     assert worst < FLOAT64 and all(x.abs().sum() > 0 for x in found[0].values())
+
+
+def test_an_output_processor_gets_what_the_caller_gave() -> None:
+    model = engine.model()
+    if "output_processor" not in inspect.signature(model.forward).parameters:
+        pytest.skip("needs megatron-core 0.19")
+    want = engine.separately(model, ROWS)
+    ids, params, begins = engine.sequences(ROWS)
+
+    def process(
+        hidden_states: Tensor, output_layer: Any, input_ids: Tensor, packed_seq_params: Any, **_: Any
+    ) -> Tensor:
+        assert torch.equal(input_ids, ids) and packed_seq_params is params
+        logits: Tensor = output_layer(hidden_states)[0]
+        return logits.transpose(0, 1)
+
+    convert(model, pack_lm_head=True)
+    logits = model(ids, None, None, packed_seq_params=params, output_processor=process)[0]
+    loss = torch.stack([engine.nll(logits[at:], row) for at, row in zip(begins, ROWS, strict=False)]).sum()
+    assert engine.differ(engine.gradients(model, loss), want) < FLOAT64
 
 
 # Wrong on purpose -----------------------------------------------------------------------------------------------------
@@ -252,3 +274,8 @@ def test_a_model_gets_its_own_functions_back() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with pytest.raises(ConfigError, match="GPTModel"):
         convert(nn.Linear(2, 2))
+    core.forward = before  # of another tool
+    unconvert(convert(model))
+    assert core.forward is before
+    with pytest.raises(UnsupportedError, match="unconvert"):
+        copy.deepcopy(convert(model))

@@ -41,7 +41,7 @@ class TreeCore:
 
     def __init__(self, attention: Any) -> None:
         core = attention.core_attention
-        self.core, self._rows = core, core.forward
+        self.core, self._rows, self._own = core, core.forward, core.__dict__.get("forward")
         self._scale = _scale(attention, core)
         self._window = _window(core)
         self._deterministic = bool(getattr(core.config, "deterministic_mode", False))
@@ -64,6 +64,8 @@ class TreeCore:
     def remove(self) -> None:
         """Give the core attention its own forward back."""
         self.core.__dict__.pop("forward", None)
+        if self._own is not None:
+            self.core.forward = self._own
 
 
 def _scale(attention: Any, core: Any) -> float:

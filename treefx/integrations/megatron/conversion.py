@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -13,11 +12,19 @@ from torch import Tensor, nn
 from treefx.config import Config
 from treefx.errors import ConfigError, UnsupportedError
 from treefx.integrations.megatron.attention import TreeCore, attentions, is_te
-from treefx.integrations.megatron.head import Pairs, expand_hidden, find_pairs
+from treefx.integrations.megatron.facts import (
+    arguments_by_name,
+    check_recomputation,
+    gathering_group,
+    has_rotary,
+    is_own,
+)
+from treefx.integrations.megatron.head import Pairs, expand_hidden, find_pairs, on_rows
 from treefx.integrations.megatron.refusals import check
-from treefx.integrations.megatron.routers import RowRouting, counts_tokens
+from treefx.integrations.megatron.routers import RowRouting, counts_tokens, has_losses
 from treefx.integrations.megatron.rows import Rows, read_rows
-from treefx.integrations.megatron.tree import Tree, Trees
+from treefx.integrations.megatron.tree import Tree, Trees, first_places
+from treefx.kernels.lasting import lasting
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
 from treefx.runtime.batch import Batch, build_batch, pad_batch
@@ -114,9 +121,14 @@ class _Conversion:
         self._report = GraphReport(has_tokens=True, way="converted")
         self._report.parameters.update(dict.fromkeys(model.parameters()))
         self._report.steps = steps_of(list(model.parameters()))
-        self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         self._hang()
         register(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UnsupportedError(_NO_COPY)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(_NO_COPY)
 
     @property
     def reports(self) -> list[GraphReport]:
@@ -135,9 +147,9 @@ class _Conversion:
         self._routers = [RowRouting(router, self._trees) for router in routers if counts_tokens(router)]
         for routing in self._routers:
             routing.router.routing = routing
-        _check_recomputation(model.config, self._routers)
+        check_recomputation(model.config, self._routers)
         self._report.attention_layers = self._report.attention_rewritten = len(found)
-        rotary = [module.rotary_pos_emb for module in (model, *(m for _, m in found)) if _has_rotary(module)]
+        rotary = [module.rotary_pos_emb for module in (model, *(m for _, m in found)) if has_rotary(module)]
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
@@ -157,14 +169,21 @@ class _Conversion:
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the rows of a call by the packed row of its distinct tokens."""
         self._clear()
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._begin()
+        given = arguments_by_name(model, args, kwargs)
+        with lasting():
+            packed = self._pack(given)
+        return None if packed is None else ((), {**given, **packed})
+
+    def _pack(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments that change; None for a call that runs as it came."""
         rows = read_rows(given, self._reads_packed)
-        if isinstance(rows, Rows):
-            rows = self._doubt(rows, given) or rows
-        if isinstance(rows, Reason):
-            self._require_ids(rows)
-            self._note_rows(given, rows)
+        reason = rows if isinstance(rows, Reason) else self._doubt(rows, given)
+        if reason is not None or isinstance(rows, Reason):
+            assert reason is not None
+            self._require_rows(reason)
+            self._agree(None)
+            self._note_rows(given, reason)
             return None
         batch = self._plan(rows, given)
         if batch is None:
@@ -172,7 +191,7 @@ class _Conversion:
         tree = self._tree(rows, batch, given.get("padding_mask"))
         self._trees.add(tree)
         self._choose_head(tree, given)
-        return (), {**given, **self._packed(rows, batch, tree, given)}
+        return self._packed(rows, batch, tree, given)
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._trees.enter(kwargs["attention_mask"] if "attention_mask" in kwargs else (*args, None, None)[1])
@@ -210,17 +229,17 @@ class _Conversion:
     # Plans ------------------------------------------------------------------------------------------------------------
 
     def _doubt(self, rows: Rows, given: Mapping[str, Any]) -> Reason | None:
-        """Why rows that can be read run as they came."""
-        if self._routers and rows.keep is not None and given.get("padding_mask") is None:
+        """Why rows that can be read run as they came; the same on all stages of a pipeline."""
+        if rows.keep is not None and given.get("padding_mask") is None and has_losses(self._model.config):
             return Reason(Cause.INPUT, _ROUTED_PADDING)
         positions = given.get("position_ids")
         if self._reads_positions() and (positions is None or positions.shape[1:] != rows.ids.shape[1:]):
             return Reason(Cause.INPUT, "the call gives no position_ids [B, T] to learned position embeddings")
-        if self._is_split and rows.ids.shape[1] % self._ranks and (self._routers or not self._labels_fit(rows, given)):
+        if rows.ids.shape[1] % self._ranks:
             return Reason(Cause.INPUT, f"the call has {rows.ids.shape[1]} columns for {self._ranks} ranks")
         return None
 
-    def _require_ids(self, reason: Reason) -> None:
+    def _require_rows(self, reason: Reason) -> None:
         """Stages of a pipeline decide alike, so each of them must have read the rows."""
         if getattr(self._model.config, "pipeline_model_parallel_size", 1) > 1 and reason.cause is Cause.INPUT:
             raise UnsupportedError(_STAGE.format(reason.text))
@@ -233,32 +252,33 @@ class _Conversion:
         raw = ids.numel() if rows.keep is None else int(rows.keep.sum())
         shares = shares_enough(raw, batch.tokens, self.config.min_sharing)
         shares = shares or (rows.is_packed and not self._reads_packed)  # local attention raises on packed rows
-        batch, shares = self._agree(batch, shares)
-        self._count(rows, raw, batch, shares)
-        return batch if shares else None
+        size = self._agree(batch.size if shares else None)
+        self._count(rows, raw, batch, shares and size is not None)
+        return pad_batch(batch, size) if shares and size is not None else None
 
     def _reads_positions(self) -> bool:
         return bool(self._model.position_embedding_type == "learned_absolute")
 
-    def _agree(self, batch: Batch, shares: bool) -> tuple[Batch, bool]:
-        """Equally many tokens on ranks whose experts gather those of all; rows if any of them runs rows."""
-        group = _gathering_group(self._model)
+    def _agree(self, size: int | None) -> int | None:
+        """The length of the packed row on all ranks whose experts gather each other's tokens; None if any runs rows.
+
+        Every call of every such rank comes here.
+        """
+        group = gathering_group(self._model)
         if group is None:
-            return batch, shares
-        figures = torch.tensor([batch.size, int(not shares)], device=batch.metadata[0].device)
+            return size
+        device = next(self._model.parameters()).device
+        figures = torch.tensor([size or 0, int(size is None)], device=device)
         dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group)
-        size, any_rows = figures.tolist()
-        return (batch, False) if any_rows else (pad_batch(batch, -(-size // self._ranks) * self._ranks), True)
+        largest, any_rows = figures.tolist()
+        return None if any_rows else -(-int(largest) // self._ranks) * self._ranks
 
     def _tree(self, rows: Rows, batch: Batch, padding_mask: Tensor | None) -> Tree:
         row, column, end, token_of = batch.metadata
         token_TB = token_of.t().contiguous()
-        flat = token_TB.reshape(-1)
-        first = torch.full((len(row) + 1,), flat.numel(), dtype=torch.int64, device=flat.device)
-        place = torch.arange(flat.numel(), device=flat.device)
-        first.scatter_reduce_(0, torch.where(flat < 0, len(row), flat), place, "amin")
-        first_N = torch.where(first[:-1] < flat.numel(), first[:-1], first[0])
-        return Tree(end, rows.positions()[row, column], token_TB, first_N, padding_mask)
+        if padding_mask is not None:  # calls on equal rows share the batch, and may have other masks
+            end = end.clone()
+        return Tree(end, rows.positions()[row, column], token_TB, first_places(token_TB, len(row)), padding_mask)
 
     def _choose_head(self, tree: Tree, given: Mapping[str, Any]) -> None:
         """Which hidden states the LM head gets; a forward that is not Megatron's own gets those of rows."""
@@ -266,17 +286,13 @@ class _Conversion:
             return
         labels = given.get("labels")
         self._index = tree.token_TB
-        if given.get("output_processor") is not None or not _is_own(self._model):
+        if given.get("output_processor") is not None or not is_own(self._model):
             return
         if labels is not None and labels.shape == tree.token_TB.t().shape:
             self._pairs = find_pairs(tree.token_TB, labels, self._ranks)
             self._index = self._pairs.token_M1
         self._expands_logits = labels is None and self._pack_lm_head
         self._report.head_tokens = len(tree.depth) if self._expands_logits else self._index.numel()
-
-    def _labels_fit(self, rows: Rows, given: Mapping[str, Any]) -> bool:
-        labels = given.get("labels")
-        return self._pack_lm_head and labels is None or labels is not None and labels.shape == rows.ids.shape
 
     def _packed(self, rows: Rows, batch: Batch, tree: Tree, given: Mapping[str, Any]) -> dict[str, Any]:
         row, column = batch.metadata[:2]
@@ -288,6 +304,8 @@ class _Conversion:
             "attention_mask": tree.subtree_end, "packed_seq_params": None,
         }  # fmt: skip
         packed |= {"labels": self._pairs.label_1M} if self._pairs is not None else {}
+        if given.get("output_processor") is not None:
+            packed["output_processor"] = on_rows(given["output_processor"], {name: given.get(name) for name in packed})
         return packed | ({"padding_mask": None} if "padding_mask" in given else {})
 
     # Figures ----------------------------------------------------------------------------------------------------------
@@ -314,40 +332,10 @@ class _Conversion:
             warn_of_rows(report, EVERY_ROW, reason.text, self.config.min_sharing, self._model)
 
 
-def _has_rotary(module: Any) -> bool:
-    return isinstance(getattr(module, "rotary_pos_emb", None), nn.Module)
-
-
-def _is_own(model: Any) -> bool:
-    """Whether a model runs Megatron's own forward and loss: engines replace them by fused ones."""
-    from megatron.core.models.gpt import GPTModel
-
-    names = ("forward", "_postprocess", "compute_language_model_loss")
-    own = all(name not in model.__dict__ and getattr(type(model), name) is getattr(GPTModel, name) for name in names)
-    config = model.config
-    fused = getattr(config, "cross_entropy_loss_fusion", False) and config.cross_entropy_fusion_impl == "linear"
-    return own and not fused
-
-
-def _gathering_group(model: Any) -> Any:
-    """The ranks whose experts all-gather tokens, where these come from several batches; None without such."""
-    if getattr(model.config, "moe_token_dispatcher_type", None) != "allgather":
-        return None
-    if getattr(model.config, "expert_model_parallel_size", 1) == 1:
-        return None
-    found = (getattr(module, "token_dispatcher", None) for module in model.decoder.modules())
-    return next((item.tp_ep_group for item in found if item is not None), None)
-
-
-def _check_recomputation(config: Any, routers: Collection[RowRouting]) -> None:
-    selected = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
-    if routers and ("moe" in selected or getattr(config, "moe_layer_recompute", False)):
-        raise UnsupportedError(
-            "treefx cannot run this Megatron model on a tree: recompute_modules with 'moe' runs routers that count "
-            "their tokens (auxiliary losses, expert biases) outside of their layer; use recompute_granularity='full'"
-        )
-
-
+_NO_COPY = (
+    "a Megatron model that treefx has converted cannot be copied or pickled, because its hooks hold it; call "
+    "treefx.integrations.megatron.unconvert(model) before, and convert both"
+)
 _ROUTED_PADDING = (
     "routers with auxiliary losses or expert biases count the padding of the call; give GPTModel a padding_mask, or "
     "set moe_aux_loss_coeff=0 and moe_z_loss_coeff=None"

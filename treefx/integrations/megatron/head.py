@@ -10,6 +10,7 @@ Each expansion sums gradients over its copies, which restores the gradient of se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from treefx.passes.packing.restore_gradients import expand
 
-__all__ = ["Pairs", "across_ranks", "expand_hidden", "find_pairs"]
+__all__ = ["Pairs", "across_ranks", "expand_hidden", "find_pairs", "on_rows"]
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,12 @@ def across_ranks() -> tuple[Any, Any]:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def on_rows(processor: Any, given: Mapping[str, Any]) -> Any:
+    """An output processor of the caller, which gets hidden states of rows, with the arguments of rows."""
+
+    def process(**arguments: Any) -> Any:
+        return processor(**{**arguments, **{name: x for name, x in given.items() if name in arguments}})
+
+    return process

@@ -79,6 +79,8 @@ def _of_config(model: Any) -> Iterator[str]:
     stages = getattr(config, "pipeline_model_parallel_size", 1)
     if stages > 1 and not config.variable_seq_lengths:
         yield "variable_seq_lengths=False: stages exchange as many tokens as a call has distinct ones; use True"
+    if stages > 1 and not len(model.decoder.layers):
+        yield "a pipeline stage without layers, which cannot tell what attention the others have; give it one"
     if getattr(config, "apply_rope_fusion", False) and getattr(config, "multi_latent_attention", False):
         yield "apply_rope_fusion=True: MLA then reads cached sines and cosines by row; use False"
     if getattr(model, "mtp_process", False):

@@ -19,7 +19,7 @@ from torch import Tensor
 from treefx.integrations.megatron.head import across_ranks, expand_hidden
 from treefx.integrations.megatron.tree import Trees
 
-__all__ = ["RowRouting", "counts_tokens"]
+__all__ = ["RowRouting", "counts_tokens", "has_losses"]
 
 _BY_ALL_TOKENS = ("sinkhorn", "quantile_balancing")
 
@@ -34,6 +34,17 @@ def counts_tokens(router: Any) -> bool:
     )
 
 
+def has_losses(config: Any) -> bool:
+    """Whether any router of a model may count tokens, on this pipeline stage or on another."""
+    coefficients = config.moe_aux_loss_coeff
+    return bool(config.num_moe_experts) and bool(
+        any(coefficients if isinstance(coefficients, list) else [coefficients])
+        or config.moe_z_loss_coeff is not None
+        or config.moe_router_enable_expert_bias
+        or config.moe_router_load_balancing_type in _BY_ALL_TOKENS
+    )
+
+
 class RowRouting:
     """Stands for the ``routing`` of a router that counts tokens.
 
@@ -44,6 +55,7 @@ class RowRouting:
 
     def __init__(self, router: Any, trees: Trees) -> None:
         self.router, self._trees, self._routing = router, trees, router.routing
+        self._own = router.__dict__.get("routing")
 
     def __call__(self, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> tuple[Tensor, Tensor]:
         tree = self._trees.now
@@ -61,6 +73,8 @@ class RowRouting:
     def remove(self) -> None:
         """Give the router its own routing back."""
         self.router.__dict__.pop("routing", None)
+        if self._own is not None:
+            self.router.routing = self._own
 
 
 def _same(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from treefx.errors import UnsupportedError
 from treefx.kernels.tiles.hosted import Known
 
-__all__ = ["Tree", "Trees"]
+__all__ = ["Tree", "Trees", "first_places", "is_tree"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Tree:
         depth: int64 [N], the row of the rotary table that a token reads.
         token_TB: int64 [T, B], the token of each position, -1 where a position was dropped. Sequence first, as
             Megatron's hidden states are.
-        first_N: int64 [N], where in ``token_TB``, flattened, each token stands first; 0 for filler tokens.
+        first_N: int64 [N], where in ``token_TB``, flattened, each token stands first; anywhere for filler tokens.
         padding_mask: bool [B, T] as the caller gave it for the routers, True at padding; None without one.
     """
 
@@ -70,6 +70,14 @@ class Trees:
 def is_tree(mask: object) -> bool:
     """Whether an attention mask stands for a tree: Megatron's own are boolean and have two dimensions or four."""
     return isinstance(mask, Tensor) and mask.dim() == 1 and mask.dtype is torch.int32
+
+
+def first_places(token_TB: Tensor, count: int) -> Tensor:
+    """Where each of ``count`` tokens stands first; the last place for filler tokens, which stand nowhere."""
+    flat = token_TB.reshape(-1)
+    first = torch.full((count + 1,), flat.numel() - 1, dtype=torch.int64, device=flat.device)
+    first.scatter_reduce_(0, torch.where(flat < 0, count, flat), torch.arange(len(flat), device=flat.device), "amin")
+    return first[:-1]
 
 
 def _without_mask(tree: Tree) -> Tree:
