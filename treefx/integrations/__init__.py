@@ -5,14 +5,15 @@ backend it accepts by name (``accelerate``), sharing among its logged metrics (`
 is hooked is a method or a name of the trainer's own; every module names the versions it was written for.
 ``llama_factory`` hands checkpoints to the compiler in a form that it can trace, ``torchtitan`` converts decoders that
 are compiled block by block, and ``torchtune`` compiles the whole of them; ``verl`` converts the models of its engine
-and keeps groups on their way to it. ``megatron`` converts models of Megatron-Core, whatever engine calls them.
+and keeps groups on their way to it. ``megatron`` converts models of Megatron-Core, whatever engine calls them;
+``skyrl`` and ``openrlhf`` convert models where their workers build them.
 ``moved_batches`` keeps what a trainer moves to a device readable on the host. ``startup`` is how ``treefx run`` reaches
 all processes of a command: it hooks them when they import a trainer.
 
 Order of imports, each only of what stands before an arrow::
 
-    startup, metrics, moved_batches -> transformers, accelerate, llama_factory, megatron, torchtitan, torchtune, verl
-    -> trl -> axolotl
+    startup, metrics, moved_batches -> transformers, accelerate, llama_factory, megatron, openrlhf, skyrl, torchtitan,
+    torchtune, verl -> trl -> axolotl
 """
 
 from importlib import import_module

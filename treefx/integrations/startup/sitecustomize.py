@@ -97,11 +97,26 @@ def _compile_whole(module: ModuleType) -> None:
     importlib.import_module("treefx.integrations.torchtune").compile_whole(module, _WANTED.get("options"))
 
 
+def _convert_wrappers(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.skyrl").convert_wrappers(module.HFModelWrapper)
+
+
+def _convert_megatron_workers(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.skyrl").convert_megatron_workers(module.MegatronWorker)
+
+
+def _convert_actors(module: ModuleType) -> None:
+    importlib.import_module("treefx.integrations.openrlhf").convert_actors(module.Actor)
+
+
 _HOOKS: Hooks = {
     "accelerate.data_loader": _remember_batches,
     "accelerate.utils.dataclasses": _compile_with_treefx,
     "transformers.trainer": _log_and_group,
     "llamafactory.model.model_utils.checkpointing": _trace_checkpoints,
+    "openrlhf.models.actor": _convert_actors,
+    "skyrl.backends.skyrl_train.workers.megatron.megatron_worker": _convert_megatron_workers,
+    "skyrl.backends.skyrl_train.workers.model_wrapper": _convert_wrappers,
     "torchtitan.models.common.attention": _read_trees,
     "torchtitan.distributed.compile": _compile_blocks,
     "torchtitan.trainer": _convert_trainers,

@@ -1,0 +1,72 @@
+"""SkyRL: the models of its FSDP2 and Megatron workers run once per distinct token.
+
+Written for skyrl 0.4.0. Its workers build a model and shard it at once, so ``treefx run`` hooks the two places where a
+model is built: ``HFModelWrapper``, of which policy, reference and critic are made, and ``make_megatron_module``. Micro-
+batches keep the order of rows, in which the samples of a prompt are neighbours. Other models stay as they are, and a
+warning says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from importlib import import_module
+from typing import Any
+
+from treefx.errors import ConfigError, UnsupportedError
+from treefx.runtime.converted.convert import convert
+
+__all__ = ["convert_megatron_workers", "convert_wrappers"]
+
+_log = logging.getLogger("treefx")
+
+
+def convert_wrappers(wrappers: Any) -> None:
+    """Let wrapped models be converted (`treefx.convert`); not under Ulysses, whose ranks hold slices of rows.
+
+    Args:
+        wrappers: ``skyrl.backends.skyrl_train.workers.model_wrapper.HFModelWrapper``.
+    """
+    make = wrappers.__init__
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        try:
+            if self.sequence_parallel_size > 1:
+                raise UnsupportedError(_SLICES.format(self.sequence_parallel_size))
+            convert(self.model)
+        except (ConfigError, UnsupportedError) as reason:
+            _log.warning("SkyRL runs without treefx: %s", reason)
+
+    wrappers.__init__ = init
+
+
+def convert_megatron_workers(workers: Any) -> None:
+    """Let the model chunks of Megatron workers be converted (`treefx.integrations.megatron.convert`).
+
+    Args:
+        workers: ``skyrl.backends.skyrl_train.workers.megatron.megatron_worker.MegatronWorker``.
+    """
+    build = workers.make_megatron_module
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @functools.wraps(build)
+    def make_megatron_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+        chunks = build(self, *args, **kwargs)
+        try:
+            return import_module("treefx.integrations.megatron").convert(chunks)
+        except (ConfigError, UnsupportedError) as reason:
+            _log.warning("SkyRL runs without treefx: %s", reason)
+            return chunks
+
+    workers.make_megatron_module = make_megatron_module
+
+
+_SLICES = (
+    "treefx expects whole rows, got sequence_parallel_size={}; shared prefixes make rows shorter: try "
+    "trainer.policy.sequence_parallel_size=1"
+)
