@@ -42,6 +42,7 @@ aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
 
 _OTHER_SINKS = "takes logits beside the keys for other than one attention sink per head"
+_SEVERAL_PRODUCTS = "a score with several products of queries and keys"
 _NUMBER_OF_BATCH = "reads a mask or bias that depends on the number of columns"
 _WORDS: dict[Any, str] = {
     aten.sub.Tensor: "subtracts attention probabilities from others before the values (multiply each by the values)",
@@ -117,6 +118,8 @@ def lift_sdpa(node: fx.Node) -> Attention:
         shape = shape_of(mask)
         aligned = tuple(() if size == 1 else index[d - len(shape)] for d, size in enumerate(shape))
         lifted = lift(mask, aligned)
+        if any(item[0] == "dot" for item in walk(lifted)):
+            raise NoLaw(_SEVERAL_PRODUCTS)
         boolean = mask.meta["val"].dtype is torch.bool
         score = ("where", lifted, score, const(-math.inf)) if boolean else ("add", score, lifted)
     return prove(node, (query, key, value), score, columns, heads, safe=True)
@@ -144,7 +147,7 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     score, sinks = _normalised(node, index, columns)
     products = [(item[1], item[2]) for item in walk(score) if item[0] == "dot"]
     if not products or any(item != products[0] for item in products):
-        raise NoLaw("a score with several products of queries and keys")
+        raise NoLaw(_SEVERAL_PRODUCTS)
     product, digits = products[0]
     if digits != batch:
         raise NoLaw("heads change places between the scores and the values")

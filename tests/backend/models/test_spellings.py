@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tests.backend.support import compare, compile_with
 from tests.batches import Side, distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT32, FLOAT64, assert_close, eager_step, loss_of, outcome, stats_of, zero_gradients
 from tests.spellings import EXPANDED, GROUPED, PADDED, SPELLINGS, Builder, Spelling
+from treefx.kernels.score import walk
 from treefx.passes.scores import attention_facts
 
 VOCAB = 61
@@ -82,6 +84,22 @@ def test_what_no_tree_attention_computes(name: str) -> None:
     stats = compare(TinyLM(EXPANDED[name], layers=1).double(), batch).stats
     assert "spellings.py" in (stats["fallback"] or stats["expansions"][0]["line"])
     assert name not in NAMED or NAMED[name] in stats["expansions"][0]["reason"]
+
+
+def test_a_bias_made_of_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of scaled_dot_product_attention that holds products of tokens is none of the products q.k."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        bias = (v @ k.transpose(-1, -2)).masked_fill(future, -torch.inf)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    batch = shared_batch(rows=4, length=17, shared=7, vocab=VOCAB, padding=None, seed=1)
+    reason = compare(TinyLM(lambda: Spelling(attention), layers=1).double(), batch).stats["expansions"][0]["reason"]
+    assert "several products of queries and keys" in reason
+    monkeypatch.setattr(attention_facts, "walk", lambda expr: [item for item in walk(expr) if item[0] != "dot"])
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(TinyLM(lambda: Spelling(attention), layers=2).double(), batch)
 
 
 def test_a_sink_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
