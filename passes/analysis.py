@@ -31,6 +31,7 @@ from treefx.passes.packing.pack_tokens import Output, is_packed_output
 from treefx.passes.packing.vocab_tail import LossLogits, logits_of_losses
 from treefx.passes.runner import GraphChange
 from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores.choices import Choice, choices
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 from treefx.passes.trace.token_count import TokenCount, common_multiple
 from treefx.reason_codes import code_of_operator
@@ -138,6 +139,12 @@ class Analysis:
         """Which of the tensors of a call are its token ids."""
         assert self.tokens is not None
         return self.gm.graph.find_nodes(op="placeholder").index(self.tokens.ids)
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """Where queries choose among the keys of their row."""
+        live = live_nodes(self.gm)
+        return [item for item in choices(self.gm) if item.scores in live]
 
     @cached_property
     def attentions_on_rows(self) -> int:

@@ -321,6 +321,12 @@ TABLE: tuple[ReasonCode, ...] = (
         "nothing is lost around it; the gated delta rule and Mamba 2 have such a form, given token-wise values",
         "is a library's recurrence", "a recurrence of values", "a recurrence expects",
     ),
+    _operator(
+        "TFX135", "choice among keys",
+        "a query chooses keys (top-k) by scores that are not proved to be its prefix's alone",
+        "mask the scores of later keys and of padding with -inf before topk, along the last dimension",
+        "chooses (among|keys)",
+    ),
     ReasonCode(
         ROWS_BY_INPUTS, "function of the inputs alone",
         "positions, masks and labels are computed in full: they hold no feature of the model",

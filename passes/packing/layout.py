@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from treefx.passes.labels.facts import Axis, Dims, Factor
@@ -19,6 +20,8 @@ from treefx.passes.packing.restore_gradients import expand
 
 __all__ = [
     "Metadata",
+    "at_columns",
+    "at_own_row",
     "expand_rows",
     "gather_tokens",
     "packed_shape",
@@ -87,6 +90,23 @@ def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
     for position, axes in _wide_axes(x.shape, dims):
         x = x.narrow(position, 0, 1) if axes == [Axis.ROW] else x.index_select(position, metadata.column)
     return x
+
+
+def at_own_row(x: Any, dims: Dims, metadata: Metadata) -> Any:
+    """A full value next to scores of dimensions ``dims`` (right-aligned): at each token's row and column, all keys."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.reshape([1] * (len(dims) - x.dim()) + list(x.shape))
+    factors = factors_of(dims)
+    sizes = [factor.size if x.shape[d] != 1 else 1 for d, dim in enumerate(dims) for factor in dim]
+    row, token = position_of(factors, Axis.ROW), position_of(factors, Axis.TOKEN)
+    first = torch.zeros_like(metadata.row)
+    front = x.reshape(sizes).movedim((row, token), (0, 1))
+    own = front[metadata.row if sizes[row] != 1 else first, metadata.column if sizes[token] != 1 else first]
+    sizes[row], sizes[token] = 1, metadata.tokens
+    places = iter(sizes)
+    whole = own.unsqueeze(0).movedim((0, 1), (row, token))
+    return whole.reshape([math.prod(next(places) for _ in dim) for dim in dims])
 
 
 def _wide_axes(shape: Sequence[Any], dims: Dims) -> Iterator[tuple[int, list[Axis]]]:

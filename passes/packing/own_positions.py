@@ -24,6 +24,7 @@ from treefx.passes.labels.laws.base import reads_columns
 from treefx.passes.labels.purity import impurity
 from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores.choices import Choice
 
 __all__ = ["find_own_positions"]
 
@@ -78,7 +79,7 @@ class _Search:
         """An operator that runs once per token: what it reads of the inputs, and next to which constants."""
         if isinstance(fact_of(node).law, Attention):  # its expressions say more
             return
-        if reads_columns(node):
+        if reads_columns(node) or isinstance(fact_of(node).law, Choice):
             raise _ByColumn
         for operand in _tensors(node.all_input_nodes):
             if fact_of(operand).kind is Kind.PREFIX:

@@ -43,11 +43,20 @@ from treefx.passes.labels.purity import changed_inputs
 from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.layers.find_layers import described, find_layers
 from treefx.passes.packing import emit_attention as _emit_attention  # noqa: F401  (registers emitters)
+from treefx.passes.packing import emit_choices as _emit_choices  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_losses as _emit_losses  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_packed as _emit_packed  # noqa: F401  (registers emitters)
 from treefx.passes.packing import emit_scans as _emit_scans  # noqa: F401  (registers emitters)
 from treefx.passes.packing.emitters import find_emitter, find_full_emitter
-from treefx.passes.packing.layout import Metadata, at_columns, expand_rows, gather_tokens, packed_shape, tokens_first
+from treefx.passes.packing.layout import (
+    Metadata,
+    at_columns,
+    at_own_row,
+    expand_rows,
+    gather_tokens,
+    packed_shape,
+    tokens_first,
+)
 from treefx.passes.packing.packed_layers import Forms, PackedLayers
 from treefx.passes.scores.attention_facts import Attention
 
@@ -256,6 +265,8 @@ class PackingInterpreter:
         fact = fact_of(node)
         if fact.kind is Kind.PACKED:
             return not isinstance(fact.law, Contracted)
+        if fact.kind is Kind.SCORE:  # of a choice; those of attention are lifted
+            return True
         return self.native and fact.law != ALONG_ROWS and self.tokens.ids in ancestors(node)
 
     def _gathered(self, node: fx.Node) -> Tensor:
@@ -280,6 +291,10 @@ class PackingInterpreter:
         """The node's own operator on packed operands; invariant ones aligned to ``align`` (at positions ``only``)."""
 
         def aligned(item: fx.Node) -> Any:
+            fact = fact_of(node)
+            if fact.kind is Kind.SCORE and fact_of(item).kind not in (Kind.PACKED, Kind.SCORE):
+                assert fact.dims is not None
+                return at_own_row(self.full(item), fact.dims, self.metadata)
             wanted = only is None or any(node.args[i] is item for i in only)
             return self.operand(item, align if wanted else None)
 

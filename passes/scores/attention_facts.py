@@ -36,7 +36,10 @@ from treefx.passes.scores.score_algebra import (
 from treefx.passes.scores.segment_values import note_segments
 from treefx.passes.trace.sink_factors import FACTOR
 
-__all__ = ["Attention", "attentions", "index_of_scores", "lift_products", "lift_sdpa", "prove", "reads_key_alone"]
+__all__ = [
+    "Attention", "attentions", "digits_of", "index_of_scores", "lift_products", "lift_sdpa", "prove", "reads_key_alone",
+    "tables_of", "unseen_relations",
+]  # fmt: skip
 
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
@@ -138,7 +141,7 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
         NoLaw: What lies between the products is not a softmax of a causal score of single queries and keys.
     """
     dims = fact_of(probabilities).dims or ()
-    index = _digits(dims)
+    index = digits_of(dims)
     batch = index[0] + tuple(digit for digit in index[1] if digit[0] != ("cq",))
     node = probabilities
     while (moved := step(node, index)) is not None or (moved := _uncast(node, index)) is not None:
@@ -217,7 +220,7 @@ def _uncast(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
     return None
 
 
-def _digits(dims: Dims) -> Index:
+def digits_of(dims: Dims) -> Index:
     """The digits of a value's own dimensions: row, query and key columns, and the head split over its factors."""
     heads = [factor for dim in dims for factor in dim if factor.axis is Axis.PLAIN]
     return tuple(
@@ -252,8 +255,8 @@ def prove(
     """
     constants = constants_of(node)
     score, shifted = _without_numbers_of_batch(score, sinks)
-    tables = _tables(score, constants, columns, heads)
-    unseen = [residue(score, relation, tables) for relation in _unseen(constants, columns)]
+    tables = tables_of(score, constants, columns, heads)
+    unseen = [residue(score, relation, tables) for relation in unseen_relations(constants, columns)]
     if any(interval(item, zero)[1] > MASKING for item in unseen):
         raise NoLaw(_not_causal(score, constants))
     value, found = split_mask(simplify(score, tables), tables)
@@ -295,7 +298,7 @@ def _without_numbers_of_batch(score: Expr, sinks: Expr | None) -> tuple[Expr, bo
     return found, True
 
 
-def _tables(score: Expr, constants: Constants, columns: int, heads: int) -> Tables:
+def tables_of(score: Expr, constants: Constants, columns: int, heads: int) -> Tables:
     """What is known of the values that a score loads; segments where rows are taken to be packed with them."""
     segments = constants.segments
     note_segments(score, segments)
@@ -305,7 +308,7 @@ def _tables(score: Expr, constants: Constants, columns: int, heads: int) -> Tabl
     return Tables(lambda expr: constants.table(expr, columns, heads), constants.consecutive | counting, compared)
 
 
-def _unseen(constants: Constants, columns: int) -> list[Relation]:
+def unseen_relations(constants: Constants, columns: int) -> list[Relation]:
     """The relations of query and key in which no model may see the key."""
     return [*(["future"] if columns > 1 else []), *(["other"] if constants.segments.assumed else [])]
 

@@ -16,6 +16,7 @@ from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import ALONG_ROWS, Axis, Fact, Factor, Kind, fact_of, shape_of
 from treefx.passes.labels.laws.base import Call, law
 from treefx.passes.labels.laws.matmul import ends_in_tokens
+from treefx.passes.scores import choices as _choices  # noqa: F401  (registers laws)
 from treefx.passes.scores.attention_facts import Attention, lift_products, lift_sdpa
 from treefx.passes.scores.flash_facts import lift_flash
 from treefx.passes.trace.flash import is_flash

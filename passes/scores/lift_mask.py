@@ -49,9 +49,10 @@ def lift(node: Any, index: Index) -> Expr:
     moved = step(node, index)
     if moved is not None:
         return lift(*moved)
-    if fact_of(node).kind is Kind.SCORE and node.target in (aten.bmm.default, aten.baddbmm.default):
+    fact = fact_of(node)
+    if fact.kind is Kind.SCORE and fact.law is None and node.target in (aten.bmm.default, aten.baddbmm.default):
         return _product(node, index)
-    if fact_of(node).kind is Kind.PACKED and (loaded := load_maybe(node, index)) is not None:
+    if fact.kind is Kind.PACKED and (loaded := load_maybe(node, index)) is not None:
         return loaded
     rule = _ELEMENTS.get(node.target)
     if rule is not None:
@@ -67,8 +68,7 @@ def _operand(item: Any, node: fx.Node, index: Index) -> Expr:
     """The element of a broadcast operand that meets ``node`` at ``index``."""
     if not isinstance(item, fx.Node):
         return const(item)
-    shape = shape_of(item)
-    return lift(item, align(shape, index))
+    return lift(item, align(shape_of(item), index))
 
 
 # Movement: the same element under another index -----------------------------------------------------------------------

@@ -51,16 +51,18 @@ class Padding:
         """Whether it depends on the token ids."""
 
     def seen(self, grid: Grid) -> Tensor | None:
-        """bool [B, T], False where no query of any attention sees the position; None if there is no such position.
+        """bool [B, T], False where no query of any attention sees the position, nor chooses among keys that hold it;
+        None if there is no such position.
 
         In a model that only has causal mixers, nothing says so, and all positions are.
         """
         attentions = self._analysis.attentions
         if not attentions and self._mixes:
             return grid.everywhere()
-        if not attentions or any(not attention.padding for attention in attentions):
+        readers = {item.hides() for item in (*attentions, *self._analysis.choices)}
+        if not attentions or () in readers:
             return None
-        masks = [self._met(grid, conditions) for conditions in {attention.padding for attention in attentions}]
+        masks = [self._met(grid, conditions) for conditions in readers]
         seen = torch.stack(masks).any(0)
         return None if bool(seen.all()) else seen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,16 @@ from treefx.passes.labels.laws.base import Call, aligned, find_law, law
 from treefx.passes.labels.uniformity import is_uniform
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OwnKeys:
+    """The law of a product per token of some vectors with all keys of its row: keys are repeated for each query."""
+
+
+@dataclass(frozen=True)
+class WeighsKeys:
+    """The law of a product per token that sums its scores over heads."""
 
 
 @law(aten.mm)
@@ -67,10 +78,14 @@ def bmm(call: Call) -> Fact:
     if not (call.labelled(left) and call.labelled(right)):
         return _add(call, _batched_by_invariant(call, left, right))
     a, b = call.dims(left), call.dims(right)
+    if call.node.target is aten.bmm.default and _repeats_keys(a, b):
+        return call.result((a[0], a[1], (Factor(Axis.KEY, b[2][0].size),)), law=OwnKeys())
     if not algebra.same_tokens(a[0], b[0]):
         raise NoLaw("a batched product pairs different tokens")
     if algebra.has_tokens(a[2]) or algebra.has_tokens(b[1]):
         raise NoLaw("contracts over the tokens")
+    if fact_of(right).kind is Kind.SCORE and call.node.target is aten.bmm.default and _weighs_keys(a, b):
+        return call.result((algebra.coalesce(a[0]), a[1], b[2]), law=WeighsKeys())
     batch = algebra.broadcast([(a[0],), (b[0],)])[0]
     if not algebra.has_tokens(a[1]) and not algebra.has_tokens(b[2]):
         return _add(call, (batch, a[1], b[2]))  # one small product per token
@@ -78,6 +93,21 @@ def bmm(call: Call) -> Fact:
         raise NoLaw("a product over tokens that is not query times key")
     keys = (Factor(Axis.KEY, b[2][0].size),)
     return call.result((algebra.coalesce(batch), a[1], keys))
+
+
+def _repeats_keys(a: Dims, b: Dims) -> bool:
+    """Whether vectors of one token [B * T, n, D] meet all keys of its row, repeated for each query [B * T, D, T]."""
+    queries, keys = [f.axis for f in a[0]], [f.axis for f in b[0]]
+    repeated = keys == [Axis.ROW, Axis.PLAIN] and b[0][1].repeated and queries == [Axis.ROW, Axis.TOKEN]
+    if not repeated or [f.size for f in a[0]] != [f.size for f in b[0]] or [f.axis for f in b[2]] != [Axis.TOKEN]:
+        return False
+    return not any(algebra.has_tokens(dim) for dim in (a[1], a[2], b[1]))
+
+
+def _weighs_keys(a: Dims, b: Dims) -> bool:
+    """Whether a token's scores [B * T, heads, T] are summed over heads, with its weights [B * T, n, heads]."""
+    tokens = token_axes((a[0],)) == {Axis.ROW, Axis.TOKEN}
+    return tokens and not algebra.has_tokens(a[1]) and algebra.is_keys(b[2])
 
 
 def _of_scores(call: Call) -> Fact:

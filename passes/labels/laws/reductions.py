@@ -96,6 +96,10 @@ def selection(call: Call) -> Fact:
     position = 2 if call.node.target is aten.topk.default else 1
     named: Any = call.node.kwargs.get("dim", -1)
     dim = call.arg(position, "dim", -1) if call.node.target is not aten.sort.stable else named
+    if algebra.is_keys(dims[dim]):
+        chooses = find_law(call.node.target, of=Kind.SCORE)
+        if chooses is not None:
+            return chooses(call)
     part = call.result(algebra.resize(dims, dim, call.node.meta["val"][0].shape[dim]))
     return Fact(part.kind, parts=(part, part), learned=part.learned)
 

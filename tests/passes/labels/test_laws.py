@@ -36,6 +36,7 @@ ELSEWHERE = {
     "attention_laws.attention": "tests/backend/models/test_spellings.py",
     "attention_laws.close_attention": "tests/backend/models/test_spellings.py",
     "attention_laws.segments": "tests/backend/calls/test_packed_rows.py",
+    "choices.choose": "tests/backend/models/test_choices.py",
     "experts.floor_divide": "tests/backend/models/test_experts.py",
     "experts.histogram": "tests/backend/models/test_experts.py",
     "experts.index_put": "tests/backend/models/test_experts.py",

@@ -27,12 +27,14 @@ from treefx.passes.labels.label_tokens import DTYPE_ONLY, SHAPE_ONLY
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.labels.uniformity import FILLED, is_uniform
 from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores.choices import Choice
 
 __all__ = ["SIZE", "check_blocks", "computes_with_size", "module_of"]
 
 aten = torch.ops.aten
 SIZE = "{} computes with a size of the batch, which is another one on the packed row"
 _COUNTS = "{} in {} counts columns inside of a block"
+_CHOOSES = "{} in {} chooses among the columns of a row, and the packed row has others"
 _ALONG = "{} in {} mixes the columns of a row inside of a block"
 
 _KEEPING = {
@@ -98,6 +100,8 @@ class _Search:
         """Raise if an operator computes with a size."""
         if node.op != "call_function" or isinstance(fact_of(node).law, Attention):
             return
+        if isinstance(fact_of(node).law, Choice):
+            raise UnsupportedError(_CHOOSES.format(node.target, module_of(node)))
         if self._inside(node):
             if computes_with_size(node) or self._loses_size(node):
                 raise UnsupportedError(SIZE.format(f"{node.target} in {module_of(node)}"))

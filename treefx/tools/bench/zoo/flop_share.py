@@ -19,6 +19,7 @@ from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.facts import Axis, Fact, Kind, fact_of
 from treefx.passes.labels.liveness import live_nodes
 from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores.choices import choices, scores_behind
 
 __all__ = ["FlopShare", "flop_share"]
 
@@ -57,10 +58,12 @@ class FlopShare:
 def flop_share(gm: fx.GraphModule) -> FlopShare:
     """Sum over the products of a labelled graph (``Rewritten.traced``) that parameters take part in."""
     live = live_nodes(gm)
+    chosen = {node for item in choices(gm) for node in scores_behind(item.scores)}
     total = FlopShare()
     for node in gm.graph.nodes:
         if node in live and node.op == "call_function" and fact_of(node).learned:
-            total += _share(node, fact_of(node))
+            of_choice = FlopShare(packed=_flops(node, fact_of(node))) if node in chosen else None
+            total += of_choice or _share(node, fact_of(node))
     return total
 
 

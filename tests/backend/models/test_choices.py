@@ -1,0 +1,235 @@
+"""Sparse attention: each query chooses the keys that it attends to by scores of their own (an indexer's top-k)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import treefx
+from tests.backend.support import Pair, assert_packed, compare, compile_with
+from tests.batches import Side, distinct_tokens, left_padded, shared_batch
+from tests.models import TinyLM, double_from, lifted
+from tests.oracle import FLOAT32, refused
+from treefx.passes.packing import emit_choices
+from treefx.runtime.report import find
+from treefx.tools.bench.zoo.flop_share import flop_share
+
+VOCAB = 61
+COMMON = {
+    "vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "index_head_dim": 16, "index_n_heads": 2, "mlp_layer_types": ["dense"],
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TWO = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "dense"], "indexer_types": ["full", "shared"]}
+"""The second layer attends to the keys that the first has chosen."""
+ARCHITECTURES: dict[str, dict[str, Any]] = {"deepseek_v32": {}, "glm_moe_dsa": TWO, "hy_v4": {**TWO, "hc_mult": 2}}
+
+
+def sparse(name: str, **changes: Any) -> nn.Module:
+    """A tiny model of transformers with an indexer, in float64."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers has no {name}")
+    config = AutoConfig.for_model(name, **{**COMMON, **ARCHITECTURES[name], **changes})
+    original: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    return double_from(getattr(lifted(original.__module__), original.__name__), config)
+
+
+@pytest.mark.parametrize(("name", "keys"), [("deepseek_v32", 4), ("glm_moe_dsa", 14), ("hy_v4", 64)])
+def test_indexers(name: str, keys: int) -> None:
+    """Fewer keys than the row has, as many, and more; layers that take the choice of the layer before."""
+    pair = Pair(sparse(name, index_topk=keys))
+    sides: list[Side] = ["right", "left"]
+    for side in sides:
+        batch = shared_batch(rows=4, length=14, shared=6, padding=side)
+        checked = pair.check(batch)
+        assert_packed(checked, distinct_tokens(batch), len(pair.model.model.layers))
+        assert checked.stats["expansions"] == []
+    graph = find(pair.model.parameters())[0].graph.rewrites[0].traced
+    assert flop_share(graph).of_all == 1.0
+
+
+class Indexed(nn.Module):
+    """Attention to the keys of largest index scores, spelled as the indexers of transformers are."""
+
+    keys, heads = 3, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.weights = nn.Linear(8, 16), nn.Linear(8, self.heads)
+        self.topk = lambda scores, k: scores.topk(k, dim=-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        x, y = q[:, 0], k[:, 0]  # [B, T, 8]
+        rows, columns = x.shape[:2]
+        seen = torch.ones(columns, columns, dtype=torch.bool, device=x.device).tril().expand(rows, -1, -1)
+        if mask is not None:
+            seen = seen & mask[:, None, :].to(torch.bool)
+        scores = torch.matmul(self.query(x).unflatten(-1, (2, 8)), y.transpose(-1, -2).unsqueeze(1)).relu()
+        index = torch.matmul(self.weights(x).unsqueeze(-2), scores).squeeze(-2)
+        return self.attend(q, k, v, seen, self.topk(self.masked(index, seen), min(self.keys, columns)))
+
+    def masked(self, index: Tensor, seen: Tensor) -> Tensor:
+        return index.masked_fill(~seen, -torch.inf)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, chosen: Any) -> Tensor:
+        hidden = chosen.indices.new_ones(seen.shape, dtype=torch.bool).scatter(-1, chosen.indices, False)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=(seen & ~hidden).unsqueeze(1))
+
+
+class Biased(Indexed):
+    """The chosen scores are added to the attention's: the indexer learns by them."""
+
+    def masked(self, index: Tensor, seen: Tensor) -> Tensor:
+        return torch.where(seen, index, torch.finfo(index.dtype).min)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, chosen: Any) -> Tensor:
+        zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        values = chosen.values.clamp(-20, 20)
+        bias = zeros.scatter(-1, chosen.indices, values)
+        hidden = chosen.indices.new_ones(seen.shape, dtype=torch.bool).scatter(-1, chosen.indices, False)
+        bias = bias.masked_fill(~seen | hidden, -torch.inf)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.unsqueeze(1))
+
+
+class Additive(Indexed):
+    """The mask is added to the index scores, as eager attention has it."""
+
+    def masked(self, index: Tensor, seen: Tensor) -> Tensor:
+        return index + torch.zeros_like(index).masked_fill(~seen, torch.finfo(index.dtype).min)
+
+
+def model_of(attention: Callable[[], nn.Module] = Indexed, layers: int = 1) -> TinyLM:
+    torch.manual_seed(3)
+    return TinyLM(attention, layers=layers).double()
+
+
+@pytest.mark.parametrize("attention", [Indexed, Biased, Additive])
+def test_choices(attention: Callable[[], nn.Module]) -> None:
+    """Relu leaves many scores at zero: which of equal keys are chosen is what eager mode chooses."""
+    pair = Pair(model_of(attention, layers=2))
+    for seed in range(3):
+        batch = shared_batch(rows=4, length=17, shared=8, vocab=VOCAB, padding="right", seed=seed)
+        assert_packed(pair.check(batch), distinct_tokens(batch), 2)
+
+
+def test_shapes_and_steps() -> None:
+    """No gradients first, then rows of several lengths, padded on both sides and not at all, and optimizer steps."""
+    pair = Pair(model_of())
+    unshared = shared_batch(rows=3, length=9, shared=0, vocab=VOCAB, padding=None)
+    with torch.no_grad():
+        expected, got = (model(input_ids=unshared.input_ids).logits for model in (pair.eager, pair.compiled))
+        assert torch.allclose(got, expected, rtol=0, atol=1e-10)
+    sides: list[Side] = ["right", "left"]
+    for length, side in zip((14, 11), sides, strict=True):
+        batch = shared_batch(rows=4, length=length, shared=6, vocab=VOCAB, padding=side)
+        assert_packed(pair.check(batch), distinct_tokens(batch), 1)
+        for model in (pair.eager, pair.model):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_equal_scores_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the batches above keys of equal scores stand on both sides of the choice."""
+    ties = []
+
+    def masked(index: Tensor, seen: Tensor) -> Tensor:
+        scores = index.masked_fill(~seen, -torch.inf)
+        largest = scores.topk(4, dim=-1).values
+        ties.append(((largest[..., 2] == largest[..., 3]) & seen[..., 3:].any(-1)).sum())
+        return scores
+
+    model = model_of()
+    monkeypatch.setattr(model.blocks[0].attention, "masked", masked)
+    model(input_ids=shared_batch(rows=4, length=17, shared=8, vocab=VOCAB, padding=None).input_ids)
+    assert int(ties[0]) > 4
+
+
+def test_a_choice_among_the_packed_tokens_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plausible mistake: the keys of a query are the first tokens of the packed row, not those of its own."""
+    batch = shared_batch(rows=4, length=17, shared=8, vocab=VOCAB, padding=None)
+    monkeypatch.setattr(emit_choices, "own_keys", lambda metadata: torch.arange(17).expand(metadata.tokens, -1))
+    with pytest.raises(AssertionError, match="differ by more than"):
+        compare(model_of(), batch, tolerance=1e-3)
+
+
+class Late(Indexed):
+    """Later keys take part in the choice, and only the attention hides them."""
+
+    def masked(self, index: Tensor, seen: Tensor) -> Tensor:
+        return index
+
+
+class Weak(Indexed):
+    """A fill that large scores reach: later keys are ordered by their scores."""
+
+    def masked(self, index: Tensor, seen: Tensor) -> Tensor:
+        return index + (~seen).to(index.dtype) * -1e9
+
+
+class Open(Indexed):
+    """The choice alone hides later keys: a query with fewer keys than are chosen sees some."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, chosen: Any) -> Tensor:
+        hidden = chosen.indices.new_ones(seen.shape, dtype=torch.bool).scatter(-1, chosen.indices, False)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=~hidden.unsqueeze(1))
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [(Late, "not proved to be of the past"), (Weak, "not all the same number"), (Open, "not proved causal")],
+)
+def test_what_is_not_proved_runs_on_rows(attention: Callable[[], nn.Module], reason: str) -> None:
+    batch = shared_batch(rows=3, length=10, shared=4, vocab=VOCAB, padding=None)
+    stats = compare(model_of(attention), batch).stats
+    assert reason in str(stats["expansions"])
+
+
+class Padded(Indexed):
+    """Padding takes part in the choice, and only the attention hides it."""
+
+    def masked(self, index: Tensor, seen: Tensor) -> Tensor:
+        future = torch.ones(index.shape[-2:], dtype=torch.bool, device=index.device).triu(1)
+        return index.masked_fill(future, -torch.inf)
+
+
+def test_padding_that_is_chosen_from_stays() -> None:
+    batch = left_padded()
+    batch = replace(batch, input_ids=batch.input_ids % VOCAB, labels=None)
+    pair = Pair(model_of(Padded))
+
+    def step(model: nn.Module) -> Tensor:
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        assert batch.attention_mask is not None
+        return (logits.square().mean(-1) * batch.attention_mask).sum()
+
+    checked = pair.check(step)
+    assert checked.stats["fallback"] is not None or checked.stats["tokens"] > distinct_tokens(batch)
+
+
+def test_holes_in_the_mask() -> None:
+    """Two rows of the same ids of which one does not see its third token choose among different keys."""
+    batch = shared_batch(rows=3, length=12, shared=6, vocab=VOCAB, padding=None)
+    mask = torch.ones_like(batch.input_ids)
+    mask[1, 2] = 0
+    compare(model_of(), replace(batch, attention_mask=mask))
+
+
+def test_forests_are_refused() -> None:
+    batch = shared_batch(rows=3, length=10, shared=4, vocab=VOCAB, padding=None)
+    forest = treefx.Forest.from_padded(batch.input_ids, torch.ones_like(batch.input_ids))
+    compiled = compile_with(model_of())
+    with refused("under treefx.use(forest)"), treefx.use(forest):
+        compiled(**forest.model_inputs())
+
+
+def test_experts_in_float32_through_aot() -> None:
+    model = sparse("deepseek_v32", index_topk=4, mlp_layer_types=["sparse"]).float()
+    batch = shared_batch(rows=4, length=14, shared=6)
+    assert_packed(compare(model, batch, FLOAT32, inner="aot_eager"), distinct_tokens(batch), 1)
