@@ -36,6 +36,7 @@ SCORES: dict[str, Score] = {
     "clamped": Score(("max", ("min", SCALED, const(0.7)), BIAS), ("or", ("not", ("lt", DEPTH_K, const(2))), DEPTH_Q)),
     "chosen": Score(("where", ("gt", ("dot",), const(0.0)), SCALED, ("sqrt", ("add", ("abs", SCALED), const(1.0))))),
     "masked": Score(("where", ("le", ("mod", DEPTH_K, const(3)), const(1)), SCALED, const(-torch.inf))),
+    "keys of the query": Score(SCALED, ("load", 4, ("q",), DEPTH_K)),
     "no product": Score(("float", ("neg", ("sub", DEPTH_Q, DEPTH_K)))),
 }
 
@@ -93,6 +94,7 @@ def draw(
         depth = torch.cat([torch.randint(0, 3, (outside,), generator=generator), depth + 3])
     total = tokens + outside
     buffers = [depth, normal(heads[0], total, total), normal(heads[0], 6), normal(heads[0])]
+    buffers.append(torch.rand(total, int(depth.max()) + 1, generator=torch.Generator().manual_seed(2)) < 0.5)
     wide = Inputs(*tensors, ends, buffers, normal(heads[0]) if sinks else None, boundary)
     return Case(wide, as_type(wide, dtype), normal(batch, heads[0], tokens, widths[1]))
 
