@@ -7,8 +7,8 @@ This package knows no FX graph and no trainer.
 
 Order of imports, each only of what stands before an arrow::
 
-    bounded, cuda_graphs, dumps, lasting, code_files, score, common, masked_products -> expression_text, reference
-    -> tiles -> cpu, gpu, recurrence -> head_loss, ops -> api
+    bounded, cuda_graphs, dumps, lasting, code_files, score, common, masked_products -> expression_text,
+    own_products, reference -> tiles -> cpu, gpu, recurrence -> head_loss, ops -> api
 """
 
 from typing import TYPE_CHECKING, Any

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor, fx
 
 from treefx.errors import UnsupportedError
+from treefx.kernels import own_products as _own_products  # noqa: F401  (registers the operator)
 from treefx.passes.labels.facts import Fact, fact_of
 from treefx.passes.labels.laws.matmul import OwnKeys
 from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import Metadata
 from treefx.passes.packing.repeats import Collapser
-
-aten = torch.ops.aten
 
 
 @emits(OwnKeys)
@@ -30,7 +29,7 @@ def _own_keys(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     single = Collapser(packer, dims[0][1]).make(keys)
     features = (packer.packed(keys) if single is None else single)[0]  # [D, N]: repeated, so all are the first
     own = packer.once("own_keys", None, lambda: own_keys(packer.metadata))
-    product: Tensor = aten.bmm.default(packer.packed(queries), features[:, own].transpose(0, 1))
+    product: Tensor = torch.ops.treefx.own_products.default(packer.packed(queries), features.t(), own)
     return product
 
 

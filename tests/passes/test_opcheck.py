@@ -54,6 +54,14 @@ def test_expand_and_restore(lay: Callable[[Tensor], Tensor], dtype: torch.dtype)
         opcheck(_ops.restore.default, (lay(torch.randn(*token_of.shape, *shape[1:]).to(dtype)), token_of, x))
 
 
+@each_with("dtype", torch.float32, torch.bfloat16)
+def test_own_products(lay: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    q, k, grad = (lay(torch.randn(shape).to(dtype)) for shape in ((4, 2, 3), (5, 3), (4, 2, 6)))
+    own = lay(torch.randint(0, 5, (4, 6)))
+    opcheck(_ops.own_products.default, (leaf(q), leaf(k), own))
+    opcheck(_ops.own_products_backward.default, (grad, q, k, own))
+
+
 def test_as_read(lay: Callable[[Tensor], Tensor]) -> None:
     for x in (leaf(lay(torch.randn(4, 6))), lay(torch.randn(4, 6)).long(), torch.zeros((), dtype=torch.float64)):
         opcheck(_ops.as_read.default, (x,))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from treefx.kernels import ops as _attention  # noqa: F401  (registers operators)
+from treefx.kernels import own_products as own
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.head_loss import eager
 from treefx.kernels.recurrence import tree_scan as _scans  # noqa: F401
@@ -52,6 +53,10 @@ UNTAGGED: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
     "attention": (opaque_ops.attention, [(*HEADS, None, 0.0, True, None, True)]),
     "entries": (restore_gradients.entries, [(numbers(R), V, -100), (numbers(R), V, None)]),
     "expand": (restore_gradients.expand, [(HIDDEN, numbers(2, 4)), (floats(0, H), numbers(2, 4))]),
+    "own_products": (own.own_products, [(floats(N, 2, H), floats(N, H), numbers(N, R))]),
+    "own_products_backward": (
+        own.own_products_backward, [(floats(N, 2, R), floats(N, 2, H), floats(N, H), numbers(N, R))],
+    ),
     "pick": (restore_gradients.pick, [(floats(N, V), numbers(R), numbers(R))]),
     "restore": (restore_gradients.restore, [(floats(2, 4, H), numbers(2, 4), HIDDEN)]),
     "restore_pick": (restore_gradients.restore_pick, [(floats(R), numbers(R), numbers(R), floats(N, V))]),

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from treefx.inspection.report.sizes import Sizes
 from treefx.kernels import ops as _ops  # noqa: F401  (registers tree_attention)
+from treefx.kernels import own_products as _own_products  # noqa: F401  (registers own_products)
 from treefx.passes.labels.facts import FACT, Axis, fact_of
 from treefx.passes.scores.attention_facts import Attention
 from treefx.passes.trace import changed_inputs as _changed_inputs  # noqa: F401  (registers as_read)
@@ -32,6 +33,7 @@ _VIEWS = {
 }  # fmt: skip
 _WHOLE = {torch.ops.treefx.attention.default}
 _TREE = torch.ops.treefx.tree_attention.default
+_OWN = torch.ops.treefx.own_products.default
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 
 
@@ -66,6 +68,8 @@ def node_flops(node: fx.Node, sizes: Sizes, columns: int) -> int:
     if node.target is _TREE:
         query, value = (sizes.shape(node.args[i]) for i in (0, 2))
         return 2 * math.prod(query[:-1]) * columns * (query[-1] + value[-1])
+    if node.target is _OWN:
+        return 2 * math.prod(sizes.shape(node.args[0])) * sizes.shape(node.args[2])[-1]
     return _registered(node, sizes)
 
 
