@@ -10,18 +10,19 @@ import difflib
 import itertools
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch._logging._internal import trace_structured
 
 from treefx.kernels.dumps import dump, dumps_wanted
 
-__all__ = ["GraphChange", "Pass", "log_graph", "run_passes"]
+__all__ = ["GraphChange", "NodeLine", "Pass", "log_graph", "run_passes"]
 
 _log = logging.getLogger(__name__)
 _runs = itertools.count()
@@ -41,14 +42,30 @@ class Pass:
     """Passes of one stage run together, on one graph."""
 
 
+class NodeLine(NamedTuple):
+    """A node without its name and inputs, which passes change freely: kind, target, and module as fx writes it."""
+
+    kind: str
+    target: str
+    module: str
+
+
 @dataclass(frozen=True)
 class GraphChange:
-    """Nodes of a graph before and after a pass, and its operators by name."""
+    """The nodes of a graph before and after a pass, in order."""
 
-    nodes_before: int
-    nodes_after: int
-    operators_before: Counter[str]
-    operators_after: Counter[str]
+    before: tuple[NodeLine, ...] = ()
+    after: tuple[NodeLine, ...] = ()
+
+    @property
+    def operators_before(self) -> Counter[str]:
+        """By name."""
+        return _operators(self.before)
+
+    @property
+    def operators_after(self) -> Counter[str]:
+        """By name."""
+        return _operators(self.after)
 
 
 def run_passes(
@@ -74,17 +91,19 @@ def run_passes(
         RuntimeError: A pass left a graph that is not well-formed: a bug of the pass that is named.
     """
     run = f"{os.getpid()}.{next(_runs):03}"
+    nodes = _lines(gm)
     for place, item in enumerate(passes):
-        before, operators, nodes = _printed(gm), _operators(gm), len(gm.graph.nodes)
+        before, change = _printed(gm), GraphChange(nodes)
         started = time.perf_counter()
         gm = item.run(gm, work)
         took = time.perf_counter() - started
         seconds[item.name] = seconds.get(item.name, 0.0) + took
         _check(item, gm)
-        change = GraphChange(nodes, len(gm.graph.nodes), operators, _operators(gm))
+        nodes = _lines(gm)
+        change = GraphChange(change.before, nodes)
         if changes is not None:
             changes[item.name] = change
-        _log.debug("%s: %.3f s, %s", item.name, took, _changes(operators, change.operators_after))
+        _log.debug("%s: %.3f s, %s", item.name, took, _Changes(change))
         log_graph(f"treefx_pass_{place}_{item.name}", gm)
         _write(f"{run}.{place}.{item.name}", before, _printed(gm))
     return gm
@@ -107,14 +126,30 @@ def _check(item: Pass, gm: fx.GraphModule) -> None:
         raise RuntimeError(f"pass {item.name!r} left a graph that is not well-formed: {error}") from error
 
 
-def _operators(gm: fx.GraphModule) -> Counter[str]:
-    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+def _lines(gm: fx.GraphModule) -> tuple[NodeLine, ...]:
+    """Every node; equal texts are one object, because the lines are kept as long as the analysis."""
+    return tuple(NodeLine(node.op, sys.intern(str(node.target)), _module(node)) for node in gm.graph.nodes)
 
 
-def _changes(before: Counter[str], after: Counter[str]) -> str:
-    """``aten.mm.default: 12 -> 10, ...``"""
-    names = sorted(name for name in before | after if before[name] != after[name])
-    return ", ".join(f"{name}: {before[name]} -> {after[name]}" for name in names) or "the same operators"
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    return sys.intern(str(next(reversed(stack.values()))[0])) if stack else ""
+
+
+def _operators(nodes: Iterable[NodeLine]) -> Counter[str]:
+    return Counter(node.target for node in nodes if node.kind == "call_function")
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """``aten.mm.default: 12 -> 10, ...``, written only where the log prints it."""
+
+    change: GraphChange
+
+    def __str__(self) -> str:
+        before, after = self.change.operators_before, self.change.operators_after
+        names = sorted(name for name in before | after if before[name] != after[name])
+        return ", ".join(f"{name}: {before[name]} -> {after[name]}" for name in names) or "the same operators"
 
 
 def _printed(gm: fx.GraphModule) -> str:

@@ -16,9 +16,9 @@ from string import Template
 from typing import Any
 
 from treefx.inspection.graph_diff import OperatorChange, order_changes
-from treefx.inspection.page import page_part
+from treefx.inspection.page import page_part, page_script
 from treefx.inspection.report.codec import as_plain
-from treefx.inspection.report.records import AttentionAccount, ForestNode, GraphNode
+from treefx.inspection.report.records import AttentionAccount, ForestNode, GraphNode, LayerMemory, Mask
 from treefx.inspection.report.report import Report
 from treefx.inspection.text import none_expanded, shown_expansions
 
@@ -26,6 +26,8 @@ __all__ = ["render_page", "write_report"]
 
 _MATHML = re.compile(r"(?:[^<>&]|</?m[a-z]+(?: [a-z]+=(?:'[a-z]*'|\"[a-z]*\"))*/?>|&#?\w+;)*")
 """What a formula may consist of: a report may have been read from a file that others wrote."""
+_LAYER = re.compile(r".*?\.\d+(?=\.|$)")
+"""Path of a layer of a list of modules."""
 _MOST_TEXT = 400
 _NO_OPERATORS = {"placeholder", "output", "get_attr", "getitem"}
 
@@ -40,7 +42,7 @@ def render_page(report: Report, tokenizer: Any = None) -> str:
     stats, verdict = report.stats, report.verdict
     return Template(page_part("page.html")).substitute(
         style=page_part("page.css"),
-        script=page_part("page.js"),
+        script=page_script(),
         model=html.escape(stats.get("model") or "the model"),
         made=html.escape(_made(stats)),
         verdict=html.escape(verdict.sentence),
@@ -105,9 +107,11 @@ def _data(report: Report, tokenizer: Any) -> dict[str, Any]:
             for item, node in zip(forest["nodes"], report.forest.nodes, strict=True)
         ]
     accounts = {o.name: (o.ran, o.code, o.reason, o.flops_before, o.flops_after) for o in report.operators}
+    plan = None if report.plan is None else {"parts": report.plan.get("parts", [])}
     return {
         "forest": forest, "modules": as_plain(report.modules), "nodes": nodes, "modules_of": list(modules),
         "lines": list(lines), "operators": accounts, "passes": as_plain(report.passes), "calls": as_plain(report.calls),
+        "masks": as_plain(report.masks), "plan": plan,
     }  # fmt: skip
 
 
@@ -181,15 +185,17 @@ def _attentions(report: Report) -> str:
     """Each distinct formula once, with the layers that have it; each distinct source once, behind a fold."""
     groups: dict[tuple[str, ...], list[AttentionAccount]] = {}
     for item in report.attention:
-        groups.setdefault((item.mathml, item.score, item.visible, item.shapes, item.kernel), []).append(item)
-    return "".join(_formula(items) for items in groups.values()) + "".join(
+        groups.setdefault((item.mathml, item.score, item.visible, item.shapes, item.kernel, str(item.mask)), []).append(
+            item
+        )
+    return "".join(_formula(items, report.masks) for items in groups.values()) + "".join(
         f"<details><summary>Triton source {i + 1} of {len(report.sources)}, as on a GPU</summary>"
         f"<pre>{html.escape(source)}</pre></details>"
         for i, source in enumerate(report.sources)
     )
 
 
-def _formula(items: Sequence[AttentionAccount]) -> str:
+def _formula(items: Sequence[AttentionAccount], masks: Sequence[Mask]) -> str:
     first = items[0]
     names = ", ".join(item.module or item.name for item in items[:4])
     layers = f"{len(items)} layers: {names}, ..." if len(items) > 4 else names
@@ -200,7 +206,23 @@ def _formula(items: Sequence[AttentionAccount]) -> str:
         f"softmax over k of {first.score}\nwhere {first.visible}\nquery, key, value {first.shapes}\n"
         f"kernel: {first.kernel}{pairs}"
     )
-    return f"<h3>{html.escape(layers)}</h3>{drawn}<pre>{html.escape(text)}</pre>"
+    formula = f"<div>{drawn}<pre>{html.escape(text)}</pre></div>"
+    return f'<h3>{html.escape(layers)}</h3><div class="formula">{formula}{_picture(first.mask, masks)}</div>'
+
+
+def _picture(number: int, masks: Sequence[Mask]) -> str:
+    """An empty canvas with its caption; the script draws the cells."""
+    if not 0 <= number < len(masks):
+        return ""
+    mask = masks[number]
+    words = f"{mask.tokens:,} tokens of the last forest: queries down, keys to the right" + (
+        mask.note and f"; {mask.note}"
+    )
+    label = html.escape(f"the mask over {words}")
+    return (
+        f'<figure><canvas class="mask" data-mask="{number}" role="img" aria-label="{label}"></canvas>'
+        f"<figcaption>{html.escape(words)}</figcaption></figure>"
+    )
 
 
 def _restored(report: Report) -> Iterator[Sequence[str]]:
@@ -210,8 +232,31 @@ def _restored(report: Report) -> Iterator[Sequence[str]]:
 
 
 def _memory(report: Report) -> str:
+    """What each layer keeps, the modules in it behind a fold."""
     memory = report.memory
     if not memory.layers:
         return f"<p>{html.escape(memory.note or 'Nothing.')}</p>"
-    rows = [(item.module or "outside of modules", f"{item.bytes:,}", str(item.values)) for item in memory.layers[:60]]
-    return f"<p>{memory.bytes:,} bytes.</p>" + _table(("module", "bytes", "values"), rows)
+    layers: dict[str, list[LayerMemory]] = {}
+    for item in memory.layers:
+        found = _LAYER.match(item.module)
+        layers.setdefault(found[0] if found else item.module, []).append(item)
+    sums = sorted(layers.items(), key=lambda entry: -sum(item.bytes for item in entry[1]))
+    largest = max(1, sum(item.bytes for item in sums[0][1]))
+    rows = f"; on rows it would keep {memory.bytes_on_rows:,}" if memory.bytes_on_rows else ""
+    return f"<p>{memory.bytes:,} bytes{rows}.</p>" + "".join(_layer(name, items, largest) for name, items in sums)
+
+
+def _layer(name: str, items: Sequence[LayerMemory], largest: int) -> str:
+    row = _kept(name or "outside of modules", sum(i.bytes for i in items), sum(i.values for i in items), largest)
+    if len(items) == 1:
+        return row
+    inner = "".join(_kept(item.module, item.bytes, item.values, largest) for item in items)
+    return f"<details><summary>{row}</summary><div>{inner}</div></details>"
+
+
+def _kept(name: str, size: int, values: int, largest: int) -> str:
+    bar = f'<i style="width:{100 * size / largest:.1f}%"></i>'
+    return (
+        f'<div class="kept"><span>{html.escape(name)}</span><span>{bar}</span><span>{size:,} bytes</span>'
+        f"<span>{values} value{'s' if values != 1 else ''}</span></div>"
+    )

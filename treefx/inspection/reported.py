@@ -16,7 +16,7 @@ from treefx.runtime.batch import Batch, keys_of
 from treefx.runtime.call_log import LoggedCall
 from treefx.runtime.report import NO_IDS, GraphReport
 
-__all__ = ["material_of", "rows_of_batch"]
+__all__ = ["material_of", "rows_of_batch", "rows_of_forest"]
 
 
 # Long: one argument a line.
@@ -48,7 +48,7 @@ def material_of(
     if isinstance(batch, Batch):
         rows = rows_of_batch(batch, analysis, redundant)
     elif isinstance(batch, Forest):
-        rows = _rows_of_forest(batch)
+        rows = rows_of_forest(batch)
     others = [report for report in reports if report is not first and report.ran == "ordinary"]
     cut = [("TFX003", report.cut) for report in others if report.cut is not None and not report.has_tokens]
     return Material(
@@ -97,13 +97,16 @@ def rows_of_batch(batch: Batch, analysis: Analysis | None, redundant: Any = froz
     return Rows.of_tensors(token_of, end, ids)
 
 
-def _rows_of_forest(forest: Forest) -> Rows:
+def rows_of_forest(forest: Forest) -> Rows:
+    """The trie of a forest that the caller gave, with the weights of its edges."""
     paths = [path.cpu() for path in forest.token_of]
     width = max(map(len, paths), default=0)
     token_of = np.full((len(paths), width), -1, dtype=np.int64)
     for i, path in enumerate(paths):
         token_of[i, : len(path)] = path.numpy()
-    return Rows(token_of, forest.subtree_end.cpu().numpy(), forest.tokens.cpu().numpy())
+    weights = np.full(len(forest.tokens), np.nan)
+    weights[forest.edges.target.cpu().numpy()] = forest.edges.weight.cpu().numpy()
+    return Rows(token_of, forest.subtree_end.cpu().numpy(), forest.tokens.cpu().numpy(), weights)
 
 
 def _extent(batch: Batch | Forest | None, first: GraphReport) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils._dtype_abbrs import dtype_abbrs
 
-__all__ = ["module_of", "type_of"]
+__all__ = ["module_of", "path_of_module", "type_of"]
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?|^self\.?")
 _ITEM = re.compile(r"\._modules\['(\w+)'\]")
@@ -20,8 +20,12 @@ def module_of(node: fx.Node) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
-    path: str = list(stack.values())[-1][0]
-    return _ITEM.sub(r".\1", _ROOT.sub("", path)) or None
+    return path_of_module(list(stack.values())[-1][0]) or None
+
+
+def path_of_module(path: str) -> str:
+    """Path, as in ``named_modules``, of a module as fx writes it; "" for the model itself."""
+    return _ITEM.sub(r".\1", _ROOT.sub("", path))
 
 
 def type_of(node: fx.Node) -> str:

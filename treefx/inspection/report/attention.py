@@ -5,37 +5,57 @@ from __future__ import annotations
 from torch import fx
 
 from treefx.inspection.report.forest import visible_pairs
-from treefx.inspection.report.formulas import mathml_of
+from treefx.inspection.report.formulas import mathml_of, visible_of
 from treefx.inspection.report.lines import line_of, module_path
+from treefx.inspection.report.masks import draw_mask
 from treefx.inspection.report.material import Material
-from treefx.inspection.report.records import AttentionAccount
-from treefx.inspection.score_text import attention_formulas
+from treefx.inspection.report.records import AttentionAccount, Mask
+from treefx.inspection.score_text import Formula, attention_formulas
 from treefx.passes.packing.kernel_sources import kernel_source_of
 
 __all__ = ["account_attentions"]
 
 
-def account_attentions(material: Material) -> tuple[tuple[AttentionAccount, ...], tuple[str, ...]]:
-    """Every tree attention of the rewritten graph, and the distinct sources that they run as on a GPU."""
+def account_attentions(
+    material: Material,
+) -> tuple[tuple[AttentionAccount, ...], tuple[str, ...], tuple[Mask, ...]]:
+    """Every tree attention of the rewritten graph, the distinct sources that they run as on a GPU, and their masks."""
     gm = material.graphs.get("rewritten")
     if gm is None:
-        return (), ()
+        return (), (), ()
     pairs, on_rows = visible_pairs(material.rows) if material.rows is not None and material.packed else (0, 0)
     sources: dict[str, int] = {}
     mathml: dict[tuple[str, ...], str] = {}
+    masks: list[Mask] = []
+    pictures: dict[str, int] = {}
     found = []
     for node, formula in attention_formulas(material.captured, gm).items():
         source = sources.setdefault(kernel_source_of(node), len(sources))
         key = (formula.score, formula.visible)
         if key not in mathml:
             mathml[key] = mathml_of(formula.expression, formula.condition, formula.names)
+        if formula.visible not in pictures:
+            drawn = _masks(material, formula)
+            pictures[formula.visible] = len(masks) if drawn else -1
+            masks += drawn
         found.append(
             AttentionAccount(
                 node.name, formula.score, formula.visible, mathml[key], module_path(node), line_of(node),
                 formula.shapes, _kernel(node), source, pairs, on_rows,
+                pictures[formula.visible],
             )
         )  # fmt: skip
-    return tuple(found), tuple(sources)
+    return tuple(found), tuple(sources), tuple(masks)
+
+
+def _masks(material: Material, formula: Formula) -> list[Mask]:
+    """The picture of a mask over the last forest; none where that is gone or sympy has no form of the condition."""
+    if material.rows is None or not material.packed:
+        return []
+    try:
+        return [draw_mask(visible_of(formula.condition, formula.names), material.rows)]
+    except (KeyError, TypeError, ValueError, AttributeError, NotImplementedError):
+        return []
 
 
 def _kernel(node: fx.Node) -> str:

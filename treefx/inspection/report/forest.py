@@ -9,7 +9,7 @@ import numpy as np
 from treefx.inspection.report.material import Material, Rows
 from treefx.inspection.report.records import ForestAccount, ForestNode
 
-__all__ = ["MOST_IDS", "MOST_NODES", "account_forest", "visible_pairs"]
+__all__ = ["MOST_IDS", "MOST_NODES", "account_forest", "count_tokens", "visible_pairs"]
 
 MOST_NODES = 2000
 """That a report lists; the largest forests have more than a page can show."""
@@ -22,7 +22,7 @@ def account_forest(material: Material) -> ForestAccount | None:
     rows = material.rows
     if rows is None or not material.stats["tokens"]:
         return None
-    count = _count(rows)
+    count = count_tokens(rows)
     starts = _starts(rows, count)
     node_of = np.cumsum(np.isin(np.arange(count), starts)) - 1
     parents = _parents(rows.subtree_end[:count])
@@ -33,6 +33,7 @@ def account_forest(material: Material) -> ForestAccount | None:
             int(start), int(end - start), int(rows.depth[start]),
             int(node_of[parents[start]]) if parents[start] >= 0 else -1, through[i],
             () if rows.ids is None else tuple(int(x) for x in rows.ids[start : min(end, start + MOST_IDS)]),
+            None if rows.weights is None or parents[start] < 0 else float(rows.weights[start]),
         )
         for i, (start, end) in enumerate(zip(starts[:MOST_NODES], ends, strict=False))
     )  # fmt: skip
@@ -42,12 +43,12 @@ def account_forest(material: Material) -> ForestAccount | None:
 
 def visible_pairs(rows: Rows) -> tuple[int, int]:
     """Pairs of query and key that the tree shows, and the same of the rows."""
-    count = _count(rows)
+    count = count_tokens(rows)
     seen = rows.depth[:count] + 1
     return int(seen.sum()), int((seen * rows.multiplicity[:count]).sum())
 
 
-def _count(rows: Rows) -> int:
+def count_tokens(rows: Rows) -> int:
     """Distinct tokens, without the filler behind them."""
     kept = rows.token_of[rows.token_of >= 0]
     return int(kept.max()) + 1 if kept.size else len(rows.subtree_end)

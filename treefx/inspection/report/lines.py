@@ -6,13 +6,11 @@ import re
 
 from torch import fx
 
-from treefx.inspection.source_lines import module_of
+from treefx.inspection.source_lines import module_of, path_of_module
 from treefx.passes.labels.label_tokens import user_line
 
 __all__ = ["line_of", "module_path", "modules_around", "place_of"]
 
-_ROOT = re.compile(r"^L\['\w+'\]\.?|^self\.?")
-_ITEM = re.compile(r"\._modules\['(\w+)'\]")
 _LINE = re.compile(r"^(.*?):(\d+): ")
 
 
@@ -24,7 +22,7 @@ def module_path(node: fx.Node) -> str:
 def modules_around(node: fx.Node) -> list[tuple[str, str]]:
     """Path and class of every module around a node, the outermost first; the model itself has the path ""."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [(_ITEM.sub(r".\1", _ROOT.sub("", str(path))), _class_name(kind)) for path, kind in stack.values()]
+    return [(path_of_module(str(path)), _class_name(kind)) for path, kind in stack.values()]
 
 
 def _class_name(kind: object) -> str:

@@ -28,11 +28,13 @@ class Rows:
         token_of: int [B, T], the packed index of every position; -1 for none.
         subtree_end: int [N].
         ids: int [N], the token ids; None where they are gone.
+        weights: float [N], of predicting each token, summed over rows; NaN for roots, None where the loss has them.
     """
 
     token_of: Any
     subtree_end: Any
     ids: Any = None
+    weights: Any = None
 
     @classmethod
     def of_tensors(cls, token_of: Tensor, subtree_end: Tensor, ids: Tensor | None) -> Rows:
@@ -47,6 +49,15 @@ class Rows:
         opened = np.arange(count)
         closing = np.bincount(np.minimum(self.subtree_end, count), minlength=count + 1)[:count]
         return opened - np.cumsum(closing)
+
+    @cached_property
+    def row_and_column(self) -> tuple[Any, Any]:
+        """int [N] each: the first row through a token, and its column there."""
+        flat = self.token_of.reshape(-1)
+        kept, first = np.unique(flat, return_index=True)
+        found = np.zeros(len(self.subtree_end), dtype=np.int64)
+        found[kept[kept >= 0]] = first[kept >= 0]
+        return np.divmod(found, self.token_of.shape[1])
 
     @cached_property
     def multiplicity(self) -> Any:

@@ -15,6 +15,7 @@ __all__ = [
     "GraphNode",
     "LayerMemory",
     "Loss",
+    "Mask",
     "Memory",
     "ModuleAccount",
     "OperatorAccount",
@@ -181,6 +182,7 @@ class PassRun:
         seconds: Over all its runs.
         nodes_before: Nodes of its graph in its last run; 0 where that is not known.
         changes: Operators whose counts changed, as ``mm: 12 -> 10``.
+        diff: Nodes before and after, as lines of a unified diff; names of nodes are left out.
     """
 
     number: int
@@ -191,6 +193,7 @@ class PassRun:
     operators_before: int = 0
     operators_after: int = 0
     changes: tuple[str, ...] = ()
+    diff: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,7 @@ class AttentionAccount:
         source: Number of its source in ``Report.sources``; -1 without one.
         pairs: Pairs of query and key that are visible in the last forest; 0 where there is none.
         pairs_on_rows: The same of the rows.
+        mask: Number of its picture in ``Report.masks``; -1 without a forest.
     """
 
     name: str
@@ -220,6 +224,23 @@ class AttentionAccount:
     source: int = -1
     pairs: int = 0
     pairs_on_rows: int = 0
+    mask: int = -1
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys the queries of the last forest see, as a small picture.
+
+    Attributes:
+        tokens: Of the forest.
+        shades: A text per row of cells (queries, in packed order), a digit per cell (keys): 0 where none of its pairs
+            is visible, 9 where all are.
+        note: What the picture leaves out.
+    """
+
+    tokens: int
+    shades: tuple[str, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -286,6 +307,7 @@ class ForestNode:
         parent: Number of the node above it; -1 for a root.
         rows: The rows through it.
         ids: The first of its token ids.
+        weight: Of the edge into its first token, summed over its rows; None for a root and where the loss has them.
     """
 
     start: int
@@ -294,6 +316,7 @@ class ForestNode:
     parent: int
     rows: tuple[int, ...]
     ids: tuple[int, ...] = ()
+    weight: float | None = None
 
 
 @dataclass(frozen=True)

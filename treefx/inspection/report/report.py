@@ -25,6 +25,7 @@ from treefx.inspection.report.records import (
     Call,
     ForestAccount,
     GraphNode,
+    Mask,
     Memory,
     ModuleAccount,
     OperatorAccount,
@@ -65,6 +66,7 @@ class Report:
         plan: Of ``treefx.plan``, where ``with_plan`` gave one.
         nodes: The graphs by stage, for drawing.
         sources: Distinct kernel sources, which ``attention`` names by number.
+        masks: Distinct masks over the last forest as pictures, which ``attention`` names by number.
         figures: ``stats``.
         text: ``summary()``.
         formulas: ``kernels``: each attention as text, by node.
@@ -83,6 +85,7 @@ class Report:
     plan: dict[str, Any] | None = field(default_factory=_nothing)
     nodes: dict[str, tuple[GraphNode, ...]] = field(default_factory=dict)
     sources: tuple[str, ...] = field(default_factory=tuple)
+    masks: tuple[Mask, ...] = field(default_factory=tuple)
     figures: dict[str, Any] = field(default_factory=dict)
     text: str = field(default_factory=str)
     formulas: dict[str, str] = field(default_factory=dict)
@@ -177,6 +180,7 @@ _SECTIONS: Mapping[str, Callable[[Any, Material], Any]] = {
     "passes": lambda report, material: account_passes(material),
     "attention": lambda report, material: report._attention[0],
     "sources": lambda report, material: report._attention[1],
+    "masks": lambda report, material: report._attention[2],
     "_attention": lambda report, material: account_attentions(material),
     "restoration": lambda report, material: account_restorations(material),
     "memory": lambda report, material: account_memory(material),
@@ -200,10 +204,13 @@ def make_section(report: Any, name: str, material: Material) -> Any:
     return _SECTIONS[name](report, material)
 
 
+_MADE = ("verdict", "operators", "attention", "sources", "masks", "_attention")
+
+
 def made_of(material: Material, formulas: Mapping[str, str]) -> Report:
     """A report with all sections made."""
-    attention, sources = account_attentions(material)
+    attention, sources, masks = account_attentions(material)
     operators = account_operators(material)
-    report = Report(judge(material, operators), operators, attention=attention, sources=sources)
-    names = [name for name in _SECTIONS if name not in ("verdict", "operators", "attention", "sources", "_attention")]
+    report = Report(judge(material, operators), operators, attention=attention, sources=sources, masks=masks)
+    names = [name for name in _SECTIONS if name not in _MADE]
     return replace(report, formulas=dict(formulas), **{name: make_section(report, name, material) for name in names})
