@@ -35,6 +35,7 @@ WITHOUT_TORCH = (
     ["inspect", "llama", "--stage", "nope"],
     ["inspect", "llama", "--inner", "nope"],
     ["inspect", "llama", "--html", "/"],
+    ["inspect", "llama", "--model-explorer", "/"],
     ["explain", "--help"],
     ["explain", "no/such.py:model"],
     ["explain", "llama", "--batch", "4 rows"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,10 @@ def inspect(
     stage: Annotated[str, typer.Option(help="Graph to write: captured, rewritten, forward or backward.")] = "rewritten",
     out: Annotated[Path | None, typer.Option(help="Write the graph of --stage to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write everything to this file, as one html page.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write passes and calls as a trace for Perfetto.")] = None,
+    model_explorer: Annotated[
+        Path | None, typer.Option(help="Write the graphs for Google's Model Explorer, and overlays next to them.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
 ) -> None:
     """Compile a small model, run one batch forward and backward, and say what was rewritten.
@@ -44,7 +49,9 @@ def inspect(
     check_choice("--stage", stage, _STAGES)
     Config.from_options({"inner": inner})
     check_output("--out", out)
-    check_output("--html", html)
+    files = {"page": html, "trace": perfetto, "Model Explorer": model_explorer}
+    for option, path in zip(("--html", "--perfetto", "--model-explorer"), files.values(), strict=True):
+        check_output(option, path)
     with waiting("loading PyTorch", quiet=json) as progress:
         import treefx
         from treefx.tools.bench.job.synthetic import shared_prefix_batch
@@ -58,7 +65,7 @@ def inspect(
         run = run_single(built, batch, inner)
         report = treefx.inspect(run.compiled)
         progress.tell("writing the report")
-        written, refusal = _write(report, stage, out, html)
+        written, refusal = _write(report, stage, out, files)
     if not json:
         print_line(report.summary())
         for line in written:
@@ -72,12 +79,16 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _write(report: Inspection, stage: str, out: Path | None, html: Path | None) -> tuple[list[str], InputError | None]:
+def _write(
+    report: Inspection, stage: str, out: Path | None, files: Mapping[str, Path | None]
+) -> tuple[list[str], InputError | None]:
     """Write the files, and return a line about each; a graph that does not exist must not lose the page."""
     written = []
-    if html is not None:
-        report.to_html(html)
-        written.append(f"page: {html}")
+    writers = (report.to_html, report.to_perfetto, report.to_model_explorer)
+    for (name, path), write in zip(files.items(), writers, strict=True):
+        if path is not None:
+            write(path)
+            written.append(f"{name}: {path}")
     if out is not None:
         try:
             out.write_text(report.readable(stage), encoding="utf-8")

@@ -15,6 +15,7 @@ from treefx.inspection.report.codec import as_plain, from_plain
 from treefx.inspection.report.forest import account_forest
 from treefx.inspection.report.material import Material
 from treefx.inspection.report.memory import account_memory
+from treefx.inspection.report.model_explorer import write_model_explorer
 from treefx.inspection.report.modules import account_modules
 from treefx.inspection.report.nodes import account_nodes
 from treefx.inspection.report.operators import account_operators
@@ -171,6 +172,15 @@ class Report:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(perfetto_events(self.passes, self.calls, self.plan)), encoding="utf-8")
         return target
+
+    def to_model_explorer(self, path: str | Path) -> Path:
+        """Write the graphs for Google's Model Explorer, nested by module, and return the path.
+
+        Beside it stand three overlays ("node data" there): ``.flops_before.json``, ``.flops_after.json`` and
+        ``.verdict.json`` in place of the suffix.
+        """
+        label = str(self.figures.get("model") or "model")
+        return write_model_explorer(path, label, self.nodes, self.operators, self.modules)
 
 
 _SECTIONS: Mapping[str, Callable[[Any, Material], Any]] = {
