@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 SMOKE := tests/test_oracle.py tests/forests tests/losses tests/passes/packing tests/kernels/tiles tests/kernels/cpu \
 	tests/backend/calls/test_inputs.py tests/backend/test_wrong_variants.py tests/planning/test_execute_wrong.py
 
-.PHONY: demo test smoke test-gpu-versions lint bench clean
+.PHONY: demo test smoke test-gpu-versions lint docs bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_rollouts.py $(ARGS)
@@ -36,6 +36,10 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --allow-untyped-calls --no-warn-unused-ignores examples
+
+# The troubleshooting page, from the tables of codes.
+docs: $(VENV)/.examples
+	$(BIN)/python -m treefx.tools.troubleshooting docs/troubleshooting.md
 
 bench: $(VENV)/.examples
 	$(BIN)/python -m treefx bench forest

@@ -19,13 +19,13 @@ gives credit on them; ``data`` makes batches; ``integrations`` fits all of it in
 ``tools``, which the library never imports, measure and attack it. What a user imports lies open: ``backend``,
 ``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of users, ``arguments`` their numbers;
 ``extras`` names the extra of a library that is missing, and the version of treefx, ``torch_patches`` replaces symbols
-of PyTorch, ``reason_codes`` has the code of every reason for running on rows.
+of PyTorch, ``reason_codes`` has the code of every reason for running on rows, ``refusal_codes`` of every refusal.
 
 Order of imports, each only of what stands before an arrow::
 
-    errors, extras, reason_codes, views -> arguments, documents, kernels, torch_patches -> passes -> config, forests
-    -> losses, logprobs -> rl -> runtime -> backend -> inspection -> planning -> scale -> data -> integrations ->
-    __init__ -> output -> tools -> cli -> __main__
+    extras, reason_codes, views -> refusal_codes -> errors -> arguments, documents, kernels, torch_patches -> passes
+    -> config, forests -> losses, logprobs -> rl -> runtime -> backend -> inspection -> planning -> scale -> data ->
+    integrations -> __init__ -> output -> tools -> cli -> __main__
 """
 
 from importlib import import_module

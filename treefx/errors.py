@@ -4,6 +4,11 @@ Each message says what was expected, what came, and what to do. Errors of this f
 anything else that escapes treefx is a bug of treefx.
 """
 
+import sys
+
+from treefx.reason_codes import with_code
+from treefx.refusal_codes import code_of_module
+
 __all__ = [
     "ConfigError",
     "CoupledLossError",
@@ -44,7 +49,24 @@ class ForestError(InputError):
 
 
 class UnsupportedError(TreefxError):
-    """A computation that treefx cannot run exactly; the message names it and the way out."""
+    """A computation that treefx cannot run exactly; the message names it, the way out, and its code.
+
+    Args:
+        text: The message.
+        code: Of ``treefx.reason_codes`` or ``treefx.refusal_codes``; by default that of the module that refuses.
+    """
+
+    def __init__(self, text: str = "", code: str = "") -> None:
+        super().__init__(text)
+        self.code = code or code_of_module(sys._getframe(1).f_globals.get("__name__", ""))
+
+    @property
+    def text(self) -> str:
+        """The message without its code."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return with_code(self.text, self.code)
 
 
 class CoupledLossError(UnsupportedError):

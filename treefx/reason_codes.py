@@ -17,12 +17,16 @@ __all__ = [
     "LOSS_PICKS",
     "ROWS_BY_INPUTS",
     "TABLE",
+    "TROUBLESHOOTING",
     "UNCOMPILED",
     "ReasonCode",
     "code_of_cause",
     "code_of_operator",
     "code_of_text",
     "find",
+    "link_to",
+    "marked",
+    "with_code",
 ]
 
 
@@ -55,6 +59,8 @@ def _operator(code: str, title: str, why: str, way_out: str, *texts: str) -> Rea
     return ReasonCode(code, title, why, way_out, None, texts)
 
 
+TROUBLESHOOTING = "docs/troubleshooting.md"
+"""The page that has an entry per code; messages link to it."""
 LITTLE_SHARING = "TFX016"
 """The rows of a call share less than ``min_sharing``: a choice, not an obstacle."""
 UNCOMPILED = "TFX017"
@@ -351,6 +357,21 @@ def find(code: str) -> ReasonCode:
         KeyError: There is no such code.
     """
     return _BY_CODE[code]
+
+
+def link_to(code: str) -> str:
+    """The entry of a code in the troubleshooting page."""
+    return f"{TROUBLESHOOTING}#{code.lower()}"
+
+
+def marked(code: str) -> str:
+    """A code and the link to its entry, as messages end: ``[TFX012, docs/troubleshooting.md#tfx012]``."""
+    return f"[{code}, {link_to(code)}]"
+
+
+def with_code(text: str, code: str) -> str:
+    """A message that ends in its code, unless it has none or names an entry already."""
+    return f"{text} {marked(code)}" if code and TROUBLESHOOTING not in text else text
 
 
 def code_of_cause(name: str) -> str:

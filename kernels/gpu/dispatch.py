@@ -28,6 +28,8 @@ from treefx.kernels.gpu import flex
 from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.score import Score
 from treefx.kernels.tiles.hosted import host_copies
+from treefx.reason_codes import with_code
+from treefx.refusal_codes import FLEX
 
 __all__ = ["backward", "forward"]
 
@@ -69,8 +71,11 @@ def _chosen(inputs: Inputs, score: Score) -> ModuleType:
         _problems[key] = problem = _problem_of(inputs, score)
         if problem is not None:
             warnings.warn(
-                f"treefx: FlexAttention runs this attention instead of a generated kernel: {problem}. It is slower, "
-                "and a NaN or infinity in one row reaches outputs and gradients of other rows",
+                with_code(
+                    f"treefx: FlexAttention runs this attention instead of a generated kernel: {problem}. It is "
+                    "slower, and a NaN or infinity in one row reaches outputs and gradients of other rows",
+                    FLEX,
+                ),
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -94,7 +99,7 @@ def _problem_of(inputs: Inputs, score: Score) -> str | None:
         with torch.inference_mode(False):
             errors = _errors(_first_tokens(inputs), score)
     except UnsupportedError as reason:
-        return str(reason)
+        return reason.text
     except (InputError, torch.OutOfMemoryError):
         raise
     except Exception as reason:  # whatever the compiler or the launch raises: FlexAttention is there

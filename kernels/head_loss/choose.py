@@ -19,6 +19,8 @@ from treefx.kernels.common import relative_error
 from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.head_loss import eager
 from treefx.kernels.head_loss.problem import HeadLoss
+from treefx.reason_codes import with_code
+from treefx.refusal_codes import HEAD_FORM
 
 __all__ = ["backward", "forward", "runs_fused"]
 
@@ -93,7 +95,10 @@ def _judge(problem: HeadLoss) -> bool:
             reason = f"{type(error).__name__}: {str(error)[:200]}"
     if reason:
         warnings.warn(
-            f"treefx: PyTorch's operators compute LM head and loss instead of a Triton kernel, slower: {reason}",
+            with_code(
+                f"treefx: PyTorch's operators compute LM head and loss instead of a Triton kernel, slower: {reason}",
+                HEAD_FORM,
+            ),
             RuntimeWarning,
             stacklevel=2,
         )

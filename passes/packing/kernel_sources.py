@@ -36,7 +36,7 @@ def kernel_source_of(node: fx.Node) -> str:
     try:
         return kernel_source(request)
     except UnsupportedError as reason:
-        return f"# No kernel is generated: {reason}"
+        return f"# No kernel is generated: {reason.text}"
 
 
 def write_kernel_sources(gm: fx.GraphModule) -> None:

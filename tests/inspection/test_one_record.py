@@ -18,6 +18,7 @@ from tests.planning.cuts import every_node
 from tests.spellings import SPELLINGS
 from treefx.inspection.inspector import Inspection
 from treefx.planning.execution.backward import backward
+from treefx.reason_codes import with_code
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.report import GraphReport
 
@@ -156,7 +157,8 @@ def check_lines(stats: dict[str, Any], lines: dict[str, str]) -> None:
     once = "runs once per" in lines["expansions"] or "run once per" in lines["expansions"]
     assert once == (packed and not stats["fallback"] and not stats["expansions"])
     assert (EVERY_ROW in lines["expansions"]) == (EVERY_ROW in lines["restoration"]) == (not packed)
-    assert lines["fallback"] == (stats["fallback"] or "none")
+    assert lines["fallback"] == with_code(stats["fallback"] or "none", stats["fallback_code"])
+    assert bool(stats["fallback"]) == bool(stats["fallback_code"])
     assert ("reason below" in lines["ran"]) == (not packed and stats["fallback"] is not None)
     assert "there was no backward" not in lines["restoration"]
     assert ("inner=" in lines["ran"]) == (packed and stats["way"] in ("rows", "forest"))

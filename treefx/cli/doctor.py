@@ -49,6 +49,7 @@ def doctor(
     patches: Annotated[
         bool, typer.Option("--patches", help="Print what treefx replaces in PyTorch and transformers, and why.")
     ] = False,
+    code: Annotated[str, typer.Option(help="Print the entry of a code of a message, such as TFX104.")] = "",
 ) -> None:
     """Check the installation: versions, devices, the entry point, and a small model against eager execution.
 
@@ -67,6 +68,11 @@ def doctor(
     library that is not installed say so (pip install 'treefx[examples]' brings transformers; litgpt,
     torchtune and x-transformers are yours).
     """
+    if code:
+        from treefx.tools.troubleshooting import entry_of
+
+        print_line(entry_of(code))
+        return
     inner = inner or ("aot_eager" if zoo else "inductor")
     Config.from_options({"inner": inner})
     given = {"--model": model, "--workers": workers, "--out": out, "--resume": resume, "--markdown": markdown}

@@ -14,6 +14,7 @@ from treefx.inspection.report.records import Loss, OperatorAccount
 from treefx.inspection.report.report import Report
 from treefx.output import console, count, make_table, print_line
 from treefx.planning.views.tables import format_bytes
+from treefx.reason_codes import link_to
 
 __all__ = ["show_explained"]
 
@@ -81,6 +82,7 @@ def _show_loss(loss: Loss, report: Report) -> None:
     about = f"{loss.operator} {loss.reason}" if loss.operator else loss.reason
     _paragraph(about, indent=4)
     _paragraph(f"Way out: {loss.way_out}", indent=4)
+    _paragraph(f"See {link_to(loss.code)}, or treefx doctor --code {loss.code}", indent=4)
     found: dict[str, Counter[str]] = {}
     for item in _operators(loss, report):
         found.setdefault(item.line or "no line is known", Counter())[item.op] += 1

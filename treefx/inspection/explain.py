@@ -134,7 +134,7 @@ class _Dry:
             stand_in: Any = self
             RowsRun(gm, roles, analyses, stand_in, stand_in, self.config, self.records).run(shape, args)  # type: ignore[arg-type]
         except UnsupportedError as error:  # on_unsupported="error"
-            self.instead(args, reason=Reason(Cause.OPERATOR, str(error)))
+            self.instead(args, reason=Reason(Cause.OPERATOR, error.text, error.code))
 
     def run(self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Any = None) -> None:
         """In place of ``PackedRun.run``: rewrite, and partition the graph of a training step.

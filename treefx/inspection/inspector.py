@@ -24,6 +24,8 @@ from treefx.inspection.score_text import describe_attentions
 from treefx.inspection.text import mark_restorations, shown_expansions, summarise
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import restorations
+from treefx.reason_codes import code_of_cause
+from treefx.runtime.reason import Cause
 from treefx.runtime.report import NO_IDS, GraphReport, Run, find
 from treefx.runtime.steps import version_of
 
@@ -328,6 +330,9 @@ def statistics(
     stated = next((report.fallback for report in latest if report.fallback is not None), None)
     cut = _cut_off(latest, first)
     reasons = [reason for reason in (stated, cut) if reason is not None]
+    reason = next((report.reason for report in latest if report.reason is not None), None)
+    unseen = Cause.NO_TOKENS if cut == NO_IDS else Cause.GRAPH_BREAK
+    code = reason.code if reason is not None else code_of_cause(unseen.name)
     packed = [report for report in latest if report.ran == "packed"]
     return {
         **_of_tokens(latest, first),
@@ -339,6 +344,7 @@ def statistics(
         "recurrences_rewritten": sum(report.recurrences_rewritten for report in packed),
         "expansions": [dict(item) for report in _analysed(latest) for item in report.expansions],
         "fallback": cut if stated is not None and cut is not None and stated in cut else "; ".join(reasons) or None,
+        "fallback_code": code if reasons else "",
         "warned": any(report.warned for report in latest),
         "uncompiled": given_up(report.frame for report in everything),
         "graphs": len(latest),

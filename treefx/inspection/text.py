@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import fx
 
+from treefx.reason_codes import LITTLE_SHARING, UNCOMPILED, marked, with_code
+
 __all__ = ["describe_step", "is_earlier", "mark_restorations", "none_expanded", "summarise"]
 
 Graphs = Mapping[str, fx.GraphModule]
@@ -60,8 +62,8 @@ def summarise(stats: Mapping[str, Any], graphs: Graphs, restorations: Sequence[f
         "tokens": _tokens(stats),
         "step": "\n".join(describe_step(stats)),
         "ran": _ran(stats),
-        "fallback": stats["fallback"] or "none",
-        "uncompiled": stats["uncompiled"] or "none",
+        "fallback": with_code(stats["fallback"] or "none", stats.get("fallback_code", "")),
+        "uncompiled": with_code(stats["uncompiled"], UNCOMPILED) if stats["uncompiled"] else "none",
         "attention": _attention(stats),
         "recurrences": f"{_count(stats['recurrences_rewritten'], 'layer')} rewritten to run along the tree",
         "expansions": "\n".join(_expansions(stats)),
@@ -89,7 +91,8 @@ def _tokens(stats: Mapping[str, Any]) -> str:
 
 def _ran(stats: Mapping[str, Any]) -> str:
     if stats["ran"] != "packed":
-        why = "for the reason below" if stats["fallback"] else f"shares less than min_sharing={stats['min_sharing']}"
+        little = with_code(f"shares less than min_sharing={stats['min_sharing']}", LITTLE_SHARING)
+        why = "for the reason below" if stats["fallback"] else little
         return f"{stats['ran']}: {why}" if stats["ran"] == "ordinary" else stats["ran"]
     if stats["way"] == "converted":
         return f"packed, by hooks of treefx.convert (min_sharing={stats['min_sharing']})"
@@ -149,7 +152,7 @@ def _expansions(stats: Mapping[str, Any]) -> Iterator[str]:
         yield none_expanded(stats)
     counted = Counter((item["op"], item["reason"], item["line"], item["code"]) for item in expansions)
     for (op, reason, line, code), times in counted.items():
-        yield f"{op}: {reason} [{code}]" + (f" ({times} times)" if times > 1 else "")
+        yield f"{op}: {reason} {marked(code)}" + (f" ({times} times)" if times > 1 else "")
         if line:
             yield f"    {line}"
 

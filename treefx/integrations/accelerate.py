@@ -17,6 +17,8 @@ from typing import Any
 from accelerate.utils.dataclasses import DynamoBackend, TorchDynamoPlugin
 
 from treefx.config import Config
+from treefx.reason_codes import marked
+from treefx.refusal_codes import OTHER_BACKEND
 
 __all__ = ["compile_with"]
 
@@ -72,7 +74,8 @@ def _pass_options_on() -> None:
             # a batch would be compiled anew.
             self.dynamic = None
         elif _chosen["by_default"] and self.backend.value != _NAME:
-            _log.warning("this program compiles with the backend it names, %s, not with treefx", self.backend.value)
+            text = "this program compiles with the backend it names, %s, not with treefx %s"
+            _log.warning(text, self.backend.value, marked(OTHER_BACKEND))
 
     @functools.wraps(arguments)
     def to_kwargs(self: Any) -> dict[str, Any]:

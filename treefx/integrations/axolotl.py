@@ -14,6 +14,8 @@ from axolotl.integrations.base import BasePlugin
 import treefx.integrations.accelerate  # noqa: F401  # opens its list of backends
 from treefx.errors import InputError
 from treefx.integrations import transformers, trl
+from treefx.reason_codes import marked
+from treefx.refusal_codes import BATCH_ORDER
 
 __all__ = ["TreefxPlugin"]
 
@@ -38,4 +40,4 @@ class TreefxPlugin(BasePlugin):  # type: ignore[misc]
         try:
             trl.keep_groups(trainer)
         except InputError as reason:
-            _log.warning("rows come in the order of the dataset: %s", reason)
+            _log.warning("rows come in the order of the dataset: %s %s", reason, marked(BATCH_ORDER))

@@ -18,10 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treefx.reason_codes import marked
+from treefx.refusal_codes import OTHER_BACKEND
+
 __all__ = ["compile_whole"]
 
 _NAME = "treefx"
 _log = logging.getLogger("treefx")
+_OTHER = marked(OTHER_BACKEND)
 
 
 def compile_whole(module: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -40,9 +44,10 @@ def compile_whole(module: Any, options: Mapping[str, Any] | None = None) -> None
         decoder = model.decoder if isinstance(model, module.DeepFusionModel) else model
         named = os.environ.get("TORCH_COMPILE_BACKEND", _NAME)
         if named != _NAME:
-            _log.warning("this program compiles with the backend it names, %s, not with treefx", named)
+            _log.warning("this program compiles with the backend it names, %s, not with treefx %s", named, _OTHER)
         elif not isinstance(decoder, module.TransformerDecoder):
-            _log.warning("treefx shares nothing: %s is compiled by layers, which get no ids", type(model).__name__)
+            text = "treefx shares nothing: %s is compiled by layers, which get no ids %s"
+            _log.warning(text, type(model).__name__, _OTHER)
         if named != _NAME or not isinstance(decoder, module.TransformerDecoder):
             layers(model, verbose)
             return

@@ -18,6 +18,8 @@ from treefx.data.prefix_sampler import PrefixSampler
 from treefx.errors import InputError
 from treefx.inspection.inspector import inspect
 from treefx.integrations.metrics import metrics_of
+from treefx.reason_codes import UNCOMPILED, marked, with_code
+from treefx.refusal_codes import BATCH_ORDER
 
 __all__ = [
     "COLUMNS",
@@ -84,7 +86,8 @@ def keep_groups(trainer: Any, columns: Sequence[str] | None = None) -> None:
     def loader() -> Any:
         made = make_loader()
         if not asked:
-            _log.warning("rows keep their order: %s puts them into batches by itself", type(trainer).__name__)
+            text = "rows keep their order: %s puts them into batches by itself %s"
+            _log.warning(text, type(trainer).__name__, marked(BATCH_ORDER))
         return made
 
     asked: list[bool] = []
@@ -147,9 +150,10 @@ class SharingCallback(TrainerCallback):
         logs.update(metrics)
         state.log_history[-1].update(metrics)
         fallback = None if stats["warned"] else stats["fallback"]  # the warning said it
-        for reason in {fallback, stats["uncompiled"]} - {None} - self._warned:
-            self._warned.add(reason)
-            _log.warning("treefx shares nothing: %s", reason)
+        for reason, code in ((fallback, stats["fallback_code"]), (stats["uncompiled"], UNCOMPILED)):
+            if reason is not None and reason not in self._warned:
+                self._warned.add(reason)
+                _log.warning("treefx shares nothing: %s", with_code(reason, code))
 
 
 def log_sharing(trainer: Any) -> None:
@@ -182,7 +186,7 @@ def keep_groups_of_all(trainers: Any) -> None:
             if not hasattr(self, "_buffered_inputs"):  # TRL's that sample their rows are hooked by themselves
                 keep_groups(self)
         except InputError as reason:
-            _log.warning("rows keep their order: %s", reason)
+            _log.warning("rows keep their order: %s %s", reason, marked(BATCH_ORDER))
         return train(self, *args, **kwargs)
 
     trainers.train = grouped

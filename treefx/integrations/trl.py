@@ -23,6 +23,8 @@ from treefx.data.prefix_sampler import cut_into_batches
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.integrations import transformers
+from treefx.reason_codes import marked
+from treefx.refusal_codes import BATCH_ORDER
 
 __all__ = ["keep_groups", "regroup"]
 
@@ -105,8 +107,9 @@ def _may_regroup(trainer: Any) -> bool:
         _told.add(trainer)
         _log.warning(
             "micro-batches keep their order, in which groups are scattered: %s is normalised per micro-batch; "
-            "treefx.integrations.trl.keep_groups(trainer) regroups them all the same",
+            "treefx.integrations.trl.keep_groups(trainer) regroups them all the same %s",
             found,
+            marked(BATCH_ORDER),
         )
     return found is None
 

@@ -24,6 +24,8 @@ import numpy.typing as npt
 
 from treefx.errors import ConfigError, InputError, UnsupportedError
 from treefx.inspection.inspector import inspect
+from treefx.reason_codes import with_code
+from treefx.refusal_codes import TRAINER
 from treefx.runtime.converted.convert import convert
 
 __all__ = [
@@ -108,7 +110,7 @@ def _convert_what_is_built(engines: Any, method: str, convert_built: Callable[[A
         try:
             return convert_built(self, module)
         except (ConfigError, UnsupportedError) as reason:
-            _log.warning("verl runs without treefx: %s", reason)
+            _log.warning("verl runs without treefx: %s", with_code(str(reason), TRAINER))
             return module
 
     @functools.wraps(run)

@@ -24,6 +24,7 @@ from treefx.passes.runner import Pass
 from treefx.passes.trace.batch_sizes import Specialised
 from treefx.passes.trace.flash import has_flash
 from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
+from treefx.reason_codes import code_of_cause, with_code
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.kept.retries import PASSING, NotNow, Retries
 from treefx.runtime.output_use import OutputUse
@@ -153,7 +154,8 @@ class Analyses:
         """Say once why more shapes come than are kept, and what to do."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(_MANY_SHAPES.format(limit=self._config.max_shapes, why=self._why_numbers), stacklevel=2)
+            text = _MANY_SHAPES.format(limit=self._config.max_shapes, why=self._why_numbers)
+            warnings.warn(with_code(text, code_of_cause(Cause.MANY_SHAPES.name)), stacklevel=2)
 
     def with_numbers(self, shape: Shape, args: Sequence[Any], reason: str) -> Shape | Reason:
         """The analysis for these sizes where one for all sizes could not be compiled, or why not."""
@@ -289,7 +291,8 @@ class Analyses:
         if analysis.expansions and self._config.on_unsupported == "error":
             raise UnsupportedError(
                 f"every operator should have a token-wise law (on_unsupported='error'), but {unsupported}; "
-                "use on_unsupported='expand' to compute these on expanded rows"
+                "use on_unsupported='expand' to compute these on expanded rows",
+                _first_code(analysis.expansions),
             )
         if analysis.expansions and self._config.on_unsupported == "fallback":
             code = _first_code(analysis.expansions)

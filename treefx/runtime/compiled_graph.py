@@ -123,7 +123,8 @@ class CompiledGraph:
 
     def _run_ordinary(self, args: Sequence[Any], reason: Reason | None, forest: Forest | None) -> Any:
         if forest is not None and (reason or self._records.report.has_tokens):
-            raise UnsupportedError(f"under treefx.use(forest) the model must run packed, but {reason}")
+            code = "" if reason is None else reason.code
+            raise UnsupportedError(f"under treefx.use(forest) the model must run packed, but {reason}", code)
         if forest is not None and "parameter" in self.roles:
             raise UnsupportedError(_WHOLE + "one of its graphs gets no token ids; give the model input_ids")
         results = self._ordinary.instead(args, reason=reason)

@@ -22,6 +22,8 @@ from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted, refuse_capture
 from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
 from treefx.kernels.score import loads
+from treefx.reason_codes import with_code
+from treefx.refusal_codes import PLAIN_FORM
 
 __all__ = [
     "PATHS",
@@ -214,8 +216,11 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
         problem = f"{type(reason).__name__}: {str(reason)[:200]}"
     if problem:
         warnings.warn(
-            f"treefx: the {form} {name} kernel is switched off for this attention, the plain one runs "
-            f"instead, slower: {problem}",
+            with_code(
+                f"treefx: the {form} {name} kernel is switched off for this attention, the plain one runs "
+                f"instead, slower: {problem}",
+                PLAIN_FORM,
+            ),
             RuntimeWarning,
             stacklevel=2,
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from treefx.inspection.report.material import Material
 from treefx.inspection.report.operators import NO_LOSS, origins
 from treefx.inspection.report.records import Coverage, Loss, OperatorAccount, Verdict
-from treefx.reason_codes import LITTLE_SHARING, UNCOMPILED, find
+from treefx.reason_codes import LITTLE_SHARING, UNCOMPILED, find, marked
 
 __all__ = ["judge"]
 
@@ -109,12 +109,12 @@ def _advice(material: Material, losses: Sequence[Loss]) -> str:
         loss = worth[0]
         what = f"{loss.operator} {loss.reason}" if loss.operator else loss.reason or loss.title
         line = f" ({loss.line})" if loss.line else ""
-        return f"Largest loss: {what}{line}. Way out: {loss.way_out} [{loss.code}]."
+        return f"Largest loss: {what}{line}. Way out: {loss.way_out} {marked(loss.code)}."
     ratio, possible = material.stats["step_sharing_ratio"], material.stats["sharing_possible"]
     if possible is not None and possible > 1.1 * ratio:
         return (
             f"The calls of the last step shared {ratio:.2f} of {possible:.2f} that is possible with all rows in one "
-            f"call. Way out: {find(LITTLE_SHARING).way_out} [{LITTLE_SHARING}]."
+            f"call. Way out: {find(LITTLE_SHARING).way_out} {marked(LITTLE_SHARING)}."
         )
     return _CONVERTED if material.runs_converted else ""
 

@@ -12,7 +12,7 @@ from treefx.errors import InputError
 from treefx.inspection.report.lines import place_of
 from treefx.inspection.report.operators import NO_LOSS, origins
 from treefx.inspection.report.records import GraphNode, ModuleAccount, OperatorAccount, Verdict
-from treefx.reason_codes import find
+from treefx.reason_codes import find, link_to
 
 __all__ = ["Asked", "explain_place"]
 
@@ -152,7 +152,7 @@ def _causes(found: Sequence[OperatorAccount], asked: Asked) -> list[str]:
 def _about_loss(code: str, reason: str) -> str:
     row = find(code)
     way = f" Way out: {row.way_out}." if row.way_out else ""
-    return f"[{code}] {row.title}: {reason}. Why: {row.why}.{way}"
+    return f"[{code}] {row.title}: {reason}. Why: {row.why}.{way} See {link_to(code)}."
 
 
 def _plural(found: Sequence[OperatorAccount]) -> str:

@@ -12,6 +12,8 @@ from treefx.inspection.inspector import inspect
 from treefx.integrations.metrics import metrics_of
 from treefx.integrations.torchtitan.attention import read_trees
 from treefx.integrations.torchtitan.conversion import ONLY_DATA, convert, other_parallelism
+from treefx.reason_codes import marked
+from treefx.refusal_codes import TRAINER
 
 __all__ = ["HOOKS", "compile_blocks", "convert_by_name", "convert_trainers"]
 
@@ -68,7 +70,8 @@ def convert_trainers(module: Any, *, by_default: bool, options: Mapping[str, Any
         elif named:
             raise UnsupportedError(ONLY_DATA.format(reason))
         elif by_default:
-            _log.warning("treefx shares nothing: prefixes are shared under data parallelism alone, got %s", reason)
+            text = "treefx shares nothing: prefixes are shared under data parallelism alone, got %s %s"
+            _log.warning(text, reason, marked(TRAINER))
 
     setattr(init, "treefx", True)
     module.Trainer.__init__ = init

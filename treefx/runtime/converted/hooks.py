@@ -20,6 +20,7 @@ from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.paths import Prefixes
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import expand
+from treefx.reason_codes import with_code
 from treefx.runtime.batch import find_unshared
 from treefx.runtime.converted.frame import packed_inputs
 from treefx.runtime.converted.packed_rows import packed_rows
@@ -196,14 +197,14 @@ class Hooks:
         try:
             if mask is None and positions is not None and self._mixes_sequences(rows, positions):
                 if not self._has_warned:
-                    warnings.warn(_MIXED.format(type(self.owner).__name__), stacklevel=2)
+                    warnings.warn(with_code(_MIXED.format(type(self.owner).__name__), _CACHED.code), stacklevel=2)
                 self._has_warned = self._report.warned = True
                 return _CACHED
             found = self._planner.plan(rows)
         except UnsupportedError as error:
             if self.is_strict:
-                raise UnsupportedError(_REFUSED.format(type(self.owner).__name__, error)) from error
-            return Reason(Cause.UNPROVED, str(error))
+                raise UnsupportedError(_REFUSED.format(type(self.owner).__name__, error.text), error.code) from error
+            return Reason(Cause.UNPROVED, error.text)
         if isinstance(found, Reason):
             return found
         token_of = found.batch.metadata[3]

@@ -116,7 +116,7 @@ class Planner:
                     self._checked.add(kind)
                     self._refresh()
             except UnsupportedError as error:
-                self.refuse(kind, str(error))
+                self.refuse(kind, error.text)
                 raise
         return self._traced(kind, on_cpu)
 
@@ -325,7 +325,7 @@ class _Graph:
                 self._check_model(shape, args)
                 self._proofs[shape] = ""
             except UnsupportedError as error:
-                self._proofs[shape] = str(error)
+                self._proofs[shape] = error.text
         if self._proofs[shape]:
             raise UnsupportedError(self._proofs[shape])
 

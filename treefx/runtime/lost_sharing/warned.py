@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from treefx.errors import SharingWarning, shorten
+from treefx.reason_codes import with_code
 from treefx.runtime.lost_sharing.distinct_tokens import Counts
 from treefx.runtime.lost_sharing.graph_breaks import is_entry
 
@@ -53,8 +54,7 @@ def warn_once(owner: Any, what: str, reason: str, counts: Counts, code: str = ""
         f"this call has {counts.raw_tokens:,} tokens, of which {counts.distinct_tokens:,} are distinct "
         f"(sharing ratio {counts.ratio:.2f})"
     )
-    named = f" [{code}]" if code and code not in reason else ""
-    text = f"treefx computes {what.format(name)}: {shorten(reason)}{named}; {loss}; {_MORE}"
+    text = f"treefx computes {what.format(name)}: {with_code(shorten(reason), code)}; {loss}; {_MORE}"
     warnings.warn(text, SharingWarning, _level(owner))
 
 

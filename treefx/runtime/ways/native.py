@@ -19,9 +19,11 @@ from treefx.passes.labels.rows import rows_in_order
 from treefx.passes.pipeline import UNHIDDEN
 from treefx.passes.trace.token_count import PackedSize
 from treefx.passes.trace.unseen_changes import changed_by
+from treefx.reason_codes import code_of_cause
 from treefx.runtime.batch import forest_batch
 from treefx.runtime.cut import CutRow
 from treefx.runtime.kept.given import name_of_input
+from treefx.runtime.reason import Cause
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
 from treefx.runtime.ways.packed import PackedRun
@@ -109,7 +111,7 @@ class NativeRun:
         ran_on_forest()
         results = self._packed.run(shape, variant, by_column, batch, cut)
         if results is None:
-            raise UnsupportedError(UNHIDDEN)
+            raise UnsupportedError(UNHIDDEN, code_of_cause(Cause.VALUES.name))
         packed = shape.analysis.packed_outputs
         return tuple(
             rows_in_order(value[None, : batch.tokens], packed[i]) if i in packed else value

@@ -28,6 +28,8 @@ from treefx.runtime.ways.packed import PackedRun
 
 __all__ = ["RowsRun"]
 
+_UNSEEN = Reason(Cause.VALUES, UNHIDDEN)
+
 
 class RowsRun:
     """Builds the trie of a call's rows and runs packed if that pays.
@@ -101,8 +103,8 @@ class RowsRun:
     def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:
         """Scores so large that a mask does not hide what is below it: only the model's own graph weighs that."""
         if shape.analysis.has_side_effects:  # which the packed run has had
-            raise UnsupportedError(UNHIDDEN)
-        return self._ordinary.instead(args, reason=Reason(Cause.VALUES, UNHIDDEN))
+            raise UnsupportedError(UNHIDDEN, _UNSEEN.code)
+        return self._ordinary.instead(args, reason=_UNSEEN)
 
     def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
         """The outputs of logits to do without: large ones that only losses have read so far."""
