@@ -14,6 +14,7 @@ _VIEWS = {
     "draw_plan": "treefx.planning.views.draw",
     "plan_to_networkx": "treefx.planning.views.graphs",
     "write_report": "treefx.inspection.html",
+    "describe_first_call": "treefx.inspection.first_call",
 }
 
 

@@ -114,3 +114,28 @@ def test_warnings_summaries_and_refusals_of_operators(what: str, code: str) -> N
     assert code in ENDS.findall(report.summary()) and f"See {TROUBLESHOOTING}#{code.lower()}." in report.why()
     with pytest.raises(Exception, match=re.escape(marked(code))):
         train(compiled(what, min_sharing=1.0, on_unsupported="error"), ids_of())
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "words"),
+    [
+        ("", {}, r"LM runs 18 distinct tokens instead of 36 \(sharing ratio 2\.00\), 100\.0 % of FLOPs once per"),
+        ("mean", {}, r"LM runs 18 distinct tokens instead of 36 \(sharing ratio 2\.00\), [1-9]\d\.\d % of FLOPs"),
+        ("", {"min_sharing": 9.0}, r"LM runs every row separately, .* min_sharing=9\.0 \[TFX016, docs/"),
+        ("not causal", {}, r"LM runs every row separately, .* \[TFX120, docs/"),
+    ],
+)
+def test_the_first_compilation_logs_one_line(what: str, options: Any, words: str, caplog: Any) -> None:
+    model = compiled(what, **{"inner": "aot_eager", "min_sharing": 1.0, **options})
+    with caplog.at_level("INFO", "treefx"):
+        for columns in (9, 9, 12):
+            ids = ids_of(columns=columns)
+            train(model, ids)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "treefx"]
+    assert re.match(words, line) and re.search(r"compiled in \d+\.\d s", line), line
+
+
+def test_without_the_level_nothing_is_counted_for_the_log(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treefx.runtime.announce.find_view", lambda name: pytest.fail("a view was made"))
+    train(compiled(min_sharing=1.0), ids_of())
+    assert not [record for record in caplog.records if record.name == "treefx"]

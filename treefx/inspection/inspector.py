@@ -29,7 +29,7 @@ from treefx.runtime.reason import Cause
 from treefx.runtime.report import NO_IDS, GraphReport, Run, find
 from treefx.runtime.steps import version_of
 
-__all__ = ["STAGES", "Inspection", "inspect", "statistics"]
+__all__ = ["STAGES", "Inspection", "inspect", "sources_of", "statistics"]
 
 _BEHIND = (
     "ran every row: treefx.convert shares tokens in the module that takes the ids; compile its blocks one by one, and "
@@ -98,7 +98,7 @@ class Inspection(Report):
         first = next((graph for graph in latest if graph.report.has_tokens), latest[0])
         self.reports = [replace(graph.report, graphs=dict(graph.report.graphs)) for graph in latest]
         self._first = self.reports[latest.index(first)]
-        self._sources = _sources_of(first)
+        self._sources = sources_of(first)
         self._analysis = (
             getattr(first.graph, "analysis", None) if self._sources is None else self._sources.rewritten.analysis
         )
@@ -262,7 +262,7 @@ class _Sources(NamedTuple):
     rewritten: Rewritten
 
 
-def _sources_of(run: Run) -> _Sources | None:
+def sources_of(run: Run) -> _Sources | None:
     """The sources of what was compiled packed last; None if nothing was."""
     last = run.report.graphs.get("rewritten")
     for rewritten in run.graph.rewrites:

@@ -18,6 +18,7 @@ from treefx.passes.pipeline import build_passes
 from treefx.passes.ranks.own_graph import OwnGraph, own_graph
 from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.analyses import Analyses
+from treefx.runtime.announce import announce
 from treefx.runtime.dynamo import reads_cache, why_cut
 from treefx.runtime.reason import Reason
 from treefx.runtime.records import Records
@@ -88,7 +89,10 @@ class CompiledGraph:
         started = time.perf_counter()
         try:
             results = self._run(given)
-            self._records.report.log.seconds = time.perf_counter() - started
+            report = self._records.report
+            report.log.seconds = time.perf_counter() - started
+            if report.compiles and report.has_tokens and not report.steps.is_announced:
+                announce(self, report)
             return results
         except BaseException:
             raised_on_forest()

@@ -102,6 +102,8 @@ class Steps:
     def __init__(self) -> None:
         self._before: _Window | None = None
         self._now: _Window | None = None
+        self.is_announced = False
+        """Whether the log has its line about the first compiled call."""
 
     def count(self, version: int, raw_tokens: int, tokens: int, prefixes: Prefixes, ids: Tensor | None = None) -> None:
         """Count a call with gradients.

@@ -1,0 +1,30 @@
+"""One line in the log, at level INFO, about the first call of a model that was compiled."""
+
+from __future__ import annotations
+
+import logging
+
+from treefx.runtime.lost_sharing.graph_breaks import object_of_entry
+from treefx.runtime.report import GraphReport, ReportingGraph
+from treefx.views import find_view
+
+__all__ = ["announce"]
+
+_log = logging.getLogger("treefx")
+
+
+def announce(graph: ReportingGraph, report: GraphReport) -> None:
+    """Log what the first compiled call of a model ran: ratio, coverage in FLOPs, seconds.
+
+    Does nothing but note that it was called where the logger ``treefx`` is above INFO, as it is by default.
+    """
+    report.steps.is_announced = True
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    owner = object_of_entry()
+    name = "a model" if owner is None else getattr(owner, "__qualname__", type(owner).__name__)
+    try:
+        text = find_view("describe_first_call")(graph, report, name)
+    except Exception as error:  # a line of the log never changes what runs
+        text = f"{name} was compiled; its figures failed: {type(error).__name__}: {error}"
+    _log.info("%s", text)
