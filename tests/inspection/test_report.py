@@ -168,13 +168,6 @@ def test_other_forms_are_refused_by_name(report: Inspection) -> None:
             Report.from_json(text)
 
 
-def test_perfetto_events(report: Inspection, tmp_path: Any) -> None:
-    events = json.loads(report.to_perfetto(tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert [event["name"] for event in spans if event["tid"] == 1] == [item.name for item in report.passes]
-    assert sum(event["tid"] == 2 for event in spans) == len(report.calls)
-
-
 def test_sections_are_made_when_they_are_read() -> None:
     made = compiled()
     train(made, IDS)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,12 +28,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def records_of(log: Path) -> list[dict[str, Any]]:
+    lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("V") and "] {" in line]
+    return [json.loads(line.split("] ", 1)[1]) for line in lines]
+
+
 def test_artifacts_of_a_compilation(folder: Path) -> None:
     (log,) = folder.glob("*.log")
     text = log.read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line.startswith("V") and "] {" in line]
-    records = [json.loads(line.split("] ", 1)[1]) for line in lines]
-    names = [record["artifact"]["name"] for record in records if "artifact" in record]
+    names = [record["artifact"]["name"] for record in records_of(log) if "artifact" in record]
     ours = [name for name in names if name.startswith("treefx_")]
     assert ours[:2] == ["treefx_pass_0_trace", "treefx_pass_1_label_tokens"]
     assert {"treefx_decisions", "treefx_rewritten", "treefx_forward", "treefx_backward", "treefx_kernel_0"} <= set(ours)
@@ -44,5 +48,12 @@ def test_tlparse_lists_the_artifacts(folder: Path, tmp_path: Path) -> None:
     if tlparse is None:
         pytest.skip("tlparse is not installed")
     (log,) = folder.glob("*.log")
-    subprocess.run([tlparse, str(log), "-o", str(tmp_path / "out"), "--no-browser"], check=True, capture_output=True)
-    assert "treefx_decisions" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    out = tmp_path / "out"
+    subprocess.run([tlparse, str(log), "-o", str(out), "--no-browser"], check=True, capture_output=True)
+    index = (out / "index.html").read_text(encoding="utf-8")
+    names = [record["artifact"]["name"] for record in records_of(log) if "artifact" in record]
+    ours = sorted({name for name in names if name.startswith("treefx_")})
+    assert len(ours) > 7 and [name for name in ours if name not in index] == []
+    files = [path for path in out.rglob("*treefx_*") if path.is_file()]
+    assert sum("treefx_decisions" in path.name and "TFX104" in path.read_text(encoding="utf-8") for path in files) == 1
+    assert any("treefx_rewritten" in path.name and "tree_attention" in path.read_text("utf-8") for path in files)

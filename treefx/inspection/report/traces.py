@@ -55,9 +55,23 @@ def _of_calls(calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
 
 
 def _of_plan(plan: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Parts end to end by predicted seconds, where a plan has such."""
+    """Steps of a plan end to end by predicted seconds, with the tokens of their parts; predicted bytes as a counter."""
     start = 0.0
-    for i, part in enumerate((plan or {}).get("parts", ())):
-        seconds = float(part.get("seconds", _GAP)) if isinstance(part, Mapping) else _GAP
-        yield _event(3, f"part {i}", start, seconds, predicted=part if isinstance(part, Mapping) else {})
+    parts = {part["index"]: part for part in _records(plan, "parts") if "index" in part}
+    for item in _records(plan, "steps"):
+        seconds, part = _number(item, "seconds"), item.get("part")
+        yield _event(3, f"{item.get('kind')} part {part}", start, seconds, predicted=item, part=parts.get(part, {}))
+        figures = {"held": _number(item, "held_bytes"), "peak": _number(item, "peak_bytes")}
+        yield {"ph": "C", "name": "predicted bytes", "pid": _PROCESS, "ts": start * 1e6, "args": figures}
         start += seconds
+
+
+def _records(plan: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    """A list of a plan, without what is no record: a report may have been read from a file."""
+    found = (plan or {}).get(name)
+    return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []
+
+
+def _number(item: Mapping[str, Any], name: str) -> float:
+    value = item.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
