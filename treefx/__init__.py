@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from treefx.forests.forest import Forest
     from treefx.inspection.explain import explain
     from treefx.inspection.inspector import inspect
+    from treefx.inspection.observation.observed import Observation, observed
     from treefx.inspection.report.diff import diff
     from treefx.inspection.report.report import Report
     from treefx.logprobs import edge_entropy, edge_logprobs
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from treefx.planning.execution.profile import profile
     from treefx.planning.search.planner import plan
     from treefx.runtime.converted.convert import convert, is_converted, unconvert
+    from treefx.runtime.observed.hooks import observe, unobserve
 
     __version__: str
 
@@ -69,6 +71,7 @@ __all__ = [
     "ForestError",
     "InputError",
     "MemoryLimitError",
+    "Observation",
     "RankError",
     "RecordError",
     "Report",
@@ -90,18 +93,22 @@ __all__ = [
     "is_converted",
     "kernels",
     "losses",
+    "observe",
+    "observed",
     "overlap",
     "plan",
     "profile",
     "rl",
     "scale",
     "unconvert",
+    "unobserve",
     "use",
 ]
 
 _LAZY = {
     "Config": "treefx.config",
     "Forest": "treefx.forests.forest",
+    "Observation": "treefx.inspection.observation.observed",
     "Report": "treefx.inspection.report.report",
     "backward": "treefx.planning.execution.backward",
     "convert": "treefx.runtime.converted.convert",
@@ -113,9 +120,12 @@ _LAZY = {
     "forward_backward": "treefx.planning.execution.backward",
     "inspect": "treefx.inspection.inspector",
     "is_converted": "treefx.runtime.converted.convert",
+    "observe": "treefx.runtime.observed.hooks",
+    "observed": "treefx.inspection.observation.observed",
     "plan": "treefx.planning.search.planner",
     "profile": "treefx.planning.execution.profile",
     "unconvert": "treefx.runtime.converted.convert",
+    "unobserve": "treefx.runtime.observed.hooks",
     "use": "treefx.forests.context",
 }
 """Where each public function and class is defined; errors are in ``treefx.errors``."""

@@ -12,6 +12,7 @@ from treefx.passes.trace.heads import tell_masks
 from treefx.passes.trace.library_calls import hold_calls
 from treefx.runtime.compiled_graph import CompiledGraph
 from treefx.runtime.dynamo import keep_graphs_whole, role_of
+from treefx.runtime.observed.observed_graph import ObservedGraph
 from treefx.runtime.report import register
 from treefx.runtime.shapes import forget_shapes
 
@@ -24,7 +25,7 @@ def treefx(
     *,
     options: Mapping[str, Any] | Config | None = None,
     mode: str | None = None,
-) -> CompiledGraph:
+) -> CompiledGraph | ObservedGraph:
     """Compile one graph of Dynamo so that shared prefixes are computed once.
 
     Args:
@@ -41,6 +42,8 @@ def treefx(
     config = Config.from_options(options)
     placeholders = gm.graph.find_nodes(op="placeholder")
     roles = [role_of(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
+    if config.observe:
+        return ObservedGraph(gm, roles)
     gm = tell_masks(gm)
     hold_calls(gm)
     graph = CompiledGraph(gm, roles, config)

@@ -51,6 +51,8 @@ class Config:
         regions: Whether inductor compiles equal layers (four or more) once: True, False or "auto". This halves the
             compile time in Python and adds one Python call per layer and step. "auto" does so on the CPU for layers
             that are large beside that call. Other inner compilers compile every layer.
+        observe: Count what calls share, and leave them as they are: Dynamo's graph runs operator by operator, as under
+            ``torch.compile(backend="eager")``, and no other option counts. ``treefx.observed(model)`` has the figures.
         disable_passes: Names of passes to leave out, to find one at fault: those of
             ``treefx.passes.pipeline.OPTIONAL``.
 
@@ -67,6 +69,7 @@ class Config:
     lazy_outputs: bool = True
     max_shapes: int = 8
     regions: Literal["auto", True, False] = "auto"
+    observe: bool = False
     disable_passes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from tests.trainers.support import NEEDS_TRAINERS
 from treefx.cli import app
 from treefx.cli.run import environment_for
 from treefx.errors import ConfigError
+from treefx.inspection.observation.observed import Observation
 from treefx.integrations import startup
 
 
@@ -147,3 +148,65 @@ def test_a_training_program_shares_without_a_line_of_it_changed() -> None:
             assert now["treefx/fallback"] == 0.0 and now["treefx/sharing"] > 2.0
     assert len(hooked["sharing"]) == len(grouped["sharing"]) == 4
     assert min(hooked["sharing"]) < 2.5 < min(grouped["sharing"])
+
+
+LOOP = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)[:, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0] @ self.embed.weight.T
+
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ids = torch.tensor([[*range(3, 15), n, n + 1] for n in range(4)])
+for _ in range(4):
+    loss = model(ids).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item(), flush=True)
+"""
+"""A loop that uses no trainer."""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("", 0), ("raise KeyboardInterrupt", -2), ("import os; os.kill(os.getpid(), 15)", -15)]
+)
+def test_a_loop_is_observed_however_it_ends(end: str, code: int, tmp_path: Path) -> None:
+    """By the exit status that it has without treefx."""
+    runs = [environment_for({}, {**os.environ}, observe=True, report=tmp_path / "seen")]
+    runs += [] if end else [{**os.environ}]
+    done = [
+        subprocess.run([sys.executable, "-c", LOOP + end], env=env, capture_output=True, text=True, timeout=300)
+        for env in runs
+    ]
+    seen = done[0]
+    assert [item.returncode for item in done] == [code] * len(done), seen.stderr[-3000:]
+    assert len({item.stdout for item in done}) == 1 and len(set(seen.stdout.split())) == 4
+    (file,) = (tmp_path / "seen").glob("observation-*.json")
+    found = Observation.from_json(file.read_text(encoding="utf-8"))
+    assert found.figures.steps == 3 and found.figures.raw_tokens == 3 * 56  # from the second step on
+    assert found.figures.step_tokens == 3 * (12 + 8)
+    if "kill" not in end:
+        assert "treefx observed Model" in seen.stderr and "2.80x" in seen.stderr
+    if not end:
+        assert found.prediction is not None and found.prediction.flops_packed < found.prediction.flops
+
+
+def test_observing_refuses_what_changes_a_run(tmp_path: Path) -> None:
+    (tmp_path / "report.html").touch()
+    for arguments, reason in (
+        (["--observe", "--keep-groups"], "--observe changes nothing"),
+        (["--observe", "--inner", "eager"], "--observe changes nothing"),
+        (["--observe", "--report", str(tmp_path)], "empty or not there"),
+    ):
+        result = CliRunner().invoke(app, ["run", *arguments, "--", "python"])
+        assert reason in str(result.exception)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from treefx.cli.checks import check_output
 from treefx.config import Config
 from treefx.errors import InputError
 from treefx.integrations import startup
@@ -24,6 +25,10 @@ def run(
     keep_groups: Annotated[
         bool, typer.Option("--keep-groups", help="Rows of a dataset that share prefixes come in one batch.")
     ] = False,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Change nothing: count what the rows of each step share.")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(help="With --observe: write the figures of every rank here.")] = None,
 ) -> None:
     """Run a training command with treefx in every Python process it starts; no line of it changes.
 
@@ -46,11 +51,23 @@ def run(
     Trainers over a dataset keep their order, which is shuffled in most: with --keep-groups (or one line of the program,
     treefx.integrations.trl.keep_groups(trainer)) rows that share prefixes come in one batch. A loop that uses none of
     these needs one line too: model.compile(backend="treefx").
+
+    With --observe the run stays what it is: nothing is compiled, no row moves. Each call's token ids are copied to the
+    host and counted. At the end rank 0 prints what the rows of each step share, the predicted gain and the settings
+    that scatter groups; the trainer's loggers get treefx/observed_sharing and treefx/observed_sharing_possible.
     """
     options: dict[str, Any] = {"inner": inner} if inner else {}
     if min_sharing is not None:
         options["min_sharing"] = min_sharing
-    environment = environment_for(options, dict(os.environ), keep_groups=keep_groups)
+    if observe and (options or keep_groups):
+        raise InputError("--observe changes nothing: leave --inner, --min-sharing and --keep-groups out, or --observe")
+    if report is not None:
+        check_output("--report", report / "report.json")
+        if report.is_dir() and any(report.iterdir()):
+            raise InputError(f"--report should be a folder that is empty or not there, got {report}; empty it")
+    environment = environment_for(
+        options, dict(os.environ), keep_groups=keep_groups, observe=observe, report=report
+    )  # fmt: skip
     if shutil.which(command[0]) is None:
         raise InputError(
             f"expected a command to run, got {command[0]!r}, which is not found; write: treefx run -- COMMAND"
@@ -59,7 +76,12 @@ def run(
 
 
 def environment_for(
-    options: dict[str, Any], environment: dict[str, str], *, keep_groups: bool = False
+    options: dict[str, Any],
+    environment: dict[str, str],
+    *,
+    keep_groups: bool = False,
+    observe: bool = False,
+    report: Path | None = None,
 ) -> dict[str, str]:
     """The environment in which every Python process is hooked.
 
@@ -67,6 +89,8 @@ def environment_for(
         options: fields of `treefx.Config`.
         environment: what the command would run in.
         keep_groups: whether trainers over a dataset put rows that share prefixes into one batch.
+        observe: whether calls are counted and left as they are.
+        report: where processes write what they know when they end.
 
     Raises:
         ConfigError: an unknown option, or a value it does not take.
@@ -74,8 +98,10 @@ def environment_for(
     Config.from_options(options)
     folder = str(Path(startup.__file__).parent)
     before = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != folder]
-    return {
-        **environment,
-        "PYTHONPATH": os.pathsep.join([folder, *before]),
-        "TREEFX_RUN": json.dumps({"options": options, "keep_groups": keep_groups}),
-    }
+    wanted: dict[str, Any] = {"options": options, "keep_groups": keep_groups}
+    if observe:
+        wanted["observe"] = True
+    if report is not None:
+        wanted["report"] = str(report.absolute())
+    path = os.pathsep.join([folder, *before])
+    return {**environment, "PYTHONPATH": path, "TREEFX_RUN": json.dumps(wanted)}

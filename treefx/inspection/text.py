@@ -11,7 +11,7 @@ from torch import fx
 
 from treefx.reason_codes import LITTLE_SHARING, UNCOMPILED, marked, with_code
 
-__all__ = ["describe_step", "is_earlier", "mark_restorations", "none_expanded", "summarise"]
+__all__ = ["describe_step", "is_earlier", "line_to_change", "mark_restorations", "none_expanded", "summarise"]
 
 Graphs = Mapping[str, fx.GraphModule]
 """By stage."""
@@ -132,10 +132,10 @@ def describe_step(stats: Mapping[str, Any]) -> Iterator[str]:
     yield f"{calls}: sharing ratio {ratio:.2f}, of {possible:.2f} with all rows in one call"
     if possible > _MUCH_LOST * ratio:
         yield "rows that share prefixes came in different calls; what keeps them together, as far as a call has room:"
-        yield f"    {_line_to_change()}"
+        yield f"    {line_to_change()}"
 
 
-def _line_to_change() -> str:
+def line_to_change() -> str:
     """What keeps rows together in the trainer that this program has loaded."""
     return next((line for module, line in _LINES.items() if module in sys.modules), _LINE_OF_LOOPS)
 

@@ -7,12 +7,14 @@ is hooked is a method or a name of the trainer's own; every module names the ver
 are compiled block by block, and ``torchtune`` compiles the whole of them; ``verl`` converts the models of its engine
 and keeps groups on their way to it. ``megatron`` converts models of Megatron-Core, whatever engine calls them;
 ``skyrl`` and ``openrlhf`` convert models where their workers build them.
-``moved_batches`` keeps what a trainer moves to a device readable on the host. ``startup`` is how ``treefx run`` reaches
-all processes of a command: it hooks them when they import a trainer.
+``moved_batches`` keeps what a trainer moves to a device readable on the host. ``observing`` counts what trainers' calls
+share and changes nothing, and ``run_end`` writes what a process knows when it ends. ``startup`` is how ``treefx run``
+reaches all processes of a command: it hooks them when they import a trainer.
 
 Order of imports, each only of what stands before an arrow::
 
-    startup, metrics, moved_batches -> transformers, accelerate, llama_factory, megatron, openrlhf, skyrl, torchtitan,
+    startup, metrics, moved_batches, run_end -> observing, transformers, accelerate, llama_factory, megatron, openrlhf,
+    skyrl, torchtitan,
     torchtune, verl -> trl -> axolotl
 """
 

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["metrics_of"]
+from treefx.runtime.observed.tallies import StepTally
+
+__all__ = ["metrics_of", "metrics_of_step"]
 
 
 def metrics_of(stats: Mapping[str, Any]) -> dict[str, float]:
@@ -18,4 +20,18 @@ def metrics_of(stats: Mapping[str, Any]) -> dict[str, float]:
         "treefx/fallback": float(stats["fallback"] is not None),
         "treefx/compiles": float(stats["compiles"]),
         "treefx/compile_seconds": float(sum(stats["seconds"].values())),
+    }
+
+
+def metrics_of_step(step: StepTally) -> dict[str, float]:
+    """What an observed step shares, and could share: treefx changed nothing.
+
+    Args:
+        step: The last one of ``treefx.runtime.observed``.
+    """
+    return {
+        "treefx/observed_raw_tokens": float(step.raw_tokens),
+        "treefx/observed_distinct_tokens": float(step.step_tokens),
+        "treefx/observed_sharing": step.raw_tokens / max(1, step.call_tokens),
+        "treefx/observed_sharing_possible": step.raw_tokens / max(1, step.step_tokens),
     }

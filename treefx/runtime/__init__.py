@@ -6,5 +6,5 @@ Order of imports, each only of what stands before an arrow::
 
     kept, lost_sharing, reason, token_bits, whole -> call_log, steps
     -> report, dynamo, output_use, places, batch, cut, lazy -> padding -> segments -> shapes
-    -> announce, call_plan, structured_log -> records -> analyses -> ways -> converted, compiled_graph
+    -> announce, call_plan, observed, structured_log -> records -> analyses -> ways -> converted, compiled_graph
 """

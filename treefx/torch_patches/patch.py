@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,5 +29,9 @@ class Patch:
 
 
 def is_ours(tx: Any) -> bool:
-    """Whether treefx compiles what an instruction translator of Dynamo is tracing."""
-    return getattr(tx.output.compiler_fn, "compiler_name", None) == "treefx"
+    """Whether treefx compiles what an instruction translator of Dynamo is tracing; it only observes some models."""
+    compiler = tx.output.compiler_fn
+    if getattr(compiler, "compiler_name", None) != "treefx":
+        return False
+    options = getattr(compiler, "kwargs", {}).get("options")
+    return not (options.get("observe") if isinstance(options, Mapping) else getattr(options, "observe", False))

@@ -21,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import treefx
 from tests.models import double
 from tests.oracle import FLOAT64, Outcome, assert_close
 from treefx.cli.run import environment_for
-from treefx.integrations import verl
+from treefx.integrations import observing, verl
 from treefx.integrations.startup import sitecustomize
 
 _PROMPTS = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 13, 14], [20, 21, 22, 23])
@@ -137,6 +138,26 @@ def test_log_probabilities_without_gradients() -> None:
     expected, _ = run(Engine(1000), forward_only=True)
     found, _ = run(hooked(limit=1000), forward_only=True)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12) and found["metrics"] == {}
+
+
+def test_the_engine_observed_computes_bit_for_bit_what_it_did() -> None:
+    _, expected = run(Engine(40))
+    engines = type("Engines", (Engine,), {})
+    observing.observe_engines(engines)
+    engine = engines(40)
+    found, outcome = run(engine)
+    assert torch.equal(outcome.loss, expected.loss)
+    assert all(torch.equal(outcome.gradients[name], x) for name, x in expected.gradients.items())
+    seen = treefx.observed(engine.module, predict=False)
+    print(seen.summary())
+    (step,) = seen.steps
+    in_calls = sum(distinct([ROWS[row] for row in part]) for part in found["parts"])
+    assert (step.calls, step.rows, step.raw_tokens) == (len(found["parts"]), len(ROWS), sum(map(len, ROWS)))
+    assert (step.call_tokens, step.step_tokens) == (in_calls, TOKENS)
+    assert step.step_tokens == treefx.Forest.from_sequences(ROWS).num_tokens
+    assert found["metrics"]["treefx/observed_sharing_possible"] == [step.raw_tokens / TOKENS]
+    settings = {item.where: item.setting for item in seen.scatter}
+    assert settings.keys() == {"batch", "order"} and "rearrange_micro_batches" in settings["order"]
 
 
 @pytest.mark.parametrize(

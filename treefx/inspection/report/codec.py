@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import types
 from dataclasses import fields, is_dataclass
@@ -10,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from treefx.errors import InputError
 
-__all__ = ["as_plain", "from_plain"]
+__all__ = ["as_plain", "from_plain", "from_text", "to_text"]
 
 
 def as_plain(value: Any) -> Any:
@@ -24,6 +25,37 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def to_text(record: Any) -> str:
+    """A record with a field ``schema`` as JSON, that field first."""
+    plain = as_plain(record)
+    return json.dumps({"schema": plain.pop("schema"), **plain})
+
+
+def from_text(kind: Any, text: str, schema: str, what: str) -> Any:
+    """Read what ``to_text`` wrote.
+
+    Args:
+        kind: The record.
+        text: JSON.
+        schema: Name and version of the form that this version of treefx reads.
+        what: Names the record in errors.
+
+    Raises:
+        InputError: The text is no such record, or one of another version.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"a {what} should be the text of {kind.__name__}.to_json(), got no JSON: {error}") from error
+    found = value.get("schema") if isinstance(value, dict) else None
+    if found != schema:
+        raise InputError(
+            f"a {what} should have the schema {schema!r}, got {found!r}; read it with the version of treefx that "
+            "wrote it, or make it again"
+        )
+    return from_plain(kind, value, what)
 
 
 def from_plain(kind: Any, value: Any, where: str = "report") -> Any:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from treefx.errors import InputError
 from treefx.inspection.report.attention import account_attentions
 from treefx.inspection.report.calls import account_calls
-from treefx.inspection.report.codec import as_plain, from_plain
+from treefx.inspection.report.codec import as_plain, from_text, to_text
 from treefx.inspection.report.forest import account_forest
 from treefx.inspection.report.material import Material
 from treefx.inspection.report.memory import account_memory
@@ -133,8 +132,7 @@ class Report:
 
     def to_json(self) -> str:
         """The report as JSON, key ``schema`` first."""
-        sections = {item.name: as_plain(getattr(self, item.name)) for item in fields(Report)}
-        return json.dumps({"schema": sections.pop("schema"), **sections})
+        return to_text(Report(**{item.name: getattr(self, item.name) for item in fields(Report)}))
 
     @staticmethod
     def from_json(text: str) -> Report:
@@ -143,17 +141,7 @@ class Report:
         Raises:
             InputError: The text is no report, or one of another version.
         """
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise InputError(f"a report should be the text of Report.to_json(), got no JSON: {error}") from error
-        schema = value.get("schema") if isinstance(value, dict) else None
-        if schema != SCHEMA:
-            raise InputError(
-                f"a report should have the schema {SCHEMA!r}, got {schema!r}; read it with the version of treefx that "
-                "wrote it, or make it again"
-            )
-        found: Report = from_plain(Report, value)
+        found: Report = from_text(Report, text, SCHEMA, "report")
         return found
 
     def to_html(self, path: str | Path, tokenizer: Any = None) -> Path:

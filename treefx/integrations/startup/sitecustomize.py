@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -128,6 +129,43 @@ _HOOKS: Hooks = {
 }
 
 
+def _observing() -> Any:
+    importlib.import_module("treefx.integrations.run_end").report_at_end(_WANTED.get("report"))
+    return importlib.import_module("treefx.integrations.observing")
+
+
+def _observe_prepared(module: ModuleType) -> None:
+    _observing().observe_prepared(module.Accelerator)
+
+
+def _observe_trainers(module: ModuleType) -> None:
+    _observing().observe_trainers(module.Trainer)
+
+
+def _observe_engines(module: ModuleType) -> None:
+    _observing().observe_engines(module.FSDPEngine)
+
+
+def _observe_loops(module: ModuleType) -> None:
+    """Find the models of optimizers that step, once each; treefx is imported at the first step of the process."""
+
+    def observe_models(optimizer: Any, *_: Any) -> None:
+        if optimizer not in seen:
+            seen.add(optimizer)
+            _observing().observe_models_of(optimizer)
+
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
+    module.register_optimizer_step_post_hook(observe_models)
+
+
+_OBSERVING_HOOKS: Hooks = {
+    "accelerate.accelerator": _observe_prepared,
+    "transformers.trainer": _observe_trainers,
+    "verl.workers.engine.fsdp.transformer_impl": _observe_engines,
+    "torch.optim.optimizer": _observe_loops,
+}
+
+
 class _HookedLoader(Loader):
     """Loads a module as its own loader does, then calls the hook, and steps aside."""
 
@@ -179,5 +217,5 @@ def _run_the_next() -> None:
 
 
 if __name__ == "sitecustomize":
-    hook_imports(_HOOKS)
+    hook_imports(_OBSERVING_HOOKS if _WANTED.get("observe") else _HOOKS)
     _run_the_next()
