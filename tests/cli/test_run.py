@@ -1,21 +1,30 @@
 """``treefx run``: every Python process of a command is hooked, and pays nothing where it imports no trainer."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import treefx
+from tests.models import double
 from tests.trainers.support import NEEDS_TRAINERS
 from treefx.cli import app
 from treefx.cli.run import environment_for
 from treefx.errors import ConfigError
+from treefx.inspection.inspector import Inspection
 from treefx.inspection.observation.observed import Observation
+from treefx.inspection.report.report import Report
 from treefx.integrations import startup
+from treefx.runtime.report import models_of_the_run
+from treefx.runtime.run_record import RECORD
 
 
 def python(code: str, *, environment: dict[str, str] | None = None, keep_groups: bool = False, **options: Any) -> str:
@@ -178,7 +187,9 @@ for _ in range(4):
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("", 0), ("raise KeyboardInterrupt", -2), ("import os; os.kill(os.getpid(), 15)", -15)]
+    ("end", "code"),
+    [("", 0), ("raise KeyboardInterrupt", -2), ("import os; os.kill(os.getpid(), 15)", -15)],
+    ids=["by itself", "interrupted", "terminated"],
 )
 def test_a_loop_is_observed_however_it_ends(end: str, code: int, tmp_path: Path) -> None:
     """By the exit status that it has without treefx."""
@@ -210,3 +221,49 @@ def test_observing_refuses_what_changes_a_run(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(app, ["run", *arguments, "--", "python"])
         assert reason in str(result.exception)
+
+
+COMPILED = LOOP.replace(
+    "model = Model()", 'model = Model()\nmodel.compile(backend="treefx", options={"inner": "eager"})'
+)
+GONE = "import gc\nmodel = optimizer = loss = None\ntorch.compiler.reset()\ngc.collect()\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "rank"), [(GONE, 0, "0"), ("raise KeyboardInterrupt", -2, "1")], ids=["by itself", "interrupted"]
+)
+def test_the_report_of_a_run_is_written_however_it_ends(end: str, code: int, rank: str, tmp_path: Path) -> None:
+    """Also of a model that is gone by then."""
+    environment = environment_for({}, {**os.environ, "RANK": rank}, report=tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED + end], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {f"report-rank{rank}.{x}" for x in ("json", "html")}
+    report = Report.from_json((tmp_path / "out" / f"report-rank{rank}.json").read_text(encoding="utf-8"))
+    assert report.stats["sharing_ratio"] == 56 / 20 and report.stats["calls"] == 4 and len(report.calls) == 4
+    assert report.operators and report.stats["fallback"] is None
+    assert ("20 tokens instead of 56" in done.stderr) == (rank == "0")
+    assert "20 tokens instead of 56" in (tmp_path / "out" / f"report-rank{rank}.html").read_text(encoding="utf-8")
+
+
+def test_the_record_of_a_run_holds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two converted models, one compiled; all are gone when their reports are made."""
+    monkeypatch.setattr(RECORD, "is_on", True)
+    monkeypatch.setattr(RECORD, "graphs", [])
+
+    def run(prepare: Any) -> Any:
+        model = prepare(double("llama", num_hidden_layers=1))
+        model(input_ids=torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=False).logits.sum().backward()
+        return weakref.ref(model)
+
+    refs = [run(treefx.convert), run(treefx.convert)]
+    refs.append(run(lambda model: model.compile(backend="treefx", options={"inner": "eager"}) or model))
+    torch.compiler.reset()
+    gc.collect()
+    assert [reference() for reference in refs] == [None] * 3
+    recorded = models_of_the_run()
+    assert [name for name, _ in recorded] == ["LlamaForCausalLM"] * 3
+    found = [Inspection(runs, name) for name, runs in recorded]
+    assert [report.stats["tokens"] for report in found] == [4, 4, 4]
+    assert all(Report.from_json(report.to_json()).verdict.sentence for report in found)

@@ -28,7 +28,9 @@ def run(
     observe: Annotated[
         bool, typer.Option("--observe", help="Change nothing: count what the rows of each step share.")
     ] = False,
-    report: Annotated[Path | None, typer.Option(help="With --observe: write the figures of every rank here.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A folder: every rank writes its reports there when it ends, as JSON and pages.")
+    ] = None,
 ) -> None:
     """Run a training command with treefx in every Python process it starts; no line of it changes.
 
@@ -51,6 +53,9 @@ def run(
     Trainers over a dataset keep their order, which is shuffled in most: with --keep-groups (or one line of the program,
     treefx.integrations.trl.keep_groups(trainer)) rows that share prefixes come in one batch. A loop that uses none of
     these needs one line too: model.compile(backend="treefx").
+
+    With --report, each process writes the report (JSON, and a page for the browser) of every model that it compiled or
+    converted, when it ends: by an exception, Ctrl-C or SIGTERM too. Rank 0 prints its summary.
 
     With --observe the run stays what it is: nothing is compiled, no row moves. Each call's token ids are copied to the
     host and counted. At the end rank 0 prints what the rows of each step share, the predicted gain and the settings

@@ -12,11 +12,17 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from treefx.inspection.observation.observed import account
+from treefx.inspection.inspector import Inspection
+from treefx.inspection.observation.observed import Observation, account
+from treefx.inspection.report.report import Report
 from treefx.runtime.observed.observer import Observer, observers
+from treefx.runtime.report import models_of_the_run
+from treefx.runtime.run_record import RECORD
 
 __all__ = ["report_at_end", "write_all"]
 
@@ -36,7 +42,7 @@ def report_at_end(folder: str | None) -> None:
     atexit.register(write_all)
     if folder is None:
         return
-    _folder = Path(folder)
+    _folder, RECORD.is_on = Path(folder), True
     Observer.on_step = _write_now_and_then
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -57,22 +63,56 @@ def _write_now_and_then(observer: Observer) -> None:
 
 
 def write_all(*, is_end: bool = True) -> None:
-    """Write the record of every observed model of the process.
+    """Write the record of every model of the process that treefx observed, compiled or converted.
 
     Args:
-        is_end: Whether Python exits: then rank 0 prints its table, and time and memory are predicted, which takes
-            seconds, unless an exception ends the run.
+        is_end: Whether the process ends by itself: then rank 0 prints, and time and memory of observed models are
+            predicted, which takes seconds, unless an exception ends the run.
     """
     if os.getpid() != _process:
         return
     rank = os.environ.get("RANK", "0")
-    found = [observer for observer in observers() if observer.until_now()[0].steps]
-    for number, observer in enumerate(found):
-        observation = account(observer, predicts=is_end and not hasattr(sys, "last_type"))
-        if _folder is not None:
-            _write(_folder / f"observation-{_name(rank, number)}.json", observation.to_json())
-        if is_end and rank == "0":
-            print(observation.summary(), file=sys.stderr, flush=True)
+    for number, observer in enumerate([observer for observer in observers() if observer.until_now()[0].steps]):
+        with _whatever_happens(observer.name):
+            observation = account(observer, predicts=is_end and not hasattr(sys, "last_type"))
+            _finish(f"observation-{_name(rank, number)}", observation, prints=is_end and rank == "0")
+    for number, (name, runs) in enumerate(models_of_the_run()):
+        with _whatever_happens(name):
+            report = Inspection(runs, name)
+            _finish(f"report-{_name(rank, number)}", report, prints=is_end and rank == "0")
+    _restore_exit_status()
+
+
+def _finish(name: str, record: Observation | Report, *, prints: bool) -> None:
+    """Write one record, and print it."""
+    if _folder is not None:
+        _write(_folder / f"{name}.json", record.to_json())
+    if _folder is not None and isinstance(record, Report):
+        record.to_html(_folder / f"{name}.html")
+    if prints:
+        where = "" if _folder is None else f"\n{'written to':<22}{_folder / name}.json"
+        print(_text(record) + where, file=sys.stderr, flush=True)
+
+
+def _text(record: Observation | Report) -> str:
+    return record.summary() if isinstance(record, Observation) else f"{record.verdict.sentence}\n{record.summary()}"
+
+
+@contextmanager
+def _whatever_happens(name: str) -> Iterator[None]:
+    """A record that cannot be made must not change how the run ends."""
+    try:
+        yield
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        print(f"treefx cannot report {name}: {type(error).__name__}: {first_line}", file=sys.stderr, flush=True)
+
+
+def _restore_exit_status() -> None:
+    """After Ctrl-C, Python ends by SIGINT, unless code that came as text has run since: libraries compile such code."""
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        with suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def _name(rank: str, number: int) -> str:

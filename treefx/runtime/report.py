@@ -16,17 +16,20 @@ from treefx.passes.analysis import Analysis, Rewritten
 from treefx.runtime.call_log import CallLog, LoggedCall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows, Counts
 from treefx.runtime.reason import Reason
+from treefx.runtime.run_record import RECORD, ModelKey
 from treefx.runtime.steps import Steps, steps_of
 
 __all__ = [
     "NO_ATTENTION",
     "NO_IDS",
     "GraphReport",
+    "KeptGraph",
     "Parameters",
     "ReportingGraph",
     "Reports",
     "Run",
     "find",
+    "models_of_the_run",
     "register",
 ]
 
@@ -99,6 +102,8 @@ class GraphReport:
     """The trie of the last call that had one, as long as others keep it, and the conditions left out of it."""
     log: CallLog = field(default_factory=CallLog)
     """The calls before the last one."""
+    model: ModelKey | None = None
+    """The model in the record of the run; None where there is none."""
 
     def count_call(self) -> None:
         """Count a call and note its place among all calls; log the one before it, whose figures are complete now."""
@@ -174,6 +179,8 @@ class Reports:
         self._frame, self._graphs = frame, graphs
         self._by_model: MutableMapping[Tensor, GraphReport] = WeakIdKeyDictionary()
         self._without_parameters: GraphReport | None = None
+        self._of_the_run: list[GraphReport] = []
+        """Also of models that are gone, where the run is recorded."""
 
     def of(self, parameters: Sequence[Tensor]) -> GraphReport:
         """The report of the model whose parameters these are; the first one stands for the model."""
@@ -182,6 +189,9 @@ class Reports:
             return known
         made = GraphReport(frame=self._frame, graphs=self._graphs, steps=steps_of(parameters))
         made.parameters.update(dict.fromkeys(parameters))
+        made.model = RECORD.key_of(parameters)
+        if made.model is not None:
+            self._of_the_run.append(made)
         if parameters:
             self._by_model[parameters[0]] = made
         else:
@@ -189,7 +199,9 @@ class Reports:
         return made
 
     def all(self) -> list[GraphReport]:
-        """Those of the models that are still there."""
+        """Those of the models that are still there, and of all models where the run is recorded."""
+        if self._of_the_run:
+            return self._of_the_run
         others = [] if self._without_parameters is None else [self._without_parameters]
         return [*self._by_model.values(), *others]
 
@@ -208,6 +220,15 @@ class ReportingGraph(Protocol):
         """The rewritten graphs in which the inspector can describe attentions."""
 
 
+@dataclass(eq=False)
+class KeptGraph:
+    """What is read of hooks, without their model."""
+
+    config: Config
+    reports: list[GraphReport]
+    rewrites: list[Rewritten]
+
+
 @dataclass(frozen=True)
 class Run:
     """One graph as one model ran it."""
@@ -220,10 +241,27 @@ _clock = itertools.count(1)
 _graphs: list[weakref.ref[ReportingGraph]] = []
 
 
-def register(graph: ReportingGraph) -> None:
-    """Remember a compiled graph for the inspector, as long as Dynamo keeps it."""
+def register(graph: ReportingGraph, kept: ReportingGraph | None = None) -> None:
+    """Remember a compiled graph for the inspector, as long as Dynamo keeps it.
+
+    Args:
+        graph: Of Dynamo, or the hooks of a converted model.
+        kept: What stands for it in the record of the run, where it holds the model.
+    """
     _graphs[:] = [ref for ref in _graphs if ref() is not None]
     _graphs.append(weakref.ref(graph))
+    if RECORD.is_on:
+        RECORD.graphs.append(kept or graph)
+
+
+def models_of_the_run() -> list[tuple[str, list[Run]]]:
+    """The models of a recorded run: their classes, and what ran with each in the order it was compiled."""
+    found: dict[ModelKey, list[Run]] = {}
+    for graph in RECORD.graphs:
+        for report in graph.reports:
+            if report.model is not None and report.calls:
+                found.setdefault(report.model, []).append(Run(graph, report))
+    return [(key.name, found[key]) for key in sorted(found)]
 
 
 def find(parameters: Iterable[Tensor]) -> list[Run]:

@@ -129,9 +129,16 @@ _HOOKS: Hooks = {
 }
 
 
-def _observing() -> Any:
+def _report_at_end(module: ModuleType | None = None) -> None:
     importlib.import_module("treefx.integrations.run_end").report_at_end(_WANTED.get("report"))
+
+
+def _observing() -> Any:
+    _report_at_end()
     return importlib.import_module("treefx.integrations.observing")
+
+
+_REPORTING_HOOKS: Hooks = {"treefx.backend": _report_at_end, "treefx.runtime.converted.hooks": _report_at_end}
 
 
 def _observe_prepared(module: ModuleType) -> None:
@@ -218,4 +225,5 @@ def _run_the_next() -> None:
 
 if __name__ == "sitecustomize":
     hook_imports(_OBSERVING_HOOKS if _WANTED.get("observe") else _HOOKS)
+    hook_imports(_REPORTING_HOOKS if _WANTED.get("report") else {})
     _run_the_next()

@@ -29,7 +29,8 @@ from treefx.runtime.converted.readers import Attributes
 from treefx.runtime.converted.seam import expect_trees, install, uninstall
 from treefx.runtime.lost_sharing.distinct_tokens import CallRows
 from treefx.runtime.reason import Cause, Reason
-from treefx.runtime.report import GraphReport, register
+from treefx.runtime.report import GraphReport, KeptGraph, register
+from treefx.runtime.run_record import RECORD
 from treefx.runtime.steps import steps_of, version_of
 from treefx.runtime.ways.watch import EVERY_ROW, warn_of_rows
 
@@ -79,7 +80,7 @@ class Hooks:
         self._report, self.rewrites = GraphReport(has_tokens=True, way="converted"), list[Rewritten]()
         self._call, self._heads = _Call(), dict[Any, int]()
         self._watched, self._has_warned = set[Any](), False
-        register(self)
+        register(self, KeptGraph(config, [self._report], self.rewrites))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("model", "owner", "config", "is_strict")}
@@ -180,6 +181,7 @@ class Hooks:
             self._report.parameters.clear()
             self._report.parameters.update(dict.fromkeys(parameters))
             self._report.steps = steps_of(parameters)
+            self._report.model = RECORD.key_of(parameters, type(self.model).__name__)
         self._report.count_call()
 
     def _plan(self, given: dict[str, Any], labels: Tensor | None) -> Plan | Reason | None:
