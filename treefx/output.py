@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -33,9 +33,15 @@ notes = Console(stderr=True, highlight=False)
 """Progress, warnings and errors: standard error, so that ``--json`` output stays clean."""
 
 
-def print_json(value: Any) -> None:
-    """Write one JSON document to standard output, without colours or wrapping."""
-    typer.echo(json.dumps(value, indent=2))
+def print_json(value: Mapping[str, Any] | Sequence[Mapping[str, Any]], schema: str) -> None:
+    """Write one JSON document to standard output, without colours or wrapping.
+
+    Args:
+        value: A record, or a list of records.
+        schema: Name and version of their form (``treefx.cli.schemas``), which becomes the first key of each.
+    """
+    named = [{"schema": schema, **record} for record in ([value] if isinstance(value, Mapping) else value)]
+    typer.echo(json.dumps(named[0] if isinstance(value, Mapping) else named, indent=2))
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

@@ -236,7 +236,7 @@ def test_records_that_do_not_fit_are_written_below_each_other(narrow: Console) -
     records = [
         {"case": f"a long name of a case {at}"} | {f"figure_number_{k}": 1.5 for k in range(6)} for at in "1234567"
     ]
-    show("Times", records, json=False)
+    show("Times", records, False, "times")
     lines = _lines(narrow)
     assert max(map(len, lines)) <= 80 and sum("figure number 5" in line for line in lines) == 4
     assert all(any(f"a long name of a case {at}" in line for line in lines) for at in "1234567")

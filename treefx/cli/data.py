@@ -94,7 +94,8 @@ def data(
         notes.print(report.summary(), markup=False, soft_wrap=True)
     if json:
         about = {"path": str(path) if path else None, "vocab_size": encoder.vocab_size, "skipped": report.skipped}
-        print_json(about | statistics.to_dict() | ({"drift": found.to_dict()} if found else {}))
+        figures = about | statistics.to_dict() | ({"drift": found.to_dict()} if found else {})
+        print_json(figures, "treefx.data/1")
         return
     _print(statistics, "pairs" if pairs else "tasks")
     for line in (found and found.summary(), draw and f"tree of the first {'pair' if pairs else 'task'}: {draw}"):

@@ -45,7 +45,7 @@ def demo(
             make_model(config), prepared.batches, backend=backend, baseline=baseline, on_progress=progress.tell
         )
     if json:
-        print_json(report.to_dict())
+        print_json(report.to_dict(), "treefx.demo/1")
         return
     console.print(report.table())
     for line in report.lines():

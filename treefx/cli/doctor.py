@@ -91,7 +91,7 @@ def doctor(
         progress.tell(f"checking a small model, compiled with {inner}")
         problems = _problems(findings, inner)
     if json:
-        print_json(findings | {"problems": problems})
+        print_json(findings | {"problems": problems}, "treefx.doctor/1")
     else:
         rows = [(name, _show(value)) for name, value in findings.items()]
         console.print(make_table("treefx doctor", ("what", "found"), rows))
@@ -107,7 +107,8 @@ def _show_patches(json: bool) -> None:
     with waiting("loading PyTorch", quiet=json):
         from treefx.torch_patches.table import PATCHES
     if json:
-        print_json([{name: getattr(patch, name) for name in _COLUMNS} for patch in PATCHES])
+        patches = [{name: getattr(patch, name) for name in _COLUMNS} for patch in PATCHES]
+        print_json(patches, "treefx.doctor.patches/1")
         return
     print_line(f"{len(PATCHES)} symbols that treefx replaces, for what it compiles alone; without that:")
     for patch in PATCHES:

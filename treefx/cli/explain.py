@@ -64,7 +64,7 @@ def explain(
             progress.tell("writing the page")
             report.to_html(html)
     if json:
-        print_json(json_text.loads(report.to_json()))
+        print_json(json_text.loads(report.to_json()), report.schema)
         return
     show_explained(report)
     if html is not None:

@@ -80,7 +80,7 @@ def fuzz(
         search = SampleSearch(settings) if of_torch else Search(settings)
     findings = _watched(search, json)
     if json:
-        print_json(summary(findings))
+        print_json(summary(findings), "treefx.fuzz/1")
     else:
         _show(findings, out)
     if failures_of(findings):

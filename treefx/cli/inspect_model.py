@@ -102,12 +102,11 @@ def _show(check: GradientCheck, report: Inspection, json: bool) -> None:
     if not json:
         print_line(str(check), style="red" if check.is_wrong else None)
         return
-    print_json(
-        {
-            "stats": report.stats,
-            "gradient_error": check.error,
-            "gradient_error_of": check.parameter,
-            "eager_gradient_error": check.eager_error,
-            "not_compared": check.failure,
-        }
-    )
+    figures = {
+        "stats": report.stats,
+        "gradient_error": check.error,
+        "gradient_error_of": check.parameter,
+        "eager_gradient_error": check.eager_error,
+        "not_compared": check.failure,
+    }
+    print_json(figures, "treefx.inspect/1")

@@ -135,7 +135,8 @@ def _show(found: Plan, draw: Path | None, json: bool) -> None:
     if draw is not None:
         found.draw(draw)
     if json:
-        print_json(found.to_dict() | {"policies": [item.to_dict() for item in compare_policies(found)]})
+        policies = [item.to_dict() for item in compare_policies(found)]
+        print_json(found.to_dict() | {"policies": policies}, "treefx.plan/1")
         return
     print_line(found.explain())
     if draw is not None:

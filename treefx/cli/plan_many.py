@@ -16,7 +16,7 @@ def show_strategies(attempts: Sequence[Attempt], draw: Path | None, json: bool) 
     if draw is not None:
         draw_comparison(attempts, draw)
     if json:
-        print_json([attempt.to_dict() for attempt in attempts])
+        print_json([attempt.to_dict() for attempt in attempts], "treefx.plan.strategies/1")
         return
     refusals = [attempt.refusal for attempt in attempts if attempt.refusal]
     print_line(render_tables(comparison_table(attempts), *refusals))
@@ -28,7 +28,7 @@ def show_step(step: Step, json: bool) -> None:
     """Balance, tokens computed twice and predicted time of a step on many ranks."""
     figures = step.to_dict()
     if json:
-        print_json(figures)
+        print_json(figures, "treefx.plan.ranks/1")
         return
     duplicated = figures["duplicated_tokens"]
     rows = [

@@ -36,6 +36,7 @@ simulate = typer.Typer(
     help="Simulate communication, and overlap with the work, on hardware that need not be there.",
 )
 
+_SCHEMA = "treefx.simulate.t3/1"
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 _MODEL_HELP = "Only this model; may be repeated: " + ", ".join(model.name for model in MODELS) + "."
 
@@ -69,11 +70,11 @@ def t3(
     models = _chosen(model)
     outcomes = _watched(machine, models, json)
     comparisons = compare(outcomes) if machine == Machine() and models == MODELS else []
-    record = make_record(outcomes, comparisons, machine)
+    record = {"schema": _SCHEMA, **make_record(outcomes, comparisons, machine)}
     if out is not None:
         _save(out, record, outcomes, comparisons)
     if json:
-        print_json(record)
+        print_json(record, _SCHEMA)
     else:
         _show(record, comparisons)
 
@@ -111,7 +112,7 @@ def chunks(
     seconds = {k: run_chunks(work, size, link, k).seconds for k in CANDIDATES}
     best = best_chunks(work, size, link)
     if json:
-        print_json({"best_chunks": best, "seconds": seconds})
+        print_json({"best_chunks": best, "seconds": seconds}, "treefx.simulate.chunks/1")
         return
     rows = [
         (k, f"{1e3 * time:.3f}", f"{seconds[1] / time:.2f}", "<-" if k == best else "") for k, time in seconds.items()

@@ -174,7 +174,8 @@ def test_no_times_for_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_prints_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_collect", lambda cases, seconds: [{"ratio": case.rank, "wrong": []} for case in cases])
     result = CliRunner().invoke(app, ["bench", "overlap", "--json"], catch_exceptions=False)
-    assert json.loads(result.stdout) == [{"ratio": 0}, {"ratio": 1}]
+    named = {"schema": "treefx.bench.overlap/1"}
+    assert json.loads(result.stdout) == [named | {"ratio": 0}, named | {"ratio": 1}]
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from treefx.output import console, fits, make_table, notes, print_json
 
-__all__ = ["Json", "bench", "format_cell", "show"]
+__all__ = ["Json", "bench", "format_cell", "schema_of", "show"]
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -19,9 +19,22 @@ bench = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print the records as JSON.")]
 
 
-def show(title: str, records: Sequence[dict[str, Any]], json: bool) -> None:
+def schema_of(command: str) -> str:
+    """The form of the records of a measurement, see ``treefx.cli.schemas``."""
+    return f"treefx.bench.{command}/1"
+
+
+def show(title: str, records: Sequence[dict[str, Any]], json: bool, command: str) -> None:
+    """Print measurements: as JSON, or as a table.
+
+    Args:
+        title: Of the table.
+        records: Figures by name, the first of which names the case.
+        json: Whether to print JSON.
+        command: Name of the measurement.
+    """
     if json:
-        print_json(records)
+        print_json(records, schema_of(command))
         return
     if not records:
         notes.print("nothing was measured")

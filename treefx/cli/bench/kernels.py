@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from treefx.cli.bench.app import Json, bench, show
+from treefx.cli.bench.app import Json, bench, schema_of, show
 from treefx.cli.checks import check_choice, check_output
 from treefx.output import console, notes, print_json, print_line, waiting
 
@@ -22,7 +22,7 @@ def forest(json: Json = False) -> None:
     with waiting("building forests", quiet=json):
         from treefx.tools.bench import forest as bench_forest
 
-    show("Building forests", bench_forest.run(json=json), json)
+    show("Building forests", bench_forest.run(json=json), json, "forest")
 
 
 @bench.command()
@@ -56,7 +56,7 @@ def attention(
             records += progress.each(bench_attention.run())
         _save(records, out)
         if json:
-            print_json(records)
+            print_json(records, schema_of("attention"))
         else:
             console.print(bench_attention.make_summary(records))
         return
@@ -70,7 +70,7 @@ def attention(
             records.append(record)
             _save(records, out)
     if json:
-        print_json(records)
+        print_json(records, schema_of("attention"))
     else:
         console.print(on_cuda.make_summary(records))
     if not all(record.get("tree_forward_ms") for record in records if not _out_of_time(record)):
@@ -108,7 +108,7 @@ def kernel(
 
     records = bench_kernel.run_with_progress(arch, path, quick=quick, full=full, json=json, jobs=jobs, triton=triton)
     if json:
-        print_json(records)
+        print_json(records, schema_of("kernel"))
     else:
         console.print(bench_kernel.make_summary(arch, records))
     if any(record["problems"] for record in records):
@@ -126,7 +126,7 @@ def host(json: Json = False) -> None:
         from treefx.tools.bench.attention import host as bench_host
     with waiting("timing launches", total=len(bench_host.KINDS), quiet=json) as progress:
         records = list(progress.each(bench_host.run()))
-    show("What a layer's launches cost the host", records, json)
+    show("What a layer's launches cost the host", records, json, "host")
 
 
 @bench.command()
@@ -171,7 +171,7 @@ def gpu(
             print_line(stages.line(record))
             console.file.flush()
     if json:
-        print_json(stages.describe(stage, rehearse, records))
+        print_json(stages.describe(stage, rehearse, records), schema_of("gpu"))
     if keep:
         notes.print(f"kept in {launches.keep(records)}")
     if any(record["wrong"] for record in records):
@@ -223,4 +223,4 @@ def mixers(
 
         records = bench_mixers.run(repeats=repeats)
         records += bench_mixers.run_models(repeats=repeats, inner=inner, on_start=progress.tell)
-    show("Mixers along a tree", records, json)
+    show("Mixers along a tree", records, json, "mixers")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from treefx.cli.bench.app import Json, bench, show
+from treefx.cli.bench.app import Json, bench, schema_of, show
 from treefx.cli.checks import check_choice, check_input, parse_bytes
 from treefx.output import print_json, waiting
 
@@ -17,7 +17,7 @@ def plan(json: Json = False) -> None:
     """Time the planner, and count the tokens that plans, batch samplers and other systems' policies compute."""
     from treefx.tools.bench import plan as bench_plan
 
-    show("Planning", bench_plan.run(json=json), json)
+    show("Planning", bench_plan.run(json=json), json, "plan")
 
 
 @bench.command()
@@ -44,7 +44,7 @@ def sampler(
     records = bench_sampler.run(
         paths or (), max_tokens=max_tokens, tokenizer=tokenizer, vocab_size=vocab_size, json=json
     )
-    show(f"Batches of at most {max_tokens:,} distinct tokens", records, json)
+    show(f"Batches of at most {max_tokens:,} distinct tokens", records, json, "sampler")
 
 
 @bench.command()
@@ -67,10 +67,10 @@ def parts(
     with waiting("policies of other systems on a large forest", quiet=json):
         policies = bench_policies.measure_policies(inner)
     if json:
-        print_json({"peaks": peaks, "policies": policies})
+        print_json({"peaks": peaks, "policies": policies}, schema_of("parts"))
         return
-    show("Peaks of random forests under limits", peaks, json)
-    show("A large forest under an eighth of its memory", policies, json)
+    show("Peaks of random forests under limits", peaks, json, "parts")
+    show("A large forest under an eighth of its memory", policies, json, "parts")
 
 
 @bench.command()
@@ -82,7 +82,7 @@ def assign(json: Json = False) -> None:
     """
     from treefx.tools.bench import assign as bench_assign
 
-    show("Forests to ranks", bench_assign.run(json=json), json)
+    show("Forests to ranks", bench_assign.run(json=json), json, "assign")
 
 
 @bench.command()
@@ -95,7 +95,7 @@ def context(json: Json = False) -> None:
         from treefx.tools.bench import context as bench_context
 
         records = bench_context.run()
-    show("Tokens to ranks", records, json)
+    show("Tokens to ranks", records, json, "context")
 
 
 @bench.command()
@@ -116,7 +116,7 @@ def overlap(
         from treefx.tools.bench.overlap import run as bench_overlap
 
         records = bench_overlap.run(rows=rows, width=width, hidden=hidden, repeats=repeats)
-    show("Products and collectives in chunks", records, json)
+    show("Products and collectives in chunks", records, json, "overlap")
 
 
 @bench.command()
@@ -136,4 +136,9 @@ def large(
     with waiting("loading PyTorch", quiet=json):
         from treefx.tools.bench import large as bench_large
 
-    show("One large tree", bench_large.run(model=model, device=device, tokens=tokens, memory_limit_bytes=limit), json)
+    show(
+        "One large tree",
+        bench_large.run(model=model, device=device, tokens=tokens, memory_limit_bytes=limit),
+        json,
+        "large",
+    )

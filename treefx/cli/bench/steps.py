@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from treefx.cli.bench.app import Json, bench, format_cell, show
+from treefx.cli.bench.app import Json, bench, format_cell, schema_of, show
 from treefx.cli.checks import check_choice
 from treefx.output import console, count, make_table, print_json, print_line, waiting
 
@@ -44,7 +44,7 @@ def step(
             backend=backend,
             baseline=baseline,
         )
-    show("Training step, forward and backward", records, json)
+    show("Training step, forward and backward", records, json, "step")
 
 
 @bench.command()
@@ -68,7 +68,7 @@ def shapes(
     records = bench_shapes.run(
         series=series, batches=batches, model=model, layers=layers, hidden_size=hidden_size, json_output=json
     )
-    show("Batches of all shapes", records, json)
+    show("Batches of all shapes", records, json, "shapes")
 
 
 @bench.command()
@@ -87,7 +87,7 @@ def calls(
 
     with waiting("compiling and walking", quiet=json):
         records = list(bench_calls.run(model, layers))
-    show("A steady step", records, json)
+    show("A steady step", records, json, "calls")
 
 
 @bench.command()
@@ -106,7 +106,7 @@ def first_step(
     from treefx.tools.bench import first_step as bench_first_step
 
     records = bench_first_step.run(model=model, layers=layers, hidden_size=width, json_output=json)
-    show("The first step", records, json)
+    show("The first step", records, json, "first-step")
 
 
 @bench.command()
@@ -126,7 +126,7 @@ def trainer(
     from treefx.tools.bench import trainer as bench_trainer
 
     records = bench_trainer.run(model=model, layers=layers, hidden_size=width, rows=rows, json_output=json)
-    show("A run of SFTTrainer", records, json)
+    show("A run of SFTTrainer", records, json, "trainer")
 
 
 @bench.command()
@@ -155,7 +155,7 @@ def trainers(
         records = bench_trainers.run(
             only or (), folder=folder, rows=rows, layers=layers, hidden_size=width, on_start=progress.tell
         )
-    show("Trainers from their command lines", records, json)
+    show("Trainers from their command lines", records, json, "trainers")
 
 
 @bench.command()
@@ -180,7 +180,7 @@ def trl(
         records = bench_trl.run(
             only or (), ways=ways, rows=rows, layers=layers, hidden_size=width, on_start=progress.tell
         )
-    show("Trainers of TRL", records, json)
+    show("Trainers of TRL", records, json, "trl")
 
 
 @bench.command()
@@ -205,7 +205,7 @@ def unshared(
         )
     mean = bench_unshared.geometric_mean(records)
     if json:
-        print_json({"models": records, "geometric_mean": mean})
+        print_json({"models": records, "geometric_mean": mean}, schema_of("unshared"))
         return
     fields = ("model", "baseline_seconds", "seconds", "ratio", "ran", "note")
     cells = [[format_cell(record.get(field, "")) for field in fields] for record in records]
@@ -227,4 +227,4 @@ def memory(
     """
     from treefx.tools.bench import memory as bench_memory
 
-    show("Memory of a training step", bench_memory.run(json_output=json, inner=inner), json)
+    show("Memory of a training step", bench_memory.run(json_output=json, inner=inner), json, "memory")

@@ -38,7 +38,7 @@ def show_zoo(
     counts compilations; "3 + 1" of many batches: one in their second half.
     """
     if json:
-        print_json([asdict(row) for row in rows])
+        print_json([asdict(row) for row in rows], "treefx.doctor.zoo/1")
         return
     made_with = ", ".join(f"{name} {value}" for name, value in conditions.items() if name != "batches")
     if markdown:
