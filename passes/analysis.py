@@ -155,6 +155,14 @@ class Analysis:
         return sum(self.tokens.ids in ancestors(node) for node in others)
 
     @cached_property
+    def multiplies_vectors(self) -> bool:
+        """Whether a trained weight multiplies what another graph made of the tokens, such as a head behind a cut."""
+        assert self.tokens is not None
+        products = [node for node in live_nodes(self.gm) if node.target in _PRODUCTS or is_grouped(node.target)]
+        packed = [node for node in products if fact_of(node).kind is Kind.PACKED and _has_weight(node)]
+        return bool(self.tokens.made) and bool(packed)
+
+    @cached_property
     def products_on_rows(self) -> int:
         """Products with a trained weight (projections, experts, the head) that run on at least half of all columns of
         every row. One vector per row, such as a pooled one, loses nothing."""
@@ -169,6 +177,8 @@ class Analysis:
         """Values [B, T] that tell tokens apart where rows start in different columns; None where tokens are known by
         their column. Conditions that all tokens of a call meet are ``redundant``."""
         assert self.tokens is not None
+        if self.tokens.made:  # these are known by what stood in the same column of another graph
+            return None
         live = live_nodes(self.gm, checks=False)
         return find_own_positions(self.gm, self.tokens, self.attentions, live, redundant)
 

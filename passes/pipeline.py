@@ -218,7 +218,7 @@ def _add_parts_of_masks(gm: fx.GraphModule, work: _Work, mode: FakeTensorMode) -
 
 def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | None, pick_losses: bool) -> fx.GraphModule:
     found = work.analysis
-    found.tokens = find_tokens(gm, found.roles)
+    found.tokens = find_tokens(gm, found.roles, work.known)
     if found.tokens is None:
         return gm
     found.constants = Constants(gm, work.inputs, found.roles, work.known, found.batch, found.segmented)
@@ -238,7 +238,7 @@ def _label_tokens(gm: fx.GraphModule, work: _Work, *, improve: MakeImprove | Non
     found.attentions = attentions(gm)
     found.picks = [node for node in calls if isinstance(fact_of(node).law, Pick)]
     placed = [law for node in calls if isinstance(law := fact_of(node).law, Placed)]
-    found.placed = [(law, find_images(gm, found.roles, law.source)) for law in placed]
+    found.placed = [(law, find_images(gm, found.roles, law.source, found.tokens.vectors)) for law in placed]
     return gm
 
 
@@ -395,4 +395,4 @@ def _compile_inner(gm: fx.GraphModule, work: _Work, *, inner: Inner) -> fx.Graph
 def is_packed(analysis: Analysis) -> bool:
     """Whether anything but the tail of the graph would run packed."""
     kinds = {fact_of(node).kind for node in analysis.gm.graph.nodes if node.op == "call_function"}
-    return Kind.PACKED in kinds and bool(analysis.attentions or mixes(analysis.gm))
+    return Kind.PACKED in kinds and bool(analysis.attentions or mixes(analysis.gm) or analysis.multiplies_vectors)

@@ -39,6 +39,10 @@ class InputValues:
     """Vectors of integers, and an earlier one that holds the same; if asked for."""
     masks: tuple[GivenMask, ...] = ()
     """[.., T, T], causal and at most hidden keys, a window or documents beside; their parts become inputs too."""
+    tokens: frozenset[int] = frozenset()
+    """[B, T, ...], vectors that another graph of the model made of tokens, by which these are told apart."""
+    vectors: frozenset[int] = frozenset()
+    """[n, ...], vectors of images that a tower made, with one number each by which they are told apart."""
 
     def with_parts(self, args: Sequence[Any]) -> list[Any]:
         """The inputs of a call, and behind them the parts of its masks."""

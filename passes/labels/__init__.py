@@ -5,6 +5,6 @@ operator (``laws``). An operator without a law stays on rows, by name. Nothing h
 
 Order of imports, each only of what stands before an arrow::
 
-    facts, purity, segments -> rows, uniformity, dims, corners, body, token_inputs -> constants -> laws
+    facts, purity, segments -> rows, uniformity, dims, corners, token_inputs -> body, constants -> laws
     -> label_tokens, images -> liveness, index_ranges, column_counts
 """

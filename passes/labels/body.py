@@ -1,20 +1,21 @@
 """Which part of a graph is the model, and which the loss behind it.
 
-The model ends with its last operator that mixes tokens, or multiplies by weights what it made of the ids: a layer, the
-LM head. What comes behind reads values that differ from row to row (labels, advantages, logits of a teacher), and these
-must not tell tokens apart. Weights may multiply the hidden states of a teacher there, but these meet no product of the
-model.
+The model ends with its last operator that mixes tokens, multiplies by weights what it made of the ids, or puts vectors
+of a tower between tokens: a layer, the LM head. What comes behind reads values that differ from row to row (labels,
+advantages, logits of a teacher), and these must not tell tokens apart. Weights may multiply the hidden states of a
+teacher there, but these meet no product of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from treefx.passes.labels.facts import ancestors
+from treefx.passes.labels.token_inputs import Tokens
 from treefx.passes.trace import flash as _flash  # noqa: F401  (registers operators)
 from treefx.passes.trace import library_calls as _library_calls  # noqa: F401  (registers operators)
 from treefx.passes.trace import opaque_ops as _opaque_ops  # noqa: F401  (registers operators)
@@ -31,19 +32,21 @@ _PRODUCTS = [aten.mm.default, aten.addmm.default, aten.baddbmm.default]
 _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
 
-def find_body(gm: fx.GraphModule, roles: Sequence[str], ids: fx.Node) -> set[fx.Node]:
+def find_body(gm: fx.GraphModule, roles: Sequence[str], tokens: Tokens) -> set[fx.Node]:
     """The last layers' operators that mix tokens or multiply by weights, and all that these are made of.
 
     Args:
         gm: The traced graph.
         roles: What each placeholder is.
-        ids: The input that holds the token ids.
+        tokens: Its token axes.
     """
-    of_ids = _made_of(gm, [ids])
+    of_ids = _made_of(gm, [tokens.ids])
     inputs = zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True)
     learned = _made_of(gm, [node for node, role in inputs if role == "parameter"])
     ends = [node for target in _MIXERS for node in _calls(gm, target)]
     ends += [node for node in _products(gm) if _meet(node, of_ids, learned)]
+    of_images = _made_of(gm, tokens.vectors)
+    ends += [node for node in _calls(gm, aten.masked_scatter.default) if node.args[2] in of_images]
     return {*ends, *ancestors(*ends)}
 
 
@@ -68,7 +71,7 @@ def _meet(product: fx.Node, of_ids: set[fx.Node], learned: set[fx.Node]) -> bool
     return bool(weights) and any(node in of_ids for node in operands)
 
 
-def _made_of(gm: fx.GraphModule, sources: Sequence[fx.Node]) -> set[fx.Node]:
+def _made_of(gm: fx.GraphModule, sources: Collection[fx.Node]) -> set[fx.Node]:
     """All nodes that depend on one of them, and these."""
     found = set(sources)
     for node in gm.graph.nodes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,37 +64,54 @@ class Images:
     """Inputs [n, ...], one entry per image; the vectors of an image are a function of its entries."""
     elements: Any
     """How many elements of the source, in order, belong to each image."""
+    made: bool = False
+    """Whether the inputs, one after another, are vectors of a tower outside of the graph; each counts as an image."""
 
 
-def find_images(gm: fx.GraphModule, roles: Sequence[Role], source: fx.Node) -> Images | None:
+def find_images(
+    gm: fx.GraphModule, roles: Sequence[Role], source: fx.Node, vectors: Collection[fx.Node] = ()
+) -> Images | None:
     """The images that a value is made of, if each part of it is a function of one image and the parameters alone.
 
     Args:
         gm: The traced graph.
         roles: What each placeholder is.
         source: A value of the graph.
+        vectors: Inputs that a tower outside of the graph made; of these it is known which vectors are one function.
     """
     role_of = dict(zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True))
     made_of = {source, *ancestors(source)}
-    behind = [node for node in made_of if _is_tensor(node) and role_of.get(node) in ("input", "variable")]
-    if not behind or any(role_of[node] == "variable" or not shape_of(node) for node in behind):
-        return None  # the gradient of a variable is another one for each image, however equal they are
-    count = shape_of(behind[0])[0]
-    if any(str(shape_of(node)[0]) != str(count) for node in behind) or impurity(source) is not None:
+    behind = [node for node in gm.graph.nodes if node in made_of and _is_tensor(node)]
+    images = tuple(node for node in behind if role_of.get(node) in ("input", "variable"))
+    if not images or not all(map(shape_of, images)) or impurity(source) is not None:
         return None
-    images = tuple(node for node in gm.graph.nodes if node in behind)
+    made = all(node in vectors for node in images)
+    starts = _join(images, made_of) if made else images
+    if not made and any(role_of[node] == "variable" for node in images):
+        return None  # the gradient of a variable is another one for each image, however equal they are
+    if made and len(starts) != 1 or len({str(shape_of(node)[0]) for node in starts}) != 1:
+        return None
     with _facts_of_images(gm):
         try:
             for node in gm.graph.nodes:
                 if node in made_of:
-                    set_fact(node, _fact(node, images, role_of))
+                    set_fact(node, _fact(node, starts, role_of))
         except (NoLaw, _MixesImages):
             return None
         dims = fact_of(source).dims
     factors = factors_of(dims or ())
     if not factors or factors[0].axis is not Axis.ROW:
         return None
-    return Images(images, math.prod(factor.size for factor in factors[1:]))
+    inputs: Any = starts[0].args[0] if made and starts != images else images
+    return Images(tuple(inputs), math.prod(factor.size for factor in factors[1:]), made)
+
+
+def _join(images: tuple[fx.Node, ...], made_of: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """What vectors given in several inputs are together: the value that joins them all, and alone reads them."""
+    readers = {user for node in images for user in node.users if user in made_of}
+    joins = next(iter(readers)) if len(readers) == 1 else images[0]
+    parts: Any = joins.args[0] if joins.target is aten.cat.default and joins.args[1:] in ((), (0,)) else ()
+    return (joins,) if {*parts} == {*images} else images
 
 
 @contextmanager

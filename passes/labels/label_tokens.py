@@ -150,8 +150,8 @@ class _Labeller:
     ) -> None:
         self.gm, self.tokens, self.pick_losses = gm, tokens, pick_losses
         self.roles = dict(zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True))
-        self.body = find_body(gm, roles, tokens.ids)
-        self.identity: set[fx.Node] = {tokens.ids}
+        self.body = find_body(gm, roles, tokens)
+        self.identity: set[fx.Node] = {tokens.ids, *tokens.made}
         """Inputs that tell tokens apart, as far as the attention needs them."""
         self.of_keys: dict[Expr, frozenset[fx.Node]] = {}
         self.sources: Sources = {}
@@ -177,7 +177,8 @@ class _Labeller:
         if role not in ("input", "variable") or not isinstance(node.meta.get("val"), torch.Tensor):
             return Fact(Kind.INVARIANT, learned=learned)
         if node in self.tokens.inputs:
-            return Fact(Kind.PREFIX, self.tokens.inputs[node])
+            made = node in self.tokens.made
+            return Fact(Kind.PACKED if made else Kind.PREFIX, self.tokens.inputs[node], learned=made)
         return Fact(Kind.INVARIANT if self.tokens.is_same_for_rows(node) else Kind.ROW, learned=learned)
 
     def _remember_sources(self, node: fx.Node) -> None:

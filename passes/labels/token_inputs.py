@@ -8,12 +8,13 @@ dimensions are taken for rows and columns, a law that pairs them with others fin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import SymInt, fx
 
+from treefx.passes.inputs.values import InputValues
 from treefx.passes.labels.facts import Axis, Dims, Factor, ancestors, plain_dims, shape_of
 from treefx.passes.trace.trace import NAME
 
@@ -34,7 +35,11 @@ class Tokens:
     inputs: Mapping[fx.Node, Dims]
     """The dimensions of all user inputs with values of every token; each may enter the identity of a token."""
     ids: fx.Node
-    """The token ids [B, T]; in a graph without a lookup the embeddings [B, T, D] that the caller gives."""
+    """The token ids [B, T]; in a graph without a lookup the embeddings [B, T, D] that it is given."""
+    made: frozenset[fx.Node] = frozenset()
+    """Those of the inputs that another graph made of tokens: read once per distinct token, gradient included."""
+    vectors: frozenset[fx.Node] = frozenset()
+    """Inputs [n, ...] of vectors that are told apart by a number each."""
 
     def is_same_for_rows(self, node: fx.Node) -> bool:
         """Whether an input has one row while the batch has more: [1, ...], or planes [k, 1, T]."""
@@ -45,28 +50,48 @@ class Tokens:
         return (shape[0] == 1 or planes) and self.rows > 1
 
 
-def find_tokens(gm: fx.GraphModule, roles: Sequence[Role]) -> Tokens | None:
+def find_tokens(gm: fx.GraphModule, roles: Sequence[Role], known: InputValues) -> Tokens | None:
     """Find the input that holds the token ids: the first user input of two dimensions that an embedding looks up.
 
-    Without any lookup it is ``inputs_embeds`` [B, T, D], known by Dynamo's name, if its gradient is not wanted: that is
-    another one in every row. Tokens whose vectors have the same bits on all their prefix are one then.
+    Without any lookup it is what another graph made of tokens, or ``inputs_embeds`` [B, T, D], known by Dynamo's name,
+    if its gradient is not wanted: that is another one in every row. Tokens whose vectors have the same bits on all
+    their prefix are one then.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     users = [node for node, role in zip(placeholders, roles, strict=True) if role == "input" and _is_tensor(node)]
+    tokens = _find_tokens(gm, users, [placeholders[i] for i in sorted(known.tokens)])
+    return None if tokens is None else replace(tokens, vectors=frozenset(placeholders[i] for i in known.vectors))
+
+
+def _find_tokens(gm: fx.GraphModule, users: Sequence[fx.Node], made: Sequence[fx.Node]) -> Tokens | None:
     for node in gm.graph.find_nodes(op="call_function", target=aten.embedding.default):
         index: Any = node.args[1]
         for source in [index, *ancestors(index)]:
             if source in users and len(shape_of(source)) == 2 and not source.meta["val"].is_floating_point():
-                rows, columns = shape_of(source)
-                return _tokens(users, source)
-    return next((_tokens(users, node) for node in users if _holds_embeddings(node)), None)
+                return _tokens(users, source, made)
+    given = [*made, *filter(_holds_embeddings, users)]
+    return _tokens(users, given[0], made) if given else None
 
 
-def _tokens(users: Sequence[fx.Node], ids: fx.Node) -> Tokens:
+def _tokens(users: Sequence[fx.Node], ids: fx.Node, made: Sequence[fx.Node]) -> Tokens:
     """The token axes of a graph by the input that holds its tokens."""
     rows, columns = shape_of(ids)[:2]
-    found = {user: _dims_of_tokens(user, rows, columns) for user in users}
-    return Tokens(rows, columns, {user: dims for user, dims in found.items() if dims is not None}, ids)
+    found = {user: _dims_of_tokens(user, rows, columns) for user in users if user not in made}
+    others = {node: _made_dims(node, rows, columns) for node in made if not _is_written(node)}
+    inputs = {node: dims for node, dims in (found | others).items() if dims is not None}
+    return Tokens(rows, columns, inputs, ids, frozenset(inputs.keys() & others.keys()))
+
+
+def _made_dims(node: fx.Node, rows: int, columns: int) -> Dims | None:
+    """The dimensions of what another graph made of the tokens of a batch [rows, columns]."""
+    shape = shape_of(node)
+    if not _is_same(shape[0], rows) or not _is_same(shape[1], columns):
+        return None
+    return ((Factor(Axis.ROW, rows),), (Factor(Axis.TOKEN, columns),), *plain_dims(shape[2:]))
+
+
+def _is_written(node: fx.Node) -> bool:
+    return any(user.target is aten.copy_.default and user.args[0] is node for user in node.users)
 
 
 def _holds_embeddings(node: fx.Node) -> bool:

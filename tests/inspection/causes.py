@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.inspection.situations import VOCAB, ids_of
+from tests.inspection.situations import VOCAB, ids_of, outside
 
 __all__ = ["CAUSES", "Cause", "Planted"]
 
@@ -87,7 +87,7 @@ def _custom_function(model: Planted, x: Tensor, given: dict[str, Any]) -> Tensor
 
 
 def _graph_break(model: Planted, x: Tensor, given: dict[str, Any]) -> Tensor:
-    torch._dynamo.graph_break()
+    x = outside(x)
     return x + model.attend(x)
 
 
@@ -134,7 +134,7 @@ CAUSES: dict[str, Cause] = {
     ),
     "in-place write": Cause("TFX110", _in_place, words=("model.seen.add_",)),
     "autograd.Function": Cause("TFX111", _custom_function, words=("Square.apply",)),
-    "graph break": Cause("TFX003", _graph_break, words=("graph_break()",)),
+    "graph break": Cause("TFX003", _graph_break, words=("outside(x)",)),
     "too little sharing": Cause("TFX016", words=("min_sharing",), ids=lambda: ids_of(shared=1), min_sharing=3.0),
     "4-D mask": Cause("TFX122", given=lambda ids: {"labels": ids, **_given_mask(ids)}, words=("mask",)),
     "cache in use": Cause("TFX004", _cached, given=_with_cache, words=("cache",)),

@@ -95,7 +95,8 @@ class Inspection(Report):
     def __init__(self, graphs: list[Run], name: str = "") -> None:  # not that of Report: sections come from __getattr__
         everything = [graph.report for graph in graphs]
         latest = _of_the_last_call(_latest_of_each_frame(graphs))
-        first = next((graph for graph in latest if graph.report.has_tokens), latest[0])
+        begins = [graph for graph in latest if graph.report.has_tokens]
+        first = next((graph for graph in begins if not graph.report.feeds_others), next(iter(begins), latest[0]))
         self.reports = [replace(graph.report, graphs=dict(graph.report.graphs)) for graph in latest]
         self._first = self.reports[latest.index(first)]
         self._sources = sources_of(first)
@@ -308,7 +309,7 @@ def _of_tokens(latest: list[GraphReport], first: GraphReport) -> dict[str, Any]:
 
 def _analysed(latest: list[GraphReport]) -> Iterator[GraphReport]:
     """The reports whose expansions count: those of packed graphs, and those that say why a graph runs on rows."""
-    return (report for report in latest if report.ran == "packed" or report.fallback is not None)
+    return (item for item in latest if item.ran == "packed" or item.fallback is not None and not item.feeds_others)
 
 
 def statistics(
@@ -327,7 +328,8 @@ def statistics(
     for report in everything:
         for stage, value in report.seconds.items():
             seconds[stage] = seconds.get(stage, 0.0) + value
-    stated = next((report.fallback for report in latest if report.fallback is not None), None)
+    refused = (report.fallback for report in latest if not report.feeds_others)
+    stated = next((text for text in refused if text is not None), None)
     cut = _cut_off(latest, first)
     reasons = [reason for reason in (stated, cut) if reason is not None]
     reason = next((report.reason for report in latest if report.reason is not None), None)

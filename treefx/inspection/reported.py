@@ -90,7 +90,7 @@ def rows_of_batch(batch: Batch, analysis: Analysis | None, redundant: Any = froz
     """The trie of a call on the host, with token ids where the inputs of the trie are still kept."""
     row, column, end, token_of = batch.metadata
     ids, keys = None, keys_of(batch)
-    if keys is not None and analysis is not None and analysis.tokens is not None:
+    if keys is not None and analysis is not None and analysis.tokens is not None and not analysis.tokens.made:
         place = analysis.identity_without(frozenset(redundant)).index(analysis.position_of_ids)
         if place < len(keys) and not analysis.tokens.ids.meta["val"].is_floating_point():
             ids = keys[place][row, column]

@@ -4,7 +4,7 @@ In: the inputs of a call and what the passes found out. Out: its outputs, and a 
 
 Order of imports, each only of what stands before an arrow::
 
-    kept, lost_sharing, reason, token_bits, whole -> call_log, run_record, steps
-    -> report, dynamo, output_use, places, batch, cut, lazy -> padding -> segments -> shapes
+    kept, lost_sharing, reason, token_bits, origins -> whole, call_log, run_record, steps
+    -> report, dynamo, output_use, places, batch, cut, lazy -> padding -> segments, output_keys -> shapes
     -> announce, call_plan, observed, structured_log -> records -> analyses -> ways -> converted, compiled_graph
 """

@@ -27,6 +27,8 @@ from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.reason_codes import code_of_cause, with_code
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.kept.retries import PASSING, NotNow, Retries
+from treefx.runtime.origins import positions_of_origins
+from treefx.runtime.output_keys import note_of_outputs
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.records import Records
@@ -111,7 +113,7 @@ class Analyses:
 
         ``sizes`` are the number of tokens (and sizes of a cut) that the first one found for these inputs did not serve.
         """
-        if self._has_no_tokens:  # of whatever shape: no input is looked up in an embedding
+        if self._has_no_tokens and not any(self._origins(args)):  # of whatever shape: nothing tells tokens apart
             return _NO_TOKENS
         if self._is_cached:
             self._records.report.has_tokens = True
@@ -130,9 +132,16 @@ class Analyses:
         return shape
 
     def _values(self, args: Sequence[Any]) -> InputValues:
-        return input_values(
-            self.tensors(args), self._tensor_roles(args), masks=current_forest() is None, flash=self._has_flash
-        )
+        on_rows = current_forest() is None
+        values = input_values(self.tensors(args), self._tensor_roles(args), masks=on_rows, flash=self._has_flash)
+        tokens, vectors = self._origins(args)
+        return replace(values, tokens=tokens, vectors=vectors) if tokens or vectors else values
+
+    def _origins(self, args: Sequence[Any]) -> tuple[frozenset[int], frozenset[int]]:
+        """Which tensors of a call on rows hold tokens, and which vectors of a tower, that another graph has made."""
+        if current_forest() is not None:
+            return frozenset(), frozenset()
+        return positions_of_origins(self.tensors(args), self._tensor_roles(args))
 
     def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
         """What is known of calls of these very sizes."""
@@ -265,7 +274,8 @@ class Analyses:
         refusal = self._refusal(analysis)
         if refusal is not None:
             self._refused = analysis
-            return Refusal(refusal, proof_of(analysis, tensors))
+            note = note_of_outputs(analysis) if refusal.cause is Cause.NO_ATTENTION else None
+            return Refusal(replace(refusal, note=note), proof_of(analysis, tensors))
         shape = share_shape(analysis, tensors, sizes, self.use, analysis.known, self._config)
         if not self.use.settled:
             self.use = shape.outputs

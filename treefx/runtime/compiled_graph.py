@@ -134,6 +134,9 @@ class CompiledGraph:
         results = self._ordinary.instead(args, reason=reason)
         if self._attends:
             self._records.report.note_block()
+        elif forest is None and reason is not None and reason.note is not None:
+            reason.note(self._analyses.tensors(args), results)
+            self._records.report.feeds_others = True
         self._watch.look(self._records.report, args)
         return results
 

@@ -14,11 +14,13 @@ import torch
 from torch import fx
 
 from treefx.runtime.whole.checks import check_instead
+from treefx.runtime.whole.deepstack import deepstack_instead
 from treefx.runtime.whole.direct_flash import direct_call_instead
 from treefx.runtime.whole.flash import flash_instead, trace_instead
 from treefx.runtime.whole.heads import LEAVES_OUT, head_instead, scores_all
 from treefx.runtime.whole.liger import liger_instead
 from treefx.runtime.whole.recurrences import recurrence_instead
+from treefx.runtime.whole.towers import note_towers
 from treefx.torch_patches.dynamo import is_of_module
 from treefx.torch_patches.substitution import substitute_applied, substitute_called
 from treefx.torch_patches.table import apply_patches
@@ -32,7 +34,8 @@ _CACHES = re.compile(r"\b(past_key_values?|cache_params)\b")
 def keep_graphs_whole() -> None:
     """Apply all patches, once per process, and substitute what would cut a graph in two."""
     trace_instead(LEAVES_OUT, scores_all)
-    for called in (check_instead, direct_call_instead, flash_instead, recurrence_instead):
+    substitute_called(note_towers)
+    for called in (check_instead, deepstack_instead, direct_call_instead, flash_instead, recurrence_instead):
         substitute_called(called)
     for applied in (liger_instead, head_instead):
         substitute_applied(applied)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr, evaluate, walk
 from treefx.passes.analysis import Analysis
 from treefx.passes.causal.contract import mixes
@@ -25,10 +26,16 @@ from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
 from treefx.passes.trace.batch_sizes import concrete
+from treefx.runtime.origins import origin_of
 from treefx.runtime.places import number_places
 from treefx.runtime.token_bits import OF_TOKENS, OWN_NUMBERS, number_tokens
 
 __all__ = ["Grid", "Padding"]
+
+_OTHER_ORIGIN = (
+    "values that go from one graph of the model to the next are as they were in the call, but an output that was not "
+    "read then is computed now, and they have been changed or got a hook since; read the output right after the call"
+)
 
 
 class Padding:
@@ -138,12 +145,12 @@ class Padding:
         if redundant not in self._own_positions:
             self._own_positions[redundant] = self._analysis.find_own_positions(redundant)
         nodes = self._own_positions[redundant]
-        return None if nodes is None else [grid.numbers(node) for node in nodes]
+        return None if nodes is None else [numbers for node in nodes for numbers in grid.numbers(node)]
 
     def identity(self, grid: Grid, redundant: frozenset[Expr]) -> list[Tensor]:
         """The values [B, T] that tell tokens apart where some conditions on keys are left out."""
         inputs = self._analysis.gm.graph.find_nodes(op="placeholder")
-        of_tokens = [grid.numbers(inputs[i]) for i in self._analysis.identity_without(redundant)]
+        of_tokens = [x for i in self._analysis.identity_without(redundant) for x in grid.numbers(inputs[i])]
         placed = [number_places(law, images, grid.value, grid.sizes) for law, images in self._analysis.placed]
         return of_tokens + placed + self.numbers_of_rows(grid)
 
@@ -250,7 +257,7 @@ class Grid:
         self.rows, self.columns = analysis.extent(args)
         self.device = next(x.device for x in args if isinstance(x, Tensor))
         self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
-        self._numbers: dict[fx.Node, Tensor] = {}
+        self._numbers: dict[fx.Node, Sequence[Tensor]] = {}
         self._keys: dict[tuple[Expr, int], Tensor] = {}
 
     def everywhere(self) -> Tensor:
@@ -278,16 +285,25 @@ class Grid:
         assert fact.dims is not None
         return _positions_first(self.value(node), fact.dims, self.sizes)
 
-    def numbers(self, node: fx.Node) -> Tensor:
-        """Numbers [B, T] that are equal where the bits of an input's tokens are, or of a value [B, T]."""
+    def numbers(self, node: fx.Node) -> Sequence[Tensor]:
+        """Numbers [B, T] that are all equal where an input's tokens are one, by their bits or by what made them."""
         if node not in self._numbers:
-            value = self.value(node)
-            assert self._tokens is not None
-            dims = self._tokens.inputs.get(node, OF_TOKENS)
-            in_order = value.dim() == 2 and bool(dims[0]) and dims[0][0].axis is Axis.ROW
-            own = in_order and value.dtype in OWN_NUMBERS
-            self._numbers[node] = value.detach() if own else number_tokens(value, dims)
+            self._numbers[node] = self._find_numbers(node)
         return self._numbers[node]
+
+    def _find_numbers(self, node: fx.Node) -> Sequence[Tensor]:
+        value = self.value(node)
+        assert self._tokens is not None
+        if node in self._tokens.made:
+            origin = origin_of(value)
+            found = None if origin is None else origin.find()
+            if found is None:
+                raise UnsupportedError(_OTHER_ORIGIN)
+            return found
+        dims = self._tokens.inputs.get(node, OF_TOKENS)
+        in_order = value.dim() == 2 and bool(dims[0]) and dims[0][0].axis is Axis.ROW
+        own = in_order and value.dtype in OWN_NUMBERS
+        return [value.detach() if own else number_tokens(value, dims)]
 
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
         """A condition on the key, where the query is the key itself, bool [heads, B * T], or [1, B * T]."""

@@ -21,6 +21,7 @@ from treefx.passes.labels.facts import Axis, Dims, Factor, shape_of
 from treefx.passes.labels.images import Images
 from treefx.passes.labels.laws.placed import Placed
 from treefx.passes.trace.batch_sizes import concrete
+from treefx.runtime.origins import numbers_of_vectors
 from treefx.runtime.token_bits import OF_TOKENS, number_tokens
 
 __all__ = ["number_places"]
@@ -56,7 +57,9 @@ def number_places(
         elements = concrete(images.elements, sizes)
         if elements % features == 0:
             each = elements // features
-            image = _number_images([value(node) for node in images.inputs])
+            given = [value(node) for node in images.inputs]
+            image = numbers_of_vectors(given) if images.made else _number_images(given)
+            assert image is not None
             numbers = image[(places // each).clamp(0, len(image) - 1)] * each + places % each
     return torch.where(mask, numbers, -1)
 

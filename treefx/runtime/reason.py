@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from treefx.reason_codes import code_of_cause
 
@@ -41,11 +43,14 @@ class Reason:
         cause: by which code decides.
         text: for people; "" for a graph without token ids, of which nothing is said.
         operator_code: the code of the operator that the text names, where it names one.
+        note: of a graph without attention: notes, of the tensors and the results of a call, by what the tokens of its
+            outputs are told apart, for the graphs behind it.
     """
 
     cause: Cause
     text: str
     operator_code: str | None = None
+    note: Callable[[Sequence[Any], Sequence[Any]], None] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.text

@@ -79,6 +79,8 @@ class GraphReport:
     """"packed", "ordinary" or "nothing": what the last call ran."""
     way: Literal["rows", "forest", "converted"] = "rows"
     """What the last call was given: rows [B, T] to a compiled graph, a forest, or rows to a converted model."""
+    feeds_others: bool = False
+    """Whether the last call had no attention, and left to graphs behind it by what its tokens are told apart."""
     cut: str | None = None
     """The graph break that keeps token ids or attention away from the graph; None without one."""
     calls_on_rows: int = 0
@@ -143,7 +145,7 @@ class GraphReport:
 
         Figures of the tokens stay only in the second case, where the call counted them before.
         """
-        self.reason, self.ran, self.way = reason, "ordinary", "rows"
+        self.reason, self.ran, self.way, self.feeds_others = reason, "ordinary", "rows", False
         if reason is not None or not self.has_tokens:
             self.raw_tokens, self.tokens, self.distinct_tokens = 0, 0, None
 

@@ -13,6 +13,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
 )
 
@@ -20,7 +22,10 @@ from tests.batches import Batch
 from tests.models import TinyLM, config_of, double_from, lifted
 from tests.spellings import PADDED
 
-__all__ = ["IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "gemma3", "llava", "rows_of"]
+__all__ = [
+    "IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "draw_patches", "gemma3", "llava", "qwen3_vl",
+    "rows_of",
+]  # fmt: skip
 
 IMAGE, PATCHES, SIDE = 60, 4, 8
 """The id of image tokens, how many an image has, and its height and width in pixels."""
@@ -46,6 +51,12 @@ def draw_images(names: str) -> Tensor:
     """float64 [n, 3, 8, 8], equal for equal names."""
     drawn = {name: torch.randn(3, SIDE, SIDE, generator=torch.Generator().manual_seed(ord(name))) for name in names}
     return torch.stack([drawn[name] for name in names]).double()
+
+
+def draw_patches(names: str) -> tuple[Tensor, Tensor]:
+    """Pixels float64 [16 n, 12] and grids [n, 3] as Qwen3-VL takes them: 4 x 4 patches an image, merged to 2 x 2."""
+    drawn = {name: torch.randn(16, 12, generator=torch.Generator().manual_seed(ord(name))) for name in names}
+    return torch.cat([drawn[name] for name in names]).double(), torch.tensor([[1, 4, 4]] * len(names))
 
 
 def distinct(batch: Batch, names: str) -> int:
@@ -121,6 +132,18 @@ def gemma3() -> nn.Module:
     model = _double(Gemma3ForConditionalGeneration, config)
     nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # zeros would show no image
     return model
+
+
+def qwen3_vl() -> nn.Module:
+    """Qwen3-VL of transformers, in float64 throughout; features of the tower go into the first layer again."""
+    tower = {"depth": 1, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
+    tower |= {"out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    tower |= {"hidden_size": 16, "intermediate_size": 16}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True, "rope_theta": 1e4}
+    text = {**_SIZES, "num_key_value_heads": 1, "num_hidden_layers": 2, "head_dim": 8, "rope_parameters": rope}
+    ids = {**_IDS, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
+    config = Qwen3VLConfig(text_config={**text, "vocab_size": 64}, vision_config=tower, **ids)
+    return _double(Qwen3VLForConditionalGeneration, config)
 
 
 def _double(model_class: Any, config: Any) -> nn.Module:

@@ -18,6 +18,8 @@ from treefx.runtime.batch import Batch
 from treefx.runtime.kept.given import Given, name_of_input
 from treefx.runtime.kept.marks import watched
 from treefx.runtime.lazy import Deferred, LazyRows, lazy_rows
+from treefx.runtime.origins import note_tokens
+from treefx.runtime.output_keys import is_per_token
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
 
@@ -52,7 +54,12 @@ class Outputs:
     def _on_rows(self, shape: Shape, position: int, value: Any, batch: Batch) -> Any:
         """An output as the caller expects it."""
         dims = shape.analysis.packed_outputs.get(position)
-        return value if dims is None else expand_rows(value, dims, batch.metadata[3])
+        if dims is None:
+            return value
+        rows = expand_rows(value, dims, batch.metadata[3])
+        if is_per_token(dims):
+            note_tokens(rows, [batch.metadata[3]])
+        return rows
 
     def hand_back(
         self,

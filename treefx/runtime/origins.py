@@ -1,0 +1,90 @@
+"""What tensors between two graphs of one model are made of: which of their vectors are one function of one thing.
+
+Dynamo cuts a model in two where a vision tower reads sizes on the host, and the graph behind the cut gets vectors in
+place of token ids. Equal bits would not do to share them: a projection that starts at zero gives equal vectors for all
+images, and another gradient for each. So the graph that makes vectors leaves a note here: tokens ``[B, T, ...]`` whose
+keys agree on their prefixes, or vectors ``[n, ...]`` of equal numbers, are the same function of equal inputs. The
+gradient of the parameters behind such copies needs the sum over them alone, which may go into one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["Origin", "note_tokens", "note_vectors", "numbers_of_vectors", "origin_of", "positions_of_origins"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a tensor is made of.
+
+    Attributes:
+        per_token: Whether its first two dimensions are rows and columns; else the first one counts vectors.
+        version: That of the tensor when this was noted.
+        find: Gives its keys [B, T], or one number per vector [n]; None if these are not known any more.
+    """
+
+    per_token: bool
+    version: int
+    find: Callable[[], Sequence[Tensor] | None]
+
+
+_origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Origin by tensor, for as long as the tensor lives."""
+
+
+def note_tokens(x: Tensor, keys: Sequence[Tensor]) -> None:
+    """Note that tokens of x [B, T, ...] are one where all of some keys [B, T] agree on their prefixes."""
+    if any(item.is_inference() for item in (x, *keys)):  # what is written to them cannot be seen
+        return
+    versions = [key._version for key in keys]
+
+    def find() -> Sequence[Tensor] | None:
+        return keys if versions == [key._version for key in keys] else None
+
+    _origins[x] = Origin(True, x._version, find)
+
+
+def note_vectors(x: Tensor, find: Callable[[], Tensor | None]) -> None:
+    """Note that vectors of x [n, ...] are one where their numbers [n] are equal; None if these are unknown by then."""
+
+    def found() -> Sequence[Tensor] | None:
+        numbers = find()
+        return None if numbers is None else [numbers]
+
+    if not x.is_inference():
+        _origins[x] = Origin(False, x._version, found)
+
+
+def origin_of(x: Any) -> Origin | None:
+    """What a tensor is made of, where that is known and its own gradient is not looked at.
+
+    Gradients of a tensor that a caller keeps, or hangs a hook on, are wanted for each copy, which a sum does not give.
+    """
+    origin: Origin | None = _origins[x] if isinstance(x, Tensor) and x in _origins else None
+    if origin is None or origin.version != x._version:
+        return None
+    if x.requires_grad and (x.is_leaf or x.retains_grad or x._backward_hooks):
+        return None
+    return origin if origin.find() is not None else None
+
+
+def numbers_of_vectors(given: Sequence[Any]) -> Tensor | None:
+    """int64 [n], the numbers of vectors in several tensors, one after another; None if these are not known."""
+    origins = [origin_of(x) for x in given]
+    found = [None if origin is None or origin.per_token else origin.find() for origin in origins]
+    return torch.cat([keys[0] for keys in found if keys]) if all(found) else None
+
+
+def positions_of_origins(args: Sequence[Any], roles: Sequence[str]) -> tuple[frozenset[int], frozenset[int]]:
+    """Which of the tensors of a call hold tokens, and which hold vectors, whose origin is known."""
+    given = [(i, x) for i, (x, role) in enumerate(zip(args, roles, strict=True)) if role in ("input", "variable")]
+    known = [(i, origin.per_token) for i, x in given if (origin := origin_of(x)) is not None]
+    return frozenset(i for i, tokens in known if tokens), frozenset(i for i, tokens in known if not tokens)
+
