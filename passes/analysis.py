@@ -163,6 +163,15 @@ class Analysis:
         return bool(self.tokens.made) and bool(packed)
 
     @cached_property
+    def made_inputs(self) -> frozenset[int]:
+        """The inputs that another graph of the model made of tokens, or of images."""
+        if self.tokens is None:
+            return frozenset()
+        of_others = self.tokens.made | self.tokens.vectors
+        inputs = enumerate(self.gm.graph.find_nodes(op="placeholder"))
+        return frozenset(i for i, node in inputs if node in of_others)
+
+    @cached_property
     def products_on_rows(self) -> int:
         """Products with a trained weight (projections, experts, the head) that run on at least half of all columns of
         every row. One vector per row, such as a pooled one, loses nothing."""

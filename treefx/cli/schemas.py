@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from treefx.inspection.report.json_schema import REST, json_schema
+from treefx.cli.json_schema import REST, json_schema
 
 __all__ = ["MEASUREMENT", "json_schema_of", "names"]
 

@@ -328,8 +328,7 @@ def statistics(
     for report in everything:
         for stage, value in report.seconds.items():
             seconds[stage] = seconds.get(stage, 0.0) + value
-    refused = (report.fallback for report in latest if not report.feeds_others)
-    stated = next((text for text in refused if text is not None), None)
+    stated = next((item.fallback for item in latest if item.fallback is not None and not item.feeds_others), None)
     cut = _cut_off(latest, first)
     reasons = [reason for reason in (stated, cut) if reason is not None]
     reason = next((report.reason for report in latest if report.reason is not None), None)

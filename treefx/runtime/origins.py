@@ -15,9 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-__all__ = ["Origin", "note_tokens", "note_vectors", "numbers_of_vectors", "origin_of", "positions_of_origins"]
+from treefx.errors import UnsupportedError
+
+__all__ = [
+    "Origin",
+    "guarded",
+    "note_tokens",
+    "note_vectors",
+    "numbers_of_vectors",
+    "origin_of",
+    "positions_of_origins",
+]
 
 
 @dataclass(frozen=True)
@@ -88,3 +98,54 @@ def positions_of_origins(args: Sequence[Any], roles: Sequence[str]) -> tuple[fro
     known = [(i, origin.per_token) for i, x in given if (origin := origin_of(x)) is not None]
     return frozenset(i for i, tokens in known if tokens), frozenset(i for i, tokens in known if not tokens)
 
+
+_LOOKED_AT = (
+    "the gradient of a value between two graphs of the model is asked for, but the graph behind it ran once per "
+    "distinct token, and gave the gradients of all rows to one of them: set the hook, or retain_grad(), before the "
+    "value is read on, or pass options={'min_sharing': float('inf')} where you take torch.autograd.grad of it"
+)
+
+
+class _Guarded(torch.autograd.Function):
+    """Hands a value on, and its gradient back if nothing but the parameters in front wants it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alive: TensorWeakRef) -> Tensor:
+        ctx.alive = alive
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x = ctx.alive()
+        if x is not None and (x.retains_grad or x._backward_hooks or _is_only_captured(x.grad_fn)):
+            raise UnsupportedError(_LOOKED_AT)
+        return grads[0], None
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A value of another graph whose gradient will be that of all rows in one, for a backward that refuses to show it.
+
+    Raises:
+        UnsupportedError: In the backward, where a hook or ``retain_grad`` came after the call, or
+            ``torch.autograd.grad`` asks for this gradient.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    result: Tensor = _guarded(x, TensorWeakRef(x))
+    return result
+
+
+_guarded: Callable[..., Any] = _Guarded.apply
+
+
+def _is_only_captured(node: Any) -> bool:
+    """Whether a running ``torch.autograd.grad`` takes what arrives at a node, and runs nothing behind it."""
+    behind = [following for following, _ in node.next_functions if following is not None]
+    return bool(behind) and not any(map(_will_run, behind))
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient is taken
+        return True

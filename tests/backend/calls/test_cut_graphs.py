@@ -19,6 +19,7 @@ from tests.batches import Batch, Side, distinct_tokens, shared_batch
 from tests.models import TinyLM
 from tests.oracle import FLOAT64, Step
 from tests.spellings import PADDED
+from treefx.errors import UnsupportedError
 from treefx.runtime import output_keys
 
 
@@ -98,6 +99,31 @@ def test_gradients_that_are_looked_at(look: Callable[[list[Tensor], Tensor], Non
         found.append(kept[0] if look is _hang else kept[0].grad)
     assert found[0] is not None and found[1] is not None
     assert float((found[0] - found[1]).abs().max()) <= FLOAT64 * float(found[0].abs().max())
+
+
+LATE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "hook": lambda loss, x: (x.register_hook(lambda grad: None), loss.backward()),
+    "retain_grad": lambda loss, x: (x.retain_grad(), loss.backward()),
+    "autograd.grad": lambda loss, x: torch.autograd.grad(loss, x),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_gradients_that_are_asked_for_behind_the_call_are_refused(late: str) -> None:
+    kept: list[Tensor] = []
+    model = Cut(torch._dynamo.disable(kept.append)).double()
+    loss = step_of(batch_of())(compile_with(model))
+    with pytest.raises(UnsupportedError, match="between two graphs"):
+        LATE[late](loss, kept[0])
+
+
+def test_gradients_of_parameters_alone() -> None:
+    model = Cut().double()
+    weights = [model.text.embed.weight, model.text.head.weight]
+    expected = torch.autograd.grad(step_of(batch_of())(model), weights)
+    found = torch.autograd.grad(step_of(batch_of())(compile_with(model)), weights)
+    for x, y in zip(found, expected, strict=True):
+        assert float((x - y).abs().max()) <= FLOAT64 * float(y.abs().max())
 
 
 def test_values_that_are_changed_in_place() -> None:

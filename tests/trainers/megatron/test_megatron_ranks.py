@@ -131,9 +131,7 @@ def scheduled(model: Any, batches: list[list[Tensor]], packs: bool) -> Any:
         out = model(ids, torch.arange(ids.shape[1])[None], None, packed_seq_params=params if packs else None)
 
         def loss(logits: Tensor) -> Any:
-            total = torch.stack(
-                [engine.nll(logits[0, at:], row) for at, row in zip(begins, rows, strict=False)]
-            ).sum()
+            total = torch.stack([engine.nll(logits[0, at:], row) for at, row in zip(begins, rows, strict=False)]).sum()
             return total * len(batches), {"loss": total.detach()}
 
         return out, loss

@@ -12,6 +12,7 @@ from treefx.passes.analysis import Variant
 from treefx.passes.runner import Pass
 from treefx.runtime.batch import Batch
 from treefx.runtime.cut import Cut, Exchange
+from treefx.runtime.origins import guarded
 from treefx.runtime.records import Records
 from treefx.runtime.shapes import Shape
 
@@ -35,10 +36,12 @@ class PackedRun:
         """The results of a variant; None where its masks do not hide what they are to hide."""
         sizes = [batch.size, *([] if cut is None else cut.sizes)]
         sizes_of_batch = shape.analysis.values(tensors).values()
-        given = [*shape.analysis.laid_out(tensors), *batch.metadata, batch.size, *sizes_of_batch]
         # Not outside: whether gradients are on is a condition of what Dynamo compiles.
         gradients = torch.is_grad_enabled() and (cut is None or cut.run not in ("infer", "kv"))
         with torch.set_grad_enabled(gradients):
+            made = shape.analysis.made_inputs
+            tensors = [guarded(x) if i in made else x for i, x in enumerate(tensors)] if made else tensors
+            given = [*shape.analysis.laid_out(tensors), *batch.metadata, batch.size, *sizes_of_batch]
             executable = shape.executable(variant, tensors, sizes, self._passes, self._records.count_compiled)
             self._records.show(executable)
             self._records.report.reason, self._records.report.ran = None, "packed"
