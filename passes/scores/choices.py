@@ -143,21 +143,20 @@ def _lift(node: Any, index: Index) -> Expr:
         return const(node)
     if fact_of(node).kind is not Kind.SCORE:
         return lift(node, index)
-    if all(fact_of(item).kind in (Kind.PACKED, Kind.SCORE) for one in scores_behind(node) for item in _tensors(one)):
-        return _unmasked(node, index)
     if node.target is aten.detach.default:
         return _lift(node.args[0], index)
     moved = step(node, index)
     if moved is not None:
         return _lift(*moved)
-    items: list[Expr] = [_operand(item, index) for item in node.args]
-    if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        return ("where", items[1], items[2], items[0])
-    if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
-        return ("where", *items)
-    if node.target is aten.add.Tensor and not node.kwargs:
-        return fold(("add", *items))
-    raise NoLaw(f"chooses keys by scores that pass through {node.target}")
+    masks = any(fact_of(item).kind not in (Kind.PACKED, Kind.SCORE) for item in _tensors(node))
+    if masks and node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        source, mask, fill = (_operand(item, index) for item in node.args)
+        return ("where", mask, fill, source)
+    if masks and node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
+        return ("where", *(_operand(item, index) for item in node.args))
+    if masks and node.target is aten.add.Tensor and not node.kwargs:
+        return fold(("add", *(_operand(item, index) for item in node.args)))
+    return _unmasked(node, index)
 
 
 def _operand(item: Any, index: Index) -> Expr:
@@ -165,7 +164,10 @@ def _operand(item: Any, index: Index) -> Expr:
 
 
 def _unmasked(node: fx.Node, index: Index) -> Expr:
-    """What no mask has met, read at the query and the key themselves."""
+    """What no mask has met, read at the query and the key themselves: made of packed values and constants."""
+    behind = [item for one in scores_behind(node) for item in _tensors(one)]
+    if any(fact_of(item).kind in (Kind.PREFIX, Kind.ROW) for item in behind):
+        raise NoLaw(f"chooses keys by scores that pass through {node.target}")
     dims = fact_of(node).dims or ()
     wanted = [[_AXES[factor.axis] for factor in dim if factor.axis in _AXES and factor.size != 1] for dim in dims]
     given = [[digit[0] for digit in digits if digit[0] in _AXES.values()] for digits in index]

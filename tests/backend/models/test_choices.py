@@ -64,6 +64,7 @@ class Indexed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query, self.weights = nn.Linear(8, 16), nn.Linear(8, self.heads)
+        self.register_buffer("scale", torch.tensor(0.5))
         self.topk = lambda scores, k: scores.topk(k, dim=-1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -73,7 +74,7 @@ class Indexed(nn.Module):
         if mask is not None:
             seen = seen & mask[:, None, :].to(torch.bool)
         scores = torch.matmul(self.query(x).unflatten(-1, (2, 8)), y.transpose(-1, -2).unsqueeze(1)).relu()
-        index = torch.matmul(self.weights(x).unsqueeze(-2), scores).squeeze(-2)
+        index = self.scale * torch.matmul(self.weights(x).unsqueeze(-2), scores).squeeze(-2)
         return self.attend(q, k, v, seen, self.topk(self.masked(index, seen), min(self.keys, columns)))
 
     def masked(self, index: Tensor, seen: Tensor) -> Tensor:
