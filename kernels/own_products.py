@@ -1,4 +1,4 @@
-"""Products of each token's vectors with the keys of a list of its own, as one operator.
+"""Products of each token's vectors with a list of keys, one list per token, as one operator.
 
 ``treefx::own_products`` is what a sparse attention's indexer computes of a token and the columns of its row. A list per
 query makes a matrix of keys per query, ``[N, T, D]``: the operator holds those of a block of queries at a time.

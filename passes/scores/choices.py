@@ -44,7 +44,7 @@ __all__ = ["Choice", "choices", "scores_behind"]
 aten = torch.ops.aten
 _MOVES = (shape_laws.view, shape_laws.permute, shape_laws.unsqueeze, shape_laws.squeeze, shape_laws.expand)
 _AXES = {Axis.ROW: ("b",), Axis.TOKEN: ("cq",), Axis.KEY: ("ck",)}
-_BY_COLUMN = "a choice of keys names columns of its own row, which segments of one row do not share"
+_BY_COLUMN = "a choice of keys names columns of the row, which segments of one row do not share"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Choice(Lifted):
         return [self.scores]
 
     def tells_apart(self) -> list[Expr]:
-        """What is asked of pairs."""
+        """The score and the conditions on pairs."""
         return [self.value, *self.conditions]
 
     def hides(self) -> tuple[Expr, ...]:

@@ -155,7 +155,7 @@ def test_equal_scores_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_choice_among_the_packed_tokens_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plausible mistake: the keys of a query are the first tokens of the packed row, not those of its own."""
+    """The plausible mistake: the keys of a query are the first tokens of the packed row, not those of its row."""
     batch = shared_batch(rows=4, length=17, shared=8, vocab=VOCAB, padding=None)
     monkeypatch.setattr(emit_choices, "own_keys", lambda metadata: torch.arange(17).expand(metadata.tokens, -1))
     with pytest.raises(AssertionError, match="differ by more than"):
