@@ -27,7 +27,7 @@ from treefx.passes.trace.pattern import Pattern, is_number_input, pattern_of
 from treefx.reason_codes import code_of_cause, with_code
 from treefx.runtime.kept.proof import Proof
 from treefx.runtime.kept.retries import PASSING, NotNow, Retries
-from treefx.runtime.origins import positions_of_origins
+from treefx.runtime.origins import origin_of
 from treefx.runtime.output_keys import note_of_outputs
 from treefx.runtime.output_use import OutputUse
 from treefx.runtime.reason import Cause, Reason
@@ -58,6 +58,7 @@ _NO_SEGMENTS = (
     "comes nowhere else in its row, with positions that count up by one"
 )
 
+_OF_CALL = ("input", "variable")
 _NO_TOKENS = Reason(Cause.NO_TOKENS, "")
 
 
@@ -87,7 +88,7 @@ class Analyses:
     ) -> None:
         self._gm, self._roles, self._passes, self._config, self._records = gm, roles, passes, config, records
         self._numbers = {i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number_input(node)}
-        self._has_flash = has_flash(gm)
+        self._has_flash, self._vectors = has_flash(gm), _inputs_of_vectors(gm, roles)
         self._shapes = KnownShapes(config.max_shapes)
         self._batches = KnownShapes(config.max_shapes)
         self._has_no_tokens, self._strange, self._is_cached = False, _find_strange(gm, unfollowed), cached
@@ -113,7 +114,7 @@ class Analyses:
 
         ``sizes`` are the number of tokens (and sizes of a cut) that the first one found for these inputs did not serve.
         """
-        if self._has_no_tokens and not any(self._origins(args)):  # of whatever shape: nothing tells tokens apart
+        if self._has_no_tokens and not self._origins(args):  # of whatever shape: nothing tells tokens apart
             return _NO_TOKENS
         if self._is_cached:
             self._records.report.has_tokens = True
@@ -132,16 +133,23 @@ class Analyses:
         return shape
 
     def _values(self, args: Sequence[Any]) -> InputValues:
-        on_rows = current_forest() is None
-        values = input_values(self.tensors(args), self._tensor_roles(args), masks=on_rows, flash=self._has_flash)
-        tokens, vectors = self._origins(args)
-        return replace(values, tokens=tokens, vectors=vectors) if tokens or vectors else values
+        values = input_values(
+            self.tensors(args), self._tensor_roles(args), masks=current_forest() is None, flash=self._has_flash
+        )
+        origins = self._origins(args)
+        if not origins:
+            return values
+        tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and i not in self._numbers]
+        known = {tensors.index(i): per_token for i, per_token in origins.items()}
+        tokens = frozenset(i for i, per_token in known.items() if per_token)
+        return replace(values, tokens=tokens, vectors=frozenset(known) - tokens)
 
-    def _origins(self, args: Sequence[Any]) -> tuple[frozenset[int], frozenset[int]]:
-        """Which tensors of a call on rows hold tokens, and which vectors of a tower, that another graph has made."""
-        if current_forest() is not None:
-            return frozenset(), frozenset()
-        return positions_of_origins(self.tensors(args), self._tensor_roles(args))
+    def _origins(self, args: Sequence[Any]) -> dict[int, bool]:
+        """Inputs of a call on rows that another graph has made: whether of tokens, or as vectors of a tower."""
+        if not self._vectors or current_forest() is not None:
+            return {}
+        found = {i: origin_of(args[i]) for i in self._vectors}
+        return {i: origin.per_token for i, origin in found.items() if origin is not None}
 
     def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
         """What is known of calls of these very sizes."""
@@ -337,6 +345,13 @@ def _listed(items: Sequence[Expansion]) -> str:
     causes = [item for i, item in enumerate(items) if i <= first or item.reason != MEETS_ROWS]
     lines = ["" if item.line is None else f" ({item.line})" for item in causes]
     return "; ".join(f"{item.op}: {item.reason} [{item.code}]{line}" for item, line in zip(causes, lines, strict=True))
+
+
+def _inputs_of_vectors(gm: fx.GraphModule, roles: Sequence[str]) -> list[int]:
+    """Positions of the inputs that may be vectors: floats of two dimensions or more that come with the call."""
+    nodes = zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True)
+    given = [(i, node.meta.get("example_value")) for i, (node, role) in enumerate(nodes) if role in _OF_CALL]
+    return [i for i, x in given if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1]
 
 
 def _find_strange(gm: fx.GraphModule, unfollowed: str | None) -> Reason | None:

@@ -26,7 +26,6 @@ __all__ = [
     "note_vectors",
     "numbers_of_vectors",
     "origin_of",
-    "positions_of_origins",
 ]
 
 
@@ -90,13 +89,6 @@ def numbers_of_vectors(given: Sequence[Any]) -> Tensor | None:
     origins = [origin_of(x) for x in given]
     found = [None if origin is None or origin.per_token else origin.find() for origin in origins]
     return torch.cat([keys[0] for keys in found if keys]) if all(found) else None
-
-
-def positions_of_origins(args: Sequence[Any], roles: Sequence[str]) -> tuple[frozenset[int], frozenset[int]]:
-    """Which of the tensors of a call hold tokens, and which hold vectors, whose origin is known."""
-    given = [(i, x) for i, (x, role) in enumerate(zip(args, roles, strict=True)) if role in ("input", "variable")]
-    known = [(i, origin.per_token) for i, x in given if (origin := origin_of(x)) is not None]
-    return frozenset(i for i, tokens in known if tokens), frozenset(i for i, tokens in known if not tokens)
 
 
 _LOOKED_AT = (
