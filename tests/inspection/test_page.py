@@ -1,4 +1,4 @@
-"""The page of a report: its parts, and hostile texts; what is on the screen stands in ``test_screen``."""
+"""The page of a report: its parts, and hostile texts; ``test_screen`` opens it in Chromium."""
 
 import dataclasses
 import html

@@ -107,12 +107,20 @@ def _data(report: Report, tokenizer: Any) -> dict[str, Any]:
             for item, node in zip(forest["nodes"], report.forest.nodes, strict=True)
         ]
     accounts = {o.name: (o.ran, o.code, o.reason, o.flops_before, o.flops_after) for o in report.operators}
-    plan = None if report.plan is None else {"parts": report.plan.get("parts", [])}
     return {
         "forest": forest, "modules": as_plain(report.modules), "nodes": nodes, "modules_of": list(modules),
         "lines": list(lines), "operators": accounts, "passes": as_plain(report.passes), "calls": as_plain(report.calls),
-        "masks": as_plain(report.masks), "plan": plan,
+        "masks": as_plain(report.masks), "parts": list(_parts(report.plan)),
     }  # fmt: skip
+
+
+def _parts(plan: Mapping[str, Any] | None) -> Iterator[list[list[int]]]:
+    """Of each part of a plan, its intervals [start, stop) of packed tokens; a report may come from others' files."""
+    parts = (plan or {}).get("parts")
+    for part in parts if isinstance(parts, list) else ():
+        found = part.get("intervals") if isinstance(part, dict) else None
+        pairs = [item for item in found if isinstance(item, list) and len(item) == 2] if isinstance(found, list) else []
+        yield [[start, stop] for start, stop in pairs if isinstance(start, int) and isinstance(stop, int)]
 
 
 def _text(node: ForestNode, tokenizer: Any) -> str:

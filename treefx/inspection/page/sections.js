@@ -1,6 +1,6 @@
 // Passes on one line of time, each with what it changed.
 function drawPasses() {
-  const all = data.passes.reduce((sum, item) => sum + item.seconds, 0) || 1e-9;
+  const all = data.passes.reduce((sum, item) => sum + Number(item.seconds), 0) || 1e-9;
   let start = 0;
   for (const item of data.passes) {
     const row = make("div", "pass"), line = make("span", "line"), bar = make("i");
@@ -9,7 +9,7 @@ function drawPasses() {
     start += item.seconds;
     line.append(bar);
     const nodes = item.nodes_before ? `${item.nodes_before} -> ${item.nodes_after} nodes` : "";
-    row.append(make("span", "", item.name), make("span", "", `${item.seconds.toFixed(3)} s`), make("small", "", nodes), line);
+    row.append(make("span", "", item.name), make("span", "", `${Number(item.seconds).toFixed(3)} s`), make("small", "", nodes), line);
     const box = make("details"), head = make("summary");
     head.append(row);
     box.append(head, make("pre", item.changes.length > 4 ? "columns" : "", item.changes.join("\n") || "no operator changed"));

@@ -11,8 +11,8 @@ runs.forEach((_, i) => {
   let place = top_[i];
   for (const child of below[i]) { top_[child] = place; place += lanes[child]; }
 });
-const parts = ((data.plan || {}).parts || []).filter((part) => Array.isArray(part.intervals));
-const partOf = (run) => parts.findIndex((part) => part.intervals.some(([a, b]) => a <= run.start && run.start < b));
+const parts = data.parts;
+const partOf = (run) => parts.findIndex((intervals) => intervals.some(([a, b]) => a <= run.start && run.start < b));
 // What a query of a run sees: the tokens above it and itself, so that deep tokens cost more attention.
 const keysSeen = (run) => run.depth + (run.tokens + 1) / 2;
 const COLORS = {
@@ -71,14 +71,15 @@ function showRun(i) {
   const run = runs[i], panel = byId("tree-detail"), rect = rectOf(i);
   for (const other of document.querySelectorAll("rect.chosen")) other.classList.remove("chosen");
   if (rect) rect.classList.add("chosen");
-  const weight = (child) => (child.weight === null ? "" : `, weight ${Number(child.weight.toPrecision(6))}`);
-  const edge = (child) => `  -> token ${child.start} (depth ${child.depth}): ${child.rows.length} rows` +
+  const weight = (child) => (child.weight === null ? "" : `, weight ${Number(Number(child.weight).toPrecision(6))}`);
+  const count = (run) => `${run.rows.length} row${run.rows.length === 1 ? "" : "s"}`;
+  const edge = (child) => `  -> token ${child.start} (depth ${child.depth}): ${count(child)}` +
     ` (${cut(child.rows.join(", "), 60)})${weight(child)}`;
   const part = partOf(run), inPart = part < 0 ? "" : `, part ${part}`;
   panel.hidden = false;
   panel.textContent = `run of ${run.tokens} tokens, packed ${run.start} to ${run.start + run.tokens - 1}, ` +
     `depth ${run.depth}${inPart}\nrows: ${run.rows.join(", ")}\n` +
-    (run.parent < 0 ? "a root\n" : `edge into it: ${run.rows.length} rows${weight(run)}\n`) +
+    (run.parent < 0 ? "a root\n" : `edge into it: ${count(run)}${weight(run)}\n`) +
     `edges out of it:\n${below[i].map((child) => edge(runs[child])).join("\n") || "  none"}\ntext: ${run.text}`;
 }
 function moveRun(i, key) {

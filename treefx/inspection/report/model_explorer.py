@@ -32,7 +32,7 @@ Nodes = Mapping[str, Sequence[GraphNode]]
 def write_model_explorer(
     path: str | Path, label: str, nodes: Nodes, operators: Sequence[OperatorAccount], modules: Sequence[ModuleAccount]
 ) -> Path:
-    """Write a collection to ``path``, and an overlay each to files beside it, such as ``report.flops_before.json``."""
+    """Write a collection to ``path``, and each overlay to a file next to it, such as ``report.flops_before.json``."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(collection_of(label, nodes, operators, modules)), encoding="utf-8")

@@ -164,8 +164,8 @@ class Report:
     def to_model_explorer(self, path: str | Path) -> Path:
         """Write the graphs for Google's Model Explorer, nested by module, and return the path.
 
-        Beside it stand three overlays ("node data" there): ``.flops_before.json``, ``.flops_after.json`` and
-        ``.verdict.json`` in place of the suffix.
+        Three overlays ("node data" there) are written next to it, with ``.flops_before.json``, ``.flops_after.json``
+        and ``.verdict.json`` in place of the suffix.
         """
         label = str(self.figures.get("model") or "model")
         return write_model_explorer(path, label, self.nodes, self.operators, self.modules)

@@ -67,7 +67,7 @@ def _of_plan(plan: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _records(plan: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """A list of a plan, without what is no record: a report may have been read from a file."""
+    """The records of a list in a plan; other items are skipped, because a report may come from a file."""
     found = (plan or {}).get(name)
     return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []
 
