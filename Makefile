@@ -37,9 +37,10 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --allow-untyped-calls --no-warn-unused-ignores examples
 
-# The troubleshooting page, from the tables of codes.
+# The troubleshooting page, from the tables of codes, and pictures of the report's page (needs Chromium).
 docs: $(VENV)/.examples
 	$(BIN)/python -m treefx.tools.troubleshooting docs/troubleshooting.md
+	$(BIN)/python -m treefx.tools.screenshots docs
 
 bench: $(VENV)/.examples
 	$(BIN)/python -m treefx bench forest
