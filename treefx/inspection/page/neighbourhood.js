@@ -26,8 +26,13 @@ function drawNeighbourhood(stage, name) {
       if (number.has(input)) graph.setEdge(String(number.get(input)), String(i));
   });
   dagre.layout(graph);
-  const { width, height } = graph.graph();
-  const svg = draw("svg", { width, height, role: "group", "aria-label": `neighbourhood of ${name}` });
+  // Edges may bend outside of the box that dagre computes from nodes alone.
+  const bends = graph.edges().flatMap((edge) => graph.edge(edge).points.map((point) => point.x));
+  const { width: wide, height } = graph.graph(), left_ = Math.min(0, ...bends) - 4, right = Math.max(wide, ...bends) + 4;
+  const svg = draw("svg", {
+    width: right - left_, height, viewBox: `${left_} 0 ${right - left_} ${height}`, role: "group",
+    "aria-label": `neighbourhood of ${name}`,
+  });
   const arrow = draw("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" });
   arrow.append(draw("path", { d: "M0 0L8 4L0 8z", class: "head" }));
   svg.append(arrow);
@@ -60,5 +65,5 @@ function drawNeighbourhood(stage, name) {
   const more = left ? `; ${left} further ones are left out` : "";
   box.replaceChildren(make("p", "hint", `${stage}: inputs and readers of ${name}, two steps each way${more}`), svg);
   const chosen = graph.node("0");
-  box.scrollLeft = chosen.x - box.clientWidth / 2;
+  box.scrollLeft = chosen.x - left_ - box.clientWidth / 2;
 }
