@@ -212,7 +212,8 @@ def test_predictions_are_those_of_explain() -> None:
     model = treefx.observe(llama())
     batch = padded([row for prompt in PROMPTS for row in ([*prompt, 20], [*prompt, 21])])
     train(model, [batch] * 3, calls=1)
-    found = treefx.observed(model)
+    draws, found = torch.get_rng_state(), treefx.observed(model)
+    assert torch.equal(torch.get_rng_state(), draws)
     assert found.prediction is not None and found.prediction.seconds is not None
     told = treefx.explain(llama(), batch | {"labels": batch["input_ids"]}).verdict
     assert (found.prediction.flops, found.prediction.flops_packed) == (told.flops_before, told.flops_after)
@@ -240,6 +241,23 @@ def test_repeats_and_calls_that_do_not_count() -> None:
         observed(llama())
     with pytest.raises(treefx.ConfigError, match="treefx.observe expects a model"):
         treefx.observe(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_a_call_runs_whatever_becomes_of_its_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("no such row")
+
+    model = treefx.observe(llama())
+    wanted = model(**padded(STEP)).logits
+    monkeypatch.setattr("treefx.runtime.observed.observer.read_call", fail)
+    with caplog.at_level("WARNING", "treefx"):
+        assert all(torch.equal(model(**padded(STEP)).logits, wanted) for _ in range(2))
+    assert caplog.text.count("treefx stops observing LlamaForCausalLM: ValueError: no such row") == 1
+    assert observed(model).figures.calls == 1 and "no such row" in observed(model).summary()
+    with pytest.raises(treefx.InputError, match="only observed; use treefx.observed"):
+        treefx.inspect(compiled(model))
 
 
 def test_copies_are_not_observed_and_observing_can_be_undone() -> None:

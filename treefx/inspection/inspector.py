@@ -25,6 +25,7 @@ from treefx.inspection.text import mark_restorations, shown_expansions, summaris
 from treefx.passes.analysis import Rewritten
 from treefx.passes.packing.restore_gradients import restorations
 from treefx.reason_codes import code_of_cause
+from treefx.runtime.observed.observer import observers
 from treefx.runtime.reason import Cause
 from treefx.runtime.report import NO_IDS, GraphReport, Run, find
 from treefx.runtime.steps import version_of
@@ -66,6 +67,11 @@ def inspect(compiled: Any) -> Inspection:
         raise InputError(
             f"treefx.inspect expects a model that has run, got {name}, which treefx.convert has converted and which "
             "has not been called since; call it once first"
+        )
+    if observers(parameter for module in modules for parameter in module.parameters()):
+        raise InputError(
+            f"treefx.inspect expects a model that treefx has changed, got {name}, which is only observed; "
+            "use treefx.observed(model)"
         )
     if not is_compiled(compiled):
         raise InputError(

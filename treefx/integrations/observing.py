@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from treefx.inspection.observation.observed import account
 from treefx.integrations.metrics import metrics_of_step
+from treefx.integrations.run_end import whatever_happens
 from treefx.runtime.observed.hooks import observe
 from treefx.runtime.observed.observer import Observer, Settings, observers
 
@@ -67,7 +68,8 @@ def observe_trainers(trainers: Any) -> None:
             for observer in known:
                 observer.settings = _settings_of_trainer(self)
         for observer in known:  # the model may be gone when the process ends
-            account(observer)
+            with whatever_happens(observer.name):
+                account(observer)
         return found
 
     trainers.log, trainers.train = with_sharing, train_observed

@@ -24,7 +24,7 @@ from treefx.runtime.observed.observer import Observer, observers
 from treefx.runtime.report import models_of_the_run
 from treefx.runtime.run_record import RECORD
 
-__all__ = ["report_at_end", "write_all"]
+__all__ = ["report_at_end", "whatever_happens", "write_all"]
 
 _folder: Path | None = None
 _process = os.getpid()
@@ -73,11 +73,11 @@ def write_all(*, is_end: bool = True) -> None:
         return
     rank = os.environ.get("RANK", "0")
     for number, observer in enumerate([observer for observer in observers() if observer.until_now()[0].steps]):
-        with _whatever_happens(observer.name):
+        with whatever_happens(observer.name):
             observation = account(observer, predicts=is_end and not hasattr(sys, "last_type"))
             _finish(f"observation-{_name(rank, number)}", observation, prints=is_end and rank == "0")
     for number, (name, runs) in enumerate(models_of_the_run()):
-        with _whatever_happens(name):
+        with whatever_happens(name):
             report = Inspection(runs, name)
             _finish(f"report-{_name(rank, number)}", report, prints=is_end and rank == "0")
     _restore_exit_status()
@@ -99,7 +99,7 @@ def _text(record: Observation | Report) -> str:
 
 
 @contextmanager
-def _whatever_happens(name: str) -> Iterator[None]:
+def whatever_happens(name: str) -> Iterator[None]:
     """A record that cannot be made must not change how the run ends."""
     try:
         yield

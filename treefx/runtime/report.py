@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
@@ -169,6 +170,10 @@ class GraphReport:
         return self.raw_tokens / self.tokens if self.tokens and self.raw_tokens else 1.0
 
 
+_MOST_MODELS = 256
+"""That a record of the run keeps of one graph."""
+
+
 class Reports:
     """The reports of one graph: one per model that ran it, gone with the model.
 
@@ -181,7 +186,7 @@ class Reports:
         self._frame, self._graphs = frame, graphs
         self._by_model: MutableMapping[Tensor, GraphReport] = WeakIdKeyDictionary()
         self._without_parameters: GraphReport | None = None
-        self._of_the_run: list[GraphReport] = []
+        self._of_the_run: deque[GraphReport] = deque(maxlen=_MOST_MODELS)
         """Also of models that are gone, where the run is recorded."""
 
     def of(self, parameters: Sequence[Tensor]) -> GraphReport:
@@ -203,7 +208,7 @@ class Reports:
     def all(self) -> list[GraphReport]:
         """Those of the models that are still there, and of all models where the run is recorded."""
         if self._of_the_run:
-            return self._of_the_run
+            return [*self._of_the_run]
         others = [] if self._without_parameters is None else [self._without_parameters]
         return [*self._by_model.values(), *others]
 

@@ -43,6 +43,7 @@ class Observation:
         prediction: A dry run of one call; None where the model cannot be read.
         not_predicted: Why there is none.
         steps: The last hundred.
+        stopped: Why calls were not counted any more; "" where all were.
         schema: Name and version of this form.
     """
 
@@ -53,12 +54,13 @@ class Observation:
     prediction: Prediction | None = None
     not_predicted: str = ""
     steps: tuple[ObservedStep, ...] = ()
+    stopped: str = ""
     schema: str = SCHEMA
 
     def summary(self) -> str:
         """The observation as a table."""
         return describe(
-            self.origin, self.figures, self.cost, self.scatter, self.prediction, self.not_predicted
+            self.origin, self.figures, self.cost, self.scatter, self.prediction, self.not_predicted, self.stopped,
         )  # fmt: skip
 
     def to_json(self) -> str:
@@ -115,7 +117,7 @@ def account(observer: Observer, *, model: nn.Module | None = None, predicts: boo
         known = model if observer.model is None else observer.model()
         made, why = _predicted[observer] = predict_call(known or model, calls, steps)
     cost = Cost(observer.seconds, observer.ended - observer.began)
-    return Observation(origin, _figures(observer, totals), cost, scatter, made, why, steps)
+    return Observation(origin, _figures(observer, totals), cost, scatter, made, why, steps, observer.failure)
 
 
 _predicted: MutableMapping[Observer, tuple[Prediction | None, str]] = weakref.WeakKeyDictionary()

@@ -20,6 +20,7 @@ def describe(
     scatter: Sequence[Scatter],
     prediction: Prediction | None,
     not_predicted: str,
+    stopped: str,
 ) -> str:
     """All figures for people."""
     whose = ", ".join(text for text in (origin.trainer, origin.line, f"rank {origin.rank}") if text)
@@ -33,7 +34,10 @@ def describe(
         lines.append(f"{'scattered by':<{_INDENT}}{item.setting}: {share:.0f} % more tokens")
         lines.append(f"{'    way out':<{_INDENT}}{item.way_out}")
     each = 1000 * cost.seconds / max(1, figures.calls)
-    lines.append(f"{'cost of observing':<{_INDENT}}{each:.3f} ms a call, {100 * cost.share:.2f} % of the run")
+    of_run = f", {100 * cost.share:.2f} % of the run" if figures.steps > 1 else ""  # one call has no length of time
+    lines.append(f"{'cost of observing':<{_INDENT}}{each:.3f} ms a call{of_run}")
+    if stopped:
+        lines.append(f"{'stopped observing':<{_INDENT}}{stopped}")
     return "\n".join(lines)
 
 

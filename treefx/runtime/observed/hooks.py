@@ -110,16 +110,25 @@ class _Hook:
     def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # traced into a graph: no operation
             return
-        if self._at is None:
-            inner = _unwrapped(module)
+        if self._at is None and not self._begin(module, args, kwargs):
+            return
+        observer, counted = self._observer, None if self._at is None else self._at()
+        if observer is not None and counted is not None and counted is module:
+            observer.note(dict(zip(self._names, args)) | kwargs, self._living(counted))
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether a module is called with token ids: then its calls count from now on."""
+        inner = _unwrapped(module)
+        try:
             names = _positional(inner)
             if not takes_ids(dict(zip(names, args)) | kwargs):
-                return
-            self._at, self._names = weakref.ref(module), names
-            parameters = self._living(module)
-            self._observer = observer_of(parameters[0] if parameters else None, type(inner).__name__, inner)
-        if self._observer is not None and self._at() is module is not None:
-            self._observer.note(dict(zip(self._names, args)) | kwargs, self._living(module))
+                return False
+        except Exception:  # arguments of any kind: the call itself must run as if there were no hook
+            return False
+        self._at, self._names = weakref.ref(module), names
+        parameters = self._living(module)
+        self._observer = observer_of(parameters[0] if parameters else None, type(inner).__name__, inner)
+        return True
 
     def _living(self, module: nn.Module) -> list[Tensor]:
         """The parameters; sharding replaces them after the hook was registered."""

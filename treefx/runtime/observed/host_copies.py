@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treefx.kernels.tiles import hosted
 
-__all__ = ["HostCopies", "copy_to_host"]
+__all__ = ["HostCopies", "copy_to_host", "is_recording"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,8 @@ def copy_to_host(tensors: Mapping[str, Tensor | None]) -> HostCopies:
         else:
             copies[name] = tensor.detach().cpu() if hosted.is_on_device(tensor) else tensor.detach().clone()
     return HostCopies(copies, arrived)
+
+
+def is_recording() -> bool:
+    """Whether the caller records a CUDA graph, into which no copy must go."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import weakref
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from treefx.runtime.observed.host_copies import is_recording
 from treefx.runtime.observed.tallies import Epoch, StepTally, TallyOfCalls, Totals
 from treefx.runtime.observed.tokens import ObservedCall, read_call
 from treefx.runtime.steps import MOST_TOKENS, version_of
 
 __all__ = ["Observer", "Settings", "observer_of", "observers"]
 
+_log = logging.getLogger("treefx")
 _MOST_MODELS = 16
 _MOST_INPUTS = 64
 _LIBRARIES = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[2]), "<frozen")
@@ -63,6 +66,8 @@ class Observer:
         self.model = None if model is None else weakref.ref(model)
         self.totals, self.epoch = Totals(), Epoch()
         self.calls_without_gradients = self.calls_without_ids = self.repeats = 0
+        self.failure = ""
+        """Why calls are not counted any more."""
         self.seconds = 0.0
         """What observing has taken on the host."""
         self.sample: list[ObservedCall] = []
@@ -80,13 +85,22 @@ class Observer:
             parameters: Of the model.
         """
         started = time.perf_counter()
-        if not torch.is_grad_enabled():
-            self.calls_without_gradients += 1
-        else:
-            with torch.no_grad():
-                self._note(named, version_of(parameters), started)
+        if self.failure:
+            return
+        try:
+            self._count(named, parameters, started)
+        except Exception as error:  # the call itself must run as if there were no observer
+            self.failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            _log.warning("treefx stops observing %s: %s", self.name, self.failure)
         self.ended = time.perf_counter()
         self.seconds += self.ended - started
+
+    def _count(self, named: Mapping[str, Any], parameters: Iterable[Tensor], started: float) -> None:
+        if not torch.is_grad_enabled():
+            self.calls_without_gradients += 1
+        elif not is_recording():
+            with torch.no_grad():
+                self._note(named, version_of(parameters), started)
 
     def _note(self, named: Mapping[str, Any], version: int, started: float) -> None:
         self._count_pending()
