@@ -45,7 +45,7 @@ MEASURED = {
     "trainers": "trainers.run.run", "trl": "trl.run.run", "memory": "memory.run",
     "unshared": "unshared.run",
 }  # fmt: skip
-"""Measurements that take minutes: what is called for their records, in ``treefx.tools.bench``."""
+"""Measurements that take minutes: the function in ``treefx.tools.bench`` that returns their records."""
 MORE = {"mixers": "mixers.run_models", "parts": "policies.measure_policies"}
 
 
