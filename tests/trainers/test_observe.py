@@ -30,6 +30,7 @@ def _hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((accelerate.Accelerator, "prepare_model"), (transformers.Trainer, "log")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(transformers.Trainer, "train", transformers.Trainer.train)
+    monkeypatch.setattr(observing, "account", lambda observer: None)  # the dry run takes seconds
     observing.observe_prepared(accelerate.Accelerator)
     observing.observe_trainers(transformers.Trainer)
 
@@ -92,7 +93,7 @@ def test_sft(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("_hooked")
     trainer = sft(tmp_path, rows, vocabulary, len(rows))
     assert_equal_bits(trained(trainer), wanted)
-    found = treefx.observed(trainer.model)
+    found = treefx.observed(trainer.model, predict=False)
     print(found.summary())
     assert found.origin.trainer == "SFTTrainer" and [step.calls for step in found.steps] == [1, 1]
     assert {(step.raw_tokens, step.step_tokens) for step in found.steps} == {(data.raw_tokens, data.tokens)}
@@ -115,7 +116,7 @@ def test_grpo(tmp_path: Path, request: pytest.FixtureRequest) -> None:
 
     trainer._compute_loss = compute_loss
     assert_equal_bits(trained(trainer), wanted)
-    found = treefx.observed(trainer.model)
+    found = treefx.observed(trainer.model, predict=False)
     print(found.summary())
     assert [step.calls for step in found.steps] == [2, 2]
     for number, step in enumerate(found.steps):
