@@ -55,6 +55,26 @@ def test_a_batch_is_as_it_was(kind: str) -> None:
     assert engine.differ(got, want) < FLOAT64 and stats(model)["ran"] == "packed"
 
 
+def test_empty_sequences_and_padding_behind_the_last_one() -> None:
+    model = engine.model()
+    want = engine.separately(model, ROWS)
+    convert(model)
+    ids, params, begins = engine.sequences(ROWS, 4)
+    for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):  # batches may end with empty sequences
+        offsets = getattr(params, name)
+        setattr(params, name, torch.cat([offsets, offsets[-1:], offsets[-1:]]))
+    logits = model(nn.functional.pad(ids, (0, 5), value=3), None, None, packed_seq_params=params)[0]
+    loss = torch.stack([engine.nll(logits[at:], row) for at, row in zip(begins, ROWS, strict=False)]).sum()
+    assert engine.differ(engine.gradients(model, loss), want) < FLOAT64 and not logits[-5:].any()
+
+
+def test_unused_coefficients_of_losses_do_not_keep_rows() -> None:
+    """As engines import them from a configuration whose losses they turn off."""
+    model = convert(engine.model(**{**engine.EXPERTS, "moe_aux_loss_coeff": 0.001}))
+    engine.packed(model, ROWS, 4)
+    assert stats(model)["ran"] == "packed"
+
+
 def test_routers_leave_out_the_padding_that_the_caller_names() -> None:
     model = engine.model(**engine.KINDS["losses of experts"])
     hidden = torch.nn.utils.rnn.pad_sequence([torch.zeros(len(row)) for row in ROWS], True, 1.0) > 0

@@ -66,6 +66,10 @@ def test_unknown_modules_are_refused_or_vouched_for() -> None:
     with pytest.raises(UnsupportedError, match="mlp.adapter is a Adapter"):
         convert(model)
     convert(model, tokenwise=["Adapter"])
+    model.decoder.layers[0].mlp.noise = nn.Dropout(0.1)
+    with pytest.raises(UnsupportedError, match="mlp.noise is dropout"):
+        convert(model, tokenwise=["Adapter"])
+    model.decoder.layers[0].mlp.noise.p = 0.0
     model.decoder.layers[0].self_attention.core_attention = Adapter()
     with pytest.raises(UnsupportedError, match="core_attention is a Adapter"):
         convert(model, tokenwise=["Adapter"])

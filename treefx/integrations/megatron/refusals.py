@@ -21,6 +21,7 @@ _TOKENWISE = {
     "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "L2Norm", "IdentityOp", "IdentityFuncOp",
     "RotaryEmbedding", "YarnRotaryEmbedding", "FusedScaleMaskSoftmax", "FusedLayerNorm", "LayerNorm", "RMSNorm",
     "Dropout", "Linear", "Identity", "SiLU", "GELU", "ReLU", "ModuleList", "ModuleDict",
+    "LoRALinear", "ParallelLinearAdapter",  # of Megatron-Bridge
 }  # fmt: skip
 """Names of classes that compute token by token, or hold modules that do."""
 _CLOSED = {"TEFusedMLP"}
@@ -96,6 +97,8 @@ def _of_modules(model: Any, tokenwise: Collection[str]) -> Iterator[str]:
             continue
         if getattr(module, "routing_replay", None) is not None:
             yield f"{name} replays routes, which come per position and not per distinct token; turn routing replay off"
+        if isinstance(module, nn.Dropout) and module.p:
+            yield f"{name} is dropout, which differs between equal tokens; set its rate to 0"
         if bases & closed:
             inside.append(f"{name}.")
         elif bases & _MIXERS:

@@ -21,6 +21,7 @@ from treefx.integrations.megatron.tree import Trees
 
 __all__ = ["RowRouting", "counts_tokens", "has_losses"]
 
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 _BY_ALL_TOKENS = ("sinkhorn", "quantile_balancing")
 
 
@@ -35,13 +36,17 @@ def counts_tokens(router: Any) -> bool:
 
 
 def has_losses(config: Any) -> bool:
-    """Whether any router of a model may count tokens, on this pipeline stage or on another."""
-    coefficients = config.moe_aux_loss_coeff
-    return bool(config.num_moe_experts) and bool(
-        any(coefficients if isinstance(coefficients, list) else [coefficients])
+    """Whether any router of a model counts tokens, on this pipeline stage or on another."""
+    if not config.num_moe_experts:
+        return False
+    kinds, coefficients = (
+        x if isinstance(x, list) else [x] for x in (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
+    )
+    return bool(
+        any(kind in _BALANCING and weight for kind, weight in zip(kinds, coefficients, strict=False))
         or config.moe_z_loss_coeff is not None
         or config.moe_router_enable_expert_bias
-        or config.moe_router_load_balancing_type in _BY_ALL_TOKENS
+        or kinds[0] in _BY_ALL_TOKENS
     )
 
 
