@@ -48,6 +48,8 @@ def run(
 
     LLaMA-Factory: its checkpoints do not cut the graph.
 
+    verl, SkyRL, OpenRLHF: the models of their engines are converted, Megatron's among them.
+
     TRL's GRPO, RLOO and distillation: the rows of a group stay in one micro-batch. The gradient of a step is the same.
 
     Trainers over a dataset keep their order, which is shuffled in most: with --keep-groups (or one line of the program,

@@ -67,7 +67,7 @@ def convert_engines(engines: Any) -> None:
 def convert_megatron_engines(engines: Any) -> None:
     """Let the models of a Megatron engine be converted (`treefx.integrations.megatron.convert`).
 
-    A model that is refused (context parallelism, FP8, ...) stays as it is, and that is logged as a warning.
+    A model that is refused (context parallelism, FP8, ...) stays unchanged, and that is logged as a warning.
 
     Args:
         engines: ``verl.workers.engine.megatron.transformer_impl.MegatronEngine``, or a class made of it.

@@ -21,7 +21,7 @@ ROWS = [[*PROMPT, 30 + answer, *range(40, 42 + answer)] for answer in range(4)]
 
 
 class HFModelWrapper(nn.Module):
-    """SkyRL: rows, or one row of what is under the mask, and logits divided in place."""
+    """SkyRL: rows, or one row of the tokens under the mask, and logits divided in place."""
 
     def __init__(self, pretrain_or_model: str, sequence_parallel_size: int = 1, packs: bool = False) -> None:
         super().__init__()

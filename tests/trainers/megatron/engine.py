@@ -269,7 +269,7 @@ def nll(logits: Tensor, row: Tensor) -> Tensor:
 
 
 def separately(model: Any, rows: Sequence[Tensor], multiple: int = 1) -> Outcome:
-    """Each row in a call of its own, padded to a multiple."""
+    """Each row in a separate call, padded to a multiple."""
     losses = []
     for row in rows:
         padded = F.pad(row, (0, -len(row) % multiple))

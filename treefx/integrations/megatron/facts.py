@@ -16,7 +16,7 @@ __all__ = ["arguments_by_name", "check_recomputation", "gathering_group", "has_r
 def arguments_by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name; none where it is not known what those by position are.
 
-    An engine may have put a forward of its own on the model. One that hands on ``*args`` takes those of the class.
+    An engine may have replaced the model's forward. One that hands on ``*args`` takes those of the class.
     """
     for forward, bound in ((model.forward, 0), (type(model).forward, 1)):
         parameters = list(inspect.signature(forward).parameters.values())[bound:]

@@ -29,14 +29,14 @@ _CLOSED = {"TEFusedMLP"}
 
 
 def check(model: Any, tokenwise: Collection[str]) -> None:
-    """Raise for what is not computed exactly on a tree.
+    """Raise if a part of the model is not computed exactly on a tree.
 
     Args:
         model: A GPTModel.
         tokenwise: Names of further classes of modules that compute token by token.
 
     Raises:
-        UnsupportedError: the first such thing.
+        UnsupportedError: names the first such part.
     """
     for reason in (*_of_config(model), *_of_modules(model, tokenwise)):
         raise UnsupportedError(f"treefx cannot run this Megatron model on a tree: {reason}")

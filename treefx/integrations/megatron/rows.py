@@ -1,4 +1,4 @@
-"""The rows of a call of Megatron's GPTModel: where each begins, which positions hold tokens, what tells tokens apart.
+"""The rows of a call of Megatron's GPTModel: where each begins, and which positions hold tokens.
 
 ===========================  =====================================================================================
 a call gives                 its rows
