@@ -30,7 +30,7 @@ def one_rank() -> Iterator[None]:
 
 
 def test_layers_of_transformer_engine() -> None:
-    """As far from the model in float32 on the CPU's rows as its own packed rows are."""
+    """About as near to separate rows of the same layers as their own packed rows are, in bfloat16."""
     rows = [row.cuda() for row in engine.rows_of(4, 2, 3)]
     model = engine.model(spec="transformer_engine", dtype=torch.bfloat16, **SIZES).cuda()
     separate = engine.separately(model, rows)
