@@ -13,6 +13,8 @@ from inspect import signature
 from typing import Any
 
 from treefx.errors import ConfigError, UnsupportedError
+from treefx.reason_codes import with_code
+from treefx.refusal_codes import TRAINER
 from treefx.runtime.converted.convert import convert, is_converted, unconvert
 
 __all__ = ["convert_actors"]
@@ -36,14 +38,14 @@ def convert_actors(actors: Any) -> None:
         try:
             convert(self.model)
         except (ConfigError, UnsupportedError) as reason:
-            _log.warning("OpenRLHF runs without treefx: %s", reason)
+            _log.warning("OpenRLHF runs without treefx: %s", with_code(str(reason), TRAINER))
 
     @functools.wraps(run)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = signature(run).bind(self, *args, **kwargs).arguments.get("ring_attn_group")
         if group is not None and is_converted(self.model):
             unconvert(self.model)
-            _log.warning("OpenRLHF runs without treefx: %s", _SLICES)
+            _log.warning("OpenRLHF runs without treefx: %s", with_code(_SLICES, TRAINER))
         return run(self, *args, **kwargs)
 
     actors.__init__, actors.forward = init, forward

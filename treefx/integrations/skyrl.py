@@ -14,6 +14,8 @@ from importlib import import_module
 from typing import Any
 
 from treefx.errors import ConfigError, UnsupportedError
+from treefx.reason_codes import with_code
+from treefx.refusal_codes import TRAINER
 from treefx.runtime.converted.convert import convert
 
 __all__ = ["convert_megatron_workers", "convert_wrappers"]
@@ -39,7 +41,7 @@ def convert_wrappers(wrappers: Any) -> None:
                 raise UnsupportedError(_SLICES.format(self.sequence_parallel_size))
             convert(self.model)
         except (ConfigError, UnsupportedError) as reason:
-            _log.warning("SkyRL runs without treefx: %s", reason)
+            _log.warning("SkyRL runs without treefx: %s", with_code(str(reason), TRAINER))
 
     wrappers.__init__ = init
 
@@ -60,7 +62,7 @@ def convert_megatron_workers(workers: Any) -> None:
         try:
             return import_module("treefx.integrations.megatron").convert(chunks)
         except (ConfigError, UnsupportedError) as reason:
-            _log.warning("SkyRL runs without treefx: %s", reason)
+            _log.warning("SkyRL runs without treefx: %s", with_code(str(reason), TRAINER))
             return chunks
 
     workers.make_megatron_module = make_megatron_module
