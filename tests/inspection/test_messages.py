@@ -21,6 +21,7 @@ ROWS = (*TABLE, *REFUSALS)
 ENDS = re.compile(r"\[(TFX\d{3}), docs/troubleshooting\.md#tfx\d{3}\]")
 OTHER_WARNINGS = {
     "treefx/data/files/reading.py", "treefx/data/template.py",  # of data that is left out
+    "treefx/runtime/observed/observer.py",  # of counting that has stopped
     "kernels/dumps.py",  # of a folder that cannot be written
     "treefx/scale/agreement.py", "treefx/planning/execution/ranks.py",  # of ranks that do not answer
     "treefx/planning/execution/backward.py",  # quotes a refusal, which has its code
