@@ -74,7 +74,7 @@ def test_one_attention_that_sees_other_segments_ends_all_sharing() -> None:
 
 
 def test_sharing_where_one_attention_sees_other_segments_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_facts, "_unseen", lambda constants, columns: ["future"])
+    monkeypatch.setattr(attention_facts, "unseen_relations", lambda constants, columns: ["future"])
     assert_wrong(DocumentLM(by_document, causal).double(), loss_of_documents(PACKED))
 
 

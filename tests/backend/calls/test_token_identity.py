@@ -147,7 +147,7 @@ def test_a_trie_of_ids_alone_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch
     def of_ids(self: Padding, grid: Grid, redundant: object) -> list[Tensor]:
         tokens = self._analysis.tokens
         assert tokens is not None
-        return [grid.numbers(tokens.ids)]
+        return list(grid.numbers(tokens.ids))
 
     monkeypatch.setattr(Padding, "identity", of_ids)
     kind, batch = KINDS[name], batch_of()
