@@ -66,7 +66,7 @@ class Padding:
         attentions = self._analysis.attentions
         if not attentions and self._mixes:
             return grid.everywhere()
-        readers = {item.hides() for item in (*attentions, *self._analysis.choices)}
+        readers = {item.padding for item in attentions} | {item.padding for item in self._analysis.choices}
         if not attentions or () in readers:
             return None
         masks = [self._met(grid, conditions) for conditions in readers]
