@@ -101,7 +101,7 @@ def _softmax_of(out: fx.Node, scores: Any) -> fx.Node | None:
 
 def _behind(node: Any, through: Collection[Any], *, alone: bool = False) -> fx.Node:
     """What a node is made of by operators that only move or convert it; ``alone``: of which nothing else is made."""
-    while node.target in through and (not alone or len(node.users) == 1):
+    while node.target in through and (not alone or len(node.users) == 1) and node.meta["val"].is_floating_point():
         node = node.args[0]
     found: fx.Node = node
     return found

@@ -48,6 +48,7 @@ def test_a_factor_is_a_sink() -> None:
     lambda lse, sinks: (sinks - lse).sigmoid(),
     lambda lse, sinks: (lse + sinks).sigmoid(),
     lambda lse, sinks: torch.tanh(lse - sinks),
+    lambda lse, sinks: (lse - sinks).sigmoid().to(torch.bool).to(lse.dtype),
     lambda lse, sinks: (lse.mean(1, keepdim=True) - sinks).sigmoid(),
 ])  # fmt: skip
 def test_other_factors_stay(changed: Callable[[Tensor, Tensor], Tensor]) -> None:
