@@ -52,7 +52,8 @@ class Config:
             compile time in Python and adds one Python call per layer and step. "auto" does so on the CPU for layers
             that are large beside that call. Other inner compilers compile every layer.
         observe: Count what calls share, and leave them as they are: Dynamo's graph runs operator by operator, as under
-            ``torch.compile(backend="eager")``, and no other option counts. ``treefx.observed(model)`` has the figures.
+            ``torch.compile(backend="eager")``, so that no other option may be set. ``treefx.observed(model)`` has the
+            figures.
         disable_passes: Names of passes to leave out, to find one at fault: those of
             ``treefx.passes.pipeline.OPTIONAL``.
 
@@ -84,6 +85,17 @@ class Config:
         if self.mode != "default" and self.inner != "inductor":
             raise ConfigError(f"option 'mode' is of inner 'inductor', got {self.mode!r} with inner {self.inner!r}")
         object.__setattr__(self, "disable_passes", _check_passes(self.disable_passes))
+        if self.observe:
+            self._check_alone()
+
+    def _check_alone(self) -> None:
+        others = [item for item in fields(self) if item.name != "observe"]
+        changed = [item.name for item in others if getattr(self, item.name) != item.default]
+        if changed:
+            raise ConfigError(
+                f"option 'observe' changes nothing of a run, so it must be the only one, got {', '.join(changed)} too: "
+                "leave them out, or observe"
+            )
 
     @property
     def compiler(self) -> Inner:

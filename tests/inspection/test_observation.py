@@ -289,3 +289,9 @@ def test_observing_costs_less_than_a_hundredth_of_a_step() -> None:
     cost = observed(model).cost
     print(f"{1000 * cost.seconds / 5:.3f} ms a call, {100 * cost.share:.2f} % of the run")
     assert cost.share < 0.01
+
+
+@pytest.mark.parametrize("other", [{"min_sharing": 2.0}, {"inner": "eager"}, {"mode": "max-autotune"}])
+def test_no_other_option_is_taken_and_left_out(other: dict[str, Any]) -> None:
+    with pytest.raises(treefx.ConfigError, match=f"must be the only one, got {next(iter(other))} too"):
+        treefx.Config(observe=True, **other)

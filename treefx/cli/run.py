@@ -18,7 +18,10 @@ __all__ = ["environment_for", "run"]
 
 def run(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.", metavar="-- COMMAND...")],
-    inner: Annotated[str, typer.Option(help="What compiles the rewritten graph: inductor, aot_eager, eager.")] = "",
+    inner: Annotated[
+        str,
+        typer.Option(help="What compiles the rewritten graph of a model that is compiled: inductor, aot_eager, eager."),
+    ] = "",
     min_sharing: Annotated[
         float | None, typer.Option(help="Sharing ratio below which a call runs as it is. [default: 1.15]")
     ] = None,

@@ -22,11 +22,12 @@ __all__ = ["convert_actors"]
 _log = logging.getLogger("treefx")
 
 
-def convert_actors(actors: Any) -> None:
+def convert_actors(actors: Any, *, min_sharing: float = 1.15) -> None:
     """Let the models of actors be converted (`treefx.convert`); not in ring attention, whose ranks hold slices of rows.
 
     Args:
         actors: ``openrlhf.models.actor.Actor``.
+        min_sharing: as of `treefx.convert`.
     """
     make, run = actors.__init__, actors.forward
     if hasattr(make, "__wrapped__"):
@@ -36,7 +37,7 @@ def convert_actors(actors: Any) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         try:
-            convert(self.model)
+            convert(self.model, min_sharing=min_sharing)
         except (ConfigError, UnsupportedError) as reason:
             _log.warning("OpenRLHF runs without treefx: %s", with_code(str(reason), TRAINER))
 

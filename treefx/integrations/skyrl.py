@@ -23,11 +23,12 @@ __all__ = ["convert_megatron_workers", "convert_wrappers"]
 _log = logging.getLogger("treefx")
 
 
-def convert_wrappers(wrappers: Any) -> None:
+def convert_wrappers(wrappers: Any, *, min_sharing: float = 1.15) -> None:
     """Let wrapped models be converted (`treefx.convert`); not under Ulysses, whose ranks hold slices of rows.
 
     Args:
         wrappers: ``skyrl.backends.skyrl_train.workers.model_wrapper.HFModelWrapper``.
+        min_sharing: as of `treefx.convert`.
     """
     make = wrappers.__init__
     if hasattr(make, "__wrapped__"):
@@ -39,18 +40,19 @@ def convert_wrappers(wrappers: Any) -> None:
         try:
             if self.sequence_parallel_size > 1:
                 raise UnsupportedError(_SLICES.format(self.sequence_parallel_size))
-            convert(self.model)
+            convert(self.model, min_sharing=min_sharing)
         except (ConfigError, UnsupportedError) as reason:
             _log.warning("SkyRL runs without treefx: %s", with_code(str(reason), TRAINER))
 
     wrappers.__init__ = init
 
 
-def convert_megatron_workers(workers: Any) -> None:
+def convert_megatron_workers(workers: Any, *, min_sharing: float = 1.15) -> None:
     """Let the model chunks of Megatron workers be converted (`treefx.integrations.megatron.convert`).
 
     Args:
         workers: ``skyrl.backends.skyrl_train.workers.megatron.megatron_worker.MegatronWorker``.
+        min_sharing: as of `treefx.convert`.
     """
     build = workers.make_megatron_module
     if hasattr(build, "__wrapped__"):
@@ -60,7 +62,7 @@ def convert_megatron_workers(workers: Any) -> None:
     def make_megatron_module(self: Any, *args: Any, **kwargs: Any) -> Any:
         chunks = build(self, *args, **kwargs)
         try:
-            return import_module("treefx.integrations.megatron").convert(chunks)
+            return import_module("treefx.integrations.megatron").convert(chunks, min_sharing=min_sharing)
         except (ConfigError, UnsupportedError) as reason:
             _log.warning("SkyRL runs without treefx: %s", with_code(str(reason), TRAINER))
             return chunks

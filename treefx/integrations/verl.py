@@ -47,7 +47,7 @@ Cut = Callable[[Sequence[int], int, Balance], "list[list[int]] | None"]
 _cut: ContextVar[Cut | None] = ContextVar("_cut", default=None)
 
 
-def convert_engines(engines: Any) -> None:
+def convert_engines(engines: Any, *, min_sharing: float = 1.15) -> None:
     """Let the models of an engine be converted (`treefx.convert`), and their sharing be among its metrics.
 
     An engine with FSDP1 (``strategy="fsdp"``), whose flat parameters treefx was never run with, or with sequence
@@ -55,26 +55,28 @@ def convert_engines(engines: Any) -> None:
 
     Args:
         engines: ``verl.workers.engine.fsdp.transformer_impl.FSDPEngine``, or a class made of it.
+        min_sharing: as of `treefx.convert`.
     """
 
     def convert_module(engine: Any, module: Any) -> Any:
         _check_engine(engine.engine_config)
-        return convert(module)
+        return convert(module, min_sharing=min_sharing)
 
     _convert_what_is_built(engines, "_build_module", convert_module)
 
 
-def convert_megatron_engines(engines: Any) -> None:
+def convert_megatron_engines(engines: Any, *, min_sharing: float = 1.15) -> None:
     """Let the models of a Megatron engine be converted (`treefx.integrations.megatron.convert`).
 
     A model that is refused (context parallelism, FP8, ...) stays unchanged, and that is logged as a warning.
 
     Args:
         engines: ``verl.workers.engine.megatron.transformer_impl.MegatronEngine``, or a class made of it.
+        min_sharing: as of `treefx.convert`.
     """
 
     def convert_chunks(engine: Any, module: Any) -> Any:
-        return import_module("treefx.integrations.megatron").convert(module)
+        return import_module("treefx.integrations.megatron").convert(module, min_sharing=min_sharing)
 
     _convert_what_is_built(engines, "_build_megatron_module", convert_chunks)
 

@@ -114,6 +114,20 @@ def test_what_cannot_be_converted_stays(caplog: pytest.LogCaptureFixture) -> Non
     assert isinstance(module, nn.Linear) and "GPTModel" in caplog.text
 
 
+def test_the_hooks_heed_the_sharing_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``treefx run --min-sharing`` reaches conversions; ``--inner`` compiles nothing of them."""
+
+    class Engines(ModuleType):
+        Actor = type("Actor", (Actor,), {"__init__": Actor.__init__, "forward": Actor.forward})
+
+    monkeypatch.setitem(sitecustomize._WANTED, "options", {"min_sharing": 9.0, "inner": "eager"})
+    sitecustomize._HOOKS["openrlhf.models.actor"](Engines("openrlhf"))
+    model = Engines.Actor("llama", packs=False)
+    model(*batch())
+    assert treefx.inspect(model.model).stats["min_sharing"] == 9.0
+    assert treefx.inspect(model.model).stats["ran"] != "packed"
+
+
 def test_the_hooks_find_their_classes() -> None:
     class Engines(ModuleType):
         HFModelWrapper = type("HFModelWrapper", (HFModelWrapper,), {"__init__": HFModelWrapper.__init__})

@@ -20,6 +20,11 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _WANTED: dict[str, Any] = json.loads(os.environ.get("TREEFX_RUN", "{}"))
 
 
+def _sharing() -> dict[str, Any]:
+    """Of the options, what a conversion takes: it compiles nothing."""
+    return {name: value for name, value in _WANTED.get("options", {}).items() if name == "min_sharing"}
+
+
 def _compile_with_treefx(module: ModuleType) -> None:
     seam = importlib.import_module("treefx.integrations.accelerate")
     seam.compile_with(_WANTED.get("options"), by_default=True)
@@ -48,11 +53,11 @@ def _trace_checkpoints(module: ModuleType) -> None:
 
 
 def _convert_engines(module: ModuleType) -> None:
-    importlib.import_module("treefx.integrations.verl").convert_engines(module.FSDPEngine)
+    importlib.import_module("treefx.integrations.verl").convert_engines(module.FSDPEngine, **_sharing())
 
 
 def _convert_megatron_engines(module: ModuleType) -> None:
-    importlib.import_module("treefx.integrations.verl").convert_megatron_engines(module.MegatronEngine)
+    importlib.import_module("treefx.integrations.verl").convert_megatron_engines(module.MegatronEngine, **_sharing())
 
 
 def _pack_ids_on_all_stages(module: ModuleType) -> None:
@@ -99,15 +104,15 @@ def _compile_whole(module: ModuleType) -> None:
 
 
 def _convert_wrappers(module: ModuleType) -> None:
-    importlib.import_module("treefx.integrations.skyrl").convert_wrappers(module.HFModelWrapper)
+    importlib.import_module("treefx.integrations.skyrl").convert_wrappers(module.HFModelWrapper, **_sharing())
 
 
 def _convert_megatron_workers(module: ModuleType) -> None:
-    importlib.import_module("treefx.integrations.skyrl").convert_megatron_workers(module.MegatronWorker)
+    importlib.import_module("treefx.integrations.skyrl").convert_megatron_workers(module.MegatronWorker, **_sharing())
 
 
 def _convert_actors(module: ModuleType) -> None:
-    importlib.import_module("treefx.integrations.openrlhf").convert_actors(module.Actor)
+    importlib.import_module("treefx.integrations.openrlhf").convert_actors(module.Actor, **_sharing())
 
 
 _HOOKS: Hooks = {
