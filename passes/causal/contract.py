@@ -32,6 +32,7 @@ from treefx.passes.causal.tree_mixers import (
     TreeScan,
     Vanishing,
     find_tree_convolution,
+    has_channels_by_tokens,
 )
 from treefx.passes.labels.facts import ALONG_ROWS, Dims, Fact, Kind, fact_of, set_fact
 from treefx.passes.labels.label_tokens import Improve
@@ -86,7 +87,7 @@ class Contractor:
             return fact
         set_fact(node, fact)
         tree = find_tree_convolution(node)
-        if tree is not None:
+        if tree is not None and has_channels_by_tokens(dims):
             return replace(fact, kind=Kind.PACKED, dims=dims, law=tree, reason=None)
         return replace(fact, kind=Kind.PACKED, dims=dims, law=Contracted())
 

@@ -26,10 +26,11 @@ from torch import Tensor, fx
 
 from treefx.kernels.recurrence.tree_conv import tree_conv1d
 from treefx.kernels.recurrence.tree_scan import tree_scan
-from treefx.passes.labels.facts import Axis, Kind, ReadsOthers, fact_of, shape_of
+from treefx.passes.labels.facts import Axis, Dims, Kind, ReadsOthers, fact_of, shape_of
 
 __all__ = [
-    "LibraryTree", "Operand", "TreeConvolution", "TreeScan", "Vanishing", "convolve", "find_tree_convolution", "scan",
+    "LibraryTree", "Operand", "TreeConvolution", "TreeScan", "Vanishing", "convolve", "find_tree_convolution",
+    "has_channels_by_tokens", "scan",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -161,10 +162,13 @@ def _unpadded(x: Any) -> tuple[fx.Node, int]:
 def _is_channels_by_tokens(node: fx.Node) -> bool:
     """Whether a value is packed as [B, C, T]."""
     fact = fact_of(node)
-    if fact.kind is not Kind.PACKED or fact.dims is None or len(fact.dims) != 3:
-        return False
-    axes = [[factor.axis for factor in dim] for dim in fact.dims]
-    return axes[0] == [Axis.ROW] and axes[2] == [Axis.TOKEN] and set(axes[1]) <= {Axis.PLAIN}
+    return fact.kind is Kind.PACKED and fact.dims is not None and has_channels_by_tokens(fact.dims)
+
+
+def has_channels_by_tokens(dims: Dims) -> bool:
+    """Whether dimensions are [B, C, T]: those of a row of one token, before it is cut off, may be [B T, C, taps]."""
+    axes = [[factor.axis for factor in dim] for dim in dims]
+    return len(axes) == 3 and axes[0] == [Axis.ROW] and axes[2] == [Axis.TOKEN] and set(axes[1]) <= {Axis.PLAIN}
 
 
 def convolve(law: TreeConvolution, x: Tensor, weight: Tensor, bias: Tensor | None, parent: Tensor) -> Tensor:

@@ -103,6 +103,17 @@ def test_lengths_and_paddings_through_one_compilation(name: str) -> None:
     assert stats["compiles"] == 2
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
+def test_rows_of_one_token(name: str) -> None:
+    model = copy.deepcopy(model_of(name))
+    compiled = compile_with(model, inner="eager", min_sharing=1.0)
+    ids = torch.tensor([[5], [5], [6]])
+    weights = torch.randn(3, 1, 1, dtype=torch.float64)
+    expected = outcome(model, lambda: (model(input_ids=ids).logits.square() * weights).sum())
+    assert_close(outcome(model, lambda: (compiled(input_ids=ids).logits.square() * weights).sum()), expected, FLOAT64)
+    assert stats_of(compiled)["tokens"] == 2
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "kimi_linear"])
 def test_calls_that_share_nothing_run_the_library(name: str) -> None:
     model = copy.deepcopy(model_of(name))
