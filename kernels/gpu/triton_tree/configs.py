@@ -10,6 +10,7 @@ from treefx.kernels.score import Expr, Score
 
 __all__ = [
     "SHARED_MEMORY",
+    "GLUON_ONE_PASS_KEYS",
     "ONE_PASS_KEYS",
     "Config",
     "Problem",
@@ -113,10 +114,13 @@ def one_pass_fits(problem: Problem) -> bool:
     A score with a slope of its own, or terms of pairs, spills 70 to 250 bytes of registers in it; wider heads more (on
     an A100 96 features spill 672), or they take more columns of a Blackwell's tensor memory than it has (80 features
     544 of 512). And a tile of fewer keys than a head has features adds more bytes to dq than a second pass would load.
+    In Gluon each group of warps multiplies 64 features of the keys, no fewer than a swizzled line of shared memory has.
     """
     on_hopper = problem.shared_limit == SHARED_MEMORY[90]
     widest = _ONE_PASS_HEAD if on_hopper else _ONE_PASS_HEAD_BY_WARP if _by_warp(problem) else _ONE_PASS_HEAD_BLACKWELL
     if problem.heavy or max(problem.head_dim, problem.value_dim) > widest:
+        return False
+    if problem.path == "gluon" and (not on_hopper or problem.head_dim != _GLUON_ONE_PASS_HEAD):
         return False
     return candidates(problem)[0].block_n >= problem.head_dim
 
@@ -217,7 +221,10 @@ ONE_PASS_KEYS = 330
 
 Two passes make seven products of a tile, one makes five; but it zeroes sums of dq in float32 and reads them again, 8
 bytes per feature more. Where products run at 430 TFLOP/s and memory at 2.6 TB/s: 8 / 2.6e12 = keys * 4 / 430e12."""
+GLUON_ONE_PASS_KEYS = 460
+"""The same for kernels in Gluon, whose products run at 600 TFLOP/s."""
 _ONE_PASS_HEAD, _ONE_PASS_HEAD_BY_WARP, _ONE_PASS_HEAD_BLACKWELL = 128, 80, 64
+_GLUON_ONE_PASS_HEAD = 128
 _RESERVED = 3_000
 """For reductions, masks and barriers."""
 _ROWS_OF_WARPS = 128
@@ -288,6 +295,7 @@ _GLUON: _Table = {
         128: (Config(64, 128, 4, 3), Config(32, 128, 4, 3)),
         192: (Config(32, 128, 4, 3),),
     },
+    "backward_once": {128: (Config(64, 128, 4, 3),)},
     "backward_queries": {
         128: (Config(128, 64, 4, 3),),
         192: (Config(128, 64, 4, 2),),

@@ -7,6 +7,8 @@ import triton.language as tl
 
 __all__ = [
     "add_rows",
+    "added_lines",
+    "added_operands",
     "clamped",
     "floor_divide",
     "load_number",
@@ -92,6 +94,28 @@ def add_rows(sums, first, tile, START: tl.constexpr, ROW_WIDTH: tl.constexpr):
     place = four // 32 % (ROWS // 16) * (16 * ROW_WIDTH) + group * 128 + four % 32 * 4
     # What changes from tile to tile is added last, to what is known before the loop.
     tl.atomic_add((sums + (place[:, None] + tl.arange(0, 4)[None, :])) + first, x, sem="relaxed")
+
+
+@triton.constexpr_function
+def added_lines(count):
+    """Return a block that adds a thread's numbers to sums in the order of :func:`sums_offsets`, 16 bytes at once.
+
+    The numbers are those of two rows and of features that lie 8 apart, four of each 8. All addresses are that of the
+    first four. An atomic addition would return what was there by way of the registers; this reduction returns nothing,
+    and what the block has to return is 0.
+    """
+    lines = []
+    for start in range(0, count, 4):
+        numbers = ", ".join(f"${2 * count + start + part}" for part in range(4))
+        lines.append(f"red.relaxed.gpu.global.add.v4.f32 [${count}+{128 * start}], {{{numbers}}}")
+    lines += [f"mov.b32 ${number}, 0" for number in range(count)]
+    return "{ " + "; ".join(lines) + "; }"
+
+
+@triton.constexpr_function
+def added_operands(count):
+    """Return what kinds of registers :func:`added_lines` takes."""
+    return ",".join(["=r"] * count + ["l"] * count + ["f"] * count)
 
 
 @triton.jit

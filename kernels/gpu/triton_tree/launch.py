@@ -47,7 +47,7 @@ class Attention:
         inputs: the tensors; the boundary is a key source of its own.
         score: the score.
         path: ``"plain"`` or ``"gluon"``.
-        once: whether the kernel of dk and dv also adds up dq, in no fixed order; on the plain path only.
+        once: whether the kernel of dk and dv also adds up dq, in no fixed order.
         choose: the configuration of each problem.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
         shared_limit: bytes of shared memory that a program may use.
@@ -220,8 +220,9 @@ class Attention:
         """Return a launch; in Gluon, a repair follows it with the same arguments and ``further`` ones."""
         if self.path == "plain":  # these kernels do so themselves
             return launch
-        repair = self._repair(launch.kernel.__name__, {**launch.arguments, **further}, launch.config)
-        return replace(launch, after=(repair,))
+        name = launch.kernel.__name__
+        repaired = "backward_keys" if name == self.of_keys else name  # of the sums of dq: repair_sums
+        return replace(launch, after=(self._repair(repaired, {**launch.arguments, **further}, launch.config),))
 
     def _repair(self, name: str, arguments: Mapping[str, Any], config: Config) -> Launch:
         kernel = getattr(kernel_module(replace(self.request, path="repair")), f"repair_{name}")
@@ -302,7 +303,7 @@ class Attention:
         """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
 
         All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles; what repairs dq
-        in Gluon reads them ``in_place`` too. In one pass the sums of dq are zeroed. ``values`` are made there too.
+        reads them ``in_place``. In one pass the sums of dq are zeroed. ``values`` are made there too.
         """
         q = self.inputs.q
         width = row_width(self.request.head_dim, self.request.chunk_widths) if self.once else None
@@ -315,7 +316,7 @@ class Attention:
         in_place = {"Q": q, "GradOut": grad_out, "Lse": lse, "Delta": made["Delta"]}
         in_place |= {**strides("q", q), **strides("grad", grad_out)}
         launch = join_values(self._value_kernels, launch, values) if values else launch
-        return launch, packed, in_place if self.path == "plain" else {**packed, "in_place": in_place}
+        return launch, packed, in_place if self.path == "plain" or self.once else {**packed, "in_place": in_place}
 
     def with_values(self, sources: Sequence[KeySource]) -> tuple[list[KeySource], list[Launch]]:
         """Return key sources with what Gluon reads of the score, and the launches that make it.

@@ -1,14 +1,15 @@
 """Which form of a kernel runs: in Gluon (Hopper, 16-bit types) or plain; and, backward, in one pass or in two.
 
-Gluon has two passes, whose results are the same bits every time. It, and one pass, which has a plain form only, are
-checked against the plain kernels in two passes, on the first of the tokens at hand and a gradient of random numbers,
-when a process first uses them for an attention of its kind, and again for longer lists of tiles. What cannot be
-compiled, or differs anywhere, gives way to the plain form with one warning.
+Gluon has two passes, whose results are the same bits every time. Its one pass has not run on a device yet, so it runs
+only where ``TREEFX_KERNEL_PATH=gluon_once`` asks for it. Gluon, and one pass, are checked against the plain kernels in
+two passes, on the first of the tokens at hand and a gradient of random numbers, when a process first uses them for an
+attention of its kind, and again for longer lists of tiles. What cannot be compiled, or differs anywhere, gives way to
+the next form with one warning.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,12 @@ from torch import Tensor
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels.bounded import Bounded
 from treefx.kernels.common import Inputs, random_gradient
-from treefx.kernels.gpu.triton_tree.configs import ONE_PASS_KEYS, default_config, one_pass_fits
+from treefx.kernels.gpu.triton_tree.configs import (
+    GLUON_ONE_PASS_KEYS,
+    ONE_PASS_KEYS,
+    default_config,
+    one_pass_fits,
+)
 from treefx.kernels.gpu.triton_tree.launch import Attention
 from treefx.kernels.gpu.triton_tree.support import interpreted, refuse_capture
 from treefx.kernels.gpu.triton_tree.tuning import configs_of_forest, tuning_wanted
@@ -26,6 +32,7 @@ from treefx.reason_codes import with_code
 from treefx.refusal_codes import PLAIN_FORM
 
 __all__ = [
+    "GLUON_ONCE",
     "PATHS",
     "checked",
     "forced_path",
@@ -36,6 +43,8 @@ __all__ = [
 ]
 
 PATHS = ("plain", "gluon")
+GLUON_ONCE = "gluon_once"
+"""What ``TREEFX_KERNEL_PATH`` says for the path ``"gluon"`` with a backward in one pass, where that fits."""
 _WIDEST, _WIDEST_TOGETHER = 192, 320
 """Features of a head, and of a key and a value together, above which the gradients of both spill registers."""
 _TOLERANCE = 0.02
@@ -53,19 +62,20 @@ _verdicts: Bounded[Hashable, bool] = Bounded(1024)
 
 
 def forced_path() -> str | None:
-    """Return the path that ``TREEFX_KERNEL_PATH`` demands, if any.
+    """Return the path that ``TREEFX_KERNEL_PATH`` demands, or :data:`GLUON_ONCE`, if any.
 
     Raises:
         InputError: it is set to something else.
     """
     path = os.environ.get("TREEFX_KERNEL_PATH") or None
-    if path is not None and path not in PATHS:
-        raise InputError(f"TREEFX_KERNEL_PATH must be one of {', '.join(PATHS)}, or unset, got {path!r}")
+    known = (*PATHS, GLUON_ONCE)
+    if path is not None and path not in known:
+        raise InputError(f"TREEFX_KERNEL_PATH must be one of {', '.join(known)}, or unset, got {path!r}")
     return path
 
 
 def in_one_pass(attention: Attention) -> bool:
-    """Return whether a plain backward of an attention visits every tile once, and adds up dq in no fixed order.
+    """Return whether a backward of an attention visits every tile once, and adds up dq in no fixed order.
 
     It does where that costs less, unless the caller, or ``torch.use_deterministic_algorithms``, wants the same bits
     every time.
@@ -74,7 +84,8 @@ def in_one_pass(attention: Attention) -> bool:
         return False
     if not one_pass_fits(attention.problem("backward_once")):
         return False
-    return attention.keys_met("backward_once") >= ONE_PASS_KEYS
+    least = ONE_PASS_KEYS if attention.path == "plain" else GLUON_ONE_PASS_KEYS
+    return attention.keys_met("backward_once") >= least
 
 
 def gluon_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str | None:
@@ -155,18 +166,29 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
             Gluon cannot read it takes the plain form.
     """
     forced = forced_path()
-    if forced in (None, "gluon"):
+    if forced != "plain":
         # A group's gradients are laid anew before they are read by boxes.
         refusal = gluon_refusal(attention, tensors[:1] if attention.group == 1 else [])
-        if forced == "gluon" and name == "forward" and refusal is not None:
-            raise UnsupportedError(f"TREEFX_KERNEL_PATH=gluon must meet an attention that path can run, but {refusal}")
-        fast = replace(attention, path="gluon")
-        if refusal is None and _is_right("Gluon", name, fast, tensors, run):
-            return run(fast, tensors)
+        if forced is not None and name == "forward" and refusal is not None:
+            raise UnsupportedError(
+                f"TREEFX_KERNEL_PATH={forced} must meet an attention that path can run, but {refusal}"
+            )
+        for form, fast in _forms_of_gluon(name, attention, forced) if refusal is None else ():
+            if _is_right(form, name, fast, tensors, run):
+                return run(fast, tensors)
     once = replace(attention, path="plain", once=name == "backward")
     if once.once and in_one_pass(once) and (interpreted() or _is_right("one-pass", name, once, tensors, run)):
         return run(once, tensors)
     return run(replace(attention, path="plain"), tensors)
+
+
+def _forms_of_gluon(name: str, attention: Attention, forced: str | None) -> Iterator[tuple[str, Attention]]:
+    """Yield an attention in the forms that Gluon may run it in, with their names, the best first."""
+    two_passes = replace(attention, path="gluon")
+    once = replace(two_passes, once=True)
+    if forced == GLUON_ONCE and name == "backward" and in_one_pass(once):
+        yield "one-pass Gluon", once
+    yield "Gluon", two_passes
 
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:

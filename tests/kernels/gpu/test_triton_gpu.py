@@ -47,7 +47,13 @@ FEATURES = [
 
 def paths() -> list[str]:
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return ["plain", "gluon"] if hopper else ["plain"]
+    return ["plain", "gluon", "gluon_once"] if hopper else ["plain"]
+
+
+def take(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let attention take a path; one pass in Gluon for short rows too."""
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    monkeypatch.setattr("treefx.kernels.gpu.triton_tree.paths.GLUON_ONE_PASS_KEYS", 0)
 
 
 def heads(count: int, tokens: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -69,9 +75,9 @@ def draw(tree: Tree, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tu
 def test_no_further_off_than_separate_rows(
     tree: str, shape: str, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if path == "gluon" and shape == "256":
+    if path != "plain" and shape == "256":
         pytest.skip("heads are too wide for the form in Gluon")
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    take(path, monkeypatch)
     ends, leaves, grad = draw(TREES[tree], SHAPES[shape], dtype)
     sample = Sample(ends, [row.cuda() for row in TREES[tree].rows()], leaves, grad)
     attend = lambda q, k, v: tree_attention(q, k, v, ends, impl="triton")  # noqa: E731
@@ -81,9 +87,9 @@ def test_no_further_off_than_separate_rows(
 @pytest.mark.parametrize("path", paths())
 @pytest.mark.parametrize(("features", "dtype"), FEATURES)
 def test_features(features: tuple[str, ...], path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if path == "gluon" and dtype == FP32:
+    if path != "plain" and dtype == FP32:
         pytest.skip("the form in Gluon has 16-bit types")
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    take(path, monkeypatch)
     ends, leaves, grad = draw(TREES["thought"], SHAPES["128"], dtype)
     options: dict[str, Any] = {
         "window": 50,
@@ -106,7 +112,7 @@ def test_features(features: tuple[str, ...], path: str, dtype: torch.dtype, monk
 @pytest.mark.parametrize("shape", ["128", "64", "group 7"])
 def test_keys_from_outside(shape: str, window: int | None, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of tokens above, some of which nobody sees: one launch goes on from another."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    take(path, monkeypatch)
     ends, leaves, grad = draw(TREES["thought"], SHAPES[shape], BF16)
     tokens, outside, (_, kv_heads, width, _) = len(ends), 700, SHAPES[shape]
     lo, length = (torch.randint(0, tokens, (2, outside), generator=torch.Generator().manual_seed(9))).int().cuda()
@@ -126,7 +132,7 @@ def test_keys_from_outside(shape: str, window: int | None, path: str, monkeypatc
 @pytest.mark.parametrize("shape", ["128", "64", "group 7"])
 def test_layers_after_the_first(shape: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first layer has launched is launched again: with the numbers of a layer's own, however they lie."""
-    monkeypatch.setenv("TREEFX_KERNEL_PATH", path)
+    take(path, monkeypatch)
     ends, first, grad = draw(TREES["thought"], SHAPES[shape], BF16)
     for leaves in (first, *[[x.detach().roll(layer, 2).requires_grad_() for x in first] for layer in range(1, 4)]):
         results = []

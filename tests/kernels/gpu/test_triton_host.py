@@ -41,11 +41,13 @@ LAUNCHED: list[str] = []
 BACKWARD = ["prologue", "backward_keys", "backward_queries"]
 ONCE = ["prologue", "backward_once", "finish_queries", "repair_backward_queries"]
 GLUON_FORWARD = ["forward", "repair_forward"]
+GLUON_ONCE = ["prologue", "backward_once", "repair_backward_keys", *ONCE[2:]]
 GLUON_BACKWARD = [BACKWARD[0], *(name for kernel in BACKWARD[1:] for name in (kernel, f"repair_{kernel}"))]
 
 
-def attend(tokens: int, impl: str = "triton", **options: Any) -> None:
-    q, k, v = (torch.zeros(1, tokens, h, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for h in (4, 2, 2))
+def attend(tokens: int, impl: str = "triton", width: int = 64, **options: Any) -> None:
+    shapes = [(1, tokens, heads, width) for heads in (4, 2, 2)]
+    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for shape in shapes)
     out = tree_attention(q, k, v, torch.full((tokens,), tokens), impl=impl, **options)
     torch.autograd.grad(out, [q, k, v], torch.zeros_like(out))
 
@@ -97,6 +99,21 @@ def test_long_forests_take_gluon_where_it_runs(compiled: list[str]) -> None:
         LAUNCHED.clear()
         attend(tokens)
     assert LAUNCHED == [*GLUON_FORWARD, *GLUON_BACKWARD] and "backward_once" not in compiled
+
+
+def test_gluon_takes_one_pass_where_that_is_asked_for(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of long rows, and heads that fit; it is compared with the plain kernels first. Nothing else takes it."""
+    attend(1300, width=128)
+    assert "backward_once" not in LAUNCHED
+    monkeypatch.setenv("TREEFX_KERNEL_PATH", paths.GLUON_ONCE)
+    LAUNCHED.clear()
+    attend(1300, width=128)
+    assert LAUNCHED == [*GLUON_FORWARD, *BACKWARD, *GLUON_ONCE * 2]
+    for tokens, width, deterministic in ((1300, 64, False), (200, 128, False), (1300, 128, True)):
+        attend(tokens, width=width, deterministic=deterministic)
+        LAUNCHED.clear()
+        attend(tokens, width=width, deterministic=deterministic)
+        assert LAUNCHED == [*GLUON_FORWARD, *GLUON_BACKWARD]
 
 
 @pytest.mark.filterwarnings("error")

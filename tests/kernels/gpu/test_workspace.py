@@ -15,15 +15,18 @@ from tests.kernels.gpu.test_triton_host import LAUNCHED, compiled  # noqa: F401 
 from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu import workspace
 from treefx.kernels.gpu.triton_tree import attention, paths
+from treefx.kernels.gpu.triton_tree.configs import one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention, KeySource
 from treefx.kernels.gpu.workspace import Lists, backward_bytes, forward_bytes, list_bytes, most_lists, value_bytes
 from treefx.kernels.score import Score, make_score
 from treefx.kernels.tiles import hosted, tree_blocks
 from treefx.tools.bench.attention.trees import Tree
 
-FORMS = {"two passes": "plain", "one pass": "plain", "Gluon": "gluon"}
+FORMS = {"two passes": "plain", "one pass": "plain", "Gluon": "gluon", "Gluon, one pass": "gluon_once"}
 """And the path of each."""
 WINDOW = make_score(scale=0.125, window=50, depth=0)
+IN_GLUON_ONCE = [(seed, "Gluon, one pass") for seed in (0, 2, 17)]
+"""Parts with heads of 128: of long lists that are cut, of several heads per group, with keys from outside."""
 ALIBI = make_score(scale=0.125, depth=0, alibi=1)
 
 
@@ -102,13 +105,15 @@ def taken(inputs: Inputs, score: Score, *, first: bool = False) -> tuple[int, in
 
 
 def runner(inputs: Inputs, score: Score, form: str) -> Attention:
-    return replace(attention.attention_of(inputs, score), path=FORMS[form], once=form == "one pass")
+    given = replace(attention.attention_of(inputs, score), path=FORMS[form].partition("_")[0])
+    return replace(given, once=form.endswith("one pass") and one_pass_fits(given.problem("backward_once")))
 
 
 def in_form(form: str, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     """The inputs as they are given where all that runs takes one form."""
     monkeypatch.setenv("TREEFX_KERNEL_PATH", FORMS[form])
     monkeypatch.setattr(paths, "ONE_PASS_KEYS", 0)
+    monkeypatch.setattr(paths, "GLUON_ONE_PASS_KEYS", 0)
     return replace(inputs, deterministic=form == "two passes")
 
 
@@ -141,7 +146,9 @@ def counted(given: Attention) -> tuple[int, int, int]:
     return counted_forward(given), backward_bytes(given, tokens, pairs, carries=carries), sum(map(list_bytes, made))
 
 
-@pytest.mark.parametrize(("seed", "form"), [(seed, [*FORMS][(seed + seed // 3) % 3]) for seed in range(20)])
+@pytest.mark.parametrize(
+    ("seed", "form"), [(seed, [*FORMS][(seed + seed // 3) % 3]) for seed in range(20)] + IN_GLUON_ONCE
+)
 def test_launches_allocate_what_is_counted(
     seed: int,
     form: str,
@@ -149,9 +156,9 @@ def test_launches_allocate_what_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs = in_form(form, part(seed), monkeypatch)
-    got = taken(inputs, SCORE)
-    assert counted(runner(inputs, SCORE, form)) == got
-    assert ("backward_once" in LAUNCHED) == (form == "one pass") != ("backward_queries" in LAUNCHED[-3:])
+    got, given = taken(inputs, SCORE), runner(inputs, SCORE, form)
+    assert counted(given) == got
+    assert ("backward_once" in LAUNCHED) == given.once != ("backward_queries" in LAUNCHED[-3:])
 
 
 def test_the_parts_are_of_all_kinds(device: None) -> None:  # noqa: F811
@@ -161,6 +168,7 @@ def test_the_parts_are_of_all_kinds(device: None) -> None:  # noqa: F811
     seen = [one.is_seen(one.boundary_keys()) for one in found if one.inputs.boundary is not None]
     assert sum(slots > 0 for slots in cut) >= 2 and {True, False} == set(seen)
     assert min(one.group for one in found) == 1 and len({one.group for one in found}) > 2
+    assert all(runner(part(seed), SCORE, form).once for seed, form in IN_GLUON_ONCE)
 
 
 WRONG: dict[tuple[str, str], Callable[..., Any]] = {

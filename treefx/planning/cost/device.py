@@ -17,7 +17,7 @@ from treefx.kernels.common import Boundary, Inputs
 from treefx.kernels.gpu.triton_tree import support
 from treefx.kernels.gpu.triton_tree.configs import Config, candidates, one_pass_fits, usable_shared_memory
 from treefx.kernels.gpu.triton_tree.launch import Attention
-from treefx.kernels.gpu.triton_tree.paths import forced_path, form_refusal
+from treefx.kernels.gpu.triton_tree.paths import GLUON_ONCE, forced_path, form_refusal
 from treefx.kernels.gpu.workspace import (
     Lists,
     backward_bytes,
@@ -70,9 +70,11 @@ def _forms(node: fx.Node) -> list[Attention]:
     attention = _attention(node)
     if attention is None:
         return []
-    once = replace(attention, path="plain", once=True)
-    refused = node.target is _FORWARD or node.kwargs.get("deterministic", False)
-    return [attention] if refused or not one_pass_fits(once.problem("backward_once")) else [attention, once]
+    if node.target is _FORWARD or node.kwargs.get("deterministic", False):
+        return [attention]
+    paths = {"plain", attention.path} if forced_path() == GLUON_ONCE else {"plain"}
+    once = [replace(attention, path=path, once=True) for path in sorted(paths)]
+    return [attention, *(form for form in once if one_pass_fits(form.problem("backward_once")))]
 
 
 def _kernels(node: fx.Node, form: Attention) -> tuple[str, ...]:
@@ -107,7 +109,7 @@ def _attention(node: fx.Node) -> Attention | None:
     capability = torch.cuda.get_device_capability(q.device)
     limit = usable_shared_memory(10 * capability[0] + capability[1])
     attention = Attention(inputs, score, "plain", shared_limit=limit)
-    chosen = replace(attention, path=forced_path() or "gluon")
+    chosen = replace(attention, path="plain" if forced_path() == "plain" else "gluon")
     return attention if chosen.path == "plain" or form_refusal(chosen, capability) else chosen
 
 

@@ -4,7 +4,8 @@ The warps that load wait until a buffer is empty, and copy into it; the copy com
 that multiply wait for that, read, and arrive at the *empty* barrier. Kernels in Gluon say where; in others it is the
 choice of a pass of Triton's. So here every group of warps is run through on paper, its loops twice: a buffer may be
 read only between the wait for it and its release, and products that are still under way count as readers. What a group
-stores itself is read by products after a fence only.
+stores itself is read by products after a fence only. What several groups store for each other is read after a barrier
+at which all of them arrive, and no product of it is under way when a group arrives there again.
 
 What cannot be followed is reported, not passed over.
 """
@@ -21,6 +22,7 @@ _GROUP = re.compile(r"(default|partition\d+)\b")
 _OPERATION = re.compile(r"(?:(?P<results>%[^=]+) = )?(?P<name>[a-z_]+\.\w+)\b(?P<rest>.*)")
 _ALIASES = ("ttg.memdesc_index", "ttg.memdesc_reshape", "ttg.memdesc_trans", "ttg.memdesc_subslice")
 _COPY = "ttng.async_tma_copy_global_to_local"
+_STORE, _PRODUCT = "ttg.local_store", "ttng.warp_group_dot"
 _WAIT, _ARRIVE, _SETTLE = "ttng.wait_barrier", "ttng.arrive_barrier", "ttng.warp_group_dot_wait"
 _NO_READERS = (_COPY, _WAIT, _ARRIVE, _SETTLE, "ttg.warp_specialize", *_ALIASES)
 _FOLLOWED = ("the kernel", "tt.func", "scf.for", "default", "partition")
@@ -79,8 +81,10 @@ def races(ttgir: str) -> list[str]:
         return [*found, "no buffer was found that one group of warps fills for another"]
     again = [one for one in buffers.values() if one.copies > 1]
     found += [f"{one.source} is copied without a wait for an empty buffer" for one in again if not one.empty]
+    shared = _exchanged(groups)
     for group in groups:
-        found += [f"{group.kind}: {problem}" for problem in (*_run_through(group, buffers), *_unfenced(group))]
+        problems = *_run_through(group, buffers), *_unfenced(group), *_unmet(group, shared)
+        found += [f"{group.kind}: {problem}" for problem in problems]
     return list(dict.fromkeys(found))
 
 
@@ -207,7 +211,7 @@ def _run_through(group: _Block, buffers: dict[str, _Buffer]) -> Iterator[str]:
             held |= filled
         elif step.name == _SETTLE:
             left = re.search(r"pendings = (\d+)", step.text)
-            under_way = under_way[len(under_way) - int(left[1]) :] if left and int(left[1]) else []
+            under_way = under_way[max(0, len(under_way) - int(left[1])) :] if left else []
         elif step.name == _ARRIVE:
             emptied = {root for root, buffer in buffers.items() if buffer.empty & set(step.memory)}
             still = emptied.intersection(*[set().union(*under_way)])
@@ -224,10 +228,42 @@ def _unfenced(group: _Block) -> Iterator[str]:
     """Yield what a group of warps stores and multiplies without a fence between."""
     stored = set[str]()
     for step in group.steps():
-        if step.name == "ttg.local_store":
+        if step.name == _STORE:
             stored |= set(step.memory)
         elif step.name == "ttng.fence_async_shared":
             stored.clear()
-        elif step.name == "ttng.warp_group_dot":
+        elif step.name == _PRODUCT:
             read = sorted(stored.intersection(step.memory))
             yield from (f"{root} is stored and read by {step.name} without a fence" for root in read)
+
+
+def _exchanged(groups: list[_Block]) -> set[str]:
+    """Return the buffers into which several groups of warps store."""
+    stored = [{root for step in group.steps() if step.name == _STORE for root in step.memory} for group in groups]
+    return {root for number, some in enumerate(stored) for root in some.intersection(*[set().union(*stored[:number])])}
+
+
+def _unmet(group: _Block, shared: set[str]) -> Iterator[str]:
+    """Yield what a group of warps reads of buffers that others store into, or leaves under way, without a meeting."""
+    given, arrived, met = set[str](), dict[str, set[str]](), set[str]()
+    under_way = list[set[str]]()
+    for step in group.steps():
+        memory = set(step.memory)
+        if step.name == _STORE:
+            given |= memory & shared
+            met -= memory
+        elif step.name == _ARRIVE and given:
+            still = given.intersection(*[set().union(*under_way)])
+            yield from (f"{root} may be stored into while a product of it is under way" for root in sorted(still))
+            arrived |= dict.fromkeys(memory, given)
+            given = set()
+        elif step.name == _WAIT:
+            met |= set().union(*(roots for barrier, roots in arrived.items() if barrier in memory))
+        elif step.name == _SETTLE:
+            left = re.search(r"pendings = (\d+)", step.text)
+            under_way = under_way[max(0, len(under_way) - int(left[1])) :] if left else []
+        elif step.name == _PRODUCT:
+            read = sorted(memory & shared - met)
+            yield from (f"{root} is read before all groups have stored" for root in read)
+            if "isAsync = true" in step.text:
+                under_way.append(memory)

@@ -3,9 +3,10 @@
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 
-__all__ = ["disassembled", "instructions_of_loops"]
+__all__ = ["disassembled", "instructions_of_loops", "names_in_loops"]
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?(?P<name>[A-Z][\w.]*)(?P<rest>[^;]*);")
 _PRODUCT = re.compile(r"\w*MMA\b")
@@ -28,25 +29,27 @@ def instructions_of_loops(sass: str) -> tuple[int, ...]:
     A loop reaches from the target of a branch to the branch that jumps back to it. What the assembler moved out of line
     (the repeated waits) does not count, nor do fillers.
     """
+    return tuple(counts.total() for counts in names_in_loops(sass))
+
+
+def names_in_loops(sass: str) -> tuple[Counter[str], ...]:
+    """Return how often each instruction, such as ``HGMMA``, stands in those loops."""
     labels: dict[str, int] = {}
     jumps: list[tuple[int, str]] = []
-    products: list[int] = []
-    count = 0
+    names: list[str] = []
     for line in sass.splitlines():
         label = re.match(r"\s*(\.L_\w+):", line)
         if label:
-            labels[label[1]] = count
+            labels[label[1]] = len(names)
         instruction = _INSTRUCTION.search(line)
         if instruction is None or instruction["name"] == "NOP":
             continue
         if instruction["name"].startswith("BRA") and (target := re.search(r"\.L_\w+", instruction["rest"])):
-            jumps.append((count, target[0]))
-        if _PRODUCT.match(instruction["name"]):
-            products.append(count)
-        count += 1
-    spans = {(labels[name], place + 1) for place, name in jumps if labels.get(name, count) <= place}
-    loops = [span for span in sorted(spans) if any(span[0] <= place < span[1] for place in products)]
-    return tuple(stop - start for start, stop in loops if not any(_hides((start, stop), other) for other in loops))
+            jumps.append((len(names), target[0]))
+        names.append(instruction["name"].partition(".")[0])
+    spans = {(labels[name], place + 1) for place, name in jumps if labels.get(name, len(names)) <= place}
+    loops = [span for span in sorted(spans) if any(map(_PRODUCT.match, names[slice(*span)]))]
+    return tuple(Counter(names[slice(*one)]) for one in loops if not any(_hides(one, other) for other in loops))
 
 
 def _hides(one: tuple[int, int], other: tuple[int, int]) -> bool:

@@ -3,14 +3,13 @@
 Every group is a thread, and one at a time runs, until a barrier stops it or it waits for products. What goes
 wrong on a device by chance goes wrong here for sure: room for a copy holds NaN until somebody waits for its barrier and
 nobody else can go on, and a product reads its operands from shared memory when it is waited for, no sooner, and when
-others have gone on. Barriers count arrivals and bytes, as those of the device do.
+others have gone on; or as soon as it is asked for. Barriers count arrivals and bytes, as those of the device do.
 """
 
 import inspect
 import re
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.kernels.gpu.gluon.memory_by_hand import Barrier, Barriers, Box, Pointer, Shared, value
 from treefx.kernels.gpu.triton_tree import device, row_kernels
 from treefx.kernels.gpu.triton_tree.small_launches import Launch
 
@@ -33,99 +33,14 @@ BYTES = {1: 4, 2: 2}
 """Of an element, by the rank of its box: vectors have 32 bits, matrices 16."""
 
 
-class Value(Tensor):
-    """A tensor of numbers with Triton's conversions."""
-
-    def to(self, dtype: Any, *, bitcast: bool = False) -> Any:  # type: ignore[override]
-        if bitcast:  # to unsigned numbers of 32 bits
-            return self & 0xFFFFFFFF
-        return super().to(dtype)
-
-
-def value(data: Any) -> Any:
-    return torch.as_tensor(data).as_subclass(Value)  # type: ignore[no-untyped-call]
-
-
-class Pointer:
-    """An address in a tensor's memory, or many."""
-
-    def __init__(self, tensor: Tensor, offset: Any) -> None:
-        self.tensor, self.offset = tensor, offset
-        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
-
-    def __add__(self, other: Any) -> "Pointer":
-        return Pointer(self.tensor, self.offset + other)
-
-    def __getitem__(self, index: Any) -> "Pointer":
-        return Pointer(self.tensor, self.offset[index])
-
-    def memory(self) -> Tensor:
-        whole = self.tensor.untyped_storage()
-        return torch.empty(0, dtype=self.tensor.dtype).set_(whole)  # type: ignore[call-overload, no-any-return]
-
-
-class Barrier:
-    """Completes a phase when as many have arrived as it waits for and all expected bytes have come."""
-
-    def __init__(self) -> None:
-        self.count, self.arrived, self.bytes, self.phases = 0, 0, 0, 0
-        self.copies: list[Callable[[], object]] = []
-
-    def index(self, number: Any) -> "Barrier":
-        return self
-
-    def passed(self, phase: int) -> bool:
-        return phase != self.phases & 1
-
-    def settle(self, *, late: bool = False) -> None:
-        """Complete the phase if all is there; what is copied comes late."""
-        assert self.arrived <= self.count, "more arrive than the barrier counts"
-        if self.arrived == self.count and self.bytes == 0 and (late or not self.copies):
-            for copy in self.copies:
-                copy()
-            self.copies, self.arrived = [], 0
-            self.phases += 1
-
-
-class Barriers:
-    def __init__(self, number: int) -> None:
-        self.each = [Barrier() for _ in range(number)]
-
-    def index(self, number: Any) -> Barrier:
-        return self.each[int(number)]
-
-
-class Shared:
-    """Shared memory; fresh it holds nothing that could be used, and nobody sees what a thread stores before a fence."""
-
-    stored: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-
-    def __init__(self, data: Tensor, layout: Any = None) -> None:
-        self.data, self.layout, self.dtype = data, layout, data.dtype
-
-    def index(self, number: Any) -> "Shared":
-        return Shared(self.data[int(number)], self.layout)
-
-    def permute(self, order: Any) -> "Shared":
-        return Shared(self.data.permute(order), self.layout)
-
-    def load(self, layout: Any) -> Any:
-        return value(self.data.clone())
-
-    def store(self, data: Tensor) -> None:
-        self.stored[threading.get_ident()].append((self.data, data))
-
-    @classmethod
-    def fence(cls) -> None:
-        for room, data in cls.stored.pop(threading.get_ident(), ()):
-            room.copy_(data)
-
-
 class Product:
     """A product under way; its number is there only after a wait."""
 
     def __init__(self, left: Any, right: Shared, before: Any) -> None:
         self.left, self.right, self.before, self.result = left, right, before, None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("a product is used that is under way")
 
     def finish(self) -> None:
         left = self.left.data if isinstance(self.left, Shared) else self.left
@@ -134,23 +49,6 @@ class Product:
             assert before.result is not None, "products finish in order"
             before = before.result
         self.result = value(left @ self.right.data + (0 if before is None else before))
-
-
-class Box:
-    def __init__(self, pointer: Pointer, shape: Sequence[Any], strides: Sequence[Any], block: Any, layout: Any) -> None:
-        self.pointer, self.shape, self.layout = pointer, [int(n) for n in shape], layout
-        self.strides, self.block_shape, self.dtype = [int(n) for n in strides], list(block), pointer.tensor.dtype
-
-    def read(self, corner: Sequence[Any]) -> Tensor:
-        """Return a block; what lies outside reads 0."""
-        address, inside = torch.tensor(int(self.pointer.offset)), torch.tensor(True)
-        for dim, (first, length) in enumerate(zip(corner, self.block_shape, strict=True)):
-            index = int(first) + torch.arange(length)
-            shape = [-1 if dim == other else 1 for other in range(len(self.block_shape))]
-            address = address + (index * self.strides[dim]).view(shape)
-            inside = inside & (index < self.shape[dim]).view(shape)
-        found = self.pointer.memory()[torch.where(inside, address, 0)]
-        return torch.where(inside, found, torch.zeros_like(found))
 
 
 class Turns:
@@ -232,8 +130,10 @@ class Turns:
 class Program:
     """One program of a launch: what the names of Gluon mean in it."""
 
-    def __init__(self, place: tuple[int, int], grid: tuple[int, int], order: Sequence[int]) -> None:
-        self.place, self.grid, self.turns = place, grid, Turns(order)
+    def __init__(
+        self, place: tuple[int, int], grid: tuple[int, int], order: Sequence[int], *, early: bool = False
+    ) -> None:
+        self.place, self.grid, self.turns, self.early = place, grid, Turns(order), early
         self.language = SimpleNamespace(**{name[3:]: getattr(self, name) for name in dir(self) if name[:3] == "tl_"})
         for name in ("exp", "exp2", "log2", "sqrt", "abs", "floor", "sigmoid", "where", "maximum", "minimum"):
             setattr(self.language, name, _of_numbers(getattr(torch, name)))
@@ -243,6 +143,7 @@ class Program:
         self.language.convert_layout = lambda data, layout: data
         numbers = {"float32": torch.float64, "int32": torch.int64, "int64": torch.int64, "uint32": "uint32"}
         vars(self.language).update({"constexpr": lambda number: number, "static_range": range, **numbers})
+        vars(self.language).update({"reshape": torch.reshape, "permute": torch.permute})
         sums = {"max": torch.amax, "min": torch.amin, "sum": torch.sum, "num_programs": grid.__getitem__}
         vars(self.language).update({**sums, "debug_barrier": lambda: None, "PropagateNan": SimpleNamespace(ALL=True)})
         self.barriers = SimpleNamespace(
@@ -254,7 +155,11 @@ class Program:
         return {
             "tl": self.language,
             "gluon": SimpleNamespace(jit=_undecorated),
-            "triton": SimpleNamespace(jit=_undecorated, constexpr_function=_undecorated),
+            "triton": SimpleNamespace(
+                jit=_undecorated,
+                constexpr_function=_undecorated,
+                next_power_of_2=lambda number: 1 << (number - 1).bit_length(),
+            ),
             "mbarrier": self.barriers,
             "tma": self.copies,
             "fence_async_shared": Shared.fence,
@@ -287,6 +192,19 @@ class Program:
     def tl_store(self, pointer: Pointer, data: Any, mask: Any) -> None:
         mask, address, data = torch.broadcast_tensors(mask, pointer.offset, data)
         pointer.memory()[address[mask]] = data[mask].to(pointer.tensor.dtype)
+
+    def tl_inline_asm_elementwise(self, text: str, constraints: str, given: Any, **options: Any) -> None:
+        """Add four numbers of each thread at once to memory; a row of what is given is a thread's."""
+        pointer, numbers = given
+        count = options["pack"]
+        assert numbers.shape[1] == count and constraints.split(",").count("f") == count
+        adds = re.findall(r"add\.v4\.f32 \[\$(\d+)\+(\d+)\], \{\$(\d+), \$(\d+), \$(\d+), \$(\d+)\}", text)
+        for address, offset, *operands in (map(int, found) for found in adds):
+            first = pointer.offset[:, address - count] + offset // 4
+            assert not (first % 4).any(), "16 bytes are aligned"
+            for part, operand in enumerate(operands):
+                added = numbers[:, operand - 2 * count].to(pointer.tensor.dtype)
+                pointer.memory().index_put_((first + part,), added, accumulate=True)
 
     def tl_device_assert(self, condition: Any, message: str) -> None:
         assert torch.as_tensor(condition).all(), message
@@ -333,13 +251,17 @@ class Program:
     def multiply(self, left: Any, right: Shared, before: Any, *, use_acc: bool = True, is_async: bool) -> Product:
         product = Product(left, right, before if use_acc else None)
         self.turns.own.products.append(product)
+        if self.early:
+            product.finish()
         return product
 
     def settle(self, left: int, deps: Sequence[Product]) -> Any:
         products = self.turns.own.products
         self.turns.let_others()
         while len(products) > left:
-            products.pop(0).finish()
+            product = products.pop(0)
+            if not self.early:
+                product.finish()
         assert all(product.result is not None for product in deps), "a product is used that is under way"
         return deps[0].result if len(deps) == 1 else tuple(product.result for product in deps)
 
@@ -374,7 +296,12 @@ def _without_imports(source: str) -> str:
 
 
 def run_by_hand(
-    launch: Launch, *, order: Sequence[int] = (2, 0, 1), text: str | None = None, repairs: bool = False
+    launch: Launch,
+    *,
+    order: Sequence[int] = (2, 0, 1),
+    text: str | None = None,
+    repairs: bool = False,
+    early: bool = False,
 ) -> None:
     """Run a launch of a kernel in Gluon, or of one without products, and the launches after it.
 
@@ -383,12 +310,13 @@ def run_by_hand(
         order: the groups of warps, if it has some, the one that runs whenever it can first; 2 is the one that loads.
         text: instead of the kernel's own source.
         repairs: whether results that are not finite are computed again, which would hide mistakes.
+        early: whether products read their operands as soon as they are asked for.
     """
     source = text or Path(str(sys.modules[launch.kernel.fn.__module__].__file__)).read_text(encoding="utf-8")
     functions, of_rows = _without_imports(source), _without_imports(inspect.getsource(row_kernels))
     helpers = inspect.getsource(device).partition("@triton.jit")
     for place in ((first, second) for second in range(launch.grid[1]) for first in range(launch.grid[0])):
-        names = Program(place, launch.grid, order).names()
+        names = Program(place, launch.grid, order, early=early).names()
         exec("".join(helpers[1:]), names)
         exec(of_rows, names)
         names["lay_rows"] = names["prologue"]  # as kernels of values call it

@@ -175,15 +175,16 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_a_logit_takes() -> None:
     """The forward too: over full tiles and under the mask, in both groups; exponentials stand beside products."""
     case = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
-    forward, keys, queries = run(90, paths=("gluon",), cases=[case])
-    kernels = ["forward", "backward_keys", "backward_queries"]
-    assert [record["kernel"] for record in (forward, keys, queries)] == kernels
-    for record, full, masked in ((forward, 8.5, 13), (keys, 9.5, 13), (queries, 7, 11)):
+    forward, keys, queries, once = run(90, paths=("gluon",), cases=[case])
+    kernels = ["forward", "backward_keys", "backward_queries", "backward_once"]
+    assert [record["kernel"] for record in (forward, keys, queries, once)] == kernels
+    for record, full, masked in ((forward, 8.5, 13), (keys, 9.5, 13), (queries, 7, 11), (once, 12.5, 15.5)):
         found = record["instructions_per_logit"]
         assert len(found) == 4 and 0 < max(found[::2]) <= full and max(found[1::2]) <= masked
     assert (forward["tile"], forward["overlap"]) == ("128x128 w4 s2", [0, 66, 66, 0] * 2), "64 logits and 2 rows"
     assert (keys["tile"], keys["overlap"]) == ("64x128 w4 s3", [32] * 4)
     assert (queries["tile"], queries["overlap"]) == ("128x128 w4 s2", [64, 0] * 4)
+    assert (once["tile"], once["overlap"]) == ("64x128 w4 s3", [32] * 4) and 0 < once["spill_bytes"] <= 256
 
 
 @pytest.fixture(scope="module")

@@ -299,9 +299,9 @@ def _launches(case: Case, path: str, arch: int) -> Iterator[Launch]:
         yield from launches
         if not case.features and case.group == 1:
             yield from (after for launch in launches for after in launch.after if after.kernel.__name__ in _REPAIRS)
-    if path == "plain" and one_pass_fits(attention.problem("backward_once")):
+    if one_pass_fits(attention.problem("backward_once")):
         attention = replace(attention, once=True)
-        prologue, of_keys, _ = attention.prologue(out, out, row)
+        prologue, of_keys, _ = attention.prologue(out, out, row, values)
         yield attention.backward_keys(sources[0], of_keys, inputs.k, inputs.v)
     yield from values[:1]
     if values or (not case.features and case.group == 1):

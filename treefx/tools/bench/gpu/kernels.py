@@ -38,7 +38,12 @@ class Attention:
         return f"{self.tree.name}, {self.heads}, {self.form}"
 
 
-FORMS = {"one pass": ("plain", False), "two passes": ("plain", True), "Gluon": ("gluon", True)}
+FORMS = {
+    "one pass": ("plain", False),
+    "two passes": ("plain", True),
+    "Gluon": ("gluon", True),
+    "Gluon, one pass": ("gluon_once", False),
+}
 """The path of kernels, and whether gradients must be the same bits every time: if not, long rows take one pass."""
 _PREFIX = Tree("prefix", repeated_nodes(1, 1500, 5, 211))
 _TREES = (
@@ -62,7 +67,7 @@ def rehearsed(case: Attention) -> Attention:
     """Return the case as it runs in Triton's interpreter: the first nodes, short, one key head; no form in Gluon."""
     nodes = tuple((parent, min(length, 40)) for parent, length in case.tree.nodes[:4])
     group = case.heads.queries // case.heads.keys
-    form = "two passes" if case.form == "Gluon" else case.form
+    form = {"Gluon": "two passes", "Gluon, one pass": "one pass"}.get(case.form, case.form)
     return Attention(Tree(case.tree.name, nodes), Heads(group, 1, 32, 32), form)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from treefx.kernels.common import Inputs, empty_outputs
 from treefx.kernels.gpu.triton_tree.attention import attention_of
-from treefx.kernels.gpu.triton_tree.configs import Config, candidates
+from treefx.kernels.gpu.triton_tree.configs import Config, candidates, one_pass_fits
 from treefx.kernels.gpu.triton_tree.launch import Attention, Launch
 from treefx.kernels.gpu.triton_tree.paths import gluon_refusal
 from treefx.kernels.gpu.triton_tree.tuning import keep_rates, rates_key, tile_name
@@ -26,7 +26,7 @@ __all__ = ["KERNELS", "PROLOGUE", "RATES", "Form", "keep", "prologue", "rates", 
 
 KERNELS = {
     "plain": ("forward", "backward_keys", "backward_queries", "backward_once"),
-    "gluon": ("forward", "backward_keys", "backward_queries"),
+    "gluon": ("forward", "backward_keys", "backward_queries", "backward_once"),
 }
 """By the path."""
 _BY_KEY = ("backward_keys", "backward_once")
@@ -150,6 +150,8 @@ def _attention(scale: Scale, tree: Tree, form: Form) -> tuple[Attention, str]:
     q, k, v = (leaf.detach() for leaf in leaves)
     attention = attention_of(Inputs(q, k, v, ends), make_score(scale=form.heads.width**-0.5))
     attention = replace(attention, path=form.path, once=form.kernel == "backward_once")
+    if attention.once and not one_pass_fits(attention.problem(form.kernel)):
+        return attention, "one pass does not fit"
     return attention, (gluon_refusal(attention) or "") if form.path == "gluon" else ""
 
 
