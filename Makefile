@@ -34,6 +34,8 @@ test-gpu-versions:
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/python -m treefx.tools.words
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --allow-untyped-calls --no-warn-unused-ignores examples
 

@@ -3,9 +3,9 @@
 ``kernels`` compiles generated kernels without a GPU and reads the result; ``simulate`` predicts
 what overlapping communication is worth; ``bench`` measures, with the zoo of models; ``fuzz`` searches for programs
 that break the promise; ``troubleshooting`` makes the page of codes, ``screenshots`` the pictures of
-the docs. Their libraries are in the extra ``[tools]``.
+the docs; ``words`` checks the prose of the repository. Their libraries are in the extra ``[tools]``.
 
 Order of imports, each only of what stands before an arrow::
 
-    kernels, simulate, troubleshooting -> bench -> fuzz, screenshots
+    kernels, simulate, troubleshooting, words -> bench -> fuzz, screenshots
 """
