@@ -1,25 +1,25 @@
 """treefx: compute every shared prefix of a batch of rollouts once, exactly.
 
-The journey of one batch, by room:
+How one batch travels, by package:
 
-1. ``backend``: Dynamo hands over the graph of the model. ``treefx.passes`` traces it, labels every value, reads masks
-   and scores, proves what is causal, and writes the packed graph (``pipeline``). This happens once, for batches of all
-   sizes.
-2. ``runtime``: a call comes in. ``compiled_graph`` asks what it is: padded rows, a forest given by the caller
+1. ``backend``: Dynamo calls the backend with the graph of the model. ``treefx.passes`` traces it, labels every value,
+   lifts masks and scores, proves causality, and writes the packed graph (``pipeline``). This happens once, for batches
+   of all sizes.
+2. ``runtime``: a call comes in. ``compiled_graph`` sorts it: padded rows, a forest given by the caller
    (``forests.context``) or a part of a plan.
 3. ``forests``: the trie of its rows, as ``subtree_end``, ``depth`` and ``token_of``.
 4. ``runtime.shapes``: the variant of the graph for this batch; its executable, compiled once, serves any number of
    tokens.
 5. ``treefx.kernels``: attention over the tree, on this device.
-6. ``runtime.ways.outputs``: the outputs, expanded to rows where somebody reads them.
-7. ``inspection`` tells what happened; ``runtime.report`` is the record that it reads.
+6. ``runtime.ways.outputs``: the outputs, expanded to rows when the caller reads them.
+7. ``inspection`` reports the run from the record in ``runtime.report``.
 
-``planning`` runs a forest in parts that fit into memory; ``scale`` shares a step among ranks; ``rl`` samples trees and
-gives credit on them; ``data`` makes batches; ``integrations`` fits all of it into trainers; ``cli`` is the command;
-``tools``, which the library never imports, measure and attack it. What a user imports lies open: ``backend``,
-``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` reads JSON of users, ``arguments`` their numbers;
-``extras`` names the extra of a library that is missing, and the version of treefx, ``torch_patches`` replaces symbols
-of PyTorch, ``reason_codes`` has the code of every reason for running on rows, ``refusal_codes`` of every refusal.
+``planning`` runs a forest in parts that fit into memory; ``scale`` splits a step over ranks; ``rl`` samples trees and
+gives credit on them; ``data`` loads batches; ``integrations`` are adapters for trainers; ``cli`` is the command;
+``tools`` measure and fuzz the library, which never imports them. Users import ``backend``,
+``config``, ``errors``, ``losses``, ``logprobs``; ``documents`` checks JSON files, ``arguments`` checks numbers;
+``extras`` names the extra of a missing library and the version; ``torch_patches`` replaces symbols of PyTorch;
+``reason_codes`` lists every reason for running on rows, ``refusal_codes`` every refusal.
 
 Order of imports, each only of what stands before an arrow::
 
@@ -135,7 +135,7 @@ _MODULES["overlap"] = "treefx.passes.overlap"
 
 
 def __getattr__(name: str) -> Any:
-    # A command's --help, or a program that only builds forests, must not wait for what it does not use.
+    # Lazy: a command's --help, or a program that only builds forests, must not wait for unused imports.
     if name == "__version__":
         value: Any = import_module("treefx.extras").installed_version()
     elif name in _MODULES:

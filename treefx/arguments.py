@@ -1,4 +1,4 @@
-"""Numbers that callers give: each is what its name says, or is refused with what was expected and what came."""
+"""Check numbers that callers pass, or raise with the expected and the actual value."""
 
 import math
 import sys
@@ -28,9 +28,9 @@ def check_number(
     """Return a number that lies within bounds.
 
     Args:
-        value: what was given: a number of Python or numpy, or a tensor of one; no truth value.
-        name: of the argument.
-        expected: what it should be, behind "must be".
+        value: number of Python or numpy, or a tensor of one element; no bool.
+        name: name of the argument.
+        expected: text behind "must be".
         least: it is at least that.
         above: it is greater than that.
         below: it is less than that.
@@ -53,10 +53,10 @@ def check_whole(value: Any, name: str, *, least: int = 0, or_none: str = "") -> 
     """Return a whole number; floats and truth values are none.
 
     Args:
-        value: what was given.
-        name: of the argument.
+        value: the argument.
+        name: name of the argument.
         least: the smallest that makes sense.
-        or_none: what None would have meant, for the message.
+        or_none: meaning of None, for the message.
 
     Raises:
         InputError: it is no whole number, or is too small.
@@ -75,7 +75,7 @@ def is_whole(value: Any, least: int = 0) -> bool:
 
 
 def read_tensor(values: Any) -> Tensor:
-    """Return a tensor of what was given; of numbers of Python in float64, where they are not whole.
+    """Convert values to a tensor; Python floats become float64.
 
     Raises:
         TypeError, ValueError, RuntimeError: of torch, where these are no numbers.
@@ -86,7 +86,7 @@ def read_tensor(values: Any) -> Tensor:
 
 
 def _as_number(value: Any) -> float:
-    """The number, or NaN for what is none."""
+    """Convert to a float; NaN for anything that is no number."""
     if type(value) in (int, float):
         return float(min(max(value, -sys.float_info.max), sys.float_info.max)) if type(value) is int else value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():

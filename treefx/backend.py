@@ -1,4 +1,4 @@
-"""The ``torch.compile`` backend: ``torch.compile(model, backend="treefx", options={...})``."""
+"""Define the backend: ``torch.compile(model, backend="treefx", options={...})``."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def treefx(
     options: Mapping[str, Any] | Config | None = None,
     mode: str | None = None,
 ) -> CompiledGraph | ObservedGraph:
-    """Compile one graph of Dynamo so that shared prefixes are computed once.
+    """Compile a Dynamo graph so that shared prefixes are computed once.
 
     Args:
-        gm: Dynamo's graph, parameters and buffers among its inputs.
+        gm: Dynamo's graph; parameters and buffers are among its inputs.
         example_inputs: One example per placeholder.
-        options: Fields of ``treefx.Config``, or one.
-        mode: ``torch.compile(mode=...)``, the same as the option of that name.
+        options: Fields of ``treefx.Config`` by name, or a ``Config``.
+        mode: ``torch.compile(mode=...)``; the same as the option of that name.
 
     Raises:
         ConfigError: An unknown option or mode.

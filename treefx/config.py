@@ -19,46 +19,46 @@ _Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Options of the backend, by name.
+    """Hold the options of the backend.
 
     ``torch.compile(model, backend="treefx", options=...)`` takes a dict of these fields, or a ``Config``. A ``Config``
-    checks its values when it is made; Dynamo hands a dict to the backend only in the first call of the model.
+    checks its values when it is made; a dict is checked in the model's first call, when Dynamo passes it to the
+    backend.
 
-    For debugging, two kinds of environment variables: with ``TREEFX_DUMP_DIR``, a folder, the graph before and after
-    every pass, their differences and the sources of generated kernels are written there; the variables of the kernels
-    are listed in ``treefx.kernels.gpu.triton_tree``.
+    For debugging, ``TREEFX_DUMP_DIR`` names a folder for dumps: the graph before and after every pass, their
+    differences, and the sources of generated kernels. ``treefx.kernels.gpu.triton_tree`` lists the variables of the
+    kernels.
 
     Attributes:
-        inner: Compiler of the rewritten graph: "inductor", "aot_eager" or "eager". While you try things, "aot_eager"
+        inner: Compiler of the rewritten graph: "inductor", "aot_eager" or "eager". For experiments, "aot_eager"
             compiles in seconds; inductor takes a minute the first time.
-        mode: Mode of inductor, as ``torch.compile(mode=...)``, which sets it too: "default", "reduce-overhead",
+        mode: Mode of inductor, also set by ``torch.compile(mode=...)``: "default", "reduce-overhead",
             "max-autotune" or "max-autotune-no-cudagraphs". Other inner compilers have no modes. With the second and
-            third, inductor records CUDA graphs; packed rows are then filled up to one of few lengths, and parts of a
-            plan record none.
+            third, inductor records CUDA graphs: packed rows are padded to one of a few lengths, and parts of a plan
+            record none.
         min_sharing: Sharing ratio (raw tokens / distinct tokens) below which a call runs the ordinary graph. 1.0
             always packs.
-        on_unsupported: What happens at an operator without a token-wise law. "expand" expands its inputs to rows,
+        on_unsupported: Reaction to an operator without a token-wise law. "expand" expands its inputs to rows,
             "fallback" runs the whole graph on rows, "error" raises ``UnsupportedError``.
-        padding: "auto" drops padding only where no result depends on it. "drop" always drops it; outputs at padding
-            are zero.
-        max_logits: Logits (tokens times vocabulary) above which LM head and loss run in chunks of the vocabulary.
-            Reading the logits then runs the head a second time. "auto": 2^26 on the CPU; on a GPU as many as an eighth
-            of the memory holds that is free at the first step.
-        lazy_outputs: Whether packed outputs are expanded to rows only when they are read, at the latest before weights
-            or inputs change. False expands all of them in their call, padding and large logits too.
-        max_shapes: Number of shapes [B, T] that one graph keeps compiled packed where rows and columns have to be
-            numbers. A further shape runs the ordinary graph the first time; the second time it replaces the oldest.
-        regions: Whether inductor compiles equal layers (four or more) once: True, False or "auto". This halves the
-            compile time in Python and adds one Python call per layer and step. "auto" does so on the CPU for layers
-            that are large beside that call. Other inner compilers compile every layer.
-        observe: Count what calls share, and leave them as they are: Dynamo's graph runs operator by operator, as under
-            ``torch.compile(backend="eager")``, so that no other option may be set. ``treefx.observed(model)`` has the
+        padding: "auto" drops padding only where no result depends on it. "drop" always drops it; outputs at padding are
+            zero.
+        max_logits: Number of logits (tokens times vocabulary) above which LM head and loss run in chunks of the
+            vocabulary. Reading the logits then runs the head a second time. "auto": 2^26 on the CPU; on a GPU, as many
+            as fit into an eighth of the memory that is free at the first step.
+        lazy_outputs: Expand packed outputs to rows lazily: on the first read, at the latest before weights or inputs
+            change. False expands all of them in their call, including padding and large logits.
+        max_shapes: Number of shapes [B, T] that one graph keeps compiled where B and T have to be constants. A further
+            shape runs the ordinary graph the first time; the second time it replaces the oldest.
+        regions: Let inductor compile equal layers (four or more) once: True, False or "auto". This halves the compile
+            time in Python and adds one Python call per layer and step. "auto" does so on the CPU for layers that take
+            much longer than that call. Other inner compilers compile every layer.
+        observe: Count shared tokens and leave the calls unchanged: Dynamo's graph runs operator by operator, as under
+            ``torch.compile(backend="eager")``, so no other option may be set. ``treefx.observed(model)`` returns the
             figures.
-        disable_passes: Names of passes to leave out, to find one at fault: those of
-            ``treefx.passes.pipeline.OPTIONAL``.
+        disable_passes: Names of passes to skip when bisecting a fault, among ``treefx.passes.pipeline.OPTIONAL``.
 
     Raises:
-        ConfigError: A value is not one of those its field takes.
+        ConfigError: The type or value of a field is not accepted.
     """
 
     inner: Literal["inductor", "aot_eager", "eager"] = "inductor"
@@ -99,17 +99,17 @@ class Config:
 
     @property
     def compiler(self) -> Inner:
-        """What compiles graphs."""
+        """Return the inner compiler with its mode."""
         from treefx.passes.packing.compile_inner import Inner  # loads inductor; options are checked without it
 
         return Inner(self.inner, self.mode)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | Config | None) -> Config:
-        """The configuration for the ``options`` of ``torch.compile``.
+        """Build the configuration from the ``options`` of ``torch.compile``.
 
         Args:
-            options: Fields by name, or a configuration, which is returned.
+            options: Fields by name; or a ``Config``, which is returned.
 
         Raises:
             ConfigError: An option does not exist, or its value is not accepted.
@@ -127,7 +127,7 @@ class Config:
 
 
 def _of_inductor(name: Any, value: Any) -> str:
-    """Where a setting of inductor goes instead; "" for a name that is none."""
+    """Return advice on where a setting of inductor belongs; "" for other names."""
     from torch._inductor import list_mode_options, list_options  # loads inductor; options are checked without it
 
     if name not in list_options():

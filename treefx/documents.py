@@ -1,4 +1,4 @@
-"""JSON that users hand over in files: what is read names the file and the field of everything that is wrong with it."""
+"""Read JSON files of users; each error names the file and the field."""
 
 import functools
 import json
@@ -25,11 +25,11 @@ class Field:
     """A value of a document.
 
     Attributes:
-        raw: what ``json`` made of it.
-        document: what to call the document, such as its path.
-        name: where the value stands in it; empty for the document as a whole.
+        raw: the value as ``json`` parsed it.
+        document: name of the document in messages, such as its path.
+        name: path of the value in the document; empty for the whole document.
         allow_nan: whether numbers may be NaN and infinite, as measurements are.
-        what: what the document should hold.
+        what: expected content of the document, for messages.
     """
 
     raw: Any
@@ -61,13 +61,15 @@ class Field:
         return [self._inside(number, raw) for number, raw in enumerate(self.raw)]
 
     def items(self) -> dict[str, "Field"]:
-        """The fields of this object, whatever their names are."""
+        """Return all fields of this object by name."""
         if not isinstance(self.raw, dict):
             self.fail("an object")
         return {name: self._inside(name, raw) for name, raw in self.raw.items()}
 
     def read(self, kind: type[T]) -> T:
-        """This value as a number, text, list, tuple, dictionary, dataclass or named tuple, checked against its types.
+        """Convert this value to a number, text, list, tuple, dict, dataclass or named tuple.
+
+        Types are checked.
 
         A class may read itself, by a class method ``read_field``. Of classes, fields with defaults may be missing, and
         other fields may not be there.
@@ -137,7 +139,7 @@ class Field:
         read = {name: (given[name] if name in given else self[name])._read(hints[name]) for name in [*given, *needed]}
         try:
             return kind(**read)
-        except InputError as error:  # what the class itself refuses
+        except InputError as error:  # the class refuses the values
             raise InputError(f"{self.document}, field {self.name or '(all)'}: {error}") from error
 
 
@@ -146,7 +148,7 @@ def read_document(path: str | PathLike[str], what: str, *, allow_nan: bool = Fal
 
     Args:
         path: the file.
-        what: what it should hold, for messages.
+        what: expected content, for messages.
         allow_nan: see `Field`.
 
     Raises:
@@ -170,7 +172,7 @@ def parse_document(text: str | bytes, document: str, what: str, *, allow_nan: bo
 
 
 def outline(raw: Any) -> str:
-    """The outer shape of a JSON value, for messages of errors: two levels of lists, and no more."""
+    """Describe the outer shape of a JSON value, two levels of lists deep, for messages."""
     if isinstance(raw, list):
         if not raw:
             return "an empty list"

@@ -37,7 +37,10 @@ class InputError(TreefxError):
 
 
 class RecordError(InputError):
-    """A record of a file cannot be used: ``path``, ``line`` and ``field`` say where it stands, the message also why."""
+    """Raised for a record of a file that cannot be used.
+
+    ``path``, ``line`` and ``field`` say where it stands; the message also says why.
+    """
 
     def __init__(self, message: str, path: str = "", line: int | None = None, field: str = "") -> None:
         super().__init__(message)
@@ -45,11 +48,13 @@ class RecordError(InputError):
 
 
 class ForestError(InputError):
-    """Sequences, weights or masks from which no forest can be built, or a forest used with the wrong input."""
+    """Raised for sequences, weights or masks that form no forest, or for a wrong forest."""
 
 
 class UnsupportedError(TreefxError):
-    """A computation that treefx cannot run exactly; the message names it, the way out, and its code.
+    """Raised for a computation that treefx cannot run exactly.
+
+    The message names it, the way out, and its code.
 
     Args:
         text: The message.
@@ -74,7 +79,10 @@ class CoupledLossError(UnsupportedError):
 
 
 class MemoryLimitError(TreefxError):
-    """No plan runs within the memory limit; the message names the token path and the bytes it needs."""
+    """Raised when no plan runs within the memory limit.
+
+    The message names the token path and the bytes it needs.
+    """
 
 
 class RankError(TreefxError):
@@ -82,14 +90,16 @@ class RankError(TreefxError):
 
 
 class SharingWarning(UserWarning):
-    """Rows share prefixes, and a compiled model computes them on every row: the message says why and how much is lost.
+    """Warned when rows share prefixes but a compiled model computes them on every row.
+
+    The message says why and how many tokens are lost.
 
     Results are exact all the same. ``warnings.simplefilter("ignore", treefx.SharingWarning)`` hides it.
     """
 
 
 def shorten(text: str, most: int = 1000) -> str:
-    """A text without its middle where it is longer than ``most`` characters: messages quote what others wrote."""
+    """Cut the middle out of a text longer than ``most`` characters, for messages."""
     if len(text) <= most:
         return text
     head = most * 2 // 3

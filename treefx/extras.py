@@ -1,4 +1,4 @@
-"""Libraries that only a part of treefx needs, by the extra that installs them; the version that is installed."""
+"""Name the extra that installs a missing library, and the installed version of treefx."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,16 +6,16 @@ from contextlib import contextmanager
 __all__ = ["installed_version", "needs"]
 
 _LIBRARIES = {"cli": ("rich", "typer"), "plot": ("matplotlib",), "rl": ("safetensors",)}
-"""What each extra of ``pyproject.toml`` brings; ``[tools]`` brings all."""
+"""Extra of ``pyproject.toml`` -> its libraries; ``[tools]`` installs all of them."""
 
 
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
-    """Say which extra is missing, where a library is. A context, or a decorator of what imports it.
+    """Name the missing extra when an import fails; a context or a decorator.
 
     Args:
         extra: a name of ``_LIBRARIES``.
-        what: what the library is needed for.
+        what: purpose of the library, for the message.
 
     Raises:
         ModuleNotFoundError: a library of the extra is not installed.

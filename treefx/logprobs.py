@@ -1,4 +1,6 @@
-"""Log-probabilities of a forest's edges, and entropies at their sources, from logits or hidden states and the LM head.
+"""Compute log-probabilities of edges, and entropies at their sources.
+
+Inputs are logits, or hidden states and the LM head.
 
 All forms compute in float32 (float64 for float64 input) and never hold a float32 copy of [N, V]: those of logits, and
 entropies, go over rows in chunks, log-probabilities of hidden states over the vocabulary
@@ -38,8 +40,7 @@ def edge_logprobs(
     With z the logits at the source, logp = z[token] / T - logsumexp(z / T).
 
     Args:
-        x: logits [1, N, V] or [N, V]; or, where `weight` is given, the final hidden states [1, N, H] or [N,
-            H].
+        x: logits [1, N, V] or [N, V]; or, with `weight`, the final hidden states [1, N, H] or [N, H].
         forest: the forest whose packed row the model ran on.
         temperature: T above, greater than 0.
         weight: LM-head weight [V, H]. Logits are computed `chunk` entries of the vocabulary at a time.
@@ -82,7 +83,7 @@ def edge_entropy(
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Entropy, in nats, of the distribution that predicts every edge's token: one per source, given for each edge.
+    """Return the entropy in nats of the distribution at every edge's source.
 
     With p = softmax(z / T) and z the logits at the edge's source, H = -sum_v p_v log p_v.
 
@@ -179,7 +180,10 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _LogitsLogprobs(torch.autograd.Function):
-    """Edge log-probs of given logits; saves the logits, which the caller holds, and a number per source."""
+    """Compute edge log-probabilities of given logits.
+
+    Saves the logits, which the caller holds, and a number per source.
+    """
 
     @staticmethod
     def forward(
@@ -217,7 +221,10 @@ class _LogitsLogprobs(torch.autograd.Function):
 
 
 def _forward_on_device(ctx: Any, logits: torch.Tensor, source: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Run the Triton kernels that LM heads without logits run too: 2 bytes per logit, and no wait for the device."""
+    """Run the Triton kernels of fused LM heads on given logits.
+
+    They use 2 bytes per logit and do not synchronize.
+    """
     from treefx.kernels.head_loss import fused
 
     dense = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -234,7 +241,10 @@ def _backward_on_device(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 
 
 class _LogitsEntropy(torch.autograd.Function):
-    """Entropies of some rows of given logits; saves the logits, which the caller holds, and two numbers per row."""
+    """Compute entropies of some rows of given logits.
+
+    Saves the logits, which the caller holds, and two numbers per row.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -271,7 +281,10 @@ def _hidden_entropy(
     softcap: float | None,
     temperature: float,
 ) -> torch.Tensor:
-    """Entropies of a few rows of hidden states; under ambient autocast the linear layer rounds as the model's does."""
+    """Compute entropies of a few rows of hidden states.
+
+    Under ambient autocast, the linear layer rounds as the model's does.
+    """
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits.to(_accumulate_dtype(logits.dtype))
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -281,7 +294,10 @@ def _hidden_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What turns LM-head outputs into logits: z = scale * cap(h W^T + b), `chunk` entries at a time."""
+    """Compute logits from hidden states: z = scale * cap(h W^T + b), in chunks.
+
+    A chunk has `chunk` entries of the vocabulary.
+    """
 
     scale: float
     softcap: float | None
@@ -291,7 +307,7 @@ class _Head:
 def _hidden_logprobs(
     rows: torch.Tensor, forest: Forest, weight: torch.Tensor, bias: torch.Tensor | None, head: _Head
 ) -> torch.Tensor:
-    """Gather the source rows, apply ambient autocast, and run the operator that losses in graphs end in too.
+    """Gather the source rows, apply ambient autocast, and run the fused head operator.
 
     On devices all rows: the host would wait for the number of sources, and most tokens are one.
     """

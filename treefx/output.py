@@ -50,7 +50,7 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, tight: bool = False) -> Table:
-    """A table whose first column is text and whose other columns are figures, aligned to the right.
+    """Make a table with text in the first column and right-aligned figures in the others.
 
     Where the terminal is narrow, text folds between words, and inside of a word rather than lose letters.
 
@@ -75,7 +75,7 @@ def fits(table: Table) -> bool:
 
 
 def print_line(text: str, style: str | None = None) -> None:
-    """Write one line to standard output as it is: no markup, and no line breaks where the terminal ends."""
+    """Write one line to standard output verbatim, without markup or wrapping."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
@@ -122,7 +122,7 @@ def waiting(what: str, *, total: int | None = None, quiet: bool = False) -> Iter
     A terminal gets a spinner or, with ``total``, a bar, with the seconds; anything else one plain line.
 
     Args:
-        what: The work that begins now.
+        what: Name of the work that begins.
         total: Number of pieces, where it is known.
         quiet: Show nothing, as under ``--json``.
     """
@@ -141,7 +141,7 @@ def waiting(what: str, *, total: int | None = None, quiet: bool = False) -> Iter
 
 
 def watch(items: Iterable[_T], what: str, *, total: int | None = None, quiet: bool = False) -> Iterator[_T]:
-    """Hand items on under the progress of ``waiting``, counted against their number or ``total``."""
+    """Yield items under the progress of ``waiting``, counted against ``total``."""
     if total is None and isinstance(items, Sequence):
         total = len(items)
     with waiting(what, total=total, quiet=quiet) as progress:

@@ -1,4 +1,4 @@
-"""Where forests, plans and profiles find what shows and checks them: views import what they show, never the reverse."""
+"""Find the views and checks of forests, plans and profiles; models never import views."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -19,6 +19,6 @@ _VIEWS = {
 
 
 def find_view(name: str) -> Callable[..., Any]:
-    """A function that takes what it shows first; loaded when somebody looks."""
+    """Load a view on first use: a function that takes the shown object first."""
     view: Callable[..., Any] = getattr(import_module(_VIEWS[name]), name)
     return view

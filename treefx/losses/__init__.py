@@ -1,6 +1,7 @@
-"""Losses over a forest's edges, equal in value and gradient to the same loss over the rows one by one.
+"""Compute losses over a forest's edges, equal in value and gradient to losses over rows.
 
-In: log-probabilities [E] from ``edge_logprobs`` (with its ``temperature``), the forest, and what rows are judged by.
+In: log-probabilities [E] from ``edge_logprobs`` (with its ``temperature``), the forest, and the advantages or labels of
+    rows.
 Out: a scalar, and metrics (``Metrics``) as trainers log them. With w the forest's weights, W_b the sum of row b's, W
 the sum of all and R the number of rows, the reductions are
 
@@ -10,16 +11,17 @@ the sum of all and R the number of rows, the reductions are
     Constant(length)     sum_{b,t} w[b,t] l[b,t] / (R * length)         (Dr. GRPO)
     PromptMean(prompts)  mean over prompts of the token mean over the prompt's rows
 
-A token of weight 0 is left out, whatever its log-probability is: -inf, for a forbidden token, and NaN too.
-With weights 0 or 1, token_mean is the mean over the tokens of weight 1: what `torch.nn.CrossEntropyLoss`
-gives for labels that are -100 elsewhere. A row or a prompt whose weights are all 0 has no mean; it adds 0 and still
-counts. Over several batches or ranks: "sum", divided by the number of tokens in all of them.
+A token of weight 0 is left out for every value of its log-probability, -inf (a forbidden token) and NaN included.
+With weights 0 or 1, token_mean is the mean over the tokens of weight 1, equal to `torch.nn.CrossEntropyLoss` with
+labels -100 elsewhere. A row or a prompt whose weights are all 0 has no mean; it adds 0 and still counts. Over several
+batches or ranks: "sum", divided by the number of tokens in all of them.
 
 How terms of rows that share an edge become one term of the edge:
 
-    linear     what a row contributes is c_b f(logp): the edge's term is (sum_b c_b) f(logp). `sft`, `policy_gradient`,
+    linear     row b contributes c_b f(logp): the edge's term is (sum_b c_b) f(logp). `sft`, `policy_gradient`,
                `cispo`, `kl`, `entropy`.
-    by sign    it is max(c_b, 0) f(logp) + min(c_b, 0) g(logp): the edge's term is C+ f + C- g, where C+ sums the
+    by sign    row b contributes max(c_b, 0) f(logp) + min(c_b, 0) g(logp): the edge's term is C+ f + C- g, where C+
+    sums the
                positive c_b and C- the negative ones. `clipped`, for which summed advantages would be wrong.
     per entry  f differs from row to row, as where rows recorded unequal old log-probabilities for an edge: one term per
                (edge, row). The functions look whether any do, and take this form only then.

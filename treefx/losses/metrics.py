@@ -1,4 +1,4 @@
-"""What trainers log beside the loss: means over the tokens or rows, as separate rows would give them."""
+"""Collect the metrics that trainers log: means over tokens or rows, as separate rows give."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ __all__ = ["Metrics", "all_or_nothing"]
 
 
 class Metrics:
-    """Collects means over any number of calls: the parts of a plan, micro-batches, steps.
+    """Collect means over any number of calls: parts of a plan, micro-batches, steps.
 
     Losses take one as `metrics=` and add to it, without waiting for the device. A mean over tokens weighs each token of
     each row by the forest's weight, so a shared token counts as often as its rows do.
@@ -30,11 +30,11 @@ class Metrics:
         self.totals: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor, weight: Tensor) -> None:
-        """Add sum(values * weight) to what is averaged, and sum(weight) to what it is divided by.
+        """Add sum(values * weight) to the numerator of a mean, and sum(weight) to its denominator.
 
         Args:
             name: of the mean.
-            values: [K]; what has no weight may be anything, NaN too.
+            values: [K]; entries of weight 0 may hold any value, NaN included.
             weight: [K].
         """
         weight = weight.detach().double()
@@ -56,7 +56,7 @@ class Metrics:
         return {name: value / weight for name, (value, weight) in found.items() if weight != 0}
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Discard all totals."""
         self.totals.clear()
 
 
@@ -66,7 +66,7 @@ _CHANGED: ContextVar[dict[int, tuple[Metrics, dict[str, Tensor]]] | None] = Cont
 
 @contextmanager
 def all_or_nothing() -> Iterator[None]:
-    """Forget what was added to any metrics in here if an exception leaves: what is run again counts once."""
+    """Roll back all metrics if an exception leaves the context, so that a rerun counts once."""
     changed: dict[int, tuple[Metrics, dict[str, Tensor]]] = {}
     around, token = _CHANGED.get(), _CHANGED.set(changed)
     try:

@@ -24,18 +24,20 @@ def importance_weights(
     level: Literal["token", "sequence"] = "token",
     metrics: Metrics | None = None,
 ) -> list[Tensor]:
-    """Truncated importance weights p_old / p_sampling, without gradient (TIS: Yao et al. 2025).
+    """Compute truncated importance weights p_old / p_sampling, without gradient.
+
+    TIS: Yao et al. 2025.
 
     The engine that samples and the one that trains give the same token slightly different probabilities. The losses
-    take what this returns as `importance=`; it multiplies a term and never counts in the divisor of a mean. Since the
-    weights differ from row to row, so does what they multiply: they are summed into (A+, A-) with the advantages.
+    take the result as `importance=`; it multiplies a term and never counts in the divisor of a mean. The weights differ
+    from row to row, and so do their products: they are summed into (A+, A-) with the advantages.
 
     Args:
         old_logp: by the model that is trained, before the step: [E], or per row a vector as long as the row, or [B, T].
         sampling_logp: by the engine that sampled, in the same forms.
         forest: the forest. Tokens of weight 0 were not sampled: they are left out, and their weight is 1.
         bounds: smallest and largest weight.
-        mode: what happens outside of the bounds: "truncate" moves the weight to the bound, "mask" to 0.
+        mode: treatment of weights out of bounds: "truncate" moves them to the bound, "mask" to 0.
         level: "token", or "sequence": the product over the row's sampled tokens, the same for all of them.
         metrics: gets "importance" (mean weight) and "importance/outside" (share of tokens outside of the bounds).
 

@@ -1,8 +1,8 @@
 """Losses over pairs of a chosen and a rejected row: DPO, IPO, SimPO, ORPO.
 
 Each reads the log-probability of whole rows, L_b = sum_t w[b,t] logp[b,t] with the forest's weights: 1 for the tokens
-of the answer and 0 for the prompt's. What both rows of a pair share cancels in L_chosen - L_rejected, and its gradient
-is exactly 0 where their weights are equal. A row may stand in many pairs; it is computed once.
+of the answer and 0 for the prompt's. The shared prefix of a pair cancels in L_chosen - L_rejected; its gradient is
+exactly 0 where the weights of both rows are equal. A row may stand in many pairs; it is computed once.
 """
 
 from typing import Literal
@@ -79,7 +79,9 @@ def ipo(
     reduction: PairReduction = "mean",
     metrics: Metrics | None = None,
 ) -> Tensor:
-    """Identity preference optimisation (Azar et al. 2024, equation 17): (h - 1 / (2 beta))^2, h as in `dpo`.
+    """Compute the loss of identity preference optimisation, (h - 1 / (2 beta))^2.
+
+    Azar et al. 2024, equation 17; h as in `dpo`.
 
     Args:
         logp: as in `dpo`.
@@ -167,7 +169,9 @@ def orpo(
     reduction: PairReduction = "mean",
     metrics: Metrics | None = None,
 ) -> Tensor:
-    """Odds ratio preference optimisation (Hong et al. 2024, equations 4 to 7), without a reference.
+    """Compute the loss of odds ratio preference optimisation, without a reference.
+
+    Hong et al. 2024, equations 4 to 7.
 
     With M_b = L_b / W_b and log odds o_b = M_b - log(1 - exp(M_b)), a pair's term is
 
@@ -208,7 +212,10 @@ def orpo(
 
 
 def _preference(margin: Tensor, label_smoothing: float) -> Tensor:
-    """-log of the probability that the pair is as labelled, or with some probability the other way round."""
+    """Compute -log of the probability of the pair's label.
+
+    With some probability the label is the other way round.
+    """
     check_number(label_smoothing, "label_smoothing", "from 0 to below 0.5", least=0, below=0.5)
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 
@@ -223,7 +230,7 @@ def _log_odds(logp: Tensor) -> Tensor:
 
 
 def _likelihood(sums: Tensor, totals: Tensor, nll: str | None) -> Tensor:
-    """[P], whose mean is the negative log-likelihood of the chosen rows."""
+    """Return [P], with the negative log-likelihood of the chosen rows as its mean."""
     if nll is None:
         return torch.zeros_like(sums)
     if nll == "row_mean":

@@ -1,4 +1,7 @@
-"""Ratios of the trained policy's probabilities to the sampling policy's: of tokens, sequences and groups of tokens."""
+"""Compute ratios of the trained to the sampling policy's probabilities.
+
+The unit is a token, a sequence or a group of tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +38,8 @@ class Ratios:
     Attributes:
         log: log-ratios, with gradient; 0 where nothing needs them.
         seen: log-ratios for metrics, without gradient; 0 where they are not known.
-        collect: sums what rows contribute, [entries], into [K].
-        weight: float64 [entries], what an entry counts in a metric.
+        collect: sums the contributions of rows, [entries], into [K].
+        weight: float64 [entries], the weight of an entry in a metric.
         logp: the log-probabilities of the K terms; None for one ratio per sequence.
     """
 
@@ -56,8 +59,8 @@ def compute_ratios(
         logp: [E].
         forest: the forest.
         old_logp: of the policy that sampled; None: the same policy.
-        level: whose ratio.
-        groups: what a sequence is; None: a row.
+        level: "token" or a level of sequences, as in `clipped`.
+        groups: the sequence of each token; None: its row.
         needed: bool [entries], where the ratio counts.
     """
     weight = forest.edges.row_weight

@@ -1,4 +1,4 @@
-"""Check what losses are given and bring it to one value per edge, per entry or per raw token."""
+"""Check arguments of losses and convert them to values per edge, entry or raw token."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -36,12 +36,12 @@ On a rank's share of a step, numbers and vectors of the step's rows do as well."
 
 
 def check_logp(logp: Tensor, forest: Forest, what: str = "log-probability", source: str = "edge_logprobs") -> None:
-    """Refuse what is not one floating-point number per edge, on the forest's device.
+    """Raise unless the values are one floating-point number per edge, on the forest's device.
 
     Args:
-        logp: what is given.
+        logp: the argument.
         forest: the forest.
-        what: it should be, for messages.
+        what: expected content, for messages.
         source: the function that gives it.
     """
     count = len(forest.edges)
@@ -67,7 +67,9 @@ def check_finite(values: Tensor, name: str, counts: Tensor) -> Tensor:
 
 
 def counted(values: Tensor, counts: Tensor) -> Tensor:
-    """Return values where they count, and 0 elsewhere: -inf times a weight of 0 would be NaN, in the gradient likewise.
+    """Return values where they are needed, and 0 elsewhere.
+
+    -inf times a weight of 0 would be NaN, in the gradient likewise.
 
     Args:
         values: one number per edge, entry or token.
@@ -96,7 +98,10 @@ def read_bounds(clip: float | tuple[float, float]) -> tuple[float, float]:
 
 
 def read_per_edge(values: PerEdge, forest: Forest) -> Tensor | None:
-    """[E] without gradient where that is what is given, in a part also for all edges of the uncut forest; else None."""
+    """Return values per edge [E] without gradient; None for any other form.
+
+    In a part of a plan, values of all edges of the uncut forest are accepted.
+    """
     if not isinstance(values, Tensor) or values.ndim != 1:
         return None
     _check_real(values, "values per edge")
@@ -108,7 +113,7 @@ def read_per_edge(values: PerEdge, forest: Forest) -> Tensor | None:
 
 
 def read_per_row(values: PerRow, forest: Forest, name: str) -> Tensor:
-    """float64 [raw]: the value of every raw token, from one number per row or what `read_per_token` takes."""
+    """Return float64 [raw] from one number per row or a form of `read_per_token`."""
     values = _own_rows(values, forest)
     if isinstance(values, Tensor) and values.ndim == 1 and len(values) == len(forest):
         _check_real(values, name)
@@ -120,7 +125,7 @@ def read_per_row(values: PerRow, forest: Forest, name: str) -> Tensor:
 
 
 def _own_rows(values: PerRow, forest: Forest) -> PerRow:
-    """Of one value or vector per row of a whole step those of this rank's rows; else what is given."""
+    """Select this rank's rows from values for all rows of a step; leave others unchanged."""
     share = forest.share
     if share is None or (isinstance(values, Tensor) and values.ndim != 1) or len(share) == len(forest):
         return values
@@ -132,7 +137,10 @@ def _own_rows(values: PerRow, forest: Forest) -> PerRow:
 
 
 def read_per_token(values: PerEdge, forest: Forest, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[raw] of a dtype: values of all rows end to end, from a vector per row or the padded batch's [B, T]."""
+    """Join values of all rows end to end: [raw] of a dtype.
+
+    Inputs are a vector per row, or the padded batch's [B, T].
+    """
     values = _own_rows(values, forest)  # type: ignore[assignment]
     if isinstance(values, Tensor):
         _check_real(values, name)
@@ -152,7 +160,7 @@ def read_per_token(values: PerEdge, forest: Forest, name: str, dtype: torch.dtyp
 
 
 def read_entries(values: object, name: str) -> Sequence[Any]:
-    """Refuse what is no list with an entry per row."""
+    """Raise unless the values are a list with an entry per row."""
     if isinstance(values, np.ndarray) and values.ndim:
         return list(values)
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):

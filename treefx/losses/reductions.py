@@ -46,7 +46,7 @@ Reduction: TypeAlias = Literal["sum", "token_mean", "row_mean"] | Constant | Pro
 
 
 def entry_scale(forest: Forest, reduction: Reduction) -> Tensor:
-    """float64 [entries]: what multiplies every (edge, row) term, the row's weight included."""
+    """Return float64 [entries]: the factor of every (edge, row) term, with the row's weight."""
     edges = forest.edges
     return edges.row_weight * _row_scale(forest, reduction)[edges.row_index]
 
@@ -59,7 +59,7 @@ def edge_scale(forest: Forest, reduction: Reduction) -> Tensor:
 
 
 def _row_scale(forest: Forest, reduction: Reduction) -> Tensor:
-    """float64 [R]: what multiplies every row's weighted terms."""
+    """Return float64 [R]: the factor of every row's weighted terms."""
     if forest.share is None:
         return _scale(forest.row_weight, forest.row_has_weight, reduction)
     share = forest.share
@@ -68,7 +68,10 @@ def _row_scale(forest: Forest, reduction: Reduction) -> Tensor:
 
 
 def _scale(weight: Tensor, has_weight: Tensor, reduction: Reduction) -> Tensor:
-    """float64 [W]: the same for all W rows of a step, from the sum of each one's weights and whether it has any."""
+    """Return float64 [W], the factor of every row of a step.
+
+    Inputs are the sum of each row's weights and whether it has any.
+    """
     if reduction == "sum":
         return torch.ones_like(weight)
     if isinstance(reduction, Constant):
@@ -85,7 +88,10 @@ def _scale(weight: Tensor, has_weight: Tensor, reduction: Reduction) -> Tensor:
 
 
 def _group_means(weight: Tensor, has_weight: Tensor, group: Tensor) -> Tensor:
-    """[W]: 1 / (weight of the row's group) / (number of groups), and 0 where a group has no weight at all."""
+    """Return [W]: 1 / (weight of the row's group) / (number of groups).
+
+    A group without any weight gets 0.
+    """
     count = int(group.max()) + 1
     totals = weight.new_zeros(count).index_add_(0, group, weight)
     counts = weight.new_zeros(count).index_add_(0, group, has_weight.to(weight.dtype)) > 0

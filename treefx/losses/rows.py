@@ -41,7 +41,7 @@ def row_sums(logp: Tensor, forest: Forest, name: str) -> Tensor:
 
 
 def row_totals(forest: Forest, name: str, used: Tensor) -> Tensor:
-    """float64 [R]: the sum of each row's weights, what its mean is divided by; rows in `used` must have some."""
+    """Return float64 [R]: the sum of each row's weights; rows in `used` must have some."""
     empty = forest.row_weight[used] == 0
     if bool(empty.any()):
         row = int(used[empty][0])
@@ -79,10 +79,10 @@ def read_pairs(pairs: Pairs, forest: Forest) -> Tensor:
 def reduce_rows(values: Tensor, forest: Forest, reduction: PairReduction) -> Tensor:
     """Mean or sum over pairs or rows."""
     if reduction not in ("mean", "sum"):
-        raise InputError(f"reduction must be 'mean' or 'sum' over what is compared, got {reduction!r}")
+        raise InputError(f"reduction must be 'mean' or 'sum' over the compared rows or pairs, got {reduction!r}")
     if reduction == "mean" and forest.share is not None:
         raise InputError(
-            "reduction='mean' over what is compared would be this rank's mean: the forest is its share of "
+            "reduction='mean' would be the mean of this rank alone: the forest is its share of "
             f"{len(forest.share)} rows; use reduction='sum' and divide by the number on all ranks"
         )
     return values.mean() if reduction == "mean" else values.sum()

@@ -21,8 +21,7 @@ def sft(logp: Tensor, forest: Forest, reduction: Reduction = "sum") -> Tensor:
         Scalar of `logp`'s dtype; value and gradient equal to those of separate rows.
 
     Raises:
-        ForestError: `logp` does not fit the forest, or a mean is asked for whose weights sum to 0 but are not
-            all 0.
+        ForestError: `logp` does not fit the forest, or the weights of a mean sum to 0 but are not all 0.
         InputError: no such reduction.
     """
     check_logp(logp, forest)

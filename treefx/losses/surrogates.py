@@ -1,4 +1,7 @@
-"""Losses of policy gradients: plain, clipped (PPO, GRPO, DAPO, GSPO), and with clipped weights (CISPO)."""
+"""Compute policy-gradient losses: plain, clipped, and with clipped weights.
+
+Clipped: PPO, GRPO, DAPO, GSPO; clipped weights: CISPO.
+"""
 
 import torch
 from torch import Tensor
@@ -38,8 +41,8 @@ def policy_gradient(
     Args:
         logp: [E], log-probability of every edge under the policy that is trained.
         forest: the forest; its weights weigh the predictions.
-        advantages: one number per row; or per row a vector as long as the row, whose entry t belongs to token t and
-            whose entry 0 is not used; or [B, T] for a forest from a padded batch.
+        advantages: one number per row; or per row a vector as long as the row, with entry t for token t and entry 0
+            unused; or [B, T] for a forest from a padded batch.
         reduction: defined in `treefx.losses`.
         importance: factors of at least 0 in the same forms, as `importance_weights` gives for rollouts of another
             policy.
@@ -70,7 +73,9 @@ def clipped(
     importance: PerRow | None = None,
     metrics: Metrics | None = None,
 ) -> Tensor:
-    """Clipped policy loss: PPO (Schulman et al. 2017, equation 7), GRPO, DAPO's asymmetric bounds, GSPO.
+    """Compute the clipped policy loss.
+
+    PPO (Schulman et al. 2017, equation 7), GRPO, DAPO's asymmetric bounds, GSPO.
 
     A row's term is -w min(r A, clamp(r, 1 - low, 1 + high) A), with r = exp(logp - old_logp). It is not linear
     in A, so advantages of rows that share an edge must not be summed; it is linear on each side of 0, so the
@@ -86,19 +91,19 @@ def clipped(
     Args:
         logp: [E], log-probability of every edge under the policy that is trained.
         forest: the forest; its weights weigh the predictions.
-        old_logp: [E], of the policy that sampled; or per row a vector as long as the row, whose entry t
-            belongs to token t and whose entry 0 is not used; or [B, T] for a forest from a padded batch. None: the
-            policy that is trained, all ratios are 1.
+        old_logp: [E], log-probabilities under the policy that sampled; or per row a vector as long as the row, with
+            entry t for token t and entry 0 unused; or [B, T] for a forest from a padded batch. None: the trained
+            policy, so that all ratios are 1.
         advantages: one number per row, or per token in either of these two forms.
         clip: the bound on both sides, or (low, high); at least 0.
         reduction: defined in `treefx.losses`.
         dual_clip: an upper bound of r where A is negative, greater than 1 (dual-clip PPO: Ye et al. 2020, arXiv
             1912.09729; `delta` of two-sided GRPO, where it is at least 1 + high).
-        level: whose ratio r is. "token"; "sequence": exp of the weighted mean of logp - old_logp over the row (GSPO,
-            equation 7); "sequence_token": the value of that one, the gradient of the token's own (GSPO-token,
+        level: the unit of the ratio r. "token"; "sequence": exp of the weighted mean of logp - old_logp over the row
+            (GSPO, equation 7); "sequence_token": the value of that one, the gradient of the token's own (GSPO-token,
             equation 14), for advantages that differ from token to token.
-        groups: what a sequence is where it is not a row. [R] integers: rows with the same number have one ratio
-            together; a vector per row as long as the row: its tokens with the same number, the steps of an agent, say.
+        groups: sequences other than rows. [R] integers: rows with the same number have one ratio together; a vector per
+            row as long as the row: its tokens with the same number, the steps of an agent, say.
         importance: factors of at least 0, one per row or per token, as `importance_weights` gives for rollouts of
             another policy.
         metrics: gets "clip_ratio/low_mean" (the share of tokens with r < 1 - low and A < 0), "clip_ratio/high_mean",
@@ -152,7 +157,9 @@ def cispo(
     importance: PerRow | None = None,
     metrics: Metrics | None = None,
 ) -> Tensor:
-    """Clipped importance weights, and every token's gradient (CISPO: MiniMax-M1 2025, arXiv 2506.13585).
+    """Compute the loss with clipped importance weights, which keeps every token's gradient.
+
+    CISPO: MiniMax-M1 2025, arXiv 2506.13585.
 
     A row's term is -w A c logp with c = clamp(exp(logp - old_logp), 1 - low, 1 + high), through which no gradient goes.
     Given c it is linear in A: advantages are summed per edge where the rows of an edge have one c.
@@ -164,7 +171,7 @@ def cispo(
         advantages: as in `clipped`.
         clip: bounds around 1; by default c is at most 5 and not bounded from below.
         reduction: defined in `treefx.losses`.
-        level: whose ratio c is made of, as in `clipped`; both levels of sequences are the same here.
+        level: the unit of the ratio in c, as in `clipped`; both levels of sequences are the same here.
         groups: as in `clipped`.
         importance: as in `clipped`.
         metrics: gets "cispo_clip_ratio", the share of tokens whose ratio is above 1 + high while A is positive.
@@ -206,7 +213,7 @@ def _gains(forest: Forest, advantages: PerRow, importance: PerRow | None, reduct
 
 
 def _clamp(ratio: Tensor, low: float, dual_clip: float | None) -> Tensor:
-    """What multiplies negative advantages: at least `low`, at most the dual clip."""
+    """Clamp the ratio of negative advantages to at least `low` and at most the dual clip."""
     return ratio.clamp(min=low) if dual_clip is None else ratio.clamp(min=low, max=dual_clip)
 
 

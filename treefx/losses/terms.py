@@ -1,4 +1,7 @@
-"""Where the terms of a loss stand: one per edge, or one per (edge, row) entry where the rows of an edge differ."""
+"""Choose the terms of a loss: one per edge, or per (edge, row) entry.
+
+Entries are needed only for edges with unequal values of their rows.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +16,12 @@ from treefx.losses.reading import PerEdge, check_finite, read_per_edge, read_per
 __all__ = ["Collect", "Terms", "align"]
 
 Collect = Callable[[Tensor], Tensor]
-"""What rows contribute, float64 [entries] -> its sum per term, [K]."""
+"""Contributions of rows, float64 [entries] -> their sum per term, [K]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """Log-probabilities and what they are compared with, [K] each: K = E, or the number of entries.
+    """Pair log-probabilities with a reference, [K] each: K = E, or the number of entries.
 
     Attributes:
         edges: the forest's edges.
@@ -37,7 +40,7 @@ class Terms:
         return (self.edges.sum_entries(entries) if self.per_edge else entries).to(self.logp.dtype)
 
     def log_ratio(self, needed: Tensor) -> Tensor:
-        """`logp - other` [K], and 0 where no entry is needed, so that nothing that does not count overflows."""
+        """Return `logp - other` [K], and 0 where no entry is needed, which avoids overflow."""
         return torch.where(self.collect(needed.double()) > 0, self.logp - self.other, 0.0)
 
     def spread(self) -> "Terms":
@@ -52,7 +55,7 @@ def align(logp: Tensor, forest: Forest, other: PerEdge | None, name: str, needed
     """Put the log-probabilities of another policy next to those of the edges.
 
     One term per edge if `other` has one value per edge, or if the rows of every edge gave equal ones; otherwise one per
-    entry. What rows gave for tokens of weight 0 is never read.
+    entry. Values of rows for tokens of weight 0 are never read.
 
     Args:
         logp: [E].
@@ -79,7 +82,10 @@ def align(logp: Tensor, forest: Forest, other: PerEdge | None, name: str, needed
 
 
 def _agreed(given: Tensor, edges: Edges) -> Tensor | None:
-    """float64 [E]: the value that all rows of an edge gave, NaN where none did; None if some edge's rows differ."""
+    """Return float64 [E], the value that all rows of an edge gave; None if they differ.
+
+    An edge without a value gets NaN.
+    """
     is_set = given.isfinite()
     low = torch.segment_reduce(given.where(is_set, torch.inf), "min", offsets=edges.row_offsets)
     high = torch.segment_reduce(given.where(is_set, -torch.inf), "max", offsets=edges.row_offsets)
