@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 def read_nodes(
     nodes: Iterable[Any], parents: Iterable[int], weights: Iterable[Any] | None, ends: Iterable[int] | None
 ) -> tuple[RowBatch, list[IntArray]]:
-    """Check the nodes and follow each path; see `Forest.from_nodes` for what is accepted.
+    """Check the nodes and follow each path; `Forest.from_nodes` lists the accepted forms.
 
     Returns:
         The rows, and for each row the numbers of its tokens among those of all nodes.
@@ -50,7 +50,7 @@ def read_nodes(
 
 
 def _named(read: Any, nodes: Any, weights: Any) -> RowBatch:
-    """Call ``read``, whose errors speak of rows, on nodes."""
+    """Call ``read`` on nodes and replace "row" by "node" in its errors."""
     try:
         batch: RowBatch = read(nodes, weights)
     except ForestError as error:
@@ -59,7 +59,10 @@ def _named(read: Any, nodes: Any, weights: Any) -> RowBatch:
 
 
 def _with_first_weights(weights: Iterable[Any] | None, batch: RowBatch, offsets: IntArray) -> npt.NDArray[np.float64]:
-    """Weights of all tokens of all nodes: a node's first token is predicted too, by the last of the node above."""
+    """Return the weights of all tokens of all nodes.
+
+    A node's first token is predicted too, by the last token of the node above.
+    """
     if weights is None:
         return np.ones(int(offsets[-1]))
     flat = batch.raw_weight.copy()

@@ -54,7 +54,7 @@ def use(forest: Forest) -> Iterator[Forest]:
     compiled model must run: an uncompiled one would read the packed row as one sequence.
 
     Args:
-        forest: the forest whose `model_inputs()` the calls inside get.
+        forest: the forest; calls inside receive its `model_inputs()`.
 
     Raises:
         ForestError: `forest` is not a Forest.
@@ -76,7 +76,7 @@ def use(forest: Forest) -> Iterator[Forest]:
     finally:
         COLUMNS_IN_USE.reset(columns)
         _CURRENT.reset(token)
-    if not current.ran:  # not reached by an exception, which is passed on as it is
+    if not current.ran:  # not reached by an exception, which propagates unchanged
         _USED.add(forest)
         if not current.raised:  # else the caller has caught that, and has no logits
             raise UnsupportedError(_NOTHING_RAN)
@@ -104,7 +104,9 @@ def raised_on_forest() -> None:
 
 
 def check_run(forest: Forest) -> None:
-    """Check that values of a forest can come from a compiled model, as far as its contexts show.
+    """Check that values of a forest can come from a compiled model.
+
+    The contexts of the forest are the evidence.
 
     Raises:
         UnsupportedError: The forest is in use, or was, and no compiled model has ever run on it.

@@ -1,4 +1,4 @@
-"""A picture of a forest: one bar per node over depth in tokens, coloured by how many rows run through it."""
+"""Draw a forest: one bar per node over depth in tokens, coloured by its number of rows."""
 
 from os import PathLike
 from typing import Any
@@ -51,7 +51,7 @@ def draw_forest(forest: Forest, path: "str | PathLike[str]") -> None:
 
 
 def place_lanes(parent: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Give every leaf a lane of its own, and every other node the middle of its first and last child."""
+    """Place every leaf in a separate lane, and every other node between its outer children."""
     lane = np.full(len(parent), np.nan)
     is_leaf = np.ones(len(parent), dtype=bool)
     is_leaf[parent[parent >= 0]] = False
@@ -97,7 +97,7 @@ def _draw_bars(
 
     most = int(multiplicity.max())
     colour = ScalarMappable(LogNorm(1, most) if most > 12 else Normalize(1, max(most, 2)), colormaps["viridis_r"])
-    # A thin white edge tells a run of nodes in one lane apart; among very many short bars it would hide them.
+    # A thin white edge separates nodes in one lane; among very many short bars it would hide them.
     edge = 0.7 if len(lane) <= _MAX_EDGED_NODES else 0.0
     axes.barh(lane, length, _BAR_HEIGHT, left, color=colour.to_rgba(multiplicity), edgecolor="white", linewidth=edge)
     place = {"ax": axes, "pad": 0.015, "aspect": 5 * figure.get_figheight()}

@@ -11,14 +11,16 @@ __all__ = ["Edges"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Edges:
-    """The E predictions of a forest, ordered by target; predicting token j is the edge parent(j) -> j.
+    """Hold the E predictions of a forest, ordered by target.
+
+    Predicting token j is the edge parent(j) -> j.
 
     A fork token has one edge per child. The rows of edge e are `row_index[row_offsets[e]:row_offsets[e + 1]]`
     (compressed sparse rows); an *entry* is one (edge, row) pair, of which there are as many as raw
     predictions. Everything about entries is computed when first asked for: a plain sum needs none of it.
 
     Attributes:
-        source: int64 [E], packed index of the token whose logits predict.
+        source: int64 [E], packed index of the token at which the model predicts.
         target: int64 [E], packed index of the token that is predicted.
         token: int64 [E], its token id.
         weight: float64 [E], the sum over the edge's rows of their weights of predicting it.
@@ -65,12 +67,15 @@ class Edges:
 
     @lasting_property
     def raw_index(self) -> torch.Tensor:
-        """int64 [entries]: the target as a raw token, counting through the rows in the caller's order."""
+        """Return int64 [entries]: the target as a raw token.
+
+        Raw tokens count through the rows in the caller's order.
+        """
         return self.raw_offsets[self.row_index] + self.depth[self.edge_of_entry]
 
     @lasting_property
     def row_weight(self) -> torch.Tensor:
-        """float64 [entries]: the row's weight of predicting the target; `weight` is its sum per edge."""
+        """Return float64 [entries]: the row's weight of the target; `weight` is its sum per edge."""
         return self.raw_weight[self.raw_index]
 
     @lasting_property
@@ -79,5 +84,8 @@ class Edges:
         return self.sum_entries((self.row_weight != 0).to(self.row_weight.dtype)) > 0
 
     def sum_entries(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum [entries] values per edge into [E]; deterministic, as every edge's entries are contiguous."""
+        """Sum [entries] values per edge into [E].
+
+        Deterministic, because every edge's entries are contiguous.
+        """
         return torch.segment_reduce(values, "sum", offsets=self.row_offsets, initial=0.0)

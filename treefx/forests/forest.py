@@ -68,7 +68,7 @@ class Forest:
         raw_weight: float64 [raw], weight of predicting each raw token; 0 at every row's first.
         row_start: int64 [R], column of the row's first token in the padded batch; 0 without one.
         padded_width: columns of the padded batch the forest came from; None for `from_sequences`.
-        share: what the forest is a part of, where it holds one rank's rows (`treefx.scale.shard_rows`).
+        share: reference to the whole step, if the forest is one rank's share (`treefx.scale.shard_rows`).
     """
 
     tokens: torch.Tensor
@@ -90,7 +90,9 @@ class Forest:
     def from_sequences(
         cls, sequences: Iterable[Any], weights: Iterable[Any] | None = None, *, weighting: Weighting = "rows"
     ) -> "Forest":
-        """Build the forest of rows in any order; duplicates and rows that are prefixes of others are welcome.
+        """Build the forest of rows, in any order.
+
+        Duplicates and rows that are prefixes of others are allowed.
 
         Args:
             sequences: one row per entry: a list, 1-D tensor or 1-D array of token ids >= 0, at least one
@@ -98,8 +100,8 @@ class Forest:
             weights: per row a number, or a vector as long as the row. Entry t weighs the prediction of token
                 t; entry 0 is never used, since nothing predicts the first token. All 1 when None.
             weighting: which rows train a token that several share. "rows": all of them, as training on separate rows
-                does. It is the estimator where rows were sampled independently: each row is a sample of its own, also
-                where two begin alike. "once": the first row, in the order given, that has a weight for it that is not
+                does. It is the estimator where rows were sampled independently: each row is an independent sample, even
+                if two rows begin alike. "once": the first row, in the order given, that has a weight for it that is not
                 0; with that row's weight and advantage, and as if the other rows masked the token. It is the estimator
                 where one sampled token is emitted in several rows: turns of one conversation, compacted histories,
                 sub-agents. Losses over whole rows (DPO and others, ``level="sequence"``) then read masked rows too.
@@ -233,7 +235,7 @@ class Forest:
 
     @property
     def overlap_ratio(self) -> float:
-        """Potential overlap ratio (POR): the share of raw tokens that need not be computed, 1 - N / raw."""
+        """Return the potential overlap ratio (POR): the share of saved tokens, 1 - N / raw."""
         return 1.0 - self.num_tokens / self.raw_tokens
 
     @property
@@ -356,7 +358,7 @@ class Forest:
         return graph
 
     def draw(self, path: "str | PathLike[str]") -> None:
-        """Draw the forest's nodes as bars over depth, coloured by multiplicity, into an image file."""
+        """Draw nodes as bars over depth, coloured by multiplicity, into an image file."""
         find_view("draw_forest")(self, path)
 
     def validate(self) -> "Forest":

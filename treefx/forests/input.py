@@ -15,7 +15,7 @@ __all__ = ["RowBatch", "Weighting", "read_padded", "read_sequences", "weigh"]
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 Weighting: TypeAlias = Literal["rows", "once"]
-"""What `Forest.from_sequences` takes."""
+"""Weighting of `Forest.from_sequences`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RowBatch:
 
 
 def read_sequences(sequences: Iterable[Any], weights: Iterable[Any] | None) -> RowBatch:
-    """Check rows given one by one; see `Forest.from_sequences` for what is accepted.
+    """Check rows given one by one; `Forest.from_sequences` lists the accepted forms.
 
     Raises:
         ForestError: no rows, an empty row, a token that is not a non-negative integer, unfit weights, several
@@ -53,7 +53,7 @@ def read_sequences(sequences: Iterable[Any], weights: Iterable[Any] | None) -> R
 
 
 def read_padded(input_ids: Any, attention_mask: Any, weights: Any) -> RowBatch:
-    """Cut the real tokens out of a padded batch; see `Forest.from_padded` for what is accepted.
+    """Cut the real tokens out of a padded batch; `Forest.from_padded` lists the accepted forms.
 
     Raises:
         ForestError: shapes that differ, a mask with holes or other values than 0 and 1, a row without tokens,
@@ -73,7 +73,7 @@ def weigh(raw_weight: FloatArray, token_of: IntArray, weighting: Weighting) -> F
     Args:
         raw_weight: float64 [raw], of each row, rows end to end in the caller's order.
         token_of: int64 [raw], the distinct token that each raw token is.
-        weighting: "rows", or "once": what a row trains, later rows mask.
+        weighting: "rows", or "once": only the first weighted row through a token keeps its weight.
 
     Returns:
         float64 [raw].

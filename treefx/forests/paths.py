@@ -1,4 +1,4 @@
-"""Numbers for the prefixes of rows: equal for equal prefixes, in whichever batch they come."""
+"""Number the prefixes of rows: equal prefixes get equal numbers in every batch."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -14,7 +14,9 @@ Codes = npt.NDArray[np.uint64]
 
 
 class Prefixes:
-    """Numbers of the prefixes of some tokens, computed when somebody asks: of most calls nobody does.
+    """Hold numbers of the prefixes of some tokens, computed on first use.
+
+    Most calls never use them.
 
     Args:
         count: How many there are.
@@ -31,7 +33,7 @@ class Prefixes:
     def numbers(self) -> Codes:
         """uint64 [tokens]."""
         numbers = self._compute()
-        self._compute = lambda: numbers  # what it was computed from may be large
+        self._compute = lambda: numbers  # free the inputs, which may be large
         return numbers
 
 
@@ -41,7 +43,7 @@ def number_prefixes(columns: Sequence[npt.NDArray[np.generic]], places: npt.NDAr
     The sum of hashes of (place, values at it): two of n prefixes get one number with probability n^2 / 2^65.
 
     Args:
-        columns: [R, L] each, as for `combine_keys`: what tells tokens apart, in the order of the tokens.
+        columns: [R, L] each, as for `combine_keys`: the keys that distinguish tokens, in the order of the tokens.
         places: [R, L], where the tokens stand; their index in the row when None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A forest that is one rank's share of the rows of a step: what its means are divided by is the whole step's."""
+"""Describe one rank's share of the rows of a step; means divide by the whole step."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ __all__ = ["Share"]
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Which rows of a whole step a forest holds, and what losses need to know of the others.
+    """Name a forest's rows within a whole step, and the facts losses need of the rest.
 
     With the whole step's denominators, "token_mean", "row_mean" and the like add up over the ranks to the loss of the
     whole, value and gradient.

@@ -22,7 +22,7 @@ class EdgeSubset(Forest):
     Attributes:
         uncut: the forest itself.
         edge_index: int64 [E_p], the edges that count, as indices into those of the uncut forest.
-        part_tokens: tokens of the part in rows and distinct, which is what runs; None where no part runs.
+        part_tokens: number of tokens of the running part, in rows and distinct; None where no part runs.
     """
 
     uncut: Forest

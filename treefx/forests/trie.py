@@ -64,8 +64,9 @@ class Trie:
 
 
 def build_trie(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None = None) -> Trie:
-    """Build the trie of rows of integer keys; two tokens are one iff their rows agree up to and including
-    them.
+    """Build the trie of rows of integer keys.
+
+    Two tokens are one iff their rows agree up to and including them.
 
     Args:
         keys: int64 [R, L], or R one-dimensional int64 arrays.
@@ -178,7 +179,10 @@ def _as_rows(keys: Sequence[IntArray] | IntArray, lengths: IntArray | None) -> t
 
 
 def _sort_rows(rows: list[IntArray]) -> tuple[IntArray, IntArray]:
-    """Sort rows lexicographically; also the LCP of each row with its predecessor (0 for the first)."""
+    """Sort rows lexicographically, and return the LCP of each row with its predecessor.
+
+    The LCP of the first row is 0.
+    """
     shared = np.zeros(len(rows), dtype=np.int64)
     heads = np.array([row[0] for row in rows if len(row)], dtype=np.int64)
     if len(np.unique(heads)) == len(rows):
@@ -201,7 +205,10 @@ def _common_prefix(left: IntArray, right: IntArray) -> int:
 
 
 def _pack_rows(order: IntArray, shared: IntArray, first: IntArray, offsets: IntArray) -> IntArray:
-    """Packed index of every raw token: the shared prefix copies the predecessor's, the rest is a new run."""
+    """Return the packed index of every raw token.
+
+    A shared prefix copies the predecessor's indices; the rest is a new run.
+    """
     sizes, moved = np.diff(offsets), np.empty(len(order), dtype=np.int64)
     moved[order] = first[:-1] - shared - offsets[order]
     flat = np.arange(int(offsets[-1]), dtype=np.int64) + np.repeat(moved, sizes)
@@ -224,7 +231,10 @@ def _find_parents(
 
 
 def _find_subtree_ends(sizes: IntArray, shared: IntArray, first: IntArray) -> npt.NDArray[np.int32]:
-    """Sweep sorted rows that share from last to first; `end_at[d]` is where the path's token at depth d ends."""
+    """Sweep sorted rows that share, from last to first, for the ends of subtrees.
+
+    `end_at[d]` is the end of the path's token at depth d.
+    """
     ends = np.repeat(first[1:], np.diff(first)).astype(np.int32)
     forks = shared > 0
     end_at = np.empty(int(sizes.max(initial=0)), dtype=np.int32)

@@ -1,8 +1,8 @@
 """PORTool: rewards of steps in a tree of tool calls, and the advantages they give.
 
-Reference: PORTool, arXiv 2510.26020 (v1 "Tool-Use LLM Training with Rewarded Tree"). Its text was open to us in
-abstracts and reviews only. What they state is built as stated; what they leave open is an option with a default, and
-the whole is **our reading**, not a reproduction. With k the trajectories, T_k the steps of k, m(s) the trajectories
+Reference: PORTool, arXiv 2510.26020 (v1 "Tool-Use LLM Training with Rewarded Tree"). We had its abstracts and reviews
+    only. This module builds their statements, and adds an option with a default for each open point: it is **our
+    reading**, not a reproduction. With k the trajectories, T_k the steps of k, m(s) the trajectories
 through step s, C(p) the children of step or prompt p, and t the number of s on its trajectories, from 1:
 
     R(s)      = G over k in m(s) of { gamma^(T_k - t) R_out(k) + R_fm(s) }     one reward, in all trajectories of m(s)
@@ -30,8 +30,8 @@ from treefx.rl.steps import StepTree
 __all__ = ["fork_relative", "portool", "step_rewards"]
 
 Aggregate = Literal["max", "mean", "min"]
-"""Best, mean or worst outcome reached through a step. The abstract of v2 asks whether a correct answer *can* be reached
-from a step, which is the best: the default."""
+"""Best, mean or worst outcome reached through a step. The abstract of v2 credits a step if a correct answer *can* be
+reached from it, which is "max", the default."""
 Exponent = Literal["steps_after", "steps_from"]
 """T_k - t, so that the last step's outcome is not decayed, or T_k - t + 1, so that it is once."""
 
@@ -78,7 +78,9 @@ def step_rewards(
 def fork_relative(
     tree: StepTree | Forest, values: Numbers, *, scale: Scale = "sample_std", epsilon: float = 0.0
 ) -> Tensor:
-    """Each step's value relative to its siblings', A_fork of the module's docstring; siblings weigh alike.
+    """Compute each step's value relative to its siblings': A_fork of the module's docstring.
+
+    Siblings weigh alike.
 
     Args:
         tree: the steps.
@@ -109,7 +111,9 @@ def portool(
     scale: Scale = "sample_std",
     epsilon: float = 0.0,
 ) -> list[Tensor]:
-    """Advantages A(k, s) of the module's docstring: fork-relative blended with trajectory-relative.
+    """Compute the advantages A(k, s) of the module's docstring.
+
+    They blend fork-relative with trajectory-relative values.
 
     Args:
         tree: the steps. Of a forest, every node is a step; for steps of your own, `StepTree.from_forest(spans=...)`.
@@ -125,7 +129,7 @@ def portool(
 
     Returns:
         For a StepTree, per trajectory float64 [T_k], one advantage per step: `tree.to_tokens` spreads them over tokens.
-        For a Forest, per row float64 [length], one per token: what `treefx.losses` take.
+        For a Forest, per row float64 [length], one per token, in the form of `treefx.losses`.
 
     Raises:
         InputError: an argument does not fit.

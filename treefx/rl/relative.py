@@ -1,4 +1,4 @@
-"""Values relative to the others of their group: the one formula that all advantages here are made of.
+"""Compute values relative to their group: the one formula behind all advantages here.
 
     A_i = (v_i - mean of i's group) / (std of i's group + epsilon)
 
@@ -32,7 +32,7 @@ def group_relative(
     epsilon: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Deviation of each value from its group's mean, in units of the group's standard deviation.
+    """Compute each value's deviation from its group's mean, in standard deviations.
 
     Args:
         values: float64 [n].
@@ -42,7 +42,7 @@ def group_relative(
         weights: float64 [n], at least 0: a value counts in mean and deviation as if it stood there that often.
 
     Returns:
-        float64 [n]; exactly 0 in a group whose values are equal (up to rounding) or of which there is only one.
+        float64 [n]; exactly 0 in a group of equal values (up to rounding) and in a group of one.
 
     Raises:
         InputError: no such scale, or a negative epsilon.
@@ -66,7 +66,7 @@ def group_relative(
 
 
 def read_numbers(values: Numbers, count: int, name: str, unit: str) -> Tensor:
-    """Check that there is one finite number per `unit`, and bring them to float64 [count] on the CPU.
+    """Check that there is one finite number per `unit`; return float64 [count] on the CPU.
 
     Raises:
         InputError: another number of them, no numbers, or NaN or infinity.
@@ -87,7 +87,10 @@ def read_numbers(values: Numbers, count: int, name: str, unit: str) -> Tensor:
 
 
 def _is_equal(values: Tensor, number: Tensor) -> Tensor:
-    """bool [n]: all values of the group are equal but for rounding, which dividing by the std would blow up to 1."""
+    """Return bool [n]: all values of the group are equal up to rounding.
+
+    Dividing by the standard deviation would inflate rounding errors to 1.
+    """
 
     def largest(x: Tensor) -> Tensor:
         return torch.zeros_like(x).scatter_reduce(0, number, x, "amax", include_self=False)[number]

@@ -1,8 +1,8 @@
 """Advantages of whole trajectories: GRPO, RLOO, REINFORCE++ and Tree-GRPO.
 
 Each takes the tree of steps (or a forest, whose rows are the trajectories) and one outcome reward per trajectory, and
-returns what `treefx.losses` take as advantages. A trajectory that has nobody to be compared with, or is as good as all
-others, has advantage 0.
+returns advantages for `treefx.losses`. A trajectory without others in its group, or equal to all others, has advantage
+0.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,9 @@ def grpo(
 
 
 def rloo(tree: StepTree | Forest, rewards: Numbers) -> Tensor:
-    """Reward less the mean of the prompt's other trajectories (RLOO: Ahmadian et al. 2024, arXiv 2402.14740).
+    """Return the reward less the mean of the prompt's other trajectories.
+
+    RLOO: Ahmadian et al. 2024, arXiv 2402.14740.
 
         A_k = R_k - sum_{i != k} R_i / (n - 1)  =  n / (n - 1) (R_k - mean over the prompt's n trajectories)
 
@@ -80,7 +82,9 @@ def reinforce_plus_plus(
     scale: Scale = "sample_std",
     epsilon: float = 0.0,
 ) -> Tensor:
-    """Advantages normalised over the whole batch (REINFORCE++: Hu 2025, arXiv 2501.03262), without a KL penalty.
+    """Normalise advantages over the whole batch (REINFORCE++), without a KL penalty.
+
+    Hu 2025, arXiv 2501.03262.
 
         A_k = (R'_k - mean over the batch) / std over the batch,
         R'_k = R_k (baseline "none"), or R_k - mean over the prompt's trajectories ("group": REINFORCE++-baseline)
@@ -119,7 +123,9 @@ def reinforce_plus_plus_tokens(
     scale: Scale = "sample_std",
     epsilon: float = 0.0,
 ) -> list[Tensor]:
-    """REINFORCE++ with its KL penalty inside the reward (Hu 2025, arXiv 2501.03262): one advantage per token.
+    """Compute REINFORCE++ with its KL penalty inside the reward: one advantage per token.
+
+    Hu 2025, arXiv 2501.03262.
 
         A_{k,t} = R'_k - beta sum_{i >= t} KL_{k,i}, then (A - mean) / std over all trained tokens of the batch
 

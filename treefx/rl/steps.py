@@ -1,6 +1,6 @@
-"""The tree of steps behind a group of trajectories: who shares which step, and which steps are siblings.
+"""Build the tree of steps behind a group of trajectories, with shared steps and siblings.
 
-A step is what one decision of the policy brought about: the tokens it sampled and what the environment answered. Two
+A step is one decision of the policy: its sampled tokens and the environment's answer. Two
 trajectories share a step if they went on from the same sample, which equal tokens alone do not prove: two samples of
 one fork may say the same and are still two steps.
 """
@@ -22,7 +22,9 @@ Numbering = Tensor | Sequence[int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepTree:
-    """Steps and the trajectories through them. S: steps. K: trajectories, which are the rows of a forest.
+    """Hold steps and the trajectories through them.
+
+    S: steps. K: trajectories, which are the rows of a forest.
 
     Build it with `from_paths`, `from_forest`, or take `Rollouts.steps`. The prompts are no steps: the first steps of
     all trajectories of one prompt are siblings.
@@ -95,7 +97,7 @@ class StepTree:
                 raise InputError(f"trajectory {row} has no steps: every trajectory needs at least one; leave it out")
             at = -1
             for name in path:
-                # The prompt tells first steps apart, every other step is told by the one before it.
+                # The prompt identifies first steps; the step before identifies every other step.
                 key = (int(group[row]) if at < 0 else None, at, name)
                 if key not in number:
                     number[key] = len(parent)
@@ -172,7 +174,10 @@ class StepTree:
 
     @lasting_property
     def entry_step(self) -> Tensor:
-        """int64 [entries]: the steps of all trajectories end to end; an entry is one (step, trajectory) pair."""
+        """Return int64 [entries]: the steps of all trajectories end to end.
+
+        An entry is one (step, trajectory) pair.
+        """
         return torch.cat(self.paths)
 
     @lasting_property
@@ -188,7 +193,7 @@ class StepTree:
 
     @lasting_property
     def fork(self) -> Tensor:
-        """int64 [S]: the same number for siblings, which are the steps after the same step or prompt."""
+        """Return int64 [S]: the same number for siblings, the steps after one step or prompt."""
         prompt = torch.zeros(len(self), dtype=torch.int64)
         prompt[self.entry_step] = torch.unique(self.group, return_inverse=True)[1][self.entry_row]
         return torch.where(self.parent < 0, len(self) + prompt, self.parent)
@@ -200,8 +205,8 @@ class StepTree:
             values: per trajectory, [T_k].
 
         Returns:
-            Per row, float64 [length]: its step's value at every token of a step (what the environment said included:
-            the forest's weights leave that out), 0 elsewhere.
+            Per row, float64 [length]: its step's value at every token of a step (observations included: the forest's
+            weights leave them out), 0 elsewhere.
 
         Raises:
             InputError: the tree knows no tokens, or `values` do not fit.

@@ -1,9 +1,9 @@
 """One step over many processes: which rows of a forest run on which rank.
 
-In: a forest, or the lengths and fingerprints of rows that lie on many machines, and what tokens cost. Out: a forest per
-rank (``shard_rows``) whose losses add up to the whole's, row numbers per rank (``assign_rows``), a rank's tokens of one
-forest that all run together (``context_parallel``), a row that ranks can divide (``pad_row``), or what a step would
-cost (``predict_step``). ``assign``, ``context`` and ``even_row`` are the old names of three of them.
+In: a forest, or the lengths and fingerprints of rows that lie on many machines, and costs of tokens. Out: a forest per
+rank (``shard_rows``), with losses that add up to the whole's, row numbers per rank (``assign_rows``), a rank's tokens
+of one forest that all run together (``context_parallel``), a row that ranks can divide (``pad_row``), or the predicted
+cost of a step (``predict_step``). ``assign``, ``context`` and ``even_row`` are the old names of three of them.
 
 Order of imports, each only of what stands before an arrow::
 

@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same: compared once, through the store of their process group.
+"""Check that all ranks got the same arguments, once, through their process group's store.
 
 Ranks that compute a step each for itself, and take their own share of it, train on rows twice or never if one of them
 was given something else; nothing fails. No collective is used: a rank that is alone (one that only lists its batches)
@@ -35,11 +35,11 @@ _calls: Counter[str] = Counter()
 
 
 def require_same(what: str, facts: Callable[[], Mapping[str, str]], rank: int, ranks: int) -> None:
-    """Compare what this rank was given with what the others were, if they are the processes of the default group.
+    """Compare this rank's arguments with those of the other ranks of the default group.
 
     Args:
-        what: is compared, for messages; its n-th comparison on one rank is that on the others.
-        facts: gives what has to be equal, by name, as people may read it.
+        what: subject of the comparison, for messages; its n-th comparison on one rank matches the n-th on the others.
+        facts: returns the facts that have to be equal, by readable name.
         rank: of this process.
         ranks: how many there are.
 
@@ -82,7 +82,7 @@ def _wait(store: Any, keys: list[str]) -> list[int]:
 
 
 def _store(ranks: int) -> Any:
-    """The default group's store, where the ranks are its processes; None elsewhere, and in workers of a loader."""
+    """Return the default group's store; None outside of its processes and in loader workers."""
     if ranks < 2 or get_worker_info() is not None or not (dist.is_available() and dist.is_initialized()):
         return None
     find: Any = getattr(dist.distributed_c10d, "_get_default_store", None)

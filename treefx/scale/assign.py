@@ -58,7 +58,7 @@ class Assignment(Sequence[Forest]):
 
 
 def rank_forest(forest: Forest, rows: list[int]) -> Forest:
-    """The forest of some rows of a step, with what its losses need to know of the whole: see `assign`.
+    """Build the forest of some rows of a step, with the whole's denominators; see `assign`.
 
     Args:
         forest: all rows of the step.
@@ -73,7 +73,7 @@ def rank_forest(forest: Forest, rows: list[int]) -> Forest:
 
 
 def _share(forest: Forest, rows: list[int], *, is_idle: bool) -> Share:
-    """Of the whole; of what the whole is a share of, if it is one itself."""
+    """Describe rows as a share of the whole step, also where the forest is a share itself."""
     chosen = torch.tensor(rows, device=forest.device)
     above = forest.share
     if above is not None:
@@ -82,7 +82,7 @@ def _share(forest: Forest, rows: list[int], *, is_idle: bool) -> Share:
 
 
 def shard_rows(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:
-    """Share a forest among data-parallel ranks: evenly, and with few prefixes on more than one rank.
+    """Shard a forest over data-parallel ranks: evenly, with few prefixes on several ranks.
 
     Every row is on exactly one rank, so that edge weights, which sum over a rank's rows, count a shared prefix once
     however many ranks compute it. The means of `treefx.losses` divide by the whole's weights (`Forest.share`). So
@@ -94,7 +94,7 @@ def shard_rows(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:
     Args:
         forest: all rows of the step, the same on every rank.
         ranks: number of processes.
-        cost: what balances: what `treefx.profile` returned or its cost model; a function of a rank's `Size`
+        cost: balanced quantity: the result of `treefx.profile` or its cost model; a function of a rank's `Size`
             (`size.tokens`, `size.pairs`) that never falls with the size; None: tokens.
 
     Returns:
@@ -119,12 +119,12 @@ def assign_rows(outline: Outline, ranks: int, cost: Cost = None) -> Split:
     """The same from lengths and hashes alone, for rows that no process holds all of.
 
     Args:
-        outline: `Outline.of_fingerprints` of what the ranks told each other (`treefx.scale.fingerprint`).
+        outline: `Outline.of_fingerprints` of the fingerprints that ranks exchanged (`treefx.scale.fingerprint`).
         ranks: number of processes.
         cost: as for `assign`.
 
     Returns:
-        Row numbers per rank and what they cost.
+        Row numbers per rank and their cost.
 
     Raises:
         InputError: an argument of the wrong value.

@@ -1,7 +1,8 @@
-"""Context parallelism: every rank runs some tokens of one forest, and is sent the ancestors it does not have.
+"""Run one forest on several ranks: each gets some tokens and receives their ancestors.
 
 ``treefx.scale.shard_rows`` shares out rows, and no rank can have less than one; here one row, too long for a device, or
-one tree lies on several. Which tokens go where says ``pieces``; what travels within the model is `treefx::exchange`.
+one tree lies on several. ``pieces`` assigns tokens to ranks; the operator `treefx::exchange` sends keys and values
+within the model.
 """
 
 import hashlib
@@ -25,14 +26,14 @@ __all__ = ["context_parallel"]
 def context_parallel(forest: Forest, group: Any = None, cost: Cost = None) -> ContextRow:
     """This rank's tokens of a forest that the ranks of a group run together.
 
-    Every distinct token is computed on one rank. In each attention, a rank is sent the keys and values of the ancestors
-    that its tokens have elsewhere, and returns their gradients; nobody gets what it does not attend to. Losses and
-    gradients **sum** over the ranks to those of one process on the whole forest; see `treefx.scale.shard_rows` for
+    Every distinct token is computed on one rank. In each attention, a rank receives the keys and values of its tokens'
+    ancestors on other ranks, and returns their gradients; it receives no key that its tokens do not attend to. Losses
+    and gradients **sum** over the ranks to those of one process on the whole forest; see `treefx.scale.shard_rows` for
     DDP's and FSDP2's division. Where rows are sharded over another dimension of a mesh, pass the share and this one's
     group.
 
-    All ranks call it in the same order with the same forest, and run the model on what they get the same number of
-    times, forward and backward, whatever their tokens are.
+    All ranks call it in the same order with the same forest, and run the model on their tokens the same number of
+    times, forward and backward, even on different tokens.
 
     Args:
         forest: all of it, the same on every rank.
@@ -92,14 +93,17 @@ def make_context_row(forest: Forest, found: TokenSplit, rank: int, group: str) -
 
 
 def _places(owners: IntArray, size: int) -> IntArray:
-    """Where each token of a boundary is in what comes, which is ordered by owner; what fills it up comes behind."""
+    """Return the place of each boundary token in the received buffer.
+
+    The buffer is ordered by owner; padding follows behind.
+    """
     places = np.arange(size)
     places[np.argsort(owners, kind="stable")] = np.arange(len(owners))
     return places
 
 
 def _check_alike(forest: Forest, found: TokenSplit, group: Any) -> None:
-    """Refuse ranks with different forests or splits: a rank would take what it is sent for something else."""
+    """Refuse ranks with different forests or splits, which would misread received tokens."""
     fields = (x.cpu().numpy() for x in (forest.tokens, forest.subtree_end, forest.token_weight))
     text = b"".join(x.tobytes() for x in (*fields, *map(np.append, found.tokens, found.received)))
     own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

@@ -1,4 +1,4 @@
-"""Packed rows for models whose tokens ranks share out (sequence parallelism): equally many for each."""
+"""Pad packed rows for models with tokens sharded over ranks (sequence parallelism)."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ __all__ = ["pad_row"]
 
 
 def pad_row(forest: Forest, model: Any) -> EdgeSubset:
-    """The packed row of a forest, as long as the ranks can divide that share the tokens of a model out.
+    """Return the packed row of a forest, padded to a length that the model's ranks divide.
 
-    PyTorch takes for granted that all of them hold equally many: given others, it stops where it traces the model, or
-    its ranks end. What fills the row up stands behind it, is seen by no token and has no edge, so that no loss and no
-    gradient changes. `treefx.backward` fills the parts of a plan up by itself.
+    PyTorch requires equally many tokens on all ranks: otherwise tracing fails, or ranks crash. The padding stands
+    behind the row, is seen by no token and has no edge, so that no loss and no gradient changes. `treefx.backward` pads
+    the parts of a plan by itself.
 
     Args:
         forest: the forest.

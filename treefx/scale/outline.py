@@ -1,7 +1,7 @@
-"""A forest without its tokens: the rows depth first, how long each is and how much of it the one before has too.
+"""Describe a forest without tokens: row lengths and shared prefixes, depth first.
 
-That is all that is needed to say what any rows cost together, so every process that knows the lengths and the hashes of
-all rows finds the same assignment.
+This determines the cost of any set of rows, so every process that knows the lengths and the hashes of all rows finds
+the same assignment.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class Outline:
 
         Args:
             lengths: tokens of every row.
-            fingerprints: what `fingerprint` gives for it.
+            fingerprints: result of `fingerprint` for each row.
             chunk: tokens per hash.
 
         Raises:
@@ -84,7 +84,7 @@ class Outline:
 
 
 def fingerprint(tokens: Any, chunk: int = CHUNK) -> IntArray:
-    """Hashes of a row's prefixes: of its first `chunk` tokens, of its first 2 * `chunk`, ..., and of all of it.
+    """Hash a row's prefixes: its first `chunk` tokens, its first 2 * `chunk`, ..., the whole.
 
     Two rows agree in a hash where they agree up to there, and else with probability 2**-64 (BLAKE2b).
 

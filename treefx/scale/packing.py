@@ -1,4 +1,7 @@
-"""Pieces to ranks, the longest first; and what the ranks cost then, common prefixes of a rank's pieces once."""
+"""Assign pieces to ranks, longest first, and compute the cost of each rank.
+
+Common prefixes of a rank's pieces count once.
+"""
 
 import heapq
 from collections import defaultdict
@@ -12,7 +15,9 @@ __all__ = ["longest_first", "rank_amounts"]
 
 
 def longest_first(cost: FloatArray, ranks: int) -> IntArray:
-    """Each piece to the rank with the least so far (Graham 1969): at most 4/3 of the best for these pieces.
+    """Assign each piece to the least loaded rank, longest first (Graham 1969).
+
+    The result is at most 4/3 of the best for these pieces.
 
     Args:
         cost: float64 [K], of the pieces.

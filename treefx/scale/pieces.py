@@ -1,11 +1,11 @@
-"""One forest on several ranks: which rank runs which tokens, and which of its ancestors' keys and values it is sent.
+"""Split one forest over ranks: the tokens of each rank and the ancestors it receives.
 
 A token is computed once, on one rank, and attends to its ancestors wherever they are. Three ways to share the tokens
 out, all in pieces of the packed order, so that subtrees stay together:
 
 * *contiguous*: a range per rank, as even in cost as a bound on its tokens lets it be. Best where trees branch.
-* *folded*: two ranges per rank, the i-th and the i-th from the end. Best for chains, whose last tokens see most.
-* *longest first*: the same pieces, the costliest first, each to the rank with least so far and room.
+* *folded*: two ranges per rank, the i-th and the i-th from the end. Best for chains: their last tokens see most keys.
+* *longest first*: the same pieces, the costliest first, each to the least loaded rank with room.
 
 The one that receives least is taken among those that are even; how many tokens a rank holds counts too, since that is
 its memory.
@@ -29,20 +29,20 @@ __all__ = [
 _MOST_TOKENS = 1.25
 """Of a rank, in units of the mean, where cost alone would give it more."""
 _EVEN = 1.05
-"""What is this even is not made more so by sending more."""
+"""Splits this even are not balanced further at the price of more communication."""
 _STEPS = 40
 _NO_ROWS = Outline(*(np.zeros(0, dtype=np.int64),) * 3)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSplit:
-    """Tokens by rank, and what travels.
+    """Assign tokens to ranks, with the communication this takes.
 
     Attributes:
-        tokens: per rank, int64 [n], its packed indices, ascending. A rank for which none is left gets the first token,
-            which the rank that owns it computes too: every rank takes part in what all do.
+        tokens: per rank, int64 [n], its packed indices, ascending. A rank without tokens gets the first token, computed
+            on its owner too: every rank takes part in all collectives.
         cost: float64 [ranks], predicted cost of each.
-        received: int64 [ranks], tokens whose keys and values each is sent, in every attention.
+        received: int64 [ranks], number of tokens with keys and values sent to each rank, in every attention.
         way: "contiguous", "folded" or "longest first".
     """
 
@@ -70,7 +70,7 @@ def split_tokens(forest: Forest, ranks: int, cost: Cost = None) -> TokenSplit:
     Args:
         forest: all of it, the same on every rank.
         ranks: number of processes.
-        cost: as for `treefx.scale.shard_rows`, and linear in tokens and pairs: what `treefx.profile` returned, a
+        cost: as for `treefx.scale.shard_rows`, and linear in tokens and pairs: the result of `treefx.profile`, a
             `CostModel` or `Seconds`; None: tokens.
 
     Raises:
@@ -81,14 +81,17 @@ def split_tokens(forest: Forest, ranks: int, cost: Cost = None) -> TokenSplit:
 
 
 def split_places(depth: IntArray, end: IntArray, ranks: int, cost: Cost = None) -> list[TokenSplit]:
-    """Every way to share out tokens of which only depth and exclusive subtree end are known, int64 [N] each."""
+    """List every way to split tokens, given their depth and exclusive subtree end.
+
+    Both are int64 [N].
+    """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InputError(f"ranks must be a whole number of at least 1, got {ranks!r}")
     linear = price(_NO_ROWS, cost).linear
     if linear is None:
         raise InputError(
-            "sharing the tokens of one forest needs the cost of a token and of a pair: pass what treefx.profile "
-            "returned, a CostModel or Seconds(part, token, pair), not a function of a rank's size"
+            "sharing the tokens of one forest needs the cost of a token and of a pair: pass the result of "
+            "treefx.profile, a CostModel or Seconds(part, token, pair), not a function of a rank's size"
         )
     costs: FloatArray = (linear[0] + linear[1] * (depth + 1.0)).astype(np.float64)
     busy = min(ranks, len(depth))
@@ -134,7 +137,10 @@ def needed(end: IntArray, own: IntArray) -> IntArray:
 
 
 def contiguous(costs: FloatArray, ranks: int) -> list[IntArray]:
-    """A range per rank: the least cost to which all can be held with at most `_MOST_TOKENS` times the mean's tokens."""
+    """Give each rank a range, with the least possible largest cost.
+
+    No rank holds more than `_MOST_TOKENS` times the mean number of tokens.
+    """
     most = max(-(-len(costs) // ranks), int(_MOST_TOKENS * len(costs) / ranks))
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     low, high = sums[-1] / ranks, float(sums[-1])
@@ -151,7 +157,10 @@ def contiguous(costs: FloatArray, ranks: int) -> list[IntArray]:
 
 
 def _fill(sums: FloatArray, bound: float, most: int, ranks: int) -> IntArray | None:
-    """Ends of ranges as long as both bounds allow, one token left for each rank that follows; None if too short."""
+    """Return ends of ranges as long as both bounds allow; None if they do not reach the end.
+
+    At least one token is left for each rank that follows.
+    """
     count, ends = len(sums) - 1, [0]
     for rank in range(ranks):
         start, left = ends[-1], ranks - 1 - rank

@@ -1,7 +1,7 @@
-"""What rows cost together on one rank, for contiguous ranges of rows in depth-first order.
+"""Compute the cost of contiguous ranges of rows in depth-first order on one rank.
 
-A range computes its first row wholly, and of every other what the row before does not have. So tokens and visible pairs
-of [i, j) are differences of cumulative sums, plus what row i shares with row i - 1: the prefix that is computed again.
+A range computes its first row wholly, and only the new suffix of every other row. So tokens and visible pairs of [i, j)
+are differences of cumulative sums, plus the recomputed prefix that row i shares with row i - 1.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _SLACK = 1.0 + 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The rows of an outline, and what ranges of them cost.
+    """Hold the rows of an outline and the cost of ranges of them.
 
     Attributes:
         outline: the rows.
@@ -48,7 +48,7 @@ class Priced:
 
     @cached_property
     def above(self) -> IntArray:
-        """int64 [2, R]: tokens and pairs of what every row shares with the one before it."""
+        """Return int64 [2, R]: tokens and pairs of the prefix that every row shares with the last."""
         return _amounts(self.outline.shared)
 
     def amounts(self, start: IntArray, stop: IntArray) -> IntArray:
@@ -72,11 +72,14 @@ class Priced:
         return self.cost(_amounts(self.outline.length))
 
     def lower_bound(self, ranks: int) -> float:
-        """What the busiest of `ranks` costs at least: an even share without duplicates, or the longest row."""
+        """Bound the cost of the busiest of `ranks` from below.
+
+        The bound is an even share without duplicates, or the longest row.
+        """
         return max(float(self.cost(self.sums[:, -1:] / ranks)[0]), float(self.rows.max()))
 
     def reach(self, bound: float) -> IntArray:
-        """int64 [R]: for every row, the largest stop of a range from it that costs at most `bound`."""
+        """Return int64 [R]: the largest stop of a range from every row that costs at most `bound`."""
         if self.linear is None:
             return self._reach_by_asking(bound * _SLACK)
         sums, above = self.cost(self.sums), self.cost(self.above)
@@ -100,7 +103,7 @@ def price(outline: Outline, cost: Cost) -> Priced:
     """The rows of an outline with their costs.
 
     Raises:
-        InputError: `cost` is nothing that says what a rank costs.
+        InputError: `cost` is no cost of a rank.
     """
     if cost is None:
         return _linear(outline, 1.0, 0.0)
@@ -113,7 +116,7 @@ def price(outline: Outline, cost: Cost) -> Priced:
         return _linear(outline, cost.token, cost.pair)
     if not callable(cost):
         raise InputError(
-            "cost must be what treefx.profile returned, a CostModel, a function of a Size (tokens, pairs) or None, got "
+            "cost must be the result of treefx.profile, a CostModel, a function of a Size (tokens, pairs) or None, got "
             f"{type(cost).__name__}"
         )
     return Priced(outline, None, cost)

@@ -1,4 +1,4 @@
-"""Contiguous ranges of rows in depth-first order: rows that share most stand next to each other."""
+"""Find contiguous ranges of rows in depth-first order, which keeps shared rows together."""
 
 from collections import deque
 
@@ -14,7 +14,9 @@ _GROWTH = 1.1
 
 
 def smallest_bound(priced: Priced, ranks: int) -> tuple[float, IntArray]:
-    """The least cost, within a thousandth, to which `ranks` contiguous ranges can be held, and where they begin.
+    """Find the least cost, within a thousandth, that bounds `ranks` contiguous ranges.
+
+    Returns the bound and the beginnings of the ranges.
 
     A shorter range never costs more, so filling each up to the bound takes the fewest ranges, and the least bound is
     found by binary search.
@@ -41,7 +43,10 @@ def smallest_bound(priced: Priced, ranks: int) -> tuple[float, IntArray]:
 
 
 def _fill(priced: Priced, bound: float, ranks: int) -> IntArray | None:
-    """Ranges as long as the bound allows; None where there would be more than `ranks`, or a row is over it alone."""
+    """Return ranges as long as the bound allows; None if it cannot be held.
+
+    It fails with more than `ranks` ranges, or a single row above the bound.
+    """
     reach = priced.reach(bound).tolist()
     ends = [0]
     while ends[-1] < len(reach):
@@ -75,8 +80,8 @@ def fewest_duplicates(priced: Priced, bound: float) -> IntArray:
 def _cut(above: list[float], reach: list[int], start: int, stop: int) -> list[int]:
     """Ends of the ranges of one tree, the rows [start, stop).
 
-    D(j) = min over i with cost(i, j) <= bound of D(i) + above(i), above(i): the cost of what row i shares with the one
-    before it. Stops never go back, so the minima are those of a sliding window: linear in the rows.
+    D(j) = min over i with cost(i, j) <= bound of D(i) + above(i), above(i): the cost of the prefix that row i shares
+    with the row before it. Stops never go back, so the minima are those of a sliding window: linear in the rows.
     """
     least, start_of = 0.0, {start: start}
     window: deque[tuple[float, int]] = deque()

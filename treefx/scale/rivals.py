@@ -1,8 +1,8 @@
-"""Other ways to share rows among ranks, for comparison: what each one's busiest rank costs.
+"""Compute the busiest rank's cost under other ways to share rows, for comparison.
 
 ========================  =============================================================================================
 whole trees, LPT          longest first (Graham 1969), no tree is cut
-whole trees, KK           largest differencing (Karmarkar and Karp 1982, for k sets; what verl balances rows with)
+whole trees, KK           largest differencing (Karmarkar and Karp 1982, for k sets; used by verl)
 rows, LPT                 every row alone, no prefix is shared
 ========================  =============================================================================================
 """
@@ -38,7 +38,7 @@ def _busiest(cost: FloatArray, ranks: int) -> float:
 def largest_differencing(cost: FloatArray, ranks: int) -> FloatArray:
     """float64 [ranks]: loads after the largest differencing method.
 
-    Every piece begins as a partition of its own, with all ranks but one empty. The two of the largest spread become
+    Every piece begins as a separate partition, with all ranks but one empty. The two of the largest spread become
     one: the fullest rank of one with the emptiest of the other, and so on.
     """
     heap = []

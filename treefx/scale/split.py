@@ -1,4 +1,4 @@
-"""Which rows run on which rank: the most even assignment that is found, duplicates counted against it.
+"""Assign rows to ranks as evenly as the search finds, with duplicates as a cost.
 
 1. *Contiguous ranges* of rows in depth-first order, as even as they go (`ranges.smallest_bound`).
 2. *Cut and pack*: the ranges that compute the least twice within a bound (`ranges.fewest_duplicates`), small trees
@@ -8,8 +8,8 @@ The one with the least `max / lower bound + duplicated / distinct` is taken: a h
 much as a hundredth of all tokens computed twice. How many bounds are tried depends on the numbers of rows and pieces,
 never on a clock, so every process finds the same.
 
-A rank's cost is taken to add up over its rows, so what cannot be cut, one long row, bounds the step; that is context
-parallelism's to mend.
+A rank's cost is the sum over its rows, so one long row, which cannot be cut, bounds the step. Context parallelism
+removes that bound.
 """
 
 from collections.abc import Iterator
@@ -30,20 +30,20 @@ _BOUNDS = (1.0, 1.03, 1 / 2, 1 / 3, 1.06, 1 / 4, 2 / 3, 1.1, 1 / 6, 1 / 8)
 """Costs of a piece over the lower bound, in the order in which they are tried."""
 _MOST_VISITS = 60_000
 _VISITS_PER_PIECE = 5
-"""Rows that cutting may look at, all bounds together, and what a piece counts besides."""
+"""Number of rows that cutting may visit for all bounds together, and the extra count of a piece."""
 _GOOD = 1.002
-"""What is this even, duplicates counted, is not improved."""
+"""Assignments this even, duplicates counted, are not improved."""
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Rows by rank, and what they cost.
+    """Assign rows to ranks, with the cost of each rank.
 
     Attributes:
         rows: per rank, int64 [k], ascending row numbers in the caller's order; may be empty.
         tokens: int64 [ranks], distinct tokens of each rank.
         cost: float64 [ranks], predicted cost of each.
-        lower_bound: what the busiest rank costs at least.
+        lower_bound: least possible cost of the busiest rank.
         distinct_tokens: of all rows together.
     """
 
@@ -60,7 +60,7 @@ class Split:
 
     @property
     def duplicated(self) -> float:
-        """Tokens that are computed on more than one rank, beyond the first time, per distinct token."""
+        """Return the tokens computed again on further ranks, per distinct token."""
         return float(self.tokens.sum()) / self.distinct_tokens - 1.0
 
 
@@ -104,7 +104,7 @@ class _Placed:
 
     @cached_property
     def score(self) -> float:
-        """What assignments are compared by, in units of the lower bound: the less the better."""
+        """Return the value that assignments are compared by, in units of the lower bound; less wins."""
         lower = self.priced.lower_bound(self.amounts.shape[1])
         busiest = float(self.priced.cost(self.amounts).max()) / lower
         return busiest + float(self.amounts[0].sum()) / self.priced.outline.tokens - 1.0

@@ -1,4 +1,4 @@
-"""What a step would cost on many ranks, on paper: every rank's share planned under the memory limit."""
+"""Predict the cost of a step on many ranks, with every share planned under the limit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +21,10 @@ class Step:
 
     Attributes:
         assignment: the forests of all ranks.
-        plans: of every rank with rows of its own; the exchange of gradients, when the last has ended, is not in them.
+        plans: of every rank with rows; they exclude the all-reduce of gradients at the end.
         resident_bytes: the parameters and gradients of the model, whole.
-        link_bytes_per_second: what a rank sends while it receives as much; None: gradients are taken to travel in no
-            time.
+        link_bytes_per_second: bytes that a rank sends per second while it receives as many; None: gradients travel in
+            no time.
     """
 
     assignment: Assignment
@@ -40,8 +40,11 @@ class Step:
 
     @property
     def wire_bytes(self) -> float:
-        """What every rank sends, rings taken: gradients reduced and handed round (DDP), or parameters gathered and
-        gradients reduced (FSDP2), which is as much, as parameters are as large as their gradients."""
+        """Return the bytes that every rank sends, with ring collectives.
+
+        DDP: gradients reduced and passed round. FSDP2: parameters gathered and gradients reduced, which is as much, as
+        parameters are as large as their gradients.
+        """
         ranks = len(self.assignment)
         return self.resident_bytes * (ranks - 1) / ranks
 

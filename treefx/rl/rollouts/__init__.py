@@ -1,7 +1,8 @@
-"""Tree rollouts: a policy and an environment in, trajectories with rewards and old log-probabilities out.
+"""Sample tree rollouts from a policy and an environment.
 
-A ``scheme`` says which branches come next, ``run`` samples and acts, ``growth`` is a tree meanwhile, ``records`` what
-is left of it, ``files`` how that is kept. ``protocol`` is what a policy and an environment have to be.
+Out: trajectories with rewards and old log-probabilities. A ``scheme`` chooses the next branches, ``run`` samples and
+    acts, ``growth`` is a growing tree, ``records`` the finished one, ``files`` its storage. ``protocol`` is the
+    interface of a policy and an environment.
 
 Order of imports, each only of what stands before an arrow::
 

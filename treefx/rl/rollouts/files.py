@@ -23,7 +23,7 @@ _VERSION = 1
 
 @needs("rl", "a file of rollouts")
 def write_columns(path: "str | PathLike[str]", columns: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Write a file, whole or not at all: another one of that name stays until the new one is complete.
+    """Write a file atomically: an older file of that name stays until the new one is complete.
 
     Raises:
         InputError: `info` is not JSON.

@@ -18,7 +18,7 @@ PROMPT = -1
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A step that is to be sampled: after which step (or `PROMPT`), and in which tree of the task."""
+    """Name a step to sample: its parent step (or `PROMPT`) and its tree of the task."""
 
     parent: int
     tree: int
@@ -26,11 +26,11 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that was sampled, and what the environment answered.
+    """Hold a sampled step and the environment's answer.
 
     Attributes:
         branch: where it hangs.
-        completion: what was sampled.
+        completion: the sampled tokens.
         outcome: the environment's answer.
         position: number of the step on its trajectories, from 1.
         length: tokens of the row up to the step's end, the observation's included.
@@ -51,7 +51,7 @@ class Step:
 
 
 class GrowingTree:
-    """The steps of one task so far; schemes read it and say which branches come next.
+    """Hold the sampled steps of one task; schemes read it to choose the next branches.
 
     Args:
         state: of the environment, before the first step.

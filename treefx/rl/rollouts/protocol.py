@@ -1,4 +1,4 @@
-"""What a rollout needs from outside: something that samples tokens, and an environment that answers."""
+"""Define the interface of a policy that samples tokens, and of an environment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ __all__ = ["Completion", "Environment", "Generate", "Outcome"]
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled after one prefix.
+    """Hold the tokens that were sampled after one prefix.
 
     Attributes:
         tokens: token ids, at least one; the token that ended it (end of turn, say) included.
@@ -22,13 +22,16 @@ class Completion:
 
 
 class Generate(Protocol):
-    """Samples one completion after each prefix: a function, or an object such as `TransformersSampler`."""
+    """Sample one completion after each prefix.
+
+    A function, or an object such as `TransformersSampler`.
+    """
 
     def __call__(self, prefixes: Sequence[list[int]], seeds: Sequence[int], /) -> Sequence[Completion]:
         """Sample.
 
         Args:
-            prefixes: token ids before the completion: prompt, earlier completions, and what the environment said.
+            prefixes: token ids before the completion: prompt, earlier completions, and observations of the environment.
                 Branches of one fork come as equal prefixes.
             seeds: one per prefix, in [0, 2^63). The same prefix and seed should give the same completion, in any batch.
 
@@ -39,12 +42,12 @@ class Generate(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an environment answers to the tokens of one step.
+    """Hold an environment's answer to the tokens of one step.
 
     Attributes:
-        state: where the next step goes on from.
-        observation: token ids that follow the step's own: the tool's output and whatever asks the policy to speak
-            again. They are never trained.
+        state: start of the next step.
+        observation: token ids after the step's sampled tokens: the tool's output and the next turn's prompt. They are
+            never trained.
         done: whether the trajectory ends here.
         reward: outcome reward of the trajectory if it ends here, also if it is cut off here.
         step_reward: reward of the step itself: PORTool's formatting reward.
@@ -58,7 +61,10 @@ class Outcome:
 
 
 class Environment(Protocol):
-    """Tasks and tools. Branches go on from one state, so a state is never changed: `act` returns a new one."""
+    """Define tasks and tools.
+
+    Branches continue from one state, so a state is never changed: `act` returns a new one.
+    """
 
     def start(self, task: Any, /) -> tuple[Any, Sequence[int]]:
         """Return the state and the prompt (token ids, at least one) of a task."""
@@ -68,6 +74,6 @@ class Environment(Protocol):
 
         Args:
             state: of the step before, or of `start`. Other branches hold it too.
-            tokens: what the policy sampled.
-            seed: for whatever is random in the environment, in [0, 2^63); another one for every step.
+            tokens: tokens that the policy sampled.
+            seed: seed of the environment's random numbers, in [0, 2^63); a different one for every step.
         """

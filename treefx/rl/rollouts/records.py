@@ -1,4 +1,4 @@
-"""Rollouts: sampled trees with rewards, old log-probabilities and masks, and the forest they train on."""
+"""Store sampled trees with rewards, old log-probabilities and masks; build their forest."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -38,14 +38,16 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rollouts:
-    """Trajectories of some tasks and the steps they share; every step is held once. `rollout` makes them.
+    """Hold trajectories of some tasks; every shared step is stored once.
+
+    `rollout` makes them.
 
     G: tasks. S: steps. K: trajectories, in the order of tasks, and within a task in the order they ended.
 
     Attributes:
         prompt_tokens: int64, token ids of all prompts end to end.
         prompt_offsets: int64 [G + 1], where each begins.
-        step_tokens: int64, token ids of all steps end to end: what was sampled, then what the environment said.
+        step_tokens: int64, token ids of all steps end to end: sampled tokens, then the observation.
         step_offsets: int64 [S + 1], where each begins.
         step_sampled: int64 [S], how many of the step's tokens were sampled; the others are the environment's.
         step_logprobs: float64, log-probabilities of all sampled tokens end to end, under the policy that sampled them.
@@ -83,7 +85,7 @@ class Rollouts:
 
     @classmethod
     def from_trees(cls, trees: Sequence[GrowingTree], info: dict[str, Any]) -> "Rollouts":
-        """Collect what is on a trajectory from fully grown trees, one per task."""
+        """Collect finished trajectories from fully grown trees, one tree per task."""
         columns: dict[str, list[Any]] = {name: [] for name in _DTYPES}
         columns["prompt_offsets"], columns["step_offsets"] = [0], [0]
         num_trees = 0
@@ -104,7 +106,7 @@ class Rollouts:
 
     @classmethod
     def load(cls, path: "str | PathLike[str]") -> "Rollouts":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             InputError: the file is of another kind or version, or damaged; the message names it and the field.
@@ -139,7 +141,10 @@ class Rollouts:
 
     @lasting_property
     def steps(self) -> StepTree:
-        """The steps as advantages take them; `steps.span` has their tokens [start, stop) on the rows."""
+        """Return the steps as advantages take them.
+
+        `steps.span` has their tokens [start, stop) on the rows.
+        """
         plain = StepTree(self.parent, self.leaf, self.group, self.tree)
         length = self.step_offsets.diff()
         stop = torch.zeros_like(length)
@@ -156,7 +161,7 @@ class Rollouts:
 
     @lasting_property
     def forest_once(self) -> Forest:
-        """The same, but the weight of a step is 1 in the first trajectory that goes through it, 0 in the others.
+        """Return the forest with weight 1 for a step in its first trajectory alone, else 0.
 
         A loss on `forest` is the sum over trajectories, as training on separate rows; on this, over sampled steps.
         """
@@ -180,7 +185,7 @@ class Rollouts:
 
     @lasting_property
     def old_logprobs(self) -> list[Tensor]:
-        """Per row, float64 [length]: log-probability when it was sampled; NaN at tokens that were not."""
+        """Return, per row, float64 [length]: the log-probability of sampled tokens, else NaN."""
         of_step = torch.full(self.step_tokens.shape, torch.nan, dtype=torch.float64)
         of_step[self._is_sampled] = self.step_logprobs
         return self.spread(of_step, torch.full(self.prompt_tokens.shape, torch.nan, dtype=torch.float64))
@@ -210,7 +215,10 @@ class Rollouts:
         return place < torch.repeat_interleave(self.step_sampled, length)
 
     def _check_columns(self) -> Iterator[tuple[str, Any]]:
-        """What holds of all rollouts, each with whether it does here; a later one may rely on those before."""
+        """Yield the invariants of all rollouts, each with whether it holds.
+
+        A later one may rely on those before.
+        """
         columns = [(getattr(self, name), dtype) for name, dtype in _DTYPES.items()]
         yield "columns must be one-dimensional, of their dtypes", all(x.ndim == 1 and x.dtype == d for x, d in columns)
         steps, rows = len(self.parent), len(self.leaf)

@@ -35,26 +35,26 @@ def rollout(
 ) -> Rollouts:
     """Sample a tree of steps for every task.
 
-    Branches of all tasks are sampled together, one call of `generate` per wave. Every step has a seed of its own,
-    which depends on `seed`, on the task's place in `tasks` and on the step's place in its tree; so a rollout can be
-    repeated as far as `generate` and the environment keep to their seeds.
+    Branches of all tasks are sampled together, one call of `generate` per wave. Every step has a separate seed, which
+    depends on `seed`, on the task's place in `tasks` and on the step's place in its tree; so a rollout can be repeated
+    as far as `generate` and the environment keep to their seeds.
 
     Args:
         generate: samples completions after prefixes; see `Generate`. `TransformersSampler` keeps the K/V of prefixes.
         environment: see `Environment`.
-        tasks: what `environment.start` takes, at least one. Kept in `Rollouts.info`, so saving needs them to be JSON.
-        scheme: `Group`, `PortoolTree`, `RandomExpansion`, or one of your own.
+        tasks: arguments of `environment.start`, at least one. Kept in `Rollouts.info`, so saving needs them to be JSON.
+        scheme: `Group`, `PortoolTree`, `RandomExpansion`, or your own scheme.
         seed: at least 0.
-        max_steps: a trajectory of so many steps is cut off: it ends with what the environment said last as its reward.
-        max_length: a trajectory whose row has so many tokens is cut off likewise, at the end of a step.
+        max_steps: steps of a trajectory at which it is cut off; the last answer of the environment has its reward.
+        max_length: tokens of a row at which its trajectory is cut off likewise, at the end of a step.
         tool_threads: calls of `environment.act` at a time, in threads; the environment has to allow more than one.
         progress: show a progress bar, which counts waves.
 
     Returns:
-        The trajectories, rewards, old log-probabilities and masks; `Rollouts.forest` is what to train on.
+        The trajectories, rewards, old log-probabilities and masks; train on `Rollouts.forest`.
 
     Raises:
-        InputError: an argument is out of range, or what `generate` or the environment returned is unfit.
+        InputError: an argument is out of range, or `generate` or the environment returned an unfit value.
 
     Example:
         >>> rollouts = rollout(sampler, environment, tasks, PortoolTree(trajectories=8, forks=2), seed=step)
@@ -122,7 +122,7 @@ def _seeds(seed: int, task: int, number: int) -> tuple[int, int]:
 
 
 def _check(completions: Sequence[Completion], count: int) -> list[Completion]:
-    """Plain integers and floats, or an error that names what is unfit."""
+    """Convert to plain integers and floats, or raise an error that names the unfit value."""
     if len(completions) != count:
         raise InputError(f"generate must return one completion per prefix, {count}, got {len(completions)}")
     read = []

@@ -29,7 +29,9 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """Plain groups (GRPO): independent trajectories of each task, which share its prompt. Each is a tree of its own.
+    """Sample plain groups (GRPO): independent trajectories of each task, one tree each.
+
+    They share the task's prompt.
 
     Attributes:
         trajectories: n, at least 1.
@@ -49,13 +51,15 @@ class Group:
 
 @dataclass(frozen=True)
 class PortoolTree:
-    """PORTool's tree (arXiv 2510.26020): one tree per task, in which every unfinished step may fork.
+    """Grow PORTool's tree: one tree per task, in which every unfinished step may fork.
+
+    arXiv 2510.26020.
 
     n first steps follow the prompt. In each later wave every unfinished step has f candidate forks, of which n minus
     the finished trajectories are kept, so that in the end n have finished. A step of which none is kept is given up.
-    Which are kept is drawn uniformly, as nothing else is published. The draw does not depend on what the candidates
-    say, so it comes first, and only those that are kept are sampled: the same trees, for a fraction 1 / f of the
-    tokens. That is as many tokens as independent trajectories have; to sample fewer, begin with fewer first steps.
+    The kept forks are drawn uniformly, as nothing else is published. The draw does not depend on the candidates'
+    tokens, so it comes first, and only kept forks are sampled: the same trees, for a fraction 1 / f of the tokens. That
+    is as many tokens as independent trajectories have; to sample fewer, begin with fewer first steps.
 
     Attributes:
         trajectories: n, at least 1.
@@ -86,7 +90,9 @@ class PortoolTree:
 
 @dataclass(frozen=True)
 class RandomExpansion:
-    """Tree-GRPO's trees (arXiv 2509.21240): chains first, then branches from random nodes, each to its end.
+    """Grow Tree-GRPO's trees: chains first, then branches from random nodes to their ends.
+
+    arXiv 2509.21240.
 
     M chains per task, each of which becomes a tree. In each round N nodes of every tree are drawn, different ones as
     far as it has so many, and sampled on to the end. That makes M (1 + rounds N) trajectories.

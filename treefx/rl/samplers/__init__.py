@@ -1,7 +1,7 @@
-"""What samples tokens for a rollout.
+"""Sample tokens for a rollout.
 
 In: prefixes and seeds. Out: completions with their log-probabilities. ``transformers_sampler`` runs a model and keeps
-the keys and values of prefixes (``prefix_cache``); ``draw`` turns logits into tokens; ``completions_sampler`` asks a
+the keys and values of prefixes (``prefix_cache``); ``draw`` turns logits into tokens; ``completions_sampler`` calls a
 server.
 
 Order of imports, each only of what stands before an arrow::

@@ -1,4 +1,6 @@
-"""Sampling from a server with an OpenAI-compatible completions endpoint (vLLM, SGLang's and others' `/v1/completions`).
+"""Sample from a server with an OpenAI-compatible completions endpoint.
+
+Servers are vLLM, SGLang and others with `/v1/completions`.
 
 Prompts are sent as token ids and token ids are asked for, never text: encoding a text again may give other tokens, and
 a branch would no longer begin with its prefix. Branches send equal prompts, so the server's prefix caching finds them.

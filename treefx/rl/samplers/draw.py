@@ -1,4 +1,7 @@
-"""Tokens from logits by uniform numbers, so that a draw depends on its own number and on nothing else in the batch."""
+"""Draw tokens from logits by uniform numbers.
+
+A draw depends on its own number and on nothing else in the batch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +49,7 @@ def draw(logits: Tensor, numbers: Tensor, drawing: Drawing) -> tuple[Tensor, Ten
 
     Returns:
         Tokens int64 [B], and their log-probabilities [B], float32 or float64 as the logits: those of the tempered
-        distribution before `top_k` and `top_p`, which is what a training step computes; at temperature 0, of 1.
+        distribution before `top_k` and `top_p`, as a training step computes them; at temperature 0, of 1.
     """
     wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
     logprobs = torch.log_softmax(wide / (drawing.temperature or 1.0), -1)
@@ -61,7 +64,7 @@ def draw(logits: Tensor, numbers: Tensor, drawing: Drawing) -> tuple[Tensor, Ten
 
 
 def _truncate(probabilities: Tensor, drawing: Drawing) -> Tensor:
-    """Set to 0 what `top_k` and `top_p` leave out."""
+    """Set probabilities to 0 that `top_k` or `top_p` excludes."""
     if drawing.top_k is None and drawing.top_p is None:
         return probabilities
     ordered, token = probabilities.sort(dim=-1, descending=True, stable=True)

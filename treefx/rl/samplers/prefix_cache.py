@@ -15,10 +15,10 @@ _FIRST_CAPACITY = 256
 
 
 class PrefixCache:
-    """Slots of tokens, their keys and values per layer, and the logits at the ends of prefixes.
+    """Hold slots of tokens, their keys and values per layer, and logits at ends of prefixes.
 
     Attributes:
-        logits: by slot of a prefix's last token, [V]: what the first token after it is drawn from.
+        logits: by slot of a prefix's last token, [V]; the next token is drawn from them.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,9 @@ class PrefixCache:
         return keys[slots].transpose(1, 2), values[slots].transpose(1, 2)
 
     def missing_pieces(self, prefixes: Iterable[Sequence[int]]) -> list[tuple[list[int], list[int]]]:
-        """What has to be computed next so that all prefixes and the logits at their ends are held in the end.
+        """Return the next pieces to compute so that all prefixes end up in the cache.
+
+        The logits at their ends are included.
 
         Returns:
             Pairs of a path that is held and the tokens after it, up to where prefixes end or part; no two pieces have
@@ -83,7 +85,7 @@ class PrefixCache:
             if len(path) == len(prefix):
                 if path[-1] in self.logits:
                     continue
-                path = path[:-1]  # held as part of a longer one, whose logits nobody asked for
+                path = path[:-1]  # held as part of a longer prefix, without logits
             rest = list(prefix[len(path) :])
             at = (path[-1] if path else _ROOT, rest[0])
             others = pieces.get(at, (path, rest))[1]

@@ -1,8 +1,8 @@
-"""Sampling from a transformers model, with the keys and values of all prefixes kept while branches are sampled.
+"""Sample from a transformers model, with the keys and values of all prefixes cached.
 
-Every distinct prefix token is fed to the model once: branches of one fork read the same keys and values, prefixes that
-have a beginning in common share it, and branches that happen to draw the same tokens go on as one row of the batch
-until they part. The model runs in batches of such rows, as it is and outside of `torch.compile`.
+Every distinct prefix token is fed to the model once: branches of one fork read the same keys and values, prefixes with
+a common beginning share it, and branches that draw the same tokens stay one row of the batch until they differ. The
+model runs in batches of such rows, unchanged and outside of `torch.compile`.
 """
 
 import inspect
@@ -26,7 +26,9 @@ _KEEPING = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 
 
 class TransformersSampler:
-    """A `Generate` for `rollout`. Keys and values are kept inside a with-block, in which the weights must not change.
+    """Implement `Generate` for `rollout` with a cache of keys and values.
+
+    The cache lives inside a with-block, in which the weights must not change.
 
     Args:
         model: a causal LM of transformers, or a wrapper with its `forward` (PEFT). Layers must keep keys and values
@@ -116,7 +118,7 @@ class TransformersSampler:
         return completions
 
     def _prefill(self, cache: PrefixCache, prefixes: list[tuple[int, ...]]) -> list[list[int]]:
-        """Compute what the cache does not hold, from common beginnings on; returns the slots of every prefix."""
+        """Compute missing prefixes, from common beginnings on; return the slots of every prefix."""
         distinct = list(dict.fromkeys(prefixes))
         while pieces := cache.missing_pieces(distinct):
             paths, chunks = map(list, zip(*pieces, strict=True))
@@ -133,7 +135,7 @@ class TransformersSampler:
         return [found[prefix] for prefix in prefixes]
 
     def _decode(self, cache: PrefixCache, paths: list[list[int]], numbers: Tensor) -> list[Completion]:
-        """Sample after each path; members of one row have drawn the same tokens so far."""
+        """Sample after each path; members of one row have drawn the same tokens until now."""
         tokens: list[list[int]] = [[] for _ in paths]
         logprobs: list[list[float]] = [[] for _ in paths]
         starts = {path[-1]: path for path in paths}
@@ -164,14 +166,17 @@ class TransformersSampler:
         return [Completion(*pair) for pair in zip(tokens, logprobs, strict=True)]
 
     def _forward(self, past: Any, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """Run the model on `ids` [B, width] after `past`; returns logits [B, V] of the last column."""
+        """Run the model on `ids` [B, width] after `past`; return logits [B, V] of the last column."""
         self.fed_tokens += int(mask[:, -ids.shape[1] :].sum())
         given = {"attention_mask": mask.to(self._device, torch.int64), "position_ids": positions.to(self._device)}
         optional = {name: value for name, value in given.items() if name in self._parameters}
         return self._last_logits(1, ids, past_key_values=past, use_cache=True, **optional)[:, 0]
 
     def _last_logits(self, columns: int, ids: Tensor, **given: Any) -> Tensor:
-        """Logits [B, columns, V] of the last columns; others are not computed if the model can leave them out."""
+        """Return logits [B, columns, V] of the last columns.
+
+        Other logits are not computed if the model can skip them.
+        """
         if "logits_to_keep" in self._parameters:
             given["logits_to_keep"] = columns
         logits: Tensor = self.model(input_ids=ids, **given).logits
@@ -255,7 +260,7 @@ class _Rows:
         return logits
 
     def _keep(self, real: Tensor) -> None:
-        """Write the keys and values of the columns just fed, [B, width], where they are real tokens."""
+        """Write the keys and values of the last columns, [B, width], where they are real tokens."""
         width = real.shape[1]
         fed = [path[len(path) - count :] for path, count in zip(self.paths, real.sum(1).tolist(), strict=True)]
         slots = torch.tensor([slot for row in fed for slot in row], device=self.device)
@@ -288,6 +293,6 @@ def _refuse_unfit(model: nn.Module) -> None:
 
 
 def _forward_parameters(model: Any) -> set[str]:
-    """Names that the model's forward takes; a wrapper (PEFT) takes what the model within does."""
+    """List the arguments of the model's forward; for a wrapper (PEFT), of the inner model."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return set(inspect.signature(inner.forward).parameters)
