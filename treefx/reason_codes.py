@@ -1,4 +1,4 @@
-"""The stable codes of all reasons for which something runs on rows: ``TFX`` and three digits.
+"""List the stable codes of reasons for running on rows: ``TFX`` and three digits.
 
 A code names one kind of reason for good: the text of a message may change, its code does not, and a code that is no
 longer given is never used for another reason. ``TFX001`` to ``TFX099`` are reasons of a whole call, ``TFX101`` and up
@@ -365,7 +365,7 @@ def link_to(code: str) -> str:
 
 
 def marked(code: str) -> str:
-    """A code and the link to its entry, as messages end: ``[TFX012, docs/troubleshooting.md#tfx012]``."""
+    """Return a code with the link to its entry: ``[TFX012, docs/troubleshooting.md#tfx012]``."""
     return f"[{code}, {link_to(code)}]"
 
 
@@ -380,12 +380,12 @@ def code_of_cause(name: str) -> str:
 
 
 def code_of_operator(op: str, reason: str) -> str:
-    """The code of an operator that runs on rows, by its name and what the analysis says of it."""
+    """Return the code of an operator that runs on rows, from its name and the reason."""
     code = code_of_text(reason)
     return _STATISTIC if code == _OTHER and "batch_norm" in op else code
 
 
 @lru_cache(maxsize=256)
 def code_of_text(reason: str) -> str:
-    """The code of what the analysis says of an operator."""
+    """Return the code of a reason that the analysis gave for an operator."""
     return next((code for pattern, code in _PATTERNS if pattern.match(reason)), _OTHER)

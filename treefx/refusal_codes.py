@@ -1,7 +1,7 @@
-"""The stable codes of errors that refuse a computation, and of warnings about a slower form: ``TFX201`` and up.
+"""List the stable codes of refusals and of warnings about slower forms, from ``TFX201``.
 
 Each part of treefx that refuses has one code: the message says what was refused, its entry in the troubleshooting page
-what such refusals have in common. Codes of reasons for running on rows stand in ``treefx.reason_codes``.
+the common cause of such refusals. Codes of reasons for running on rows stand in ``treefx.reason_codes``.
 """
 
 from treefx.reason_codes import ReasonCode

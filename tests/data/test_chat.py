@@ -287,7 +287,7 @@ def test_markers_need_a_fast_tokenizer() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-    with pytest.raises(InputError, match="only a fast tokenizer tells"):
+    with pytest.raises(InputError, match="only a fast tokenizer can"):
         turn_samples(CHAT, Slow())  # type: ignore[arg-type]
     assert len(turn_samples(CHAT, ChatTokenizer(Slow(), markers=False))) == 3  # type: ignore[arg-type]
 

@@ -167,7 +167,7 @@ def test_ranks_that_are_none_are_refused(ranks: object) -> None:
 
 
 def test_costs_and_fingerprints_that_are_none_are_refused() -> None:
-    with pytest.raises(InputError, match="cost must be what treefx.profile returned"):
+    with pytest.raises(InputError, match="cost must be the result of treefx.profile"):
         split(outline_of([[1, 2]]), 2, 3.0)  # type: ignore[arg-type]
     for wrong in (0.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="cost must be a number above 0 for every row"):

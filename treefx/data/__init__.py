@@ -2,7 +2,7 @@
 
 In: files of conversations, of compared answers or of judged ones. Out: samples (token ids and labels), padded batches
 for an unmodified trainer, or forests with the indices that ``treefx.losses`` take. ``files`` reads records, ``formats``
-says what they mean, ``trajectories`` is what they become; ``tokenization`` and ``template`` are tokenizers of our own.
+interprets them, ``trajectories`` are the common forms; ``tokenization`` and ``template`` are built-in tokenizers.
 
 Order of imports, each only of what stands before an arrow::
 

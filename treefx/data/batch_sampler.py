@@ -1,8 +1,8 @@
 """Rows to micro-batches: a batch sampler that puts rows with a common prefix together.
 
 A batch computes its distinct tokens, so a prefix that two batches need is computed twice. Batches are filled from the
-leaves of the prefix tree up: at every node, deepest first, what hangs below it is put together first-fit, largest
-first, as far as the budget goes. So rows meet where they have most in common.
+leaves of the prefix tree up: at every node, deepest first, the subtrees below it are packed first-fit, largest first,
+within the budget. So rows with the longest common prefixes meet.
 
 For several ranks, batches like that are dealt out by size, or the rows of each step are shared out among the ranks by
 ``treefx.scale`` (``rank_steps``): whichever is predicted to take less time, all steps together.
@@ -45,7 +45,7 @@ class TreeBatchSampler(Sampler[list[int]]):
     Every row is in exactly one batch of an epoch, over all ranks. Which small trees share a batch and the order of the
     batches are random, and differ from epoch to epoch after `set_epoch`; rows that share prefixes stay together.
     All of it follows from the arguments and the epoch: every rank computes the same and takes its own. Where the ranks
-    are the processes of `torch.distributed`, they compare what they were given when they begin for the first time.
+    are the processes of `torch.distributed`, they compare their arguments when they begin for the first time.
 
     Args:
         sequences: the token ids of every row.
@@ -106,12 +106,15 @@ class TreeBatchSampler(Sampler[list[int]]):
         self._is_compared = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Change the order; call it with the same number on all ranks, as for `DistributedSampler`."""
+        """Change the order of batches.
+
+        Call it with the same number on all ranks, as for `DistributedSampler`.
+        """
         self.epoch = epoch
 
     @property
     def sampler(self) -> "TreeBatchSampler":
-        """Itself: Lightning and accelerate call `set_epoch` of the sampler that a batch sampler draws from."""
+        """Return self: Lightning and accelerate call `set_epoch` of a batch sampler's sampler."""
         return self
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -120,11 +123,11 @@ class TreeBatchSampler(Sampler[list[int]]):
         return (step[self.rank] for step in self.steps())
 
     def forests(self) -> Iterator[Forest]:
-        """This rank's batches as forests, whose losses sum over the ranks to the loss of all rows of the step.
+        """Yield this rank's batches as forests; losses sum over ranks to the loss of the step.
 
-        Means divide by the whole step's weights, as with `treefx.scale.shard_rows`, and so does what has to be done
-        with DDP and FSDP2. A rank without rows gets one of weight 0. Values per row are given for the rows of the
-        step, of all ranks, in ascending order of their numbers.
+        Means divide by the whole step's weights, as with `treefx.scale.shard_rows`; see there for DDP and FSDP2. A rank
+        without rows gets one of weight 0. Values per row are given for the rows of the step, of all ranks, in ascending
+        order of their numbers.
         """
         self._compare_ranks()
         for step in self.steps():
@@ -207,12 +210,14 @@ class TreeBatchSampler(Sampler[list[int]]):
 
 
 def distinct_tokens(forest: Forest, batches: Sequence[Sequence[int]]) -> int:
-    """Distinct tokens per batch, summed: what training computes on these batches of rows."""
+    """Sum the distinct tokens of all batches: the tokens that training computes."""
     return sum(len(_tokens_of(forest, rows)) for rows in batches)
 
 
 def first_fit_batches(forest: Forest, max_tokens: int) -> list[list[int]]:
-    """The baseline: rows in the order they arrive, each into the first batch whose distinct tokens stay in the budget.
+    """Fill batches in order of arrival: each row goes into the first batch with room.
+
+    This is the baseline; the budget counts distinct tokens.
 
     As the sparse tree mode of AReaL 1.0 packs its trees.
     """

@@ -15,7 +15,7 @@ __all__ = ["Batch", "batches", "collate", "prefix_order"]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What an unmodified causal LM takes: int64 tensors [B, T], padded on the right."""
+    """Hold the inputs of a causal LM: int64 tensors [B, T], padded on the right."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -69,7 +69,7 @@ def collate(samples: Sequence[Sample], pad_id: int, *, pad_multiple: int = 1, le
 
 
 def prefix_order(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples by task, and by their tokens within a task: each stands next to the one it shares most with."""
+    """Sort samples by task, and by tokens within a task, so that shared prefixes are adjacent."""
     # Big-endian words compare as bytes exactly as the token ids compare as numbers.
     return sorted(samples, key=lambda sample: (sample.task, sample.tokens.astype(">u8").tobytes()))
 

@@ -1,4 +1,4 @@
-"""Samples, pairs, judged answers and groups as one forest, with the indices that ``treefx.losses`` take."""
+"""Build one forest of samples, pairs, judged answers or groups, with indices for losses."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def forest_of(samples: Sequence[Sample]) -> Forest:
-    """The forest of the samples' tokens; a token's weight in a row is 1 where that row has a label for it, else 0.
+    """Build the forest of the samples' tokens; labels give weights of 1, others are 0.
 
     Raises:
         ForestError: there is no sample.
@@ -51,7 +51,9 @@ class PreferenceBatch:
 
 
 def preference_batch(preferences: Iterable[Preference], tokenizer: AnyTokenizer) -> PreferenceBatch:
-    """Encode pairs; trained is what the assistant wrote of an answer, or all of an answer that is plain text.
+    """Encode pairs of answers for `treefx.losses.dpo` and its relatives.
+
+    The assistant's text of an answer is trained, or all of a plain-text answer.
 
     Args:
         preferences: from `read_preferences`.
@@ -99,7 +101,9 @@ class JudgedBatch:
 
 
 def judged_batch(judged: Iterable[Judged], tokenizer: AnyTokenizer, *, mismatched: bool = True) -> JudgedBatch:
-    """Encode judged answers for ``treefx.losses.kto(logp, forest, ref, batch.desirable, kl_rows=batch.kl_rows)``.
+    """Encode judged answers for `treefx.losses.kto`.
+
+    ``treefx.losses.kto(logp, forest, ref, batch.desirable, kl_rows=batch.kl_rows)``.
 
     Args:
         judged: from `read_judged`.
@@ -186,7 +190,7 @@ def _encode_judged(judged: Judged, encoder: Encoder) -> EncodedRow:
 
 
 def _mismatch(row: EncodedRow, other: EncodedRow) -> EncodedRow:
-    """The prompt of one row with the answer of another: from the first token that is trained on."""
+    """Join the prompt of one row with the answer of another, from its first trained token."""
     prompt, answer = int(row.trained.argmax()), int(other.trained.argmax())
     tokens = np.concatenate([row.tokens[:prompt], other.tokens[answer:]])
     return EncodedRow(tokens, np.concatenate([np.zeros(prompt, dtype=np.bool_), other.trained[answer:]]))

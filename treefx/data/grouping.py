@@ -1,4 +1,4 @@
-"""Groups of trials of one task, found in a stream of conversations without holding all of it."""
+"""Group trials of one task from a stream of conversations, with bounded memory."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ __all__ = ["TrialGroup", "group_trials", "read_groups"]
 
 @dataclass(frozen=True)
 class TrialGroup:
-    """Trials of one task: what GRPO compares, and what begins alike."""
+    """Hold trials of one task, which GRPO compares and which share their beginning."""
 
     task: str
     trials: tuple[Conversation, ...]
@@ -46,7 +46,9 @@ def read_groups(
     drop_null_arguments: bool | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[TrialGroup]:
-    """Read trials and group those of one task and one file; see `group_trials` and `read_conversations`.
+    """Read trials and group those of one task and one file.
+
+    See `group_trials` and `read_conversations`.
 
     Raises:
         InputError: there is nothing to read, or no such window.
@@ -65,13 +67,13 @@ def read_groups(
 
 
 def group_trials(conversations: Iterable[Conversation], *, window: int | None = 256) -> Iterator[TrialGroup]:
-    """Group the trials of one task and one file, in memory no more tasks than ``window`` at a time.
+    """Group the trials of one task and one file, with at most ``window`` tasks in memory.
 
     Args:
         conversations: in any order in which the trials of a task are not too far apart.
         window: how many tasks may be open at a time. When another one comes, the one whose last trial is longest ago is
-            closed and handed out: 1 for trials that stand one after the other; None for all tasks, with every trial in
-            memory. What is open at the end is handed out by its first trial's place.
+            closed and yielded: 1 for adjacent trials; None for all tasks, with every trial in memory. Groups still open
+            at the end are yielded in order of their first trials.
 
     Raises:
         InputError: no such window.

@@ -28,9 +28,9 @@ def read_conversations(
     drop_null_arguments: bool | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Conversation]:
-    """Read the conversations of a file or folder one by one, whatever its size.
+    """Read the conversations of a file or folder one by one, of any size.
 
-    Every record may be of another format: its fields tell. See `read_records` for files and arguments.
+    Every record may be of another format, recognised by its fields. See `read_records` for files and arguments.
 
     Raises:
         InputError: there is nothing to read.
@@ -55,7 +55,9 @@ def load(
     drop_null_arguments: bool | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> list[Conversation]:
-    """The conversations of a file, or of each ``.json``, ``.jsonl`` and ``.ndjson`` file below a folder, all at once.
+    """Read all conversations of a file, or of each file below a folder, at once.
+
+    Files are ``.json``, ``.jsonl`` and ``.ndjson``.
 
     Files are read in sorted order. Null fields of call arguments, tools and ``chat_template_kwargs`` are warned of, as
     Arrow writes null for every field that another record has; ``drop_null_arguments=True`` leaves them out. See
@@ -85,7 +87,9 @@ def read_preferences(
     drop_null_arguments: bool | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Preference]:
-    """Read pairs of a chosen and a rejected answer one by one; see ``treefx.data.formats.preferences`` for spellings.
+    """Read pairs of a chosen and a rejected answer one by one.
+
+    ``treefx.data.formats.preferences`` lists the spellings.
 
     Example:
         >>> pairs = list(read_preferences("pairs.jsonl"))  # doctest: +SKIP
@@ -114,7 +118,9 @@ def read_judged(
     drop_null_arguments: bool | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Judged]:
-    """Read answers that are each judged good or bad one by one (KTO); a pair is a good answer and a bad one.
+    """Read answers that are each judged good or bad (KTO) one by one.
+
+    A pair is a good answer and a bad one.
 
     Raises:
         InputError: there is nothing to read.
@@ -132,7 +138,7 @@ def read_judged(
 
 
 def holds_preferences(path: str | Path) -> bool:
-    """Whether the first record of a file or folder that can be read is a pair of a chosen and a rejected answer.
+    """Return whether the first readable record is a pair of a chosen and a rejected answer.
 
     Raises:
         InputError: there is nothing to read.

@@ -1,4 +1,7 @@
-"""Documents to packed batches of one shape, those that share prefixes in one: for trainers that take no padding."""
+"""Pack documents into batches of one shape, for trainers that take no padding.
+
+Documents that share prefixes go into one batch.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +19,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class PackedBatch(NamedTuple):
-    """One batch, int64 [rows, columns] each; ``labels`` are what the token at the same place predicts."""
+    """Hold one batch, int64 [rows, columns] each; ``labels`` are the next tokens."""
 
     ids: Numbers
     positions: Numbers
@@ -31,7 +34,7 @@ def packed_batches(
     Args:
         documents: token ids of each, and their labels (the same ids, -100 where nothing is learned).
         rows: of a batch.
-        columns: of a row. What is left of one is a document of its own, of id 0, whose labels are -100.
+        columns: columns of a row. The rest of a row is a separate document of id 0 with labels -100.
 
     Raises:
         InputError: there are no documents, a document has no token to predict, other labels than tokens, or is longer

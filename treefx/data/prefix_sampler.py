@@ -1,4 +1,6 @@
-"""Rows to batches of a fixed number of rows: for trainers that cut what a sampler yields into batches of their own.
+"""Order rows so that every batch of a fixed number of rows shares prefixes.
+
+For trainers that cut a sampler's stream into batches themselves.
 
 Batches are filled from the leaves of the prefix tree up, as `TreeBatchSampler` fills a budget of tokens: at every node,
 deepest first, as many full batches are made as there are rows, and the rest goes up. So rows meet where they have most
@@ -19,7 +21,7 @@ __all__ = ["PrefixSampler", "cut_into_batches"]
 
 
 class PrefixSampler(Sampler[int]):
-    """Row numbers for `torch.utils.data.DataLoader(sampler=...)`: each ``rows`` of them in turn share prefixes.
+    """Yield row numbers for a `DataLoader`, so that each ``rows`` of them share prefixes.
 
     A trainer makes its batches of them; how many batches there are and how many rows each has stays as it was. They
     come in random order, which differs from epoch to epoch after `set_epoch` and is the same on all ranks: a loader
@@ -47,7 +49,10 @@ class PrefixSampler(Sampler[int]):
         self.rows, self.seed, self.epoch = rows, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Change the order; call it with the same number on all ranks, as for `DistributedSampler`."""
+        """Change the order of rows.
+
+        Call it with the same number on all ranks, as for `DistributedSampler`.
+        """
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -64,7 +69,7 @@ class PrefixSampler(Sampler[int]):
 
 
 def cut_into_batches(forest: Forest, rows: int, random: np.random.Generator) -> list[list[int]]:
-    """All rows of a forest in batches of exactly ``rows`` rows, the last one of what is left.
+    """Cut all rows of a forest into batches of exactly ``rows`` rows; the last may be smaller.
 
     Args:
         forest: of the rows.
@@ -90,7 +95,10 @@ def cut_into_batches(forest: Forest, rows: int, random: np.random.Generator) -> 
 
 
 def _fill(bundles: list[list[int]], rows: int, batches: list[list[int]]) -> list[int]:
-    """Make full batches of bundles, the largest first, each split only where none fits; what is left is one bundle."""
+    """Fill batches with bundles, the largest first; split one only where none fits.
+
+    The rest is one bundle.
+    """
     left = sorted(bundles, key=len, reverse=True)
     batch: list[int] = []
     while left:

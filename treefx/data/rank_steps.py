@@ -1,8 +1,10 @@
-"""Rows of an epoch to steps of many ranks: runs of rows in depth-first order, each shared out by ``treefx.scale``.
+"""Cut the rows of an epoch into steps of many ranks, in depth-first order.
 
-Trees, and what hangs below a node of one, stand in random order. A step takes the rows that come next, as many as the
-ranks can hold once they are shared out evenly. So a prefix is on several ranks only where that evens out a step, and
-in several steps only where a tree stands across their border.
+``treefx.scale`` splits each step over the ranks.
+
+Trees, and subtrees below a node, stand in random order. A step takes the next rows, as many as the ranks can hold once
+they are split evenly. So a prefix is on several ranks only where that evens out a step, and in several steps only where
+a tree stands across their border.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def deal_rows(forest: Forest, ranks: int, max_tokens: int, cost: Cost, random: n
         forest: of all rows.
         ranks: at least 2.
         max_tokens: most distinct tokens of a rank in a step; no row has more.
-        cost: what the ranks of a step are balanced by; None: distinct tokens.
+        cost: cost that the ranks of a step are balanced by; None: distinct tokens.
         random: the order of trees and branches.
 
     Returns:
@@ -52,7 +54,7 @@ def deal_rows(forest: Forest, ranks: int, max_tokens: int, cost: Cost, random: n
 
 
 def shuffled_outline(forest: Forest, random: np.random.Generator) -> Outline:
-    """The rows depth first, what stands beside each other in random order."""
+    """Return the rows depth first, with siblings in random order."""
     nodes = forest.nodes
     length = (nodes.stop - nodes.start).tolist()
     parent = nodes.parent.tolist()
@@ -96,7 +98,7 @@ def _one_each(rows: list[int]) -> Step:
 
 
 def _without_idle(step: Step) -> Step:
-    """No rank without rows, as there are as many: a row that moves to a rank of its own makes no rank's work more."""
+    """Give every rank a row, if there are enough; a moved row makes no rank's work more."""
     while not all(step):
         step[step.index([])].append(max(step, key=len).pop())
     return step

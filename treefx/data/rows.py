@@ -1,4 +1,4 @@
-"""Token ids of one row, and which of them are trained: what every encoder makes of conversations."""
+"""Define encoded rows: token ids, and which of them are trained."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class EncodedRow:
-    """``tokens`` int64 [T], and ``trained`` bool [T]: the tokens that the agent wrote and is trained to write."""
+    """Hold ``tokens`` int64 [T] and ``trained`` bool [T]: the tokens that the agent wrote."""
 
     tokens: Tokens
     trained: npt.NDArray[np.bool_]
 
 
 class Encoder(Protocol):
-    """What makes rows of conversations and of answers."""
+    """Define the interface of encoders of conversations and answers."""
 
     @property
     def pad_id(self) -> int:
@@ -31,7 +31,7 @@ class Encoder(Protocol):
         ...
 
     def turns(self, conversation: Conversation) -> list[EncodedRow]:
-        """One row per assistant message that is trained: what was before, and the message."""
+        """Return one row per trained assistant message: the messages before, and the message."""
         ...
 
     def whole(self, conversation: Conversation) -> EncodedRow:
@@ -45,7 +45,7 @@ class Encoder(Protocol):
         tools: Sequence[dict[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> list[EncodedRow]:
-        """One row per answer: the prompt, and the answer, of which is trained what the assistant wrote."""
+        """Return one row per answer, with the prompt in front; the assistant's text is trained."""
         ...
 
 

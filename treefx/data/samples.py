@@ -51,7 +51,10 @@ AnyTokenizer = Tokenizer | ChatTokenizer | Engine
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One training row: ``tokens`` int64 [T] and ``labels`` [T], a label is the token itself or ``IGNORED``."""
+    """Hold one training row: ``tokens`` int64 [T] and ``labels`` [T].
+
+    A label is the token itself or ``IGNORED``.
+    """
 
     tokens: Tokens
     labels: Tokens
@@ -64,7 +67,10 @@ class Sample:
 
     @property
     def weights(self) -> npt.NDArray[np.float64]:
-        """float64 [T]: 1 where a label stands, else 0. A token is trained by each row that has a label for it."""
+        """Return float64 [T]: 1 at labels, else 0.
+
+        A token is trained by each row that has a label for it.
+        """
         return np.where(self.labels != IGNORED, 1.0, 0.0)
 
 
@@ -72,8 +78,8 @@ def make_samples(conversations: Iterable[Conversation], tokenizer: AnyTokenizer,
     """Training samples of all conversations, in their order.
 
     Args:
-        conversations: What ``treefx.data.load`` or ``treefx.data.scripted_conversations`` returned.
-        tokenizer: One of ours, a `ChatTokenizer`, or a tokenizer of transformers with a chat template.
+        conversations: The result of ``treefx.data.load`` or ``treefx.data.scripted_conversations``.
+        tokenizer: A tokenizer of `treefx.data`, a `ChatTokenizer`, or a tokenizer of transformers with a chat template.
         form: ``"turns"``, ``"merged"`` or ``"whole"``; see the module's documentation.
 
     Raises:
@@ -106,7 +112,9 @@ def turn_samples(conversation: Conversation, tokenizer: AnyTokenizer) -> list[Sa
 
 
 def whole_sample(conversation: Conversation, tokenizer: AnyTokenizer) -> Sample:
-    """The conversation as one row, every assistant message a completion with its reasoning in place.
+    """Encode the conversation as one row; every assistant message is a completion.
+
+    Reasoning stays in place.
 
     Raises:
         InputError: as for `make_samples`.
@@ -117,7 +125,10 @@ def whole_sample(conversation: Conversation, tokenizer: AnyTokenizer) -> Sample:
 
 
 def as_encoder(tokenizer: AnyTokenizer) -> Encoder:
-    """What makes rows: our template for tokenizers of our own, their chat template for those of transformers."""
+    """Return the encoder of a tokenizer.
+
+    Built-in tokenizers use the built-in template, those of transformers their chat template.
+    """
     if isinstance(tokenizer, Tokenizer):
         return TemplateEncoder(tokenizer)
     return tokenizer if isinstance(tokenizer, ChatTokenizer) else ChatTokenizer(tokenizer)
@@ -129,7 +140,7 @@ def sample_of(row: EncodedRow, task: str = "", trial: int = 0, turn: int = 0) ->
 
 
 def merge_turns(samples: Sequence[Sample]) -> list[Sample]:
-    """Join successive samples of one conversation where one's tokens are a prefix of the next one's.
+    """Join successive samples of one conversation if one is a prefix of the next.
 
     This is the best that rows without branches can do: a fork, such as reasoning that later prompts leave
     out, starts a new row. Each label is kept exactly once, so that the sum of the loss over labels is
@@ -156,7 +167,7 @@ def _continues(first: Sample, second: Sample) -> bool:
 
 @contextmanager
 def named_place(place: Place | None) -> Iterator[None]:
-    """Have refusals name the file and line of what was encoded."""
+    """Add the file and line of the encoded record to refusals."""
     try:
         yield
     except InputError as error:

@@ -1,9 +1,9 @@
-"""A scripted agent at the desk of a shop: rollouts with tool calls, retries and branches, made on the spot.
+"""Generate rollouts of a scripted shop agent, with tool calls, retries and branches.
 
 A task is a customer with one order and one wish. Each trial of the task is played again: the customer opens
-with the same words, then the agent samples (asks or looks up first, checks twice, words its answers
-differently) and tools fail now and then and are called again. So trials share a beginning and go apart, as
-sampled rollouts do, and the sample needs no download. Everything follows from the seed.
+with the same words, then the agent samples (looks up first or not, checks twice, words its answers differently) and
+tools fail now and then and are called again. So trials share a beginning and go apart, as sampled rollouts do, and the
+sample needs no download. Everything follows from the seed.
 """
 
 import json
@@ -48,7 +48,7 @@ _OPENINGS = {
 
 @dataclass
 class _World:
-    """What the tools of one task know."""
+    """Hold the state that the tools of one task read."""
 
     customer: dict[str, Any]
     order: dict[str, Any]
@@ -60,7 +60,7 @@ class _World:
 
 @dataclass
 class _Desk:
-    """One trial: the messages so far, and the dice of the agent and the tools."""
+    """Hold one running trial: its messages, and the dice of the agent and the tools."""
 
     world: _World
     dice: random.Random
@@ -186,7 +186,7 @@ def _settle(desk: _Desk) -> bool:
         plan, tool = f"exchange your {item['colour']} {item['name']} for a {colour} one", "exchange_item"
         arguments = {"order_id": order_id, "item_id": item["item_id"], "new_item_id": new_item}
     else:
-        desk.agent("What is the new address?", "Where shall it go?")
+        desk.agent("What is the new address?", "Where shall it go?")  # words: quoted
         desk.user(f"{world.new_address}, same town.")
         plan, tool = f"send order {order_id} to {world.new_address}", "change_address"
         arguments = {"order_id": order_id, "address": world.new_address}
@@ -210,13 +210,16 @@ def _choose_variant(desk: _Desk) -> tuple[str, str]:
 
 
 def _confirm(desk: _Desk, plan: str, tool: str, arguments: dict[str, Any]) -> bool:
-    """Ask, act and close; one customer in eight changes their mind and is passed on to a person."""
+    """Ask, act and close.
+
+    One customer in eight changes their mind and is passed on to a person.
+    """
     desk.agent(
         f"I would now {plan}. Shall I go ahead?",
         f"This is what I can do: {plan}. Is that all right?",
     )
     if desk.dice.random() < 1 / 8:
-        desk.user("No, I would rather speak to somebody.")
+        desk.user("No, I would rather speak to somebody.")  # words: quoted
         summary = {"summary": f"{desk.world.customer['name']} did not agree to: {plan}"}
         desk.call("The customer wants a person.", "transfer_to_person", summary, {"status": "passed on"})
         desk.agent("I have passed you on to a colleague, who will write to you today.")

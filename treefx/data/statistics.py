@@ -1,9 +1,9 @@
 """How much of a set of rollouts is the same: the three baselines of prefix sharing.
 
 ==============  ==========================================================================================
-separate rows   one row per assistant turn, every token computed: what a trainer does without treefx
+separate rows   one row per assistant turn, every token computed, as by a trainer without treefx
 merged rows     turns of one conversation joined where one continues the other: the best that rows can do
-tree            every distinct prefix once: what treefx does
+tree            every distinct prefix once, as by treefx
 ==============  ==========================================================================================
 """
 
@@ -41,17 +41,17 @@ class SharingStatistics:
 
     @property
     def sharing_ratio(self) -> float:
-        """Raw over distinct tokens: what the tree gains over separate rows."""
+        """Return raw over distinct tokens: the gain of the tree over separate rows."""
         return self.raw_tokens / self.tokens
 
     @property
     def merged_ratio(self) -> float:
-        """Raw over merged tokens: what joining turns gains over separate rows."""
+        """Return raw over merged tokens: the gain of joined turns over separate rows."""
         return self.raw_tokens / self.merged_tokens
 
     @property
     def branching_ratio(self) -> float:
-        """Merged over distinct tokens: what the tree gains over merged rows."""
+        """Return merged over distinct tokens: the gain of the tree over merged rows."""
         return self.merged_tokens / self.tokens
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def group_by_task(conversations: Iterable[Conversation]) -> dict[tuple[str, str]
 
 
 def sharing_statistics(conversations: Sequence[Conversation], tokenizer: AnyTokenizer) -> SharingStatistics:
-    """Count what the conversations share, task by task.
+    """Count the shared tokens of conversations, task by task.
 
     Raises:
         InputError: No conversation has an assistant message.
@@ -86,7 +86,9 @@ def sharing_statistics(conversations: Sequence[Conversation], tokenizer: AnyToke
 
 
 def pair_statistics(preferences: Sequence[Preference], tokenizer: AnyTokenizer) -> SharingStatistics:
-    """Count what the two rows of each pair share; every pair counts as a task, each of its answers as a conversation.
+    """Count the shared tokens of each pair's rows.
+
+    Every pair counts as a task, each of its answers as a conversation.
 
     Raises:
         InputError: There is no pair, or the tokenizer refuses one.

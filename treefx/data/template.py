@@ -3,9 +3,9 @@
     <role> body <end>            body of system, user and tool messages: the text
     <assistant> <think> reasoning </think> text <call> name arguments <call> ... <end>
 
-Every piece of text is encoded on its own, so that conversations which say the same thing have the same
-tokens, no matter what follows: with a tokenizer that merges over piece borders, equal texts could differ in
-their last token and prefixes would be lost.
+Every piece of text is encoded separately, so that conversations with equal text have equal tokens, independent of later
+text: with a tokenizer that merges over piece borders, equal texts could differ in their last token and prefixes would
+    be lost.
 """
 
 import warnings
@@ -25,7 +25,7 @@ class TemplateEncoder:
     """Rows of conversations by this template; see `Encoder`.
 
     The role header of a completion belongs to the prompt: the agent is asked to speak, it does not choose to. The
-    template has no place for descriptions of tools, and no options; it warns of what it leaves out.
+    template has no place for descriptions of tools, and no options; it warns when it drops them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -37,7 +37,7 @@ class TemplateEncoder:
         return self.tokenizer.pad_id
 
     def turns(self, conversation: Conversation) -> list[EncodedRow]:
-        """One row per assistant message; it keeps its reasoning, the prompts of later turns do not."""
+        """Return one row per assistant message, which keeps its reasoning; later prompts do not."""
         _warn_of(conversation.tools, conversation.template_options)
         prompt: list[Tokens] = []
         rows = []
@@ -93,7 +93,10 @@ def _warn_of(tools: Sequence[dict[str, Any]], options: Mapping[str, Any] | None)
 
 
 def encode_opening(role: str, tokenizer: Tokenizer) -> Tokens:
-    """Tokens that open a message of ``role``, shape [1]; after a prompt they ask the agent to speak."""
+    """Return tokens that open a message of ``role``, shape [1].
+
+    After a prompt they start the agent's answer.
+    """
     return np.array([tokenizer.special(f"<{role}>")], dtype=np.int64)
 
 
@@ -101,7 +104,7 @@ def encode_message(message: Message, tokenizer: Tokenizer, *, keep_reasoning: bo
     """Tokens of one message, shape [T].
 
     Args:
-        message: What was said.
+        message: The message.
         tokenizer: Encodes the text.
         keep_reasoning: Whether the thinking of an assistant message is part of it. It is when the message is a
             completion, and is not when it is history.

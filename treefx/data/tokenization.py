@@ -2,8 +2,7 @@
 
 ``train_tokenizer`` learns a byte-level BPE from the text at hand (Sennrich et al. 2016,
 https://arxiv.org/abs/1508.07909, on bytes as in GPT-2); ``ByteTokenizer`` needs no training and no library.
-Special tokens stand above the text tokens and no text ever encodes to one, whatever an agent or a tool
-writes.
+Special tokens stand above the text tokens and no text of an agent or a tool ever encodes to one.
 """
 
 import importlib
@@ -34,7 +33,10 @@ _BYTES = 256
 
 
 class Tokenizer(ABC):
-    """Turns text into token ids and back: below ``text_size`` text, above it ``SPECIAL_TOKENS``."""
+    """Encode text to token ids and back.
+
+    Ids below ``text_size`` are text, above it ``SPECIAL_TOKENS``.
+    """
 
     def __init__(self, text_size: int) -> None:
         self.text_size = text_size
@@ -117,7 +119,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenize
     """Train a byte-level BPE on ``texts``.
 
     Args:
-        texts: What to learn from, for example ``Conversation.texts()`` of every conversation.
+        texts: Training texts, for example ``Conversation.texts()`` of every conversation.
         vocab_size: Largest number of token ids, special tokens included; little text gives fewer.
 
     Raises:

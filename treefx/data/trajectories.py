@@ -1,4 +1,4 @@
-"""Conversations, compared answers and judged ones: the common forms into which every loader reads."""
+"""Define the common forms of loaders: conversations, compared answers, judged answers."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,12 +12,15 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One function call of an assistant message; ``arguments`` is the text the agent wrote, usually JSON."""
+    """Hold one function call of an assistant message.
+
+    ``arguments`` is the text the agent wrote, usually JSON.
+    """
 
     name: str
     arguments: str
     id: str = field(default="", compare=False)
-    """What the tool's answer refers to; drawn anew in every trial, so it is not part of what was said."""
+    """Reference for the tool's answer; drawn per trial, so comparisons ignore it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One rollout: what an agent, its user and its tools said while working on one task."""
+    """Hold one rollout: the messages of an agent, its user and its tools on one task."""
 
     task: str
     """Conversations with the same task begin alike and share a tree."""
@@ -57,19 +60,22 @@ class Conversation:
     """The file and line it was read from."""
 
     def texts(self) -> list[str]:
-        """Every text of the conversation: what a tokenizer is trained on."""
+        """Return every text of the conversation, to train a tokenizer on."""
         spoken = [text for message in self.messages for text in (message.reasoning, message.content) if text]
         calls = [call for message in self.messages for call in message.tool_calls]
         return spoken + [text for call in calls for text in (call.name, call.arguments)]
 
 
 Text = str | tuple[Message, ...]
-"""What a prompt or an answer is: plain text, or messages."""
+"""A prompt or an answer: plain text, or messages."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, one of them preferred. All three are text, or all three are messages."""
+    """Hold two answers to one prompt, one of them preferred.
+
+    All three are text, or all three are messages.
+    """
 
     prompt: Text
     chosen: Text
@@ -81,7 +87,10 @@ class Preference:
 
 @dataclass(frozen=True)
 class Judged:
-    """An answer to a prompt, and whether it is a good one (KTO). Both are text, or both are messages."""
+    """Hold an answer to a prompt, and whether it is a good one (KTO).
+
+    Both are text, or both are messages.
+    """
 
     prompt: Text
     completion: Text

@@ -53,7 +53,7 @@ def read_sequences(sequences: Iterable[Any], weights: Iterable[Any] | None) -> R
 
 
 def read_padded(input_ids: Any, attention_mask: Any, weights: Any) -> RowBatch:
-    """Cut the real tokens out of a padded batch; `Forest.from_padded` lists the accepted forms.
+    """Cut the real tokens out of a padded batch; `Forest.from_padded` lists accepted forms.
 
     Raises:
         ForestError: shapes that differ, a mask with holes or other values than 0 and 1, a row without tokens,

@@ -1,10 +1,12 @@
-"""``accelerate`` and ``TrainingArguments(torch_compile_backend="treefx")``: the backend by its name.
+"""Register the backend's name with accelerate and its users.
 
-Written for accelerate 1.15, whose list of backends (``DynamoBackend``) is closed: importing this module opens
-it. What then compiles is accelerate's own call, ``torch.compile(model, backend="treefx")``, of the model after it was
-wrapped, unless it is compiled already; ``torch_compile_mode`` is passed on to inductor. Sizes are symbols from the
-first batch on (``dynamic=True``), unless the program says otherwise: trainers pad each batch to its longest row, and a
-first graph for the lengths of one batch would serve no other.
+``TrainingArguments(torch_compile_backend="treefx")`` works then.
+
+Written for accelerate 1.15, whose list of backends (``DynamoBackend``) is closed: importing this module extends it.
+Accelerate then calls ``torch.compile(model, backend="treefx")`` itself, on the wrapped model, unless it is compiled
+already; ``torch_compile_mode`` is passed on to inductor. Sizes are symbols from the first batch on (``dynamic=True``),
+unless the program says otherwise: trainers pad each batch to its longest row, and a first graph for the lengths of one
+batch would serve no other.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ def compile_with(options: Mapping[str, Any] | None = None, *, by_default: bool =
     """Say how accelerate compiles with treefx, in this process from now on.
 
     Args:
-        options: fields of `treefx.Config`, which no trainer has an argument for; an option that the program sets in a
-            ``TorchDynamoPlugin`` of its own goes first.
-        by_default: compile with treefx also where the program names no backend.
+        options: fields of `treefx.Config`, which no trainer has an argument for; options in the program's own
+            ``TorchDynamoPlugin`` take precedence.
+        by_default: compile with treefx even if the program names no backend.
 
     Raises:
         ConfigError: an unknown option.
@@ -58,7 +60,7 @@ def _open_the_list() -> None:
 
 
 def _pass_options_on() -> None:
-    """Let the plugin take treefx where nothing is chosen, and hand the options to ``torch.compile``."""
+    """Make treefx the plugin's default backend, and pass the options to ``torch.compile``."""
     choose, arguments = TorchDynamoPlugin.__post_init__, TorchDynamoPlugin.to_kwargs
     if hasattr(choose, "__wrapped__"):
         return
@@ -70,8 +72,8 @@ def _pass_options_on() -> None:
         if _chosen["by_default"] and self.backend is DynamoBackend.NO:
             self.backend = DynamoBackend(_NAME)
         if self.backend.value == _NAME and dynamic is None and self.dynamic is False:
-            # `accelerate launch` writes that into the environment of programs that never spoke of it; every length of
-            # a batch would be compiled anew.
+            # `accelerate launch` exports this default for programs that never set it; every length of a batch would
+            # recompile.
             self.dynamic = None
         elif _chosen["by_default"] and self.backend.value != _NAME:
             text = "this program compiles with the backend it names, %s, not with treefx %s"
@@ -82,7 +84,7 @@ def _pass_options_on() -> None:
         given: dict[str, Any] = arguments(self)
         if self.backend.value != _NAME:
             return given
-        # Of mode and options torch.compile takes one; the default of a plugin is left out of what is given.
+        # torch.compile accepts either mode or options; a default mode of the plugin is dropped.
         mode = {} if self.mode in (None, "default") else {"mode": self.mode}
         options = {**_chosen["options"], **mode, **(self.options or {})}
         rest = {name: value for name, value in given.items() if name not in ("mode", "options", "backend")}

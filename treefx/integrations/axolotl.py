@@ -1,7 +1,7 @@
 """axolotl: a line of its YAML, ``plugins: [treefx.integrations.axolotl.TreefxPlugin]``.
 
-Written from axolotl's plugin interface as of August 2026: what ``get_training_args`` returns overrides the arguments
-made of the YAML, and ``post_trainer_create`` gets the trainer before it trains.
+Written from axolotl's plugin interface as of August 2026: the result of ``get_training_args`` overrides the arguments
+from the YAML, and ``post_trainer_create`` gets the trainer before it trains.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LLaMA-Factory, under ``treefx run``: models with checkpointed layers stay one graph.
 
-Written for LLaMA-Factory 0.9.5. Its checkpoints (on by default) ask the module behind a call for its parameters, which
-Dynamo cannot, and every layer cuts the graph in two: no graph then has both the token ids and an attention, and nothing
-is shared. What they ask for serves eager autograd alone: whether a layer is trained, and that its input has a gradient.
+Written for LLaMA-Factory 0.9.5. Its checkpoints (on by default) read the parameters of the called module, which Dynamo
+cannot trace, and every layer breaks the graph: no graph then has both the token ids and an attention, and nothing is
+shared. Only eager autograd needs the answer: whether a layer is trained, and that its input has a gradient.
 """
 
 from __future__ import annotations

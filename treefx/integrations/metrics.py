@@ -1,4 +1,4 @@
-"""What trainers log of treefx beside their own metrics."""
+"""Compute treefx's metrics for the logs of trainers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,9 @@ __all__ = ["metrics_of", "metrics_of_step"]
 
 
 def metrics_of(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Sharing of the last optimizer step, whether its last call fell back, compilations of the run so far.
+    """Return the last step's sharing, whether its last call fell back, and compilations.
+
+    Compilations count from the beginning of the run.
 
     Args:
         stats: Of ``treefx.inspect(model)``.
@@ -24,7 +26,7 @@ def metrics_of(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def metrics_of_step(step: StepTally) -> dict[str, float]:
-    """What an observed step shares, and could share: treefx changed nothing.
+    """Return the actual and the possible sharing of an observed step.
 
     Args:
         step: The last one of ``treefx.runtime.observed``.

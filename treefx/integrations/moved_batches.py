@@ -1,7 +1,7 @@
-"""Batches that a trainer moves to a device: treefx reads them from the host's copy, and waits for none of them.
+"""Keep host copies of batches that a trainer moves to a device, to avoid synchronizing.
 
 Written for accelerate 1.15, whose data loaders (those of transformers' and TRL's trainers over a dataset too) move each
-batch by ``send_to_device``. Other loops say it themselves: ``moved = remember_moved(batch, batch.to(device))``.
+batch by ``send_to_device``. Other loops call it themselves: ``moved = remember_moved(batch, batch.to(device))``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _T = TypeVar("_T")
 
 
 def watch_data_loaders(data_loader: Any) -> None:
-    """Let the host remember what data loaders move to a device, but for what they broadcast between ranks then.
+    """Make data loaders remember host copies of moved batches.
+
+    Batches that are broadcast between ranks are left out.
 
     Args:
         data_loader: the module ``accelerate.data_loader``.
@@ -45,7 +47,7 @@ def watch_data_loaders(data_loader: Any) -> None:
 
 
 def remember_moved(batch: Any, moved: _T) -> _T:
-    """Let the host's copies of ids, masks, labels and positions stand for those that were moved to a device.
+    """Register the host copies of ids, masks, labels and positions of a moved batch.
 
     Args:
         batch: on the host: a tensor, or a mapping or sequence of them.

@@ -1,9 +1,9 @@
-"""Trainers as they are, observed: ``treefx run --observe``.
+"""Observe unchanged trainers: ``treefx run --observe``.
 
-What a trainer prepares for training gets the hook of ``treefx.observe``, the figures of its steps go to its own
-loggers, and its settings that decide which rows come in one call are named in the table. A loop that uses none of these
-trainers is found by its optimizer: from its second step on it is observed. Written for accelerate 1.15, transformers
-5.23 and verl 0.9.1.
+Models that a trainer prepares get the hook of ``treefx.observe``, the figures of its steps go to its own loggers, and
+its settings that decide which rows come in one call are named in the table. A loop that uses none of these trainers is
+found by its optimizer: from its second step on it is observed. Written for accelerate 1.15, transformers 5.23 and verl
+0.9.1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def observe_prepared(accelerators: Any) -> None:
 
 
 def observe_trainers(trainers: Any) -> None:
-    """Log what steps share among the metrics of a class of trainers, and name their settings.
+    """Log the sharing of steps among the metrics of a class of trainers; name their settings.
 
     Args:
         trainers: the class ``transformers.Trainer``.
@@ -133,10 +133,12 @@ def _metrics(parameters: Iterable[Tensor]) -> dict[str, float]:
 
 
 def observe_models_of(optimizer: Optimizer) -> list[Observer]:
-    """Observe the outermost modules with the parameters of an optimizer, unless their model is observed already.
+    """Observe the outermost modules with the parameters of an optimizer.
+
+    Models that are observed already are skipped.
 
     Returns:
-        What was known of them before.
+        The observers they had before.
     """
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     known = observers(parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -23,7 +23,9 @@ _log = logging.getLogger("treefx")
 
 
 def convert_actors(actors: Any, *, min_sharing: float = 1.15) -> None:
-    """Let the models of actors be converted (`treefx.convert`); not in ring attention, whose ranks hold slices of rows.
+    """Convert the models of actors with `treefx.convert`.
+
+    Not in ring attention, whose ranks hold slices of rows.
 
     Args:
         actors: ``openrlhf.models.actor.Actor``.

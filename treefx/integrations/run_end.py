@@ -1,4 +1,6 @@
-"""What ``treefx run`` writes when a process ends, however it ends: tables on standard error, files in a folder.
+"""Write the records of ``treefx run`` when a process ends: tables and files.
+
+Tables go to standard error, files into a folder.
 
 Files are written when Python exits (also after an exception or Ctrl-C) and on SIGTERM, by which launchers end the
 other ranks of a run that failed. Against SIGKILL, observations are also written after 1, 2, 4, 8, ... steps.
@@ -33,7 +35,9 @@ _process = os.getpid()
 
 @functools.cache
 def report_at_end(folder: str | None) -> None:
-    """Write when the process ends, and print; once, and after PyTorch was imported, which takes itself down at exit.
+    """Print and write when the process ends, once.
+
+    Call it after PyTorch was imported, which registers its own exit handlers.
 
     Args:
         folder: For the files; None for none.
@@ -63,7 +67,7 @@ def _write_now_and_then(observer: Observer) -> None:
 
 
 def write_all(*, is_end: bool = True) -> None:
-    """Write the record of every model of the process that treefx observed, compiled or converted.
+    """Write the record of every model that treefx observed, compiled or converted.
 
     Args:
         is_end: Whether the process ends by itself: then rank 0 prints, and time and memory of observed models are
@@ -109,7 +113,10 @@ def whatever_happens(name: str) -> Iterator[None]:
 
 
 def _restore_exit_status() -> None:
-    """After Ctrl-C, Python ends by SIGINT, unless code that came as text has run since: libraries compile such code."""
+    """Restore the exit by SIGINT after Ctrl-C.
+
+    Python ends that way only if no code compiled from text has run since, and libraries run such code.
+    """
     if getattr(sys, "last_type", None) is KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")

@@ -24,7 +24,9 @@ _log = logging.getLogger("treefx")
 
 
 def convert_wrappers(wrappers: Any, *, min_sharing: float = 1.15) -> None:
-    """Let wrapped models be converted (`treefx.convert`); not under Ulysses, whose ranks hold slices of rows.
+    """Convert wrapped models with `treefx.convert`.
+
+    Not under Ulysses, whose ranks hold slices of rows.
 
     Args:
         wrappers: ``skyrl.backends.skyrl_train.workers.model_wrapper.HFModelWrapper``.
@@ -48,7 +50,9 @@ def convert_wrappers(wrappers: Any, *, min_sharing: float = 1.15) -> None:
 
 
 def convert_megatron_workers(workers: Any, *, min_sharing: float = 1.15) -> None:
-    """Let the model chunks of Megatron workers be converted (`treefx.integrations.megatron.convert`).
+    """Convert the model chunks of Megatron workers.
+
+    See `treefx.integrations.megatron.convert`.
 
     Args:
         workers: ``skyrl.backends.skyrl_train.workers.megatron.megatron_worker.MegatronWorker``.

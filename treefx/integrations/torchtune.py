@@ -1,9 +1,11 @@
-"""torchtune, under ``treefx run``: ``compile: True`` of a recipe compiles the whole decoder with treefx.
+"""Compile a torchtune recipe's whole decoder with treefx, under ``treefx run``.
+
+The recipe says ``compile: True``.
 
 Written for torchtune 0.6.1, which compiles layer by layer with the backend in ``TORCH_COMPILE_BACKEND``; a backend
-then never sees token ids. On one device the decoder is one graph, which is what treefx needs, with its head, though
-the loss wants logits in chunks; recipes that shard (``*_distributed``) shard their layers before or after, and share
-nothing. A backend that the environment names stays.
+then never sees token ids. On one device the decoder is one graph with its head, as treefx needs it, though the loss
+wants logits in chunks; recipes that shard (``*_distributed``) shard their layers before or after, and share nothing. A
+backend that the environment names stays.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def compile_whole(module: Any, options: Mapping[str, Any] | None = None) -> None
 
 
 def _chunked_output(decoder: Any, last_hidden_state: Tensor) -> Tensor | list[Tensor]:
-    """In a graph all logits, which `_cutting` cuts: torchtune's own stays out of graphs, and keeps the head out.
+    """Return all logits inside of a graph, which `_cutting` splits.
+
+    torchtune's own function breaks the graph in front of the head.
 
     A graph that cuts them holds for one length of rows alone.
     """
@@ -72,7 +76,7 @@ def _cut(decoder: Any, logits: Tensor) -> list[Tensor]:
 
 
 def _cutting(decoder: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled call of a decoder, with its logits in as many chunks as torchtune's loss has asked for.
+    """Wrap the compiled call of a decoder to return logits in the chunks of torchtune's loss.
 
     Args:
         decoder: returns logits [B, L, vocabulary], or a list of hidden states with these behind them.

@@ -1,6 +1,6 @@
-"""``transformers.Trainer`` and what is built on it: rows that share prefixes in one batch, sharing among the metrics.
+"""Adapt ``transformers.Trainer`` and its subclasses: batches that share, and metrics.
 
-Written for transformers 5.23, where a trainer asks ``_get_train_sampler`` for the order of its rows.
+Written for transformers 5.23, where ``_get_train_sampler`` gives a trainer the order of its rows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ COLUMNS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_
 def keep_groups(trainer: Any, columns: Sequence[str] | None = None) -> None:
     """Let the rows that share prefixes come in one batch; call it before ``trainer.train()``.
 
-    The number of rows of a batch, of batches and of steps stays; which rows meet in a batch changes, and the order of
-    batches is drawn anew every epoch from ``data_seed`` (or ``seed``). In several processes every one gets whole
-    batches.
+    The number of rows of a batch, of batches and of steps stays; the composition of batches changes, and their order is
+    drawn every epoch from ``data_seed`` (or ``seed``). In several processes every one gets whole batches.
 
     Args:
         trainer: a ``transformers.Trainer``, or one built on it, over a dataset with a length.
@@ -68,7 +67,7 @@ def keep_groups(trainer: Any, columns: Sequence[str] | None = None) -> None:
     strategy = getattr(trainer.args, "train_sampling_strategy", "random")
     if strategy != "random":
         raise InputError(
-            f"keep_groups draws the order of rows itself, got train_sampling_strategy={strategy!r}, which asks for "
+            f"keep_groups draws the order of rows itself, got train_sampling_strategy={strategy!r}, which sets "
             "another one; leave one of the two out"
         )
     dataset = trainer.train_dataset
@@ -127,12 +126,14 @@ def _sequences(dataset: Any, columns: Sequence[str]) -> Iterator[npt.NDArray[np.
 
 
 class SharingCallback(TrainerCallback):
-    """Log what treefx shared among the trainer's own metrics, as ``treefx/...``; `log_sharing` adds it.
+    """Log the sharing of treefx among the trainer's metrics, as ``treefx/...``.
 
-    ``sharing`` and ``sharing_possible`` are of the last optimizer step, ``compiles`` and ``compile_seconds`` of the run
-    so far; ``fallback`` is 1 where the last call shared nothing for a reason. The reason is logged once as a warning
-    unless a `treefx.SharingWarning` gave it; so is that Dynamo gave up compiling further kinds of calls.
-    Nothing is added for a model that treefx has not run.
+    Add it with `log_sharing`.
+
+    ``sharing`` and ``sharing_possible`` are of the last optimizer step, ``compiles`` and ``compile_seconds`` of the
+    run; ``fallback`` is 1 where the last call shared nothing for a reason. The reason is logged once as a warning
+    unless a `treefx.SharingWarning` gave it; so is that Dynamo gave up compiling further kinds of calls. Nothing is
+    added for a model that treefx has not run.
     """
 
     def __init__(self) -> None:
@@ -157,15 +158,20 @@ class SharingCallback(TrainerCallback):
 
 
 def log_sharing(trainer: Any) -> None:
-    """Log sharing, fallbacks and compilation with the trainer's metrics: `SharingCallback` in front of all that report.
+    """Log sharing, fallbacks and compilation with the trainer's metrics.
 
-    ``callbacks=[SharingCallback()]`` stands behind them: it writes the history, and what others print after it.
+    Puts a `SharingCallback` in front of all callbacks that report.
+
+    ``callbacks=[SharingCallback()]`` stands behind them: it reaches the history, and reports that are printed after it.
     """
     trainer.callback_handler.callbacks.insert(0, SharingCallback())
 
 
 def log_sharing_of_all(trainers: Any) -> None:
-    """`log_sharing` for all that will be made of a class of trainers, whichever callbacks they choose themselves."""
+    """Apply `log_sharing` to all later instances of a class of trainers.
+
+    It works with any callbacks they choose themselves.
+    """
     make = trainers.__init__
 
     @functools.wraps(make)
@@ -177,7 +183,7 @@ def log_sharing_of_all(trainers: Any) -> None:
 
 
 def keep_groups_of_all(trainers: Any) -> None:
-    """`keep_groups` for all of a class of trainers when they train; of those it refuses the reason is logged."""
+    """Apply `keep_groups` to all trainers of a class when they train; log refusals."""
     train = trainers.train
 
     @functools.wraps(train)

@@ -1,4 +1,6 @@
-"""TRL: the rows of a group in one micro-batch, where a trainer samples them, and rows that share prefixes elsewhere.
+"""Keep the rows of a group in one micro-batch of TRL's trainers.
+
+Trainers that do not sample get rows that share prefixes in one batch.
 
 Written for TRL 1.16; 1.10 buffers rows the same way. GRPO, RLOO and distillation sample the rows of several
 micro-batches at once (``_prepare_inputs``), permute all of them and cut micro-batches, which wait in
@@ -34,16 +36,15 @@ _PARTS = ("prompt", "completion")
 
 
 def keep_groups(trainer: Any) -> None:
-    """Let rows with common prefixes come in one micro-batch; call it before ``trainer.train()``.
+    """Bring rows with common prefixes into one micro-batch; call before ``trainer.train()``.
 
     GRPO, RLOO and distillation: every optimizer step trains on the rows that TRL drew for it, dealt out to its
     micro-batches so that those of a prompt (and within it those that share more) meet. The step's gradient is the same
-    up to the order of summation where the loss is a sum over rows with a normaliser of the whole step. What TRL
-    normalises per micro-batch depends on which rows meet, under any order: ``loss_type="bnpo"``,
-    ``top_entropy_quantile < 1``, an entropy bonus, the auxiliary loss of routers. A trainer given here is regrouped
-    all the same; those of a class given here then keep TRL's order, and say so. With several steps per generation
-    (``steps_per_generation > gradient_accumulation_steps``) TRL has scattered a group over them, and only what met in a
-    step stays together.
+    up to the order of summation where the loss is a sum over rows with a normaliser of the whole step. Terms that TRL
+    normalises per micro-batch depend on its rows, under any order: ``loss_type="bnpo"``, ``top_entropy_quantile < 1``,
+    an entropy bonus, the auxiliary loss of routers. A trainer given here is regrouped all the same; those of a class
+    given here then keep TRL's order, and say so. With several steps per generation (``steps_per_generation >
+    gradient_accumulation_steps``) TRL has scattered a group over them, and only rows of one step stay together.
 
     All others (SFT, DPO, reward): `treefx.integrations.transformers.keep_groups`. KTO pairs a row with its neighbours
     before it trains and keeps their order (``train_sampling_strategy="sequential"``), but with
@@ -73,7 +74,7 @@ def keep_groups(trainer: Any) -> None:
 
 
 def _regrouping(prepare: Callable[..., Any], *, always: bool) -> Callable[..., Any]:
-    """A trainer's method ``_prepare_inputs`` that regroups what it has newly buffered."""
+    """Wrap a trainer's ``_prepare_inputs`` to regroup newly buffered rows."""
     if hasattr(prepare, "keeps_groups"):
         prepare = prepare.__wrapped__  # type: ignore[attr-defined]
 
@@ -119,7 +120,7 @@ _log = logging.getLogger("treefx")
 
 
 def regroup(micro_batches: Sequence[Rows]) -> list[Rows]:
-    """The rows of some micro-batches of equal size, dealt out so that those with common prefixes meet.
+    """Regroup the rows of micro-batches of equal size so that common prefixes meet.
 
     Args:
         micro_batches: with ``prompt_ids``, ``prompt_mask``, ``completion_ids`` and ``completion_mask`` [B, ...] each.
@@ -132,7 +133,7 @@ def regroup(micro_batches: Sequence[Rows]) -> list[Rows]:
     rows = _join([split_pixel_values_by_grid(batch) for batch in micro_batches])
     forest = Forest.from_sequences(list(_sequences(rows)))
     size = len(forest) // len(micro_batches)
-    # Drawn from a generator of its own: TRL's permutations and the model's dropout stay what they were.
+    # Drawn from a separate generator: TRL's permutations and the model's dropout stay unchanged.
     batches = cut_into_batches(forest, size, np.random.default_rng(len(forest)))
     order = [row for batch in batches for row in batch]
     dealt = {name: _take(value, order) for name, value in rows.items()}

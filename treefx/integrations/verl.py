@@ -1,8 +1,8 @@
-"""verl: its engines share prefixes, the rows of a prompt stay on one rank and come in one micro-batch.
+"""Share prefixes in verl's engines, with a prompt's rows on one rank and micro-batch.
 
 Written for verl 0.9.1, whose trainers balance rows over ranks by length, and whose engine balances a rank's rows over
 micro-batches by length again: with 8 answers to a prompt few micro-batches hold two of them. ``treefx run`` hooks all
-of it, and so does the entry point ``verl.plugins`` where ``VERL_USE_EXTERNAL_PLUGINS=treefx`` asks for it.
+of it, and so does the entry point ``verl.plugins`` under ``VERL_USE_EXTERNAL_PLUGINS=treefx``.
 The engine feeds packed rows to a model under FSDP, so the model is converted, not compiled.
 """
 
@@ -40,7 +40,8 @@ _log = logging.getLogger("treefx")
 
 IntArray = npt.NDArray[np.int64]
 Balance = Callable[[Sequence[int], int, bool], "list[list[int]]"]
-"""verl's ``get_seqlen_balanced_partitions``: workloads, number of parts, whether all get as many -> what each gets."""
+"""verl's ``get_seqlen_balanced_partitions``: workloads, number of parts, whether parts are equally long -> rows of each
+part."""
 Cut = Callable[[Sequence[int], int, Balance], "list[list[int]] | None"]
 """Workloads of rows, a number of parts, verl's own way -> the rows of every part, or None: verl's own way is taken."""
 
@@ -48,10 +49,10 @@ _cut: ContextVar[Cut | None] = ContextVar("_cut", default=None)
 
 
 def convert_engines(engines: Any, *, min_sharing: float = 1.15) -> None:
-    """Let the models of an engine be converted (`treefx.convert`), and their sharing be among its metrics.
+    """Convert the models of an engine (`treefx.convert`), and report sharing in its metrics.
 
-    An engine with FSDP1 (``strategy="fsdp"``), whose flat parameters treefx was never run with, or with sequence
-    parallelism, which hands out parts of rows, keeps its model as it is, and that is logged as a warning.
+    An engine with FSDP1 (``strategy="fsdp"``), whose flat parameters are untested, or with sequence parallelism, which
+    splits rows, keeps its model unchanged and logs a warning.
 
     Args:
         engines: ``verl.workers.engine.fsdp.transformer_impl.FSDPEngine``, or a class made of it.
@@ -66,7 +67,9 @@ def convert_engines(engines: Any, *, min_sharing: float = 1.15) -> None:
 
 
 def convert_megatron_engines(engines: Any, *, min_sharing: float = 1.15) -> None:
-    """Let the models of a Megatron engine be converted (`treefx.integrations.megatron.convert`).
+    """Convert the models of a Megatron engine.
+
+    See `treefx.integrations.megatron.convert`.
 
     A model that is refused (context parallelism, FP8, ...) stays unchanged, and that is logged as a warning.
 
@@ -82,7 +85,9 @@ def convert_megatron_engines(engines: Any, *, min_sharing: float = 1.15) -> None
 
 
 def pack_ids_on_all_stages(util: Any) -> None:
-    """Let every pipeline stage of verl get the packed token ids: each of them builds the tree of the call.
+    """Pass the packed token ids to every pipeline stage of verl.
+
+    Each of them builds the tree of the call.
 
     Args:
         util: the module ``verl.models.mcore.util``.
@@ -186,7 +191,8 @@ def group_ranks(trainers: Any) -> None:
     by prompt, and few prompts are on two ranks.
 
     Args:
-        trainers: a class with verl's method ``_balance_batch``, whose module was imported after `group_micro_batches`.
+        trainers: a class with verl's method ``_balance_batch``, from a module that was imported after
+            `group_micro_batches`.
     """
     make = trainers._balance_batch
 
@@ -229,9 +235,11 @@ class _PrefixOrder:
         """int64 [R + 1]: tokens that are in two parts where a part begins there."""
 
     def cut(self, parts: int, limit: int) -> list[list[int]]:
-        """Neighbours in exactly this many parts of at most `limit` tokens of rows, with the fewest tokens in two parts.
+        """Cut neighbours into exactly this many parts, with the fewest tokens in two parts.
 
-        Where that takes more parts, parts of as many rows, which are above the limit: verl asks for more parts then.
+        A part has at most `limit` tokens of rows.
+
+        Where that needs more parts, return parts of equally many rows above the limit: verl then requests more parts.
         """
         starts = self._starts(parts, limit)
         cut = np.array_split(self.order, parts) if starts is None else np.split(self.order, starts)
@@ -266,7 +274,7 @@ def _common(a: IntArray, b: IntArray) -> int:
 
 
 def _prompts(batch: Any) -> list[Hashable]:
-    """What says which prompt a row answers, row by row: ``uid``, or the keys ``uid_session_index`` of verl's queue."""
+    """Name each row's prompt: ``uid``, or the keys ``uid_session_index`` of verl's queue."""
     if hasattr(batch, "keys") and isinstance(batch.keys, list):
         return [key.split("_", 1)[0] for key in batch.keys]
     return list(batch.non_tensor_batch.get("uid", ()))
@@ -275,7 +283,7 @@ def _prompts(batch: Any) -> list[Hashable]:
 def _whole_prompts(
     prompts: Sequence[Hashable], workloads: Sequence[int], ranks: int, balance: Balance
 ) -> list[list[int]] | None:
-    """Rows of a prompt on one rank, or next to each other where they cannot be dealt out evenly."""
+    """Put rows of a prompt on one rank, or next to each other if that is uneven."""
     if not prompts or len(prompts) > len(workloads):
         return None
     # verl appends rows of padding so that all ranks get as many.

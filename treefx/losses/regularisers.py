@@ -1,4 +1,4 @@
-"""Terms that are added to a policy's loss: the divergence from a reference, and the entropy."""
+"""Compute terms added to a policy's loss: divergence from a reference, and entropy."""
 
 from typing import Literal
 
@@ -85,7 +85,9 @@ def _estimate(difference: Tensor, estimator: Estimator) -> Tensor:
 def entropy(
     entropies: Tensor, forest: Forest, reduction: Reduction = "token_mean", *, metrics: Metrics | None = None
 ) -> Tensor:
-    """Entropy of the policy where it predicts, as a bonus: subtract it, times a coefficient, from the loss.
+    """Compute the entropy of the policy, a bonus.
+
+    Subtract it, times a coefficient, from the loss.
 
     It is a sum over edges of sum_b w_b H: the distribution at a token is the same for all rows through it.
 

@@ -30,7 +30,7 @@ _BOUNDS = (1.0, 1.03, 1 / 2, 1 / 3, 1.06, 1 / 4, 2 / 3, 1.1, 1 / 6, 1 / 8)
 """Costs of a piece over the lower bound, in the order in which they are tried."""
 _MOST_VISITS = 60_000
 _VISITS_PER_PIECE = 5
-"""Number of rows that cutting may visit for all bounds together, and the extra count of a piece."""
+"""Rows that cutting may visit for all bounds together, and the extra count of a piece."""
 _GOOD = 1.002
 """Assignments this even, duplicates counted, are not improved."""
 
@@ -104,7 +104,7 @@ class _Placed:
 
     @cached_property
     def score(self) -> float:
-        """Return the value that assignments are compared by, in units of the lower bound; less wins."""
+        """Return the score of an assignment, in units of the lower bound; less is better."""
         lower = self.priced.lower_bound(self.amounts.shape[1])
         busiest = float(self.priced.cost(self.amounts).max()) / lower
         return busiest + float(self.amounts[0].sum()) / self.priced.outline.tokens - 1.0

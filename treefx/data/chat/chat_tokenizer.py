@@ -18,32 +18,32 @@ __all__ = ["ChatTokenizer"]
 
 
 class ChatTokenizer:
-    """Makes rows of conversations as the model sees them: through its tokenizer's chat template.
+    """Encode conversations as the model sees them, through its tokenizer's chat template.
 
-    The row of a turn is the template's text of all messages up to it, so what a template leaves out of earlier turns
-    (thinking) or writes differently is so in the row, and the rows fork there. Trained is what the assistant wrote:
+    The row of a turn is the template's text of all messages up to it, so the row omits or changes the same parts of
+    earlier turns (thinking) as the template, and rows fork there. The assistant's text is trained:
 
-    - the tokens from where the row's text leaves the prompt's (the messages before, with the header that asks the agent
-      to speak) to the end of the message as the template writes it, with its end-of-turn token and what follows that;
+    - the tokens from the first that differs from the prompt's (the messages before, with the generation header) to the
+      end of the message in the template's text, with its end-of-turn token and all that follows it;
     - of these, where the template has ``{% generation %}`` markers, those inside of them.
 
-    Every row has its own mask: what one row trains is prompt in the next. A token shared by both is trained by as many
-    rows as say so, which is what weights per row mean (`Sample.weights`, `treefx.Forest`).
+    Every row has its own mask: a trained token of one row is prompt in the next. The number of rows that train a shared
+    token is its weight (`Sample.weights`, `treefx.Forest`).
 
     Args:
         tokenizer: any object with ``apply_chat_template``, ``__call__`` and ``decode`` as transformers' tokenizers
             have them.
         cut_at_turns: encode the text between the borders of messages piece by piece. Then no token reaches over a
             border, and conversations with equal beginnings share all of their tokens; but at inference a server encodes
-            the text as a whole. `treefx.data.find_drift` tells whether there is a difference.
+            the whole text. `treefx.data.find_drift` reports differences.
         markers: whether ``{% generation %}`` markers are read.
-        recorded: whether a turn whose ``token_ids`` were recorded consists of them, instead of its text encoded again.
+        recorded: take a turn's recorded ``token_ids`` instead of encoding its text again.
         arguments: of calls: "object", JSON text read, as transformers documents it; "text", as it was recorded, for
             templates that join it to other text.
         template_seconds: most time that the template may take for one text, after which the conversation is refused;
             None sets no limit.
-        **options: for ``apply_chat_template``, such as ``chat_template=`` or ``enable_thinking=``. What the template
-            itself reads, a conversation's ``template_options`` may say otherwise.
+        **options: for ``apply_chat_template``, such as ``chat_template=`` or ``enable_thinking=``. A conversation's
+            ``template_options`` override variables of the template.
 
     Example:
         >>> tokenizer = ChatTokenizer(AutoTokenizer.from_pretrained("..."), enable_thinking=False)  # doctest: +SKIP
@@ -111,10 +111,10 @@ class ChatTokenizer:
         return RenderedChat(self.engine, messages, tools, options, self._cut, self._arguments, self._seconds)
 
     def turns(self, conversation: Conversation) -> list[EncodedRow]:
-        """One row per assistant message that is trained: what was before, and the message.
+        """Return one row per trained assistant message: the messages before, and the message.
 
         Raises:
-            InputError: the template refuses the messages, or gives the message no place of its own.
+            InputError: the template refuses the messages, or merges the message with others.
         """
         chat = self.render(conversation.messages, conversation.tools, conversation.template_options)
         return [
@@ -144,11 +144,11 @@ class ChatTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> list[EncodedRow]:
-        """One row per answer, each with the prompt in front; trained is what the assistant wrote of the answer.
+        """Return one row per answer, with the prompt in front; the assistant's text is trained.
 
-        All answers begin at the same token, where the first of their rows leaves the tokens of the prompt, so that
-        what is compared is said in all of them. For answers of one message without markers, and for plain text, which
-        ends in the tokenizer's ``eos_token``, rows and masks are those of TRL's DPO and KTO trainers.
+        All answers begin at the same token, where the first of their rows leaves the tokens of the prompt, so that all
+        rows contain the compared tokens. For answers of one message without markers, and for plain text, which ends in
+        the tokenizer's ``eos_token``, rows and masks are those of TRL's DPO and KTO trainers.
 
         Raises:
             InputError: the template refuses the messages or writes one differently when others follow; plain text, and
@@ -207,5 +207,5 @@ class ChatTokenizer:
         return [EncodedRow(row, np.arange(len(row)) >= begins) for row in rows]
 
     def _encode(self, text: str) -> Tokens:
-        """With what the tokenizer adds by itself, such as the token for a text's beginning."""
+        """Encode with the tokenizer's own additions, such as the token for a text's beginning."""
         return np.asarray(self.engine(text)["input_ids"], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Re-tokenisation drift: where equal texts have different tokens, so that rows fork that could be one prefix.
+"""Find re-tokenisation drift: equal texts with different tokens, which fork rows.
 
 A server encodes a prompt as a whole, samples token ids for the answer, and encodes the answer's text again in the next
 prompt. Wherever that gives other tokens than before, two rows of one conversation part although they say the same. The
@@ -8,14 +8,14 @@ kinds, each with the first token that differs:
 border    prompt and answer encoded together are not the prompt's tokens and the answer's: some reach over the border
 history   a turn's row does not begin with the tokens of the row of the turn before, although its text begins with its
           text
-template  it is the text itself that differs: the template writes earlier messages differently when others follow, or
-          asks for an answer differently than it writes one
+template  the text differs: the template writes earlier messages differently when others follow, or
+          writes another header for generation than in front of an answer
 recorded  the token ids recorded for an answer are not those of its text
 ========  ==============================================================================================================
 
-What to do: *recorded* ids are what was sampled, and rows keep them (`ChatTokenizer(recorded=True)`); *border* and
-*history* vanish with ``cut_at_turns=True``, at the price of tokens that a server which encodes the whole text would not
-see; *template* is what the model is going to see, and rows that fork there are right.
+Remedies: *recorded* ids were sampled, and rows keep them (`ChatTokenizer(recorded=True)`); *border* and
+*history* vanish with ``cut_at_turns=True``, at the price of tokens that a server never sees if it encodes whole texts;
+*template* drift is real: the model will see the same texts, so these forks are right.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class Drift:
     where: str
     """File and line, where known, else task and trial."""
     turn: int
-    """Number of the assistant's turn, from 0, whose row is the later one of the two; the row itself, for plain rows."""
+    """Number of the later row's assistant turn, from 0; number of the row, for plain rows."""
     token: int
     """The first token that differs, from 0, in the row."""
     character: int | None
@@ -67,7 +67,7 @@ class Drift:
 
 @dataclass
 class DriftReport:
-    """All places, and what was compared."""
+    """Hold all differences, and the counts of compared rows."""
 
     rows: int = 0
     tokens: int = 0
@@ -82,7 +82,10 @@ class DriftReport:
 
     @property
     def unshared_tokens(self) -> int:
-        """Tokens of earlier rows that the next row says again in other tokens: of history and recorded."""
+        """Count tokens of earlier rows that the next row spells differently.
+
+        The kinds are history and recorded.
+        """
         return sum(drift.tokens for drift in self.found if drift.kind in ("history", "recorded"))
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +103,9 @@ class DriftReport:
 
 
 def find_drift(conversations: Iterable[Conversation], tokenizer: ChatTokenizer | Engine) -> DriftReport:
-    """Compare the rows of every conversation's turns with each other, with their parts, and with recorded ids.
+    """Compare the rows of every conversation's turns with each other.
+
+    Rows are also compared with their parts and with recorded ids.
 
     Args:
         conversations: as they were loaded.
@@ -122,12 +127,12 @@ def find_drift(conversations: Iterable[Conversation], tokenizer: ChatTokenizer |
 
 
 def find_row_drift(rows: Iterable[Sequence[int] | Tokens], engine: Engine, where: str = "rows") -> DriftReport:
-    """Compare rows of token ids with what their text encodes to again.
+    """Compare rows of token ids with the re-encoded text of each.
 
     Args:
         rows: token ids, such as sampled ones.
         engine: a tokenizer of transformers, or any object with ``decode`` and ``__call__`` like it.
-        where: what to call them in the report.
+        where: name of the rows in the report.
     """
     report = DriftReport()
     for number, row in enumerate(rows):
@@ -175,7 +180,7 @@ class _Finder:
         if ids is None:
             return None
         prompt = self.chat.tokens(at, ask=True)
-        # What the template writes behind the end of the turn was not sampled.
+        # Text of the template behind the end of the turn was not sampled.
         return self._compare("recorded", turn, at, np.concatenate([prompt, np.asarray(ids)]))
 
     def _compare(self, kind: Kind, turn: int, at: int, expected: Tokens) -> Drift | None:
@@ -186,7 +191,7 @@ class _Finder:
 def _compare(
     engine: Engine, kind: Kind, where: str, turn: int, expected: Tokens, got: Tokens, text: str
 ) -> Drift | None:
-    """The first difference; `got` may go on behind the end of what was expected."""
+    """Return the first difference; `got` may be longer than `expected`."""
     same = common_length(expected, got)
     if same == len(expected):
         return None

@@ -1,4 +1,4 @@
-"""What a chat template marks by ``{% generation %}`` ... ``{% endgeneration %}``, as places in its text.
+"""Find text between `{% generation %}` and `{% endgeneration %}` of a chat template.
 
 The tags are replaced by letters of private use, and the template is rendered once more: where they stand, the marked
 text begins and ends. transformers' own ``return_assistant_tokens_mask`` maps these places to tokens one by one; where a
@@ -16,12 +16,15 @@ _BEGIN, _END = "\ue5b0", "\ue5b1"
 
 
 def has_markers(template: str) -> bool:
-    """Whether a template marks what the assistant wrote."""
+    """Return whether a template has generation markers."""
     return _TAG.search(template) is not None
 
 
 def show_markers(template: str) -> str:
-    """The template that writes a letter for each marker; white space around the tags is treated as theirs was."""
+    """Rewrite a template to emit a letter for each marker.
+
+    White space around the letters is trimmed as around the tags.
+    """
 
     def write(tag: re.Match[str]) -> str:
         letter = _END if tag[2] else _BEGIN
@@ -34,7 +37,7 @@ def read_marks(marked: str, text: str) -> list[tuple[int, int]]:
     """The marked parts [start, stop) of a text, from its rendering with `show_markers`.
 
     Raises:
-        InputError: the letters change what the template writes, or markers are not closed.
+        InputError: the letters change the template's output, or markers are not closed.
     """
     parts = re.split(f"([{_BEGIN}{_END}])", marked)
     if "".join(parts[::2]) != text or parts[1::2] != [_BEGIN, _END] * (len(parts) // 4):

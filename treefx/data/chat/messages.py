@@ -1,4 +1,4 @@
-"""Messages as chat templates read them: the OpenAI format, with the arguments of calls as objects."""
+"""Convert messages for chat templates: the OpenAI format, with parsed arguments of calls."""
 
 import json
 from typing import Any, Literal
@@ -8,11 +8,11 @@ from treefx.data.trajectories import Message, ToolCall
 __all__ = ["Arguments", "to_template"]
 
 Arguments = Literal["object", "text"]
-"""What templates are given as the arguments of calls."""
+"""Form of the arguments of calls for templates."""
 
 
 def to_template(message: Message, arguments: Arguments = "object") -> dict[str, Any]:
-    """One message; fields that say nothing are left out, as templates ask whether a field is there.
+    """Convert one message without its empty fields: templates test whether a field is there.
 
     As "object", arguments that are the JSON text of an object become that object, as transformers documents it: a
     template writes it in its own way, so the spacing of the recorded text is not kept. As "text" they are as recorded,

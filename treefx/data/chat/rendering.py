@@ -1,4 +1,4 @@
-"""One conversation through a chat template: the text and the tokens of each of its beginnings."""
+"""Render a conversation through a chat template: text and tokens of each beginning."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +17,7 @@ __all__ = ["Engine", "RenderedChat", "encode_text"]
 
 
 class Engine(Protocol):
-    """What a Hugging Face tokenizer can do, as far as it is needed."""
+    """Define the methods that this package needs of a Hugging Face tokenizer."""
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         """Text, or token ids, of a conversation."""
@@ -33,7 +33,9 @@ class Engine(Protocol):
 
 
 def encode_text(engine: Engine, text: str) -> tuple[Tokens, Tokens | None]:
-    """Token ids of a text as it stands, none added, and behind which character each ends, where the tokenizer tells.
+    """Encode a text without special tokens, with the character behind which each token ends.
+
+    The ends are None for tokenizers without offsets.
 
     Raises:
         InputError: the text holds half of a surrogate pair, which a template's own functions may have made.
@@ -52,7 +54,7 @@ def encode_text(engine: Engine, text: str) -> tuple[Tokens, Tokens | None]:
 
 
 class _Piece(NamedTuple):
-    """Tokens of a piece of text, behind which character each ends, and whether they are the text again."""
+    """Hold tokens of a piece of text, their ends in characters, and whether they decode to it."""
 
     tokens: Tokens
     ends: Tokens | None
@@ -65,7 +67,9 @@ def _decode(engine: Engine, tokens: Tokens) -> str:
 
 
 class RenderedChat:
-    """Beginnings of one conversation: ``count`` messages, and whether the agent is asked to speak after them.
+    """Hold beginnings of one conversation: ``count`` messages, with or without a header.
+
+    The header of the agent's next message follows when generation is requested.
 
     Args:
         engine: the tokenizer.
@@ -98,7 +102,9 @@ class RenderedChat:
         self._pieces: dict[str, _Piece] = {}
 
     def text(self, count: int, ask: bool = False) -> str:
-        """The text of the first messages; with ``ask``, the header of the agent's next message follows.
+        """Return the text of the first messages.
+
+        With ``ask``, the header of the agent's next message follows.
 
         Raises:
             InputError: the template refuses them.
@@ -118,7 +124,7 @@ class RenderedChat:
         return self._tokens[count, ask]
 
     def marked(self, count: int) -> npt.NDArray[np.bool_] | None:
-        """bool [T]: what the template's ``{% generation %}`` markers say of `tokens`; None without markers.
+        """Return bool [T]: the tokens inside of `{% generation %}` markers; None without markers.
 
         Raises:
             InputError: the tokenizer cannot tell.
@@ -130,8 +136,8 @@ class RenderedChat:
         ends = self._ends.get((count, False))
         if ends is None:
             raise InputError(
-                "the template marks what the assistant wrote by {% generation %}, and only a fast tokenizer tells which"
-                " tokens those are: take one, or ChatTokenizer(..., markers=False)"
+                "the template marks the assistant's text by {% generation %}, and only a fast tokenizer can map it to"
+                " tokens: take one, or ChatTokenizer(..., markers=False)"
             )
         shown = str(self._apply(self._entries[:count], tokenize=False, chat_template=show_markers(template)))
         mask = np.zeros(len(tokens), dtype=np.bool_)
@@ -141,14 +147,14 @@ class RenderedChat:
         return mask
 
     def span(self, at: int, count: int) -> tuple[int, int]:
-        """Tokens [start, stop) that assistant message ``at`` is, within the row of ``count`` messages.
+        """Return the tokens [start, stop) of assistant message ``at`` in the row of ``count``.
 
         It begins where the row's text leaves that of the prompt, which is the messages before with the header behind
         them. A token that reaches over the beginning is the message's, one that reaches over its end is not.
 
         Raises:
             InputError: the template writes something else for the messages up to it when others follow, or leaves out
-                what was said.
+                its content.
         """
         if at == 0:
             raise InputError(
@@ -184,12 +190,12 @@ class RenderedChat:
         return len(row) - common_length(row[::-1], again[::-1])
 
     def _check_written(self, at: int) -> None:
-        """Refuse a template that leaves out what the assistant said or called."""
+        """Refuse a template that leaves out the assistant's content or calls."""
         entry, row = self._entries[at], self.text(at + 1)
         if entry["content"].strip() and self._with(at, at + 1, content=entry["content"] + "x") == row:
             raise InputError(
-                f"the chat template leaves out the content of message {at} (assistant), so that nobody would learn to "
-                "say it: mend the template"
+                f"the chat template leaves out the content of message {at} (assistant), so the model would not learn "
+                "to say it: fix the template"
             )
         calls = entry.get("tool_calls", [])
         renamed = [{**call, "function": {**call["function"], "name": "x"}} for call in calls]
@@ -205,7 +211,10 @@ class RenderedChat:
         return str(self._apply(entries, tokenize=False))
 
     def _token_at(self, character: int, count: int, beginning: tuple[int, bool]) -> int:
-        """The first token of a row that reaches over a character; untold where, the first that a beginning lacks."""
+        """Return the first token of a row that reaches over a character.
+
+        Without offsets, the first token that differs from the beginning's.
+        """
         tokens = self.tokens(count)
         ends = self._ends.get((count, False))
         if ends is None:
@@ -220,7 +229,7 @@ class RenderedChat:
             whole, _ = encode_text(self._engine, text)
             if _decode(self._engine, tokens) != _decode(self._engine, whole):
                 raise InputError(
-                    "cut_at_turns=True needs a tokenizer whose tokens of pieces are the text's, but this one adds or "
+                    "cut_at_turns=True needs a tokenizer that encodes pieces like the whole text, but this one adds or "
                     "drops something where a text begins (such as a space): leave it at False"
                 )
         ends = [piece.ends for piece in pieces if piece.ends is not None]
@@ -260,7 +269,7 @@ class RenderedChat:
                 f"the chat template did not end for messages 0 to {len(entries) - 1} ({error}): mend its loops, or "
                 "give it more time by ChatTokenizer(..., template_seconds=)"
             ) from error
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # templates raise anything
             said = shorten(str(error), 400)
             hint = "; if it joins the arguments of calls as text, arguments='text' helps" if "str" in said else ""
             raise InputError(f"the chat template refused messages 0 to {len(entries) - 1}: {said}{hint}") from error

@@ -1,4 +1,4 @@
-"""Run a function of others in bounded time: templates are programs, and one that loops for ever is easily written.
+"""Run a foreign function in bounded time: a chat template is a program and may loop.
 
 A thread that exists only while such functions run raises an exception in the thread of the one that is late, at its
 next step in Python. So the limit holds in any thread, and needs no signal; a single long call of C ends first.
@@ -53,7 +53,7 @@ class _Watch:
                 self.thread = thread
 
     def remove(self, run: _Run) -> None:
-        """Leave a function alone: what was sent to its thread comes now at the latest.
+        """Leave a function alone; a pending exception is raised in its thread now.
 
         Taken back instead, it would leave the interpreter looking for it at every step from then on, and Python 3.11
         would never begin the next call under ``sys.setprofile``, a debugger or a coverage tool.
@@ -99,7 +99,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_within(seconds: float | None, function: Callable[[], T]) -> T:
-    """Return what the function returns, or raise what it raises.
+    """Run a function and return its result, or raise its exception.
 
     Args:
         seconds: how long it may take; None sets no limit.

@@ -1,7 +1,7 @@
-"""Files, record by record: in goes a path, out come JSON values that know their file, line and field.
+"""Read files record by record into JSON values that know their file, line and field.
 
 ``opening`` unpacks and looks at the bytes, ``parsing`` finds the records among them, ``reading`` goes through files and
-decides what becomes of broken ones, ``progress`` is the bar; ``values`` is what a record is read through, and ``nulls``
+skips or raises for broken records, ``progress`` is the bar; ``values`` checks the fields of a record, and ``nulls``
 counts or drops the null fields of objects that have any fields.
 """
 

@@ -1,4 +1,6 @@
-"""Null fields of objects whose fields nobody fixed: arguments of calls, JSON schemas of tools, options of templates.
+"""Count or drop null fields of free-form objects.
+
+These are arguments of calls, JSON schemas of tools, and options of templates.
 
 Arrow keeps one struct for a column. A file that went through it (Parquet, ``datasets``) has in every call the arguments
 of all calls, null where the call had none, and in every tool the fields of all tools. Such a null cannot be told from
@@ -16,7 +18,7 @@ _SHOWN = 8
 
 @dataclass
 class NullFields:
-    """What one reading does about null fields, and those that it met.
+    """Hold the treatment of null fields in one reading, and those it met.
 
     Attributes:
         drop: whether they are left out; None keeps them, and `warning` says so.
@@ -50,7 +52,7 @@ class NullFields:
         return {name: self._without(value) for name, value in raw.items() if value is not None}
 
     def warning(self) -> str:
-        """What to tell of null fields that were kept without being asked for; empty where there is nothing."""
+        """Return a warning about null fields that were kept by default; "" without any."""
         if self.drop is not None or not self.counts:
             return ""
         names = [f"{name[:40]!a} ({count:,})" for name, count in self.counts.most_common(_SHOWN)]

@@ -1,4 +1,4 @@
-"""Open a file for reading bytes: unpacked if it is gzip, and refused with its kind's name if it is no text."""
+"""Open a file for reading bytes: unpack gzip, refuse other binary formats by name."""
 
 import gzip
 import io
@@ -29,7 +29,7 @@ _NO_TEXT = {
     b"\xfd7zXZ": "compressed by xz: unpack it, or use gzip",
     b"BZh": "compressed by bzip2: unpack it, or use gzip",
 }
-"""What files of other kinds begin with."""
+"""First bytes of files of other kinds."""
 
 
 class Opened:
@@ -45,7 +45,7 @@ class Opened:
         self.stream, self.place, self.position = stream, place, position
 
     def head(self) -> bytes:
-        """What comes next, some kilobytes at most, without reading on."""
+        """Peek at the next bytes, some kilobytes at most, without consuming them."""
         return self.stream.peek(_HEAD)[:_HEAD]
 
 

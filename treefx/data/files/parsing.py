@@ -1,4 +1,6 @@
-"""The records of an open file, one after the other: JSON lines, the entries of a JSON list, or one JSON document.
+"""Parse the records of an open file one by one.
+
+A file holds JSON lines, a JSON list, or one JSON document.
 
 Of lines and lists only the record at hand is in memory, and of a record that is too long only its beginning. A broken
 line is one error, and reading goes on with the next; after a syntax error in a list the place where the next entry
@@ -26,15 +28,15 @@ _BLANK = b" \t\r\n"
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _LONGEST_WORD = 16
-"""A parser that stops further than this from the end of what was read stopped for another reason than the end."""
+"""Longest JSON word: a parse error further from the end of the buffer is a real error."""
 T = TypeVar("T")
 
 
 def parse_records(opened: Opened, longest: int) -> Iterator[Value | RecordError]:
     """Every record of the file, or the error that stands in its place.
 
-    A file that begins with ``[`` is a list; one named ``.jsonl`` or ``.ndjson``, or whose first line is a JSON value,
-    is lines; anything else is one document.
+    A file that begins with ``[`` is a list; a file named ``.jsonl`` or ``.ndjson``, or with a JSON value as its first
+    line, is lines; anything else is one document.
 
     Args:
         opened: the file.
@@ -77,7 +79,10 @@ def _parse_document_or_lines(stream: io.BufferedReader, place: Place, longest: i
 
 
 def _skip_blank_lines(stream: io.BufferedReader) -> int:
-    """Go on to the first line that is not blank, and return how many were; of an endless one its end is dropped too."""
+    """Skip blank lines and return their number.
+
+    Of an overlong line, the rest is dropped.
+    """
     lines = 0
     while head := stream.peek(_CHUNK)[:_CHUNK]:
         text = head.lstrip(_BLANK)
@@ -132,7 +137,7 @@ def _too_long(place: Place, longest: int) -> RecordError:
 
 
 def _guarded(parse: Callable[[], T], place: Place) -> T:
-    """What ``parse`` returns, its failures as errors that name the place."""
+    """Run ``parse`` and convert its failures to errors that name the place."""
     try:
         return parse()
     except UnicodeDecodeError as error:
@@ -152,7 +157,7 @@ def _message(error: json.JSONDecodeError) -> str:
 
 
 class _Window:
-    """The part of a text that is being read; what lies behind is dropped, what lies ahead is not read yet."""
+    """Hold the current window of a text: earlier text is dropped, later text is not read yet."""
 
     def __init__(self, stream: io.BufferedReader, longest: int) -> None:
         self._stream, self._longest = stream, longest
@@ -162,7 +167,10 @@ class _Window:
         self.text, self.at, self.line, self.ended = "", 0, 1, False
 
     def more(self) -> bool:
-        """Read on, as much again as there is, so that a long record is not parsed too often; False at the end."""
+        """Read as much again as there is; return False at the end.
+
+        Doubling keeps long records from being parsed too often.
+        """
         if self.ended:
             return False
         data = self._stream.read(min(max(_CHUNK, len(self.text) - self.at), max(_CHUNK, self._longest)))
@@ -202,7 +210,7 @@ class _Window:
                 if inside or not self.more():
                     raise place.error(f"is not JSON: {_message(error)} {self._where(error.pos, inside)}") from error
             else:
-                # A number at the end of what was read may go on.
+                # A number at the end of the window may continue.
                 if end < len(self.text) or not self.more():
                     break
         if end - self.at > self._longest:

@@ -15,7 +15,7 @@ __all__ = ["byte_progress"]
 def byte_progress(
     total: int, enabled: bool = True, console: "Console | None" = None
 ) -> Iterator[Callable[[int, str], None]]:
-    """A function to be told how many bytes are done and what is being read; the bar disappears at the end.
+    """Yield a function of the bytes done and the current file; the bar disappears at the end.
 
     Args:
         total: bytes in all.

@@ -1,4 +1,4 @@
-"""Read files record by record, whatever their size; a broken record ends the reading, or is skipped and counted."""
+"""Read files of any size record by record; raise for broken records, or skip and count."""
 
 import warnings
 from collections import Counter
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass
 class ReadReport:
-    """What a reading went through; it grows while the reading goes on."""
+    """Count the files and records of a reading; updated while it runs."""
 
     files: int = 0
     records: int = 0
@@ -42,10 +42,10 @@ class ReadReport:
     """How often a field of call arguments, tools or ``chat_template_kwargs`` was null, by name, kept or dropped."""
 
     def skip(self, error: RecordError) -> None:
-        """Count what is left out."""
+        """Count a skipped record."""
         self.skipped += 1
         if len(self.errors) < _KEPT_ERRORS:
-            # Without what led to it, which holds the record or all that was read of the file.
+            # Drop the cause and context, which hold the record or the whole window.
             error.__cause__ = error.__context__ = None
             self.errors.append(error.with_traceback(None))
 
@@ -75,7 +75,7 @@ def read_records(
     Args:
         path: a file of any name, or a folder: its ``.json``, ``.jsonl`` and ``.ndjson`` files, packed by gzip or not,
             are read in sorted order.
-        parse: makes things of a record, any number of them; what it refuses by `RecordError` is a broken record.
+        parse: yields any number of items of a record; a record for which it raises `RecordError` is broken.
         on_error: "raise" ends the reading at the first broken record; "skip" leaves it out, counts it in ``report``,
             and goes on with the next record, or with the next file where the rest of one cannot be read.
         report: counts records and errors. Without one, a reading that skipped something ends with a warning.

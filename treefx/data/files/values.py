@@ -1,4 +1,4 @@
-"""A JSON value that knows where it stands, so that whoever reads it names the place of what is wrong."""
+"""Wrap a JSON value with its place, so that errors name file, line and field."""
 
 import json
 import math
@@ -46,10 +46,10 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A parsed JSON value; its methods return what was expected, or raise `RecordError` with the place.
+    """Wrap a parsed JSON value; its methods check the type or raise `RecordError`.
 
     Attributes:
-        raw: what ``json`` made of it.
+        raw: the value as ``json`` parsed it.
         place: where it stands.
         nulls: counts or drops the null fields of `free` objects; handed on to every value inside.
     """
@@ -128,7 +128,10 @@ class Value:
         return self.raw
 
     def free(self, expected: str = "an object") -> dict[str, Any]:
-        """This object of any fields, fit to be written as JSON; its null fields are counted or dropped, see `nulls`."""
+        """Return this object of free fields, fit to be written as JSON.
+
+        Its null fields are counted or dropped, see `nulls`.
+        """
         if not isinstance(self.raw, dict):
             self.fail(expected)
         _check_free(self)
@@ -153,7 +156,7 @@ def _check_characters(text: str, place: Place) -> None:
 
 
 def _check_free(value: Value) -> None:
-    """Refuse what ``json`` reads and no other reader of JSON takes: NaN, infinities, halves of characters."""
+    """Refuse values that only ``json`` accepts: NaN, infinities, lone surrogates."""
     waiting = [value]
     while waiting:
         here = waiting.pop()

@@ -1,4 +1,4 @@
-"""Formats of records: in goes a parsed record (``files.Value``), out come conversations, pairs or judged answers.
+"""Parse records (``files.Value``) into conversations, pairs or judged answers.
 
 Order of imports, each only of what stands before an arrow::
 

@@ -45,7 +45,10 @@ def is_openai_chat(raw: Any) -> bool:
 
 
 def parse_openai_chat(record: Value, source: str) -> list[Conversation]:
-    """The conversation of a record; without a ``task`` it is a task of its own, named by the record's number."""
+    """Parse the conversation of a record.
+
+    Without a ``task`` it is a separate task, named by the record's number.
+    """
     task, trial, reward = record.get("task"), record.get("trial"), record.get("reward")
     return [
         Conversation(
@@ -62,7 +65,7 @@ def parse_openai_chat(record: Value, source: str) -> list[Conversation]:
 
 
 def parse_name(value: Value) -> str:
-    """What names a task: text, or a whole number."""
+    """Return the name of a task: text, or a whole number."""
     return value.text() if isinstance(value.raw, str) else str(value.integer("text or a whole number"))
 
 
@@ -75,7 +78,7 @@ def parse_messages(value: Value) -> tuple[Message, ...]:
 
 
 def parse_tools(record: Value) -> tuple[dict[str, Any], ...]:
-    """The tools that a record's ``tools`` describes: a list of JSON schemas, or, as some data have it, the text of one.
+    """Parse a record's ``tools``: a list of JSON schemas, or the JSON text of one.
 
     Raises:
         RecordError: it is neither.
@@ -101,7 +104,7 @@ def parse_template_options(record: Value) -> dict[str, Any]:
     given = options.free("an object of options")
     for name in sorted(RESERVED_OPTIONS.intersection(given)):
         raise options.place.inside(name).error(
-            "a record may set what its chat template reads, but not the template itself nor another argument of "
+            "a record may set variables of its chat template, but not the template itself nor another argument of "
             f"apply_chat_template: leave {name!r} out of the record, and give it to ChatTokenizer(tokenizer, ...)"
         )
     return given

@@ -1,13 +1,15 @@
-"""Compared and judged answers, in the spellings that TRL documents (https://huggingface.co/docs/trl/dataset_formats).
+"""Parse compared and judged answers in the spellings of TRL.
+
+https://huggingface.co/docs/trl/dataset_formats
 
 ======================  ================================================================================================
 explicit prompt         ``{prompt, chosen, rejected}``, each text or each a list of messages
-implicit prompt         ``{chosen, rejected}``, each with the prompt in front: what both begin with
+implicit prompt         ``{chosen, rejected}``, each with the prompt in front, as their common beginning
 unpaired (KTO)          ``{prompt, completion, label}``, label true or false
 ======================  ================================================================================================
 
-Beyond these, as data sets have it: answers that are lists of messages may repeat the prompt, whether that is messages
-or the text of the user's message; beside a prompt of messages an answer that is text is one message of the assistant.
+Beyond these, as data sets have it: answers that are lists of messages may repeat the prompt, as messages or as the text
+of the user's message; after a prompt of messages, an answer in plain text is one message of the assistant.
 """
 
 from typing import Any
@@ -65,7 +67,7 @@ def parse_judged(record: Value) -> list[Judged]:
 
 
 def parse_answer(value: Value) -> tuple[Message, ...]:
-    """An answer to a prompt of messages: messages, or the text of one message of the assistant."""
+    """Parse an answer to a prompt of messages: messages, or the assistant's text."""
     answer = _parse_text(value)
     answer = (Message("assistant", answer),) if isinstance(answer, str) else answer
     _check_answer(answer, value)
@@ -81,7 +83,7 @@ def _require_list(value: Value) -> Value:
 
 
 def _join(prompt: Text, answers: dict[str, Text], record: Value) -> tuple[Text, list[Text]]:
-    """Prompt and answers as all text or all messages; what answers repeat of the prompt is left out."""
+    """Return prompt and answers as all text or all messages, without repeated prompts."""
     kinds = {isinstance(answer, str) for answer in answers.values()}
     if isinstance(prompt, str):
         if kinds == {True}:
@@ -97,7 +99,7 @@ def _join(prompt: Text, answers: dict[str, Text], record: Value) -> tuple[Text, 
 
 
 def _split_common(record: Value, chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
-    """The common beginning of two answers, and what is left of them."""
+    """Split two answers into their common beginning and the rest of each."""
     if isinstance(chosen, str) != isinstance(rejected, str):
         record["rejected"].fail("the same as chosen: both text, or both lists of messages")
     shorter = min(len(chosen), len(rejected))
@@ -112,6 +114,9 @@ def _split_common(record: Value, chosen: Text, rejected: Text) -> tuple[Text, Te
 
 
 def _check_answer(answer: Text, value: Value) -> None:
-    """Text may be empty: an answer that ends at once. Messages must have something that the agent said."""
+    """Check an answer: messages must have something that the agent said.
+
+    Text may be empty: an answer that ends at once.
+    """
     if not isinstance(answer, str) and not any(message.role == "assistant" for message in answer):
         value.fail("a message of the assistant after the prompt")

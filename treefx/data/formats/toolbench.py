@@ -24,7 +24,9 @@ def is_toolbench(raw: Any) -> bool:
 
 
 def parse_toolbench(record: Value, source: str) -> list[Conversation]:
-    """The conversations of a record, one per leaf of its tree, depth first; ``task`` is the file's name.
+    """Parse the conversations of a record, one per leaf of its tree, depth first.
+
+    ``task`` is the file's name.
 
     Raises:
         RecordError: a field is missing or of the wrong type, or a node is of an unknown type.
@@ -49,7 +51,7 @@ def _opening(record: Value) -> list[Message]:
 
 
 def _paths(root: Value) -> list[list[Value]]:
-    """Root-to-leaf paths without the empty root, in depth-first order; iterative, so depth is not limited."""
+    """List root-to-leaf paths without the empty root, depth first; iterative for any depth."""
     paths = []
     stack: list[tuple[Value, list[Value]]] = [(root, [])]
     while stack:

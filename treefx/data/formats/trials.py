@@ -1,4 +1,6 @@
-"""Trials of one task in one record: ``{prompt, completions, rewards?, task?, tools?, ...}``.
+"""Parse trials of one task in one record.
+
+A record is ``{prompt, completions, rewards?, task?, tools?, ...}``.
 
 ``prompt`` is a list of messages, or the text of one message of the user; ``completions`` has lists of messages, or
 texts of one message of the assistant each; ``rewards`` one number per completion.

@@ -1,8 +1,8 @@
-"""Megatron-Core: a GPTModel runs once per distinct token of its rows, in Megatron's own layers, ranks and stages.
+"""Run a GPTModel of Megatron-Core once per distinct token, in its own layers and ranks.
 
-Written for megatron-core 0.16 and 0.19. `convert` hooks a model that is built; its specs, checkpoints, DDP and
-optimizers stay what they are. Engines on Megatron (verl, slime, NeMo-RL, SkyRL, AReaL, ms-swift) call the model in one
-of two forms, and both are read: rows ``[B, T]``, and packed rows ``[1, sum T]`` with ``PackedSeqParams``::
+Written for megatron-core 0.16 and 0.19. `convert` hooks a built model; its specs, checkpoints, DDP and optimizers stay
+unchanged. Engines on Megatron (verl, slime, NeMo-RL, SkyRL, AReaL, ms-swift) call the model in one of two forms, and
+both are read: rows ``[B, T]``, and packed rows ``[1, sum T]`` with ``PackedSeqParams``::
 
     import treefx.integrations.megatron
     model = treefx.integrations.megatron.convert(model)  # one GPTModel, a wrapper of it (DDP, Float16Module), or chunks

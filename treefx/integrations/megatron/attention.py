@@ -1,8 +1,8 @@
-"""Megatron's core attentions on a tree: local (``DotProductAttention``) and Transformer Engine's.
+"""Run core attentions of Megatron on a tree: ``DotProductAttention`` and TE's.
 
 Both take query ``[N, 1, h, D]``, key and value ``[N, 1, g, D]`` with the heads of this tensor-parallel rank and return
-``[N, 1, h * Dv]``; under sequence parallelism they see whole sequences. Given any other mask than a tree, they are what
-they were.
+``[N, 1, h * Dv]``; under sequence parallelism they see whole sequences. With any other mask than a tree, they run
+unchanged.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class TreeCore:
 
 
 def _scale(attention: Any, core: Any) -> float:
-    """The factor of q.k. Transformer Engine keeps it in its backends, so it is what Megatron has handed over."""
+    """Return the factor of q.k.
+
+    Transformer Engine keeps it in its backends, so this is the value that Megatron passed.
+    """
     if not is_te(core):
         layer = core.scale_mask_softmax.scale  # of query-key layer scaling, which the core divides by before
         return float(core.softmax_scale * (1.0 if layer is None else layer))
@@ -79,7 +82,10 @@ def _scale(attention: Any, core: Any) -> float:
 
 
 def _window(core: Any) -> int | None:
-    """How many keys of its path a query sees, itself among them: Megatron counts those before it."""
+    """Return the number of keys of its path that a query sees, itself included.
+
+    Megatron counts those before it.
+    """
     window = core.window_size if is_te(core) else core.scale_mask_softmax.window_size
     if not window or window[0] < 0:
         return None

@@ -61,11 +61,11 @@ def convert(
         tokenwise: Names of further classes of modules that compute token by token, adapters for example.
 
     Returns:
-        What was given.
+        The argument.
 
     Raises:
         ConfigError: There is no GPTModel in it.
-        UnsupportedError: The model is not computed exactly on a tree; the message names what and the way out.
+        UnsupportedError: The model has no exact form on a tree; the message names the reason and the way out.
     """
     for found in _models(model):
         check(found, tokenwise)
@@ -75,7 +75,7 @@ def convert(
 
 
 def unconvert(model: Any) -> Any:
-    """Remove what `convert` has put on a model.
+    """Remove the hooks of `convert` from a model.
 
     Raises:
         ConfigError: There is no GPTModel in it.
@@ -260,7 +260,9 @@ class _Conversion:
         return bool(self._model.position_embedding_type == "learned_absolute")
 
     def _agree(self, size: int | None) -> int | None:
-        """The length of the packed row on all ranks whose experts gather each other's tokens; None if any runs rows.
+        """Agree on the packed row's length among ranks whose experts gather each other's tokens.
+
+        Returns None if any of them runs rows.
 
         Every call of every such rank comes here.
         """
@@ -281,7 +283,10 @@ class _Conversion:
         return Tree(end, rows.positions()[row, column], token_TB, first_places(token_TB, len(row)), padding_mask)
 
     def _choose_head(self, tree: Tree, given: Mapping[str, Any]) -> None:
-        """Which hidden states the LM head gets; a forward that is not Megatron's own gets those of rows."""
+        """Choose the hidden states for the LM head.
+
+        A forward that is not Megatron's own gets those of rows.
+        """
         if not self._model.post_process:
             return
         labels = given.get("labels")

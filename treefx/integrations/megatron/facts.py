@@ -1,4 +1,4 @@
-"""What a built GPTModel says of itself: its arguments, whose forward it runs, which ranks exchange its tokens."""
+"""Read facts of a built GPTModel: arguments, owner of its forward, ranks with its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["arguments_by_name", "check_recomputation", "gathering_group", "has_r
 
 
 def arguments_by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; none where it is not known what those by position are.
+    """Name the arguments of a call; return none if the positional ones are unknown.
 
     An engine may have replaced the model's forward. One that hands on ``*args`` takes those of the class.
     """
@@ -31,7 +31,7 @@ def has_rotary(module: Any) -> bool:
 
 
 def is_own(model: Any) -> bool:
-    """Whether a model runs Megatron's own forward and loss: engines replace them by fused ones."""
+    """Return whether a model runs Megatron's own forward and loss; engines may replace them."""
     from megatron.core.models.gpt import GPTModel
 
     names = ("forward", "_postprocess", "compute_language_model_loss")
@@ -42,7 +42,7 @@ def is_own(model: Any) -> bool:
 
 
 def gathering_group(model: Any) -> Any:
-    """The ranks whose experts all-gather tokens, where these come from several batches; None without such."""
+    """Return the ranks whose experts all-gather tokens of several batches; None without any."""
     if getattr(model.config, "moe_token_dispatcher_type", None) != "allgather":
         return None
     if getattr(model.config, "expert_model_parallel_size", 1) == 1:

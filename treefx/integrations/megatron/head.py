@@ -1,4 +1,4 @@
-"""From hidden states of distinct tokens to what the caller reads: rows, or one loss per label.
+"""Map hidden states of distinct tokens to the caller's form: rows, or a loss per label.
 
 With labels, ``GPTModel`` returns the negative log-probability of each label, computed across the ranks of a vocabulary.
 Equal (token, label) pairs are one prediction, so LM head and loss run on the M distinct pairs::
@@ -39,7 +39,10 @@ class Pairs:
 
 
 def find_pairs(token_TB: Tensor, label_BT: Tensor, multiple: int) -> Pairs:
-    """The distinct pairs of a call; their number is filled up to a multiple, as sequence parallelism needs it."""
+    """Return the distinct (token, label) pairs of a call.
+
+    Their number is padded to a multiple, for sequence parallelism.
+    """
     both = torch.stack([token_TB.t().reshape(-1), label_BT.reshape(-1).to(torch.int64)])
     distinct, pair = torch.unique(both, dim=1, return_inverse=True)
     filler = -distinct.shape[1] % multiple
@@ -48,7 +51,7 @@ def find_pairs(token_TB: Tensor, label_BT: Tensor, multiple: int) -> Pairs:
 
 
 def expand_hidden(hidden: Tensor, index: Tensor, is_split: bool) -> Tensor:
-    """Values [N, 1, ...] of tokens at the places of an index [T, B] -> [T, B, ...]; zeros where it is -1.
+    """Expand values [N, 1, ...] by an index [T, B] to [T, B, ...]; zeros where it is -1.
 
     Args:
         hidden: This rank's N / ranks tokens if ``is_split``.
@@ -61,7 +64,9 @@ def expand_hidden(hidden: Tensor, index: Tensor, is_split: bool) -> Tensor:
 
 
 def across_ranks() -> tuple[Any, Any]:
-    """Megatron's all-gather and split of sequences over tensor-parallel ranks, for values that all ranks compute alike.
+    """Return Megatron's all-gather and split of sequences over tensor-parallel ranks.
+
+    For values that all ranks compute alike.
 
     The backward of the all-gather takes this rank's slice: behind it every rank has the whole gradient.
     """
@@ -82,7 +87,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def on_rows(processor: Any, given: Mapping[str, Any]) -> Any:
-    """An output processor of the caller, which gets hidden states of rows, with the arguments of rows."""
+    """Wrap an output processor of the caller to get hidden states and arguments of rows."""
 
     def process(**arguments: Any) -> Any:
         return processor(**{**arguments, **{name: x for name, x in given.items() if name in arguments}})

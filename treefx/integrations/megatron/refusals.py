@@ -1,4 +1,4 @@
-"""What of a Megatron model keeps it from running on a tree, by name and with the way out."""
+"""Name the parts of a Megatron model that keep it from running on a tree, with ways out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOKENWISE = {
 }  # fmt: skip
 """Names of classes that compute token by token, or hold modules that do."""
 _CLOSED = {"TEFusedMLP"}
-"""Those whose modules are not looked at."""
+"""Classes whose submodules are not checked."""
 
 
 def check(model: Any, tokenwise: Collection[str]) -> None:
@@ -81,7 +81,7 @@ def _of_config(model: Any) -> Iterator[str]:
     if stages > 1 and not config.variable_seq_lengths:
         yield "variable_seq_lengths=False: stages exchange as many tokens as a call has distinct ones; use True"
     if stages > 1 and not len(model.decoder.layers):
-        yield "a pipeline stage without layers, which cannot tell what attention the others have; give it one"
+        yield "a pipeline stage without layers, which cannot read the attention of the other stages; give it one"
     if getattr(config, "apply_rope_fusion", False) and getattr(config, "multi_latent_attention", False):
         yield "apply_rope_fusion=True: MLA then reads cached sines and cosines by row; use False"
     if getattr(model, "mtp_process", False):

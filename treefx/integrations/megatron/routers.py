@@ -6,8 +6,8 @@ few, so such a router gets them on rows, and of its answer the first copy of eac
 
     logits [N, 1, E] --expand--> [T, B, E] --routing, losses--> probs, map [T * B, E] --first copies--> [N, E]
 
-Megatron attaches its losses to ``probs`` through a function whose backward adds the loss's own gradient whatever comes
-in, so they reach the logits of all rows, and the expansion sums them over the copies of a token.
+Megatron attaches its losses to ``probs`` through a function whose backward adds the loss's own gradient to any incoming
+one, so they reach the logits of all rows, and the expansion sums them over the copies of a token.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The rows of a call of Megatron's GPTModel: where each begins, and which positions hold tokens.
+"""Read the rows of a call of Megatron's GPTModel: where each begins and holds tokens.
 
 ===========================  =====================================================================================
 a call gives                 its rows
 ===========================  =====================================================================================
-``input_ids [B, T]``         the B rows; with a mask of Transformer Engine that says where padding begins in each of
-                             them (``[B, T]``, true at tokens, or ``[B, 1, 1, T]``, true at padding), what precedes it
+``input_ids [B, T]``         the B rows; with a mask of Transformer Engine that marks the padding of each of
+                             them (``[B, T]``, true at tokens, or ``[B, 1, 1, T]``, true at padding), without it
 ``packed_seq_params``        the sequences of ``input_ids [1, L]``: they begin at ``cu_seqlens_q_padded`` (at
                              ``cu_seqlens_q`` where nothing is padded) and hold ``cu_seqlens_q.diff()`` tokens each
 ===========================  =====================================================================================
@@ -53,7 +53,7 @@ def read_rows(given: Mapping[str, Any], reads_padding: bool) -> Rows | Reason:
 
     Args:
         given: The arguments of the call by name.
-        reads_padding: Whether the attentions are causal whatever a mask of padding says.
+        reads_padding: Whether the attentions are causal independent of a mask of padding.
     """
     reason = next((Reason(cause, text) for name, cause, text in _OTHER if given.get(name) is not None), None)
     if reason is not None:
@@ -101,7 +101,7 @@ def _read_packed(ids: Tensor, packed: Any) -> Rows | Reason:
 
 
 def _is_causal(mask: Any, ids: Tensor) -> bool:
-    """Whether a mask of Megatron (True where a key is hidden) hides what comes later, and nothing else."""
+    """Return whether a mask (True where hidden) hides exactly the later keys."""
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.dim() != 4:
         return False
     length = ids.shape[1]
@@ -112,7 +112,7 @@ def _is_causal(mask: Any, ids: Tensor) -> bool:
 
 
 def _before_padding(mask: Any, ids: Tensor) -> Tensor | None:
-    """The positions [B, T] in front of the padding that a mask names; None if it does not name the ends of rows."""
+    """Return the positions [B, T] in front of the padding; None if the mask marks no row ends."""
     if not isinstance(mask, Tensor):
         return None
     if mask.dim() == 4 and mask.dtype is torch.bool and mask.shape == (len(ids), 1, 1, ids.shape[1]):

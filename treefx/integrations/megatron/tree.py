@@ -1,4 +1,4 @@
-"""The tree of a call, and how layers find it again by the attention mask that stands for it."""
+"""Hold the tree of a call, which layers look up by the attention mask that encodes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tree:
     """The N distinct tokens of a call with rows [B, T].
 
     Attributes:
-        subtree_end: int32 [N], what travels as ``attention_mask``.
+        subtree_end: int32 [N], passed through the layers as ``attention_mask``.
         depth: int64 [N], the row of the rotary table that a token reads.
         token_TB: int64 [T, B], the token of each position, -1 where a position was dropped. Sequence first, as
             Megatron's hidden states are.
@@ -34,7 +34,7 @@ class Tree:
 
 
 class Trees:
-    """The trees that a forward or a recomputation may still ask for: as long as their masks live."""
+    """Hold the trees that a forward or a recomputation may still need, while their masks live."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Known, Tree | None]] = []
@@ -68,12 +68,15 @@ class Trees:
 
 
 def is_tree(mask: object) -> bool:
-    """Whether an attention mask stands for a tree: Megatron's own are boolean and have two dimensions or four."""
+    """Return whether an attention mask encodes a tree.
+
+    Megatron's own are boolean and have two dimensions or four.
+    """
     return isinstance(mask, Tensor) and mask.dim() == 1 and mask.dtype is torch.int32
 
 
 def first_places(token_TB: Tensor, count: int) -> Tensor:
-    """Where each of ``count`` tokens stands first; the last place for filler tokens, which stand nowhere."""
+    """Return the first place of each of ``count`` tokens; filler tokens get the last place."""
     flat = token_TB.reshape(-1)
     first = torch.full((count + 1,), flat.numel() - 1, dtype=torch.int64, device=flat.device)
     first.scatter_reduce_(0, torch.where(flat < 0, count, flat), torch.arange(len(flat), device=flat.device), "amin")

@@ -1,3 +1,5 @@
-"""A folder for Python's path: Python imports ``sitecustomize`` from it whenever it starts, so ``treefx run`` reaches
-every Python process of a command, however it is spawned, but those that ignore ``PYTHONPATH`` (``python -E``, ``-I``).
+"""Hook every Python process of a command: ``treefx run`` puts this folder on its path.
+
+Python imports ``sitecustomize`` from it whenever it starts, however a process is spawned. Processes that ignore
+``PYTHONPATH`` (``python -E``, ``-I``) are not hooked.
 """

@@ -1,4 +1,4 @@
-"""Run when Python starts under ``treefx run``: hook the trainers that this process is going to import.
+"""Hook the trainers that this process imports; Python runs this under ``treefx run``.
 
 Nothing but the standard library is imported here, and treefx only once the process has imported a trainer itself. A
 ``sitecustomize`` that would have run without this one runs after it.
@@ -21,7 +21,7 @@ _WANTED: dict[str, Any] = json.loads(os.environ.get("TREEFX_RUN", "{}"))
 
 
 def _sharing() -> dict[str, Any]:
-    """Of the options, what a conversion takes: it compiles nothing."""
+    """Return the options that a conversion takes; it compiles nothing."""
     return {name: value for name, value in _WANTED.get("options", {}).items() if name == "min_sharing"}
 
 
@@ -74,7 +74,7 @@ def _group_ranks(module: ModuleType) -> None:
 
 
 Hooks = dict[str, Callable[[ModuleType], None]]
-"""What is done with a module as soon as it is imported."""
+"""Module name -> hook that runs right after its import."""
 
 VERL_HOOKS: Hooks = {
     "verl.utils.seqlen_balancing": _group_micro_batches,
@@ -159,7 +159,10 @@ def _observe_engines(module: ModuleType) -> None:
 
 
 def _observe_loops(module: ModuleType) -> None:
-    """Find the models of optimizers that step, once each; treefx is imported at the first step of the process."""
+    """Find the models of optimizers that step, once each.
+
+    treefx is imported at the first step of the process.
+    """
 
     def observe_models(optimizer: Any, *_: Any) -> None:
         if optimizer not in seen:

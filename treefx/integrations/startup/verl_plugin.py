@@ -1,6 +1,7 @@
-"""The entry point ``verl.plugins``, which verl imports in every process: it hooks verl where it is asked for by name.
+"""Hook verl from its entry point ``verl.plugins``, if the environment selects treefx.
 
-``VERL_USE_EXTERNAL_PLUGINS=treefx`` (or a list with it) asks; verl's default, ``auto``, imports this and does not.
+``VERL_USE_EXTERNAL_PLUGINS=treefx`` (or a list with it) selects it; verl's default, ``auto``, imports this module
+without selecting it.
 """
 
 import os

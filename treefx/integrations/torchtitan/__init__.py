@@ -1,4 +1,4 @@
-"""torchtitan: its decoders run on distinct tokens, with its own blocks, compilation, checkpoints and sharding.
+"""Run torchtitan's decoders on distinct tokens, with its blocks, checkpoints and sharding.
 
 Written for torchtitan 0.3.0, which compiles block by block (``apply_compile`` in ``distributed/compile.py``), so that a
 backend never sees token ids. Here the decoder itself is converted (`convert`): its batch of documents becomes the
@@ -20,7 +20,10 @@ __all__ = ["convert", "install"]
 
 
 def install() -> None:
-    """Hook torchtitan in this process, once: for ``--compile.backend treefx`` without ``treefx run``."""
+    """Hook torchtitan in this process, once.
+
+    For ``--compile.backend treefx`` without ``treefx run``.
+    """
     training = import_module("treefx.integrations.torchtitan.training")
     for name, hook in training.HOOKS.items():
         hook(import_module(name))

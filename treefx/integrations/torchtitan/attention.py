@@ -1,8 +1,8 @@
-"""torchtitan's inner attentions, which read a tree where they are given one in place of their mask.
+"""Let torchtitan's inner attentions read a tree in place of their mask.
 
 They take query, key and value as [B, L, heads, features] and ``attention_masks``: lists of blocks, sequence starts, or
 nothing. The tree comes as that argument, because it reaches every attention, is saved by checkpoints with the other
-inputs of a block, and is an ordinary input of a compiled one. Given anything else, they are what they were.
+inputs of a block, and is an ordinary input of a compiled one. With anything else they run unchanged.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["INNER", "read_trees"]
 INNER = ("FlexAttention", "VarlenAttention", "ScaledDotProductAttention")
 """The classes, in ``torchtitan.models.common.attention``."""
 _IN_BFLOAT16 = "VarlenAttention"
-"""Computes in bfloat16 whatever it is given."""
+"""Computes in bfloat16 for every input dtype."""
 
 
 class _Functions:
-    """What the files of transformers have under this name; the function that it returns reads trees."""
+    """Stand in for the attention functions of transformers; the returned function reads trees."""
 
     reads_trees = True
 
@@ -41,7 +41,10 @@ def _attend_on_rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What attention is on rows, for proofs alone: query [B, H, T, D], key, value [B, Hkv, T, D] -> [B, T, H, D]."""
+    """Compute attention on rows, for proofs alone.
+
+    query [B, H, T, D], key, value [B, Hkv, T, D] -> [B, T, H, D].
+    """
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2), None
@@ -60,7 +63,7 @@ def read_trees(module: Any) -> None:
 
 
 def _reading(original: Callable[..., Any], computes_in: torch.dtype | None) -> Callable[..., Any]:
-    # No functools.wraps: what is asked of this function must not be answered by the original.
+    # No functools.wraps: lookups on this function must not reach the original.
     def forward(
         self: nn.Module, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any = None,
         scale: float | None = None, enable_gqa: bool = False, **others: Any,

@@ -26,7 +26,7 @@ _PARALLELIZED = "forward_with_redistribution"
 
 
 class Rows(nn.Module):
-    """A decoder under the names and with the masks that ``treefx.convert`` knows; only its copy is traced.
+    """Wrap a decoder under the names and masks of ``treefx.convert``; only a copy is traced.
 
     Args:
         decoder: A ``torchtitan.models.common.decoder.Decoder``.
@@ -44,7 +44,10 @@ class Rows(nn.Module):
         position_ids: Tensor | None = None,
         use_cache: bool | None = None,
     ) -> dict[str, Tensor]:
-        """Ids and positions [B, L] -> what the decoder returns, [B, L, features]; the mask may be a tree."""
+        """Map ids and positions [B, L] to the decoder's output [B, L, features].
+
+        The mask may be a tree.
+        """
         seen = self._seen(input_ids, position_ids) if attention_mask is None else attention_mask
         if position_ids is None:  # left out where they count columns; blocks are given them
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -64,9 +67,9 @@ def convert(decoder: nn.Module, *, min_sharing: float = 1.15) -> nn.Module:
     """Run a decoder of torchtitan once per distinct token of its batches.
 
     Its blocks may be compiled, checkpointed and sharded by ``fully_shard``; not cut into stages, nor sharded by
-    sequence or heads. What it returns is rows again, so LM head and loss are the trainer's. That it computes on a tree
-    what it computes on rows is proved at the first call, as ``treefx.convert`` does; calls whose masks are not those
-    that ``get_attention_masks`` made of their positions run on rows, as do batches of one row, and
+    sequence or heads. It returns rows again, so LM head and loss are the trainer's. The first call proves that results
+    on a tree equal those on rows, as ``treefx.convert`` does; calls whose masks are not those that
+    ``get_attention_masks`` made of their positions run on rows, as do batches of one row, and
     ``treefx.inspect(decoder)`` says why.
 
     Args:
@@ -97,7 +100,7 @@ def convert(decoder: nn.Module, *, min_sharing: float = 1.15) -> nn.Module:
 
 
 def other_parallelism(parallel: Any) -> str | None:
-    """What of a trainer's ``ParallelDims`` is more than data parallelism; None if nothing is."""
+    """Name the parallelism of ``ParallelDims`` other than data parallelism; None without any."""
     degrees = {
         "pipeline": "pp_enabled", "context": "cp_enabled", "tensor": "tp_enabled", "expert": "ep_enabled",
     }  # fmt: skip
@@ -105,10 +108,10 @@ def other_parallelism(parallel: Any) -> str | None:
 
 
 def _keep_forwards(decoder: nn.Module) -> None:
-    """Let copies of modules that torchtitan has parallelized run their own code and not that of the originals.
+    """Make copies of parallelized modules run their own code instead of the originals'.
 
-    ``Module.parallelize`` puts a function around the forward of each that redistributes what goes in and comes out:
-    under data parallelism nothing does.
+    ``Module.parallelize`` wraps each forward in a function that redistributes inputs and outputs; under data
+    parallelism there is nothing to redistribute.
     """
     for module in decoder.modules():
         wrapped: Any = module.__dict__.get("forward")

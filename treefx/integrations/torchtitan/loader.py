@@ -1,4 +1,4 @@
-"""A data loader of torchtitan whose batches hold rows that share prefixes.
+"""Load batches of torchtitan with rows that share prefixes.
 
 Documents are laid out in the order of their prefix tree, so that those of a batch have long beginnings in common, one
 behind the other in rows of ``training.seq_len``, with positions that start at 0 in each, as torchtitan's own loaders
@@ -27,7 +27,7 @@ Documents = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 class ForestDataLoader(BaseDataLoader):  # type: ignore[misc]
-    """Batches of documents that share prefixes, epoch after epoch without end; ranks take them in turn.
+    """Yield batches of documents that share prefixes, without end; ranks take turns.
 
     Args:
         config: ``documents`` gives all of them, from torchtitan's tokenizer; ``seed`` is of the order of batches.
@@ -50,7 +50,10 @@ class ForestDataLoader(BaseDataLoader):  # type: ignore[misc]
         self._seed, self._ranks, self._rank, self._taken = config.seed, dp_world_size, dp_rank, 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """``({"input": ids, "positions": positions}, labels)``, int64 [B, L] each; where it was left, when resumed."""
+        """Yield ``({"input": ids, "positions": positions}, labels)``, int64 [B, L] each.
+
+        A resumed loader continues where it stopped.
+        """
         while True:
             batch = self._at(self._taken * self._ranks + self._rank)
             self._taken += 1

@@ -1,4 +1,7 @@
-"""What the masks of a call mean: causal attention inside of documents, which begin where positions are 0, or not."""
+"""Check the masks of a call: causal attention, within documents or across them.
+
+Documents begin where positions are 0.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def takes_masks(decoder: nn.Module) -> bool:
 
 
 class Masks:
-    """Stands for a decoder's ``get_attention_masks``, and remembers what it made last of which positions."""
+    """Replace a decoder's ``get_attention_masks`` and remember its last masks and positions."""
 
     def __init__(self, decoder: Any) -> None:
         self._make = decoder.get_attention_masks
@@ -34,7 +37,10 @@ class Masks:
         return masks
 
     def doubt(self, positions: Any, masks: Any) -> str | None:
-        """Why the masks of a call may mean something else; None if they hide other documents and what comes later."""
+        """Return why the masks of a call may have another meaning; None if they are as expected.
+
+        Expected masks hide other documents and later tokens.
+        """
         if positions is None or self._made[0] is not positions or self._made[1] is not masks:
             return "the call gives attention_masks that get_attention_masks did not make of its positions"
         if bool((positions[:, 0] != 0).any()):
@@ -54,7 +60,7 @@ class Masks:
         return f"an attention has the window {windows[0]}" if windows else None
 
     def _doubt_function(self, function: Any, positions: Tensor) -> str | None:
-        """Compare a mask's function with what it is to be, once for each code."""
+        """Compare a mask's function with the expected mask, once for each code object."""
         code = getattr(function, "__code__", function)
         kind = (code, len(positions) == 1)
         if kind in self._compared:
@@ -67,6 +73,6 @@ class Masks:
         expected = (document[row, query] == document[row, key]) & (query >= key)
         got = function(row, torch.zeros_like(row), query, key)
         if not torch.equal(got.expand_as(expected), expected):
-            return "an attention mask hides something else than other documents and what comes later"
+            return "an attention mask hides something else than other documents and later tokens"
         self._compared.add(kind)
         return None

@@ -22,7 +22,7 @@ _log = logging.getLogger("treefx")
 
 
 def compile_blocks(module: Any) -> None:
-    """Let ``--compile.backend treefx`` compile blocks with inductor: what is shared is shared around them.
+    """Compile blocks with inductor under ``--compile.backend treefx``; sharing is around them.
 
     Args:
         module: ``torchtitan.distributed.compile``.
@@ -99,4 +99,4 @@ HOOKS: dict[str, Callable[[Any], None]] = {
     "torchtitan.distributed.compile": compile_blocks,
     "torchtitan.trainer": convert_by_name,
 }
-"""What is done with a module of torchtitan where the user asks for it by `install`."""
+"""Module of torchtitan -> its hook, for users of `install`."""
