@@ -247,7 +247,7 @@ def test_cut_at_turns_refuses_a_tokenizer_that_adds_spaces() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-    with pytest.raises(InputError, match="cut_at_turns=True needs a tokenizer whose tokens of pieces"):
+    with pytest.raises(InputError, match="cut_at_turns=True needs a tokenizer that encodes pieces"):
         turn_samples(CHAT, ChatTokenizer(Spaced(), cut_at_turns=True))  # type: ignore[arg-type]
 
 

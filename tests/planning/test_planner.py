@@ -365,7 +365,7 @@ def test_automatic_limit_is_what_the_device_has() -> None:
 
 
 def test_what_is_no_profile_is_refused() -> None:
-    with pytest.raises(InputError, match="expects what treefx.profile"):
+    with pytest.raises(InputError, match="expects the result of treefx.profile"):
         plan(Forest.from_sequences([[1]]), object(), 100)  # type: ignore[arg-type]
 
 

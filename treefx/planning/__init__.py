@@ -1,4 +1,4 @@
-"""Trees larger than memory: what parts cost, which parts to make, how they run, and how a plan is shown.
+"""Plan and run trees larger than memory: costs of parts, cuts, execution, views.
 
 In: a forest, a compiled model and a limit. Out: a ``Plan``, and loss and gradients of the forest that runs by it.
 

@@ -1,9 +1,9 @@
-"""A cost model from a model's dimensions alone: to plan for a model and a machine that are not at hand.
+"""Estimate a cost model from a model's dimensions, without the model and the machine.
 
-Counts, per token and layer, what a llama-like block saves for its backward under the min-cut partitioner in bytes of
+Counts, per token and layer, the bytes that a llama-like block saves for its backward under the min-cut partitioner in
 its dtype, with tree attention: the two normalised inputs, q, k, v, the attention's result, the residual, and three
 intermediates of the gated MLP; the logits and their gradient at the top. An estimate: measured profiles
-(`treefx.profile`) are what promises are made of.
+(`treefx.profile`) are the basis of promises.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def estimate_cost(
     gradients = float(d.parameters * d.bytes_per_number)
     saved = [0.0, float(d.layers * layer * d.bytes_per_number + logits), kv_bytes]
     chunk = 2.0 * d.vocabulary * 4
-    # One layer's gradients at a time: twice what the layer saved.
+    # One layer's gradients at a time: twice its saved bytes.
     transient = 2.0 * layer * d.bytes_per_number
     pair = 4.0 * d.layers * q / flops_per_second
     token = 2.0 * d.active_parameters / flops_per_second

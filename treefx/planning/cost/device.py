@@ -1,9 +1,11 @@
-"""What attention holds on a CUDA device beside its inputs and results: memory of its launches, and lists of tiles.
+"""Count memory of attention on a CUDA device, besides its inputs and results.
 
-Nothing is known of a part but the symbols of its graph: of what depends on its tree (lists of tiles, those that are cut
-into parts) the most there can be is counted, in the configuration that takes most, in either form of the kernels.
-Attention in float64, which runs on the reference, is not counted here, nor is the gradient of a learned bias; the
-measured parts of a profile show them.
+This is the memory of its launches, and lists of tiles.
+
+Only the symbols of a part's graph are known: sizes that depend on its tree (lists of tiles, those that are cut into
+parts) count with their maximum, in the largest configuration, in either form of the kernels. Attention in float64,
+which runs on the reference, is not counted here, nor is the gradient of a learned bias; the measured parts of a profile
+show them.
 """
 
 from dataclasses import replace
@@ -47,7 +49,10 @@ def device_workspace(node: fx.Node) -> sympy.Expr:
 
 
 def device_lists(*graphs: fx.GraphModule) -> sympy.Expr:
-    """Bytes of what attentions leave on a CUDA device for the next layers: lists of tiles, and values of scores."""
+    """Return bytes that attentions keep on a CUDA device for the next layers.
+
+    These are lists of tiles, and values of scores.
+    """
     found: dict[Any, sympy.Expr] = {}
     for node in (node for gm in graphs for node in gm.graph.nodes):
         for form in _forms(node):
@@ -63,7 +68,9 @@ def device_lists(*graphs: fx.GraphModule) -> sympy.Expr:
 
 
 def _forms(node: fx.Node) -> list[Attention]:
-    """The attention of a node on a CUDA device: in the form that takes most memory, and its backward in one pass too.
+    """Return the attention of a node on a CUDA device in its largest form.
+
+    Its one-pass backward is included.
 
     None where no kernel runs it.
     """
@@ -88,7 +95,7 @@ def _bytes(form: Attention, kernels: tuple[str, ...]) -> sympy.Expr:
     tokens, outside = _sizes(form)
     configs = {name: _largest(form, name) for name in kernels}
     taken = replace(form, choose=lambda problem: configs[problem.kernel])
-    # Lists of both sources in one, as long as both: what is carried from one to the other is counted once.
+    # Lists of both sources in one, as long as both: bytes carried from one to the other count once.
     both = [_sum(lists) for lists in _most(form, configs).values()]
     if kernels == ("forward",):
         return forward_bytes(taken, tokens, both, carries=outside is not None)
@@ -96,7 +103,10 @@ def _bytes(form: Attention, kernels: tuple[str, ...]) -> sympy.Expr:
 
 
 def _attention(node: fx.Node) -> Attention | None:
-    """The attention of a node on a CUDA device, in Gluon where that can run; None where no kernel runs it."""
+    """Return the attention of a node on a CUDA device, in Gluon where that can run.
+
+    None where no kernel runs it.
+    """
     if node.target not in _BOUNDARY:
         return None
     place = int(node.target is _BACKWARD)
@@ -126,7 +136,10 @@ def _sizes(attention: Attention) -> tuple[sympy.Expr, sympy.Expr | None]:
 
 
 def _largest(attention: Attention, kernel: str) -> Config:
-    """The fewest rows, and the most keys of a tile of dk and dv, whose sums are held; of others the fewest keys."""
+    """Choose the configuration with the largest held sums.
+
+    Kernels that hold sums of dk and dv: the fewest rows and most keys of a tile; others: the fewest keys.
+    """
     found = _configs(attention, kernel)
     widest = max if kernel == attention.of_keys else min
     return Config(min(one.block_m for one in found), widest(one.block_n for one in found), 4, 1)

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of one part, read from the graphs that run it, as polynomials in its size."""
+"""Read bytes and FLOPs of a part from its graphs, as polynomials in its size."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,10 @@ class Sizes:
 
     @classmethod
     def of(cls, rewritten: Rewritten) -> "Sizes":
-        """Read off the graph's inputs: N from the metadata, P from the boundary's K/V, Q from the outgoing tokens."""
+        """Read symbols of the graph's inputs.
+
+        N from the metadata, P from the boundary's K/V, Q from the outgoing tokens.
+        """
         assert rewritten.cut is not None
         named = {node.name: node for node in rewritten.gm.graph.find_nodes(op="placeholder")}
         return cls(
@@ -58,7 +61,9 @@ class Sizes:
         )
 
     def row(self, expression: sympy.Expr) -> list[float]:
-        """Coefficients of `cost.MONOMIALS`; outgoing tokens are left out, the planner accounts for them itself.
+        """Return the coefficients of `cost.MONOMIALS`.
+
+        Outgoing tokens are left out, the planner accounts for them itself.
 
         Raises:
             UnsupportedError: a size is no polynomial of second degree.
@@ -90,7 +95,7 @@ class TrainGraphs:
 
     Attributes:
         rewritten: the graph with its boundary.
-        forward: as the inner compiler got it: outputs of the graph, then what is saved.
+        forward: the inner compiler's input: outputs of the graph, then saved values.
         backward: the same.
     """
 
@@ -112,7 +117,10 @@ class TrainGraphs:
 
 
 def held_row(graphs: TrainGraphs, sizes: Sizes, *, keeps_results: bool) -> list[float]:
-    """What stays between forward and backward: saved values, the boundary's K/V, and results that a loss saves."""
+    """Return bytes held between forward and backward.
+
+    They are saved values, the boundary's K/V, and results that a loss saves.
+    """
     placeholders = graphs.forward.graph.find_nodes(op="placeholder")
     inputs = [node.meta.get("val") for node in placeholders if not _is_static(node)]
     values = [*inputs, *graphs.saved, *(graphs.results if keeps_results else [])]
@@ -137,9 +145,11 @@ def _with_lists(live: Iterable[sympy.Expr], sizes: Sizes, *graphs: fx.GraphModul
 
 
 def backward_rows(graphs: TrainGraphs, sizes: Sizes) -> tuple[list[list[float]], list[list[float]]]:
-    """Live bytes during the backward; the executor holds the boundary's K/V, and autograd the gradients that come in.
+    """Compute live bytes during the backward.
 
-    The rest goes as it is used.
+    The executor holds the boundary's K/V, and autograd the incoming gradients.
+
+    Other inputs are freed after their last use.
 
     Returns:
         All of them, and those around attention.
@@ -185,7 +195,10 @@ class Flops:
 
 
 def count_flops(gm: fx.GraphModule, sizes: Sizes) -> Flops:
-    """Count products of matrices, two operations per multiplication; of attention, those of visible pairs."""
+    """Count FLOPs of matrix products and of attention's visible pairs.
+
+    A multiplication counts as two operations.
+    """
     token, pair = sympy.Integer(0), 0.0
     for node in gm.graph.nodes:
         if node.op != "call_function":

@@ -1,4 +1,4 @@
-"""Memory limits: what a caller asked for, checked, or what a device has free."""
+"""Resolve memory limits: check the caller's number, or measure free memory."""
 
 import os
 
@@ -17,7 +17,7 @@ def check_limit(limit: object, device: torch.device, cost: CostModel) -> int:
 
     Args:
         limit: a positive number of bytes, or "auto".
-        device: whose memory "auto" means.
+        device: device that "auto" measures.
         cost: its resident bytes are part of the limit, though they are in use already.
 
     Raises:
@@ -29,9 +29,10 @@ def check_limit(limit: object, device: torch.device, cost: CostModel) -> int:
 
 
 def available_bytes(device: torch.device, cost: CostModel) -> int:
-    """Nine tenths of what is free on the device, and what the model holds there already.
+    """Return nine tenths of the device's free memory, plus the model's memory there.
 
-    The tenth is for what no tracker of tensors sees: the allocator's fragments, libraries' workspaces, the context.
+    The tenth is for memory that no tracker of tensors sees: the allocator's fragments, libraries' workspaces, the
+    context.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -48,7 +48,7 @@ def live_bytes(
 
     Args:
         gm: a graph whose nodes have fake values.
-        workspace: bytes that an operator holds while it runs, beside its results.
+        workspace: bytes that an operator holds while it runs, besides its results.
         is_resident: whether an input counts as there anyhow (parameters), so that it is left out.
         is_held: whether the caller holds an input throughout; others, such as saved tensors in a backward, go after
             their last use.

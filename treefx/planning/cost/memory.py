@@ -118,11 +118,11 @@ void treefx_read_curve(int64_t* target) { std::copy(curve.begin(), curve.end(), 
 
 @dataclass
 class Peak:
-    """What a block of code held. Filled when the block ends.
+    """Hold the peak memory of a block of code; filled when the block ends.
 
     Attributes:
-        bytes: the most bytes held at once, above what was held when the block began.
-        source: what measured it.
+        bytes: the largest number of bytes held at once, above those held when the block began.
+        source: the measuring source.
         curve: (seconds since the beginning, bytes above the beginning) at every allocation and release, if asked for.
     """
 
@@ -142,7 +142,7 @@ def track_peak(
     inside of the block matters (:func:`install_allocator`). The profiler never counts releases of older storage.
 
     Args:
-        device: whose memory.
+        device: device to measure.
         curve: keep the held bytes over time as well; not on CUDA.
         source: "allocator" or "profiler" on the CPU; by default the allocator if it can be built.
 
@@ -169,7 +169,9 @@ def track_peak(
 
 @contextmanager
 def quick_collections() -> Iterator[None]:
-    """Let the collections of :func:`track_peak` pass over all objects of before, which takes long once for all.
+    """Speed up the collections of :func:`track_peak` by freezing all earlier objects.
+
+    Freezing them takes long, once for all.
 
     A process that has frozen objects by itself keeps all of them frozen: to thaw its own would make every collection
     of its long.
@@ -185,7 +187,7 @@ def quick_collections() -> Iterator[None]:
 
 
 def install_allocator() -> bool:
-    """Count every CPU allocation from now on; False where the allocator cannot be built (no C++ compiler)."""
+    """Count every CPU allocation from now on; False without a C++ compiler."""
     return _library() is not None
 
 

@@ -1,4 +1,6 @@
-"""What a part costs: bytes while it runs and while it waits, and seconds. The planner knows a model by nothing else.
+"""Model the cost of a part: bytes while it runs and waits, and seconds.
+
+The planner knows a model only by this.
 
 All byte figures are polynomials in the size of a part, so that the planner can evaluate them for all candidates at
 once; a peak is the largest of several.
@@ -36,11 +38,17 @@ LOGITS_ROWS = 512
 """Rows of logits that `edge_logprobs` has in float32 at a time."""
 
 MONOMIALS = ("1", "N", "P", "E", "N*N", "N*P", f"min(N, {LOGITS_ROWS})", "block(N, P)")
-"""What the coefficients of a row of `Bytes` stand for: N tokens, P boundary tokens, E edges, `flash_block`."""
+"""Monomials of the coefficients of a row of `Bytes`.
+
+N tokens, P boundary tokens, E edges, `flash_block`.
+"""
 
 
 def coefficients(**known: float) -> list[float]:
-    """A row of `Bytes` with the given coefficients: `constant`, `tokens`, `boundary`, `logits_rows`, `block`."""
+    """Make a row of `Bytes` with the given coefficients.
+
+    Names are `constant`, `tokens`, `boundary`, `logits_rows`, `block`.
+    """
     places = {"constant": 0, "tokens": 1, "boundary": 2, "logits_rows": 6, "block": 7}
     row = [0.0] * len(MONOMIALS)
     for name, value in known.items():
@@ -74,13 +82,13 @@ class Size(NamedTuple):
     """How big a part is."""
 
     tokens: int
-    """N: tokens that run."""
+    """N: running tokens."""
     boundary: int
-    """P: ancestor tokens outside, whose K/V it reads."""
+    """P: outside ancestors of these tokens, read as K/V."""
     edges: int
-    """E: predictions whose source runs in it."""
+    """E: predictions with their source in the part."""
     outgoing: int
-    """Q: own tokens whose K/V are read by other parts."""
+    """Q: own tokens with K/V that other parts read."""
     pairs: int
     """A: visible (query, key) pairs, the boundary's keys among them."""
     mask: int = 0
@@ -115,7 +123,7 @@ class Bytes:
         few = tokens if tokens < LOGITS_ROWS else LOGITS_ROWS
         values = (1, tokens, boundary, edges, tokens * tokens, tokens * boundary, few, block)
         most = 0.0
-        # The planner asks a hundred thousand times: plain loops over what is not 0.
+        # The planner calls this a hundred thousand times: plain loops over terms that are not 0.
         for terms in self._terms:
             total = 0.0
             for place, coefficient in terms:
@@ -160,7 +168,7 @@ class Seconds(NamedTuple):
     """Seconds of one run: `part + token * N + pair * A`."""
 
     part: float
-    """Whatever the size: launches, gathering the boundary, the accumulation of gradients."""
+    """Seconds of a part of any size: launches, gathering the boundary, the accumulation of gradients."""
     token: float
     pair: float
 
@@ -173,12 +181,12 @@ class Seconds(NamedTuple):
 class CostModel:
     """Bytes and seconds of the parts of one model on one device.
 
-    Bytes of a run are on top of `resident_bytes` and of what the ancestor parts hold.
+    Bytes of a run are on top of `resident_bytes` and of bytes held by ancestor parts.
 
     Attributes:
-        resident_bytes: what is there throughout: parameters, buffers, gradients.
-        saved: what stays between the forward and the backward of a part, its copy of the boundary included.
-        forward: peak of the forward, with what it leaves behind.
+        resident_bytes: bytes held throughout: parameters, buffers, gradients.
+        saved: bytes held between the forward and the backward of a part, its copy of the boundary included.
+        forward: peak of the forward, with the bytes it leaves.
         backward: peak of the backward, with the saved bytes it starts from.
         kv: peak of a run that only makes K/V.
         kv_bytes_per_token: K and V of all layers, as they are handed to other parts.
@@ -187,8 +195,8 @@ class CostModel:
             accumulators' own.
         forward_seconds, backward_seconds, kv_seconds: times of the three runs.
         mask_element_bytes: of the masks that attention takes for forks; 0 where it takes none.
-        forest_bytes_per_token, forest_bytes_per_raw_token: what the whole forest and its edges take on the device.
-        host_bytes_per_second: speed of the way to host memory and back; None where nothing can be put there.
+        forest_bytes_per_token, forest_bytes_per_raw_token: bytes of the whole forest and its edges on the device.
+        host_bytes_per_second: bandwidth to host memory and back; None without offloading.
     """
 
     resident_bytes: float
@@ -220,7 +228,7 @@ class CostModel:
             raise InputError(f"{_HOST} must be above 0, or None for no host memory, got 0")
 
     def for_forest(self, forest: Forest) -> "CostModel":
-        """The same with what the forest itself takes among the resident bytes."""
+        """Return the model with the forest's own bytes among the resident bytes."""
         tokens = self.forest_bytes_per_token * forest.num_tokens
         raw = self.forest_bytes_per_raw_token * forest.raw_tokens
         return replace(
@@ -244,7 +252,10 @@ class CostModel:
         return Bytes([*self.forward.rows, *self.backward.rows])
 
     def most_tokens(self, budget: float, limit: int = 1 << 40) -> int:
-        """The most tokens, at most `limit`, that run within `budget` bytes without a boundary; 0 where none does."""
+        """Return the most tokens, at most `limit`, that run within `budget` bytes.
+
+        Without a boundary; 0 where none does.
+        """
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -253,11 +264,14 @@ class CostModel:
 
     @property
     def store_bytes_per_token(self) -> float:
-        """What an outgoing token holds while children run: K/V and the accumulators of their gradients."""
+        """Return bytes of an outgoing token while children run: K/V and their gradients."""
         return self.kv_bytes_per_token + self.kv_grad_bytes_per_token
 
     def extra_run_bytes_per_token(self, again: bool) -> float:
-        """What an outgoing token adds to a run besides its store; `again`: its K/V are made a second time."""
+        """Return bytes that an outgoing token adds to a run besides its store.
+
+        `again`: its K/V are made a second time.
+        """
         return self.kv_tangent_bytes_per_token + (self.kv_bytes_per_token if again else 0.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -281,7 +295,10 @@ def _plain(value: Any) -> Any:
 
 
 def _undominated(table: FloatArray) -> FloatArray:
-    """The rows that are the largest for some size: those no other row exceeds in every coefficient."""
+    """Return rows that are the largest for some size.
+
+    These are rows that no other row exceeds in every coefficient.
+    """
     distinct = np.unique(table, axis=0)
     covered = (distinct[None, :, :] >= distinct[:, None, :]).all(axis=2).sum(axis=1) > 1
     kept: FloatArray = distinct[~covered]

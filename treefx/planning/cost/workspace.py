@@ -1,8 +1,8 @@
-"""What attention holds while it runs, beside its inputs and results: on the CPU blocks of scores, one per thread.
+"""Measure workspaces of attention on the CPU: blocks of scores, one per thread.
 
 ATen's flash attention takes them from the same allocator as tensors, and their size jumps with the number of queries
-(:func:`treefx.planning.cost.model.flash_block`), so that short parts do not tell what long ones need. It is measured
-once per dtype and width of heads, on one block. For CUDA devices see :mod:`treefx.planning.cost.device`.
+(:func:`treefx.planning.cost.model.flash_block`), so that long parts cannot be extrapolated from short ones. It is
+measured once per dtype and width of heads, on one block. For CUDA devices see :mod:`treefx.planning.cost.device`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from treefx.planning.cost.model import flash_block
 __all__ = ["FLASH_BLOCK", "bytes_per_pair", "workspace"]
 
 FLASH_BLOCK = sympy.Symbol("flash_block", nonnegative=True)
-"""`cost.flash_block` of a part, beside the symbols of its graph."""
+"""Symbol of `cost.flash_block` of a part, next to the symbols of its graph."""
 
 _FORWARD = torch.ops.treefx.tree_attention.default
 _BACKWARD = torch.ops.treefx.tree_attention_backward.default
@@ -35,7 +35,10 @@ _TILE_ROWS = 256
 
 
 def workspace(node: fx.Node) -> sympy.Expr:
-    """Bytes of an operator's own memory, `FLASH_BLOCK` among its symbols; 0 for all but attention."""
+    """Return bytes of an operator's workspace in symbols, `FLASH_BLOCK` among them.
+
+    It is 0 for all but attention.
+    """
     if node.target not in (_FORWARD, _BACKWARD):
         return sympy.Integer(0)
     backward = node.target is _BACKWARD
@@ -48,7 +51,7 @@ def workspace(node: fx.Node) -> sympy.Expr:
         return sympy.Integer(0)
     per_pair = bytes_per_pair(q.dtype, int(q.shape[-1]))[backward]
     made = _wide_bytes([q, k, v, *boundary] if backward else [q])
-    # A rectangle's share is there beside the sums; in 16 bits the sums are float32, and the results come on top.
+    # The share of a rectangle is held with the sums; in 16 bits the sums are float32, and the results come on top.
     share = _wide_bytes([q, *boundary] if backward else [q]) + (made if q.dtype != accumulation_dtype(q) else 0)
     if plain_factor(q, v, score) is not None:
         return share + per_pair * FLASH_BLOCK
@@ -66,7 +69,7 @@ def _wide_bytes(tensors: Sequence[torch.Tensor]) -> sympy.Expr:
 
 
 def bytes_per_pair(dtype: torch.dtype, width: int) -> tuple[float, float]:
-    """Bytes of all threads' blocks per pair of one, forward and backward, for heads of this width."""
+    """Return bytes of all threads' blocks per pair, forward and backward, for this head width."""
     return _measure(dtype, width, torch.get_num_threads())
 
 

@@ -1,4 +1,4 @@
-"""Parts at work: the row of a part, what crosses its cuts, loss and gradients; and steps that are run to be measured.
+"""Run the parts of a plan and measure steps: rows, K/V at the cuts, loss, gradients.
 
 In: a plan and a compiled model. Out: gradients (``backward``), or the measured profile of a model (``profile``).
 """

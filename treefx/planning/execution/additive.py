@@ -1,4 +1,7 @@
-"""Whether a loss is a sum over edges, so that parts of a plan may be summed; a mean over a part's edges is none."""
+"""Check that a loss is a sum over edges, so that parts of a plan may be summed.
+
+A mean over a part's edges is none.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ __all__ = ["SumCheck"]
 
 _NO_SUM = (
     "treefx.forward_backward sums a loss over the parts of a plan, but this one is no sum over edges: {both:.6g} on "
-    "the edges of two parts together, {one:.6g} and {other:.6g} on each of them. Divide by what the whole forest has, "
-    "as treefx.losses.sft(..., reduction='token_mean') does, not by what is in a part; or pass additive=False, and it "
+    "the edges of two parts together, {one:.6g} and {other:.6g} on each of them. Divide by the whole forest's total, "
+    "as treefx.losses.sft(..., reduction='token_mean') does, not of a part; or pass additive=False, and it "
     "is called once, on all edges"
 )
 _TOLERANCE = 0.01
@@ -34,13 +37,13 @@ _known: OrderedDict[Any, bool] = OrderedDict()
 class SumCheck:
     """A loss that is compared with itself: on two parts together, and on each of them.
 
-    By edges, gradients of a sum are those of its terms; the value shows what is added to them. Both are compared once
+    A sum's gradients by edges are those of its terms; its value shows added constants. Both are compared once
     per function, on the first two parts that have gradients.
 
     Attributes:
         loss: the loss.
-        is_sum: what was found before; None: nothing.
-        error: what was raised, once something was.
+        is_sum: earlier result; None: none yet.
+        error: the error of an earlier comparison, if any.
 
     Raises:
         CoupledLossError: the loss is no sum.
@@ -97,11 +100,14 @@ class _Called:
 
 
 class _Undone(Exception):
-    """Leaves a block whose metrics do not count."""
+    """Leaves a block and discards its metrics."""
 
 
 def _together(loss: Loss, first: _Called, second: _Called) -> _Called:
-    """The loss on the edges of two parts, in the order of the forest; what it records is forgotten."""
+    """Compute the loss on the edges of two parts, in the order of the forest.
+
+    Recorded metrics are discarded.
+    """
     forest = first.part.uncut
     edges = torch.cat([first.part.edge_index, second.part.edge_index])
     order = edges.argsort()
@@ -130,7 +136,10 @@ def _agrees(first: _Called, second: _Called, both: _Called) -> bool | None:
 
 
 def _function_key(function: Any, depth: int = 3) -> Any:
-    """Equal for closures of one definition with the same switches (strings, booleans, functions); None: no key."""
+    """Return a key equal for closures of one definition with the same switches.
+
+    Switches are strings, booleans and functions. None: no key.
+    """
     if isinstance(function, partial):
         given = [function.func, *function.args, *function.keywords.values()]
         return (partial, *(_switch(x, depth) for x in given), *function.keywords)
@@ -142,8 +151,10 @@ def _function_key(function: Any, depth: int = 3) -> Any:
 
 
 def _switch(value: Any, depth: int) -> Any:
-    """Of a value that a function has captured: itself if it is a switch; else its type, as tensors and numbers change
-    from step to step."""
+    """Return the key of a captured value: itself if it is a switch, else its type.
+
+    Tensors and numbers change from step to step.
+    """
     if value is None or isinstance(value, str | bool):
         return value
     if not callable(value):

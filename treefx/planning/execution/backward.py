@@ -42,33 +42,33 @@ def forward_backward(
 ) -> Tensor:
     """Run a plan: the forward and the backward of all its parts.
 
-    On a model sharded by FSDP2 (compiled as a whole) or wrapped by DDP all ranks call it together, each with the plan
-    of its own forest (`treefx.scale.shard_rows`), of any number of parts; a rank for which nothing was left runs none.
-    Gradients are reduced once, after the last part, as FSDP2 or DDP would; in `no_sync`, or after
+    On a model sharded by FSDP2 (compiled as a whole) or wrapped by DDP all ranks call it together, each with its own
+    forest's plan (`treefx.scale.shard_rows`), of any number of parts; a rank without rows runs none. Gradients are
+    reduced once, after the last part, as FSDP2 or DDP would; in `no_sync`, or after
     `set_requires_gradient_sync(False)`, they stay. Under FSDP2 all parameters are gathered for so long. If one rank
     fails, by an interrupt (`KeyboardInterrupt`) too, all do.
 
     Gradients add into `.grad` after the last part, in one backward of autograd: hooks on parameters, and an optimizer
     that steps in one, run once, with the whole gradient. Any exception leaves `.grad` as it was, and
-    `treefx.losses.Metrics` too; what your own hooks had changed before it stays changed. While gradients are added to
+    `treefx.losses.Metrics` too; changes by your own hooks before it persist. While gradients are added to
     those of earlier steps, a copy of the latter is held.
 
     Args:
         compiled: a model compiled by treefx, which returns `.logits` [1, N, V] for `input_ids` and `position_ids`
             [1, N].
         plan: from `treefx.plan`; or a rank's row from `treefx.scale.context_parallel`, which runs at once, with all
-            ranks of its group: `loss` is then called on all edges, whatever `additive` says.
+            ranks of its group: `loss` is then called on all edges, for any `additive`.
         loss: `loss(logp, forest)` -> scalar. `logp` [E_p] are log-probabilities of the edges of `forest`, which is the
             plan's forest with some of its edges: `forest.edge_index` [E_p] says which. It is called once per part that
-            has edges, and the sum is the loss; losses of `treefx.losses` fit as they are, means included. Tensors [E]
+            has edges, and the sum is the loss; losses of `treefx.losses` fit unchanged, means included. Tensors [E]
             of your own are indexed by `forest.edge_index`; those of `treefx.losses` that take tensors [E] do it.
             A function that comes for the first time is called once more, on the edges of two parts together.
         additive: whether the loss is such a sum over edges. If not (ratios of sequences, DPO), `loss` is called once,
             on all edges: log-probabilities run over the parts without gradients, then the parts run again with the
-            gradient of the loss. That costs one more forward. By default losses of `treefx.losses` say themselves what
-            they are, when they get the first part, which is then run again; a loss of your own counts as a sum if its
-            value and gradient on the edges of two parts are those on each of them (the mean of `logp` is none).
-        logprobs: `logprobs(output, row)` -> [E_p], from what the model returns and the packed row it ran on; by
+            gradient of the loss. That costs one more forward. By default, losses of `treefx.losses` report their kind
+            on the first part, which then runs again if needed; your own loss counts as a sum if its value and gradient
+            on the edges of two parts are the sums of those on each (the mean of `logp` is none).
+        logprobs: `logprobs(output, row)` -> [E_p], from the model's output and its packed row; by
             default from `output.logits`. With hidden states and `edge_logprobs(..., weight=)` the logits of a part
             never exist at once. May have further dimensions, as `torch.stack([edge_logprobs(...),
             edge_entropy(...)], 1)` has, for a loss that reads both.
@@ -113,7 +113,7 @@ backward = forward_backward
 
 @dataclass(frozen=True)
 class _Session:
-    """How a plan is run: what stays the same when it is run again."""
+    """Hold the settings of a run that stay the same when it is run again."""
 
     ranks: Ranks
     gradients: Gradients

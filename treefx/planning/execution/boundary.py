@@ -1,7 +1,7 @@
 """How a part's row is made, and the keys and values that cross its cuts.
 
 K/V of outgoing tokens are kept once, with the part that owns them. A part gathers its boundary from all its ancestors,
-and adds the gradients of what it gathered directly to each owner's accumulators, which hold float32 (float64 for
+and adds its gradients directly to each owner's accumulators, which hold float32 (float64 for
 float64): nothing is relayed hop by hop, and children that share a cut add up without rounding to 16 bits in between.
 """
 
@@ -40,7 +40,7 @@ class Crossing:
 
 
 class Store:
-    """K/V of the parts whose descendants still run, and the gradients that came back to them.
+    """Hold K/V of parts whose descendants still run, and the gradients sent back to them.
 
     Args:
         forest: the uncut forest, on the device of the model.
@@ -59,7 +59,7 @@ class Store:
         self._gradients: dict[int, list[Tensor]] = {}
 
     def leaving(self, part: Part) -> Tensor:
-        """The outgoing tokens of a part, int64 [Q], whose K/V it will `put` here in this order."""
+        """Return the outgoing tokens of a part, int64 [Q], in the order of a later `put`."""
         tokens = outgoing(self.host, part) if part.children else part.tokens[:0]
         self._slot[tokens] = torch.arange(len(tokens), dtype=torch.int32)
         return tokens
@@ -70,7 +70,7 @@ class Store:
             self._values[part.index] = [x.detach() for x in handed]
 
     def drop(self, part: Part) -> None:
-        """Forget a part whose descendants are done."""
+        """Free a part whose descendants are done."""
         self._values.pop(part.index, None)
         self._gradients.pop(part.index, None)
 
@@ -96,7 +96,7 @@ class Store:
         return found
 
     def gather(self, crossings: Sequence[Crossing], size: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """The boundary's K/V, [1, size, heads, width] each; rows that nobody owns (padding) are 0."""
+        """Gather the boundary's K/V, [1, size, heads, width] each; padding rows are 0."""
         device = self.forest.device
         is_whole = _in_a_row(crossings) == size
         taken = []
@@ -153,7 +153,7 @@ def make_row(store: Store, part: Part, run: Run) -> tuple[PartRow, list[Crossing
     Args:
         store: the forest, its parts and their K/V.
         part: the part.
-        run: what it runs for.
+        run: purpose of the run.
     """
     outside = boundary(store.host, store.parts, part)
     tokens = PartTokens(store.forest, store.host, part.tokens, outside, store.leaving(part), store.ranks)
@@ -165,7 +165,7 @@ def make_row(store: Store, part: Part, run: Run) -> tuple[PartRow, list[Crossing
 
 
 def edges_of(row: PartRow) -> EdgeSubset:
-    """What a loss over the edges of a part gets: the uncut forest with these edges alone."""
+    """Return the forest for a loss over a part: the uncut forest with these edges alone."""
     subset: EdgeSubset = forest_as(EdgeSubset, row.uncut, uncut=row.uncut, edge_index=row.edge_index)
     # All but the sources are the row's, and are there once.
     subset.__dict__["edges"] = dataclasses.replace(row.edges, source=row.uncut.edges.source[row.edge_index])

@@ -1,4 +1,6 @@
-"""Run the parts of a forest through a compiled model: forwards, K/V at the cuts, backwards, in a plan's order.
+"""Run the parts of a forest through a compiled model, in a plan's order.
+
+Forwards, K/V at the cuts, backwards.
 
 A part runs as the native level runs a forest, in one call of the compiled model on its packed row, with the K/V of its
 ancestors as further inputs of the graph. Where tokens lie on their path (positions, masks, windows) comes from the
@@ -30,9 +32,9 @@ from treefx.runtime.cut import Cut, PartRow
 __all__ = ["Backward", "Executor", "LogProbs", "Loss", "Model", "logits_logprobs", "scalar"]
 
 Loss = Callable[[Tensor, EdgeSubset], Tensor]
-"""Log-probabilities [E_p] and the forest with these edges -> scalar."""
+"""Output of the model and its packed row -> log-probabilities [E_p] of its edges, or [E_p, ...]."""
 LogProbs = Callable[[Any, Forest], Tensor]
-"""What the model returns for a packed row, and the row -> log-probabilities [E_p] of its edges, or [E_p, ...]."""
+"""The model's output for a packed row, and the row -> log-probabilities [E_p] of its edges, or [E_p, ...]."""
 Backward = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]], list[Tensor | None]]
 """`Gradients.backward`."""
 
@@ -43,7 +45,7 @@ def logits_logprobs(output: Any, row: Forest) -> Tensor:
 
 
 def scalar(loss: Any) -> Tensor:
-    """What a loss has returned.
+    """Check that a loss returned a scalar tensor.
 
     Raises:
         InputError: it is no scalar tensor.
@@ -61,7 +63,7 @@ class Model:
     Attributes:
         compiled: takes `input_ids` and `position_ids` [1, N].
         kwargs: further keyword arguments.
-        logprobs: reads log-probabilities from what it returns.
+        logprobs: reads log-probabilities from the model's output.
     """
 
     compiled: Callable[..., Any]
@@ -78,7 +80,7 @@ class Model:
             output = self.compiled(**row.model_inputs(), **self.kwargs)
             if not row.cut.handed:
                 raise UnsupportedError(
-                    "parts need a model compiled by treefx, whose graph hands out keys and values, but none arrived; "
+                    "parts need a model compiled by treefx, whose graph returns keys and values, but none arrived; "
                     'compile it with model.compile(backend="treefx")'
                 )
         return output
@@ -86,7 +88,7 @@ class Model:
 
 @dataclass(eq=False)
 class _Live:
-    """A forward whose backward is still to come."""
+    """Hold a forward until its backward."""
 
     crossings: list[Crossing]
     cut: Cut
@@ -132,7 +134,9 @@ class Executor:
             actions[step.kind](self.schedule.parts[step.part])
 
     def logprobs(self, parts: Iterable[Part]) -> Tensor:
-        """What `logprobs` gives for all edges, [E, ...], without gradients; K/V of one path are held at a time.
+        """Compute the log-probabilities of all edges, [E, ...], without gradients.
+
+        K/V of one path are held at a time.
 
         Args:
             parts: all parts, depth first.
@@ -154,7 +158,7 @@ class Executor:
         return result
 
     def write_changes(self) -> None:
-        """Write into the model's buffers what its forward writes there: once a step, not once a part."""
+        """Write buffer updates of the model's forward: once a step, not once a part."""
         with torch.no_grad():
             for buffer, value in self._changes:
                 buffer.copy_(value)
@@ -197,7 +201,7 @@ class Executor:
         self.store.drop(part)
 
     def _roots(self, part: Part, live: _Live) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What the backward of a part starts from: its loss, and its outgoing K/V with the gradients of others."""
+        """Return the roots of a part's backward: its loss, and its outgoing K/V with gradients."""
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         if live.loss is not None and live.loss.requires_grad:
@@ -212,6 +216,6 @@ class Executor:
 
 
 def _forget_others() -> None:
-    """What kernels keep of a forest, masks and lists of tiles, is there for the part that runs alone."""
+    """Free kernels' caches of other forests, masks and lists of tiles; a part runs alone."""
     forget_structures()
     forget_blocks()

@@ -1,8 +1,8 @@
-"""The gradients of the parts of a plan: summed outside of ``.grad``, and added to it in one backward at the end.
+"""Sum the gradients of parts outside of ``.grad``, and add them in one final backward.
 
-A part is a step of treefx, not of the caller. What the caller attached to a parameter (gradient hooks that clip, an
-optimizer that steps as soon as a gradient is accumulated, ``DistributedDataParallel``) expects one backward per step,
-with the whole gradient. So autograd runs no part of it while the parts run, and all of it once, on the sums.
+A part is a step of treefx, not of the caller. Code that the caller attached to a parameter (gradient hooks that clip,
+an optimizer that steps as soon as a gradient is accumulated, ``DistributedDataParallel``) expects one backward per
+step, with the whole gradient. So autograd runs no part of it while the parts run, and all of it once, on the sums.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ class Gradients:
     """Sums of the gradients of several backwards.
 
     Args:
-        apart: gives the leaves whose sums go elsewhere than to `.grad`, and the dtype to sum them in.
+        apart: returns the leaves with sums outside of `.grad`, and the dtype to sum them in.
     """
 
     def __init__(self, apart: Callable[[], Mapping[Tensor, torch.dtype]] = dict) -> None:
         self.apart = apart
         self.totals: dict[Tensor, Tensor] = {}
         self._owned: set[Tensor] = set()
-        """Leaves whose sum is a tensor made here, which no other tensor shares memory with."""
+        """Leaves with a sum in a tensor made here, which shares memory with no other tensor."""
         self._nothing: dict[Tensor, Tensor] = {}
         """Zeros of one element, in the shapes of leaves."""
         self._before: list[tuple[Tensor, Tensor | None, Tensor | None, int]] = []
-        """What `add` found: a leaf, its `.grad`, a copy of that, and its version."""
+        """State before `add`: a leaf, its `.grad`, a copy of that, and its version."""
 
     def backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], own: Sequence[Tensor] = ()
     ) -> list[Tensor | None]:
-        """Run a backward: add up the gradients of all leaves, and return those of ``own``, which are not added up.
+        """Run a backward: sum the gradients of all leaves, and return those of ``own``.
+
+        The latter are not summed.
 
         No hook of a leaf runs, and no `.grad` changes.
         """
@@ -86,7 +88,7 @@ class Gradients:
         self._before = []
 
     def _collect(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
-        """Runs where autograd would accumulate a gradient; returns one that takes no memory instead."""
+        """Take a gradient in place of autograd's accumulation; return one that takes no memory."""
         if gradient.is_sparse or type(gradient) is not Tensor:
             return None  # `backward` adds it
         self._add(leaf, gradient)
@@ -111,7 +113,10 @@ class Gradients:
 
 
 class _Deliver(torch.autograd.Function):
-    """Hands sums out as the gradients of leaves; they are released here, so that autograd keeps them uncopied."""
+    """Return sums as the gradients of leaves.
+
+    They are released here, so that autograd keeps them uncopied.
+    """
 
     @staticmethod
     def forward(ctx: Any, sums: list[Tensor], *leaves: Tensor) -> Tensor:

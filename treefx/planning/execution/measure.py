@@ -1,4 +1,4 @@
-"""A few parts of a forest, run step by step: how long each step takes, and how many bytes it adds at most."""
+"""Run a few parts of a forest step by step, and measure seconds and added bytes."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ class Sample:
     Attributes:
         kind: "forward", "backward" or "kv".
         size: of the part.
-        bytes: the most above what was there when the step began.
-        left_bytes: what was there when it ended, above the same.
+        bytes: the peak above the memory in use when the step began.
+        left_bytes: memory in use when it ended, above the same.
         seconds: median of several runs.
     """
 
@@ -41,7 +41,7 @@ class Sample:
     seconds: float
 
     def predicted_bytes(self, cost: CostModel) -> float:
-        """What the step should add at most to what was there when it began."""
+        """Predict the most bytes that the step adds to the memory in use when it began."""
         size = self.size
         shape = size.tokens, size.boundary, size.edges
         if self.kind == "backward":
@@ -50,7 +50,7 @@ class Sample:
         return run(*shape) + cost.kv_bytes_per_token * size.outgoing
 
     def predicted_left(self, cost: CostModel) -> float:
-        """What a forward should leave: saved bytes, and K/V of outgoing tokens."""
+        """Predict the bytes that a forward leaves: saved bytes, and K/V of outgoing tokens."""
         size = self.size
         return cost.saved(size.tokens, size.boundary, size.edges) + cost.kv_bytes_per_token * size.outgoing
 
@@ -66,7 +66,9 @@ class Sample:
 
 
 def probe_schedules(forest: Forest, lengths: Sequence[int]) -> list[Schedule]:
-    """Pairs of parts along the longest row, one above the other; every pair of lengths that the row has room for.
+    """Make pairs of parts along the longest row, one above the other.
+
+    One for every pair of lengths that the row has room for.
 
     The upper part is recomputed, so that all kinds of steps run. They are parts of the forest itself, so they run the
     code that its plan will run. Some more have a part below a long one that only hands out its K/V: with many more
@@ -105,7 +107,10 @@ def measure_steps(
     logprobs: LogProbs,
     gradients: Gradients,
 ) -> list[Sample]:
-    """Run a schedule several times; the first, which may compile, does not count. Gradients add up, and go nowhere."""
+    """Run a schedule several times, without the first, which may compile.
+
+    Gradients are summed and dropped.
+    """
     model = Model(compiled, kwargs, logprobs)
     with torch.enable_grad():
         _executor(model, forest, schedule, gradients).run(schedule.steps)

@@ -1,4 +1,4 @@
-"""Least squares with non-negative coefficients: times and bytes are sums of parts that never are negative."""
+"""Fit least squares with non-negative coefficients, for times and bytes."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,9 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def fit_nonnegative(features: npt.ArrayLike, target: npt.ArrayLike) -> FloatArray:
-    """Coefficients x >= 0 that minimise |A x - b|: the active-set method of Lawson and Hanson (1974), chapter 23.
+    """Find x >= 0 that minimises |A x - b| by the active-set method.
+
+    Lawson and Hanson (1974), chapter 23.
 
     Columns are scaled first, so that tokens and pairs, of very different size, count alike.
 
@@ -39,7 +41,7 @@ def fit_nonnegative(features: npt.ArrayLike, target: npt.ArrayLike) -> FloatArra
 
 
 def _solve_free(matrix: FloatArray, goal: FloatArray, solution: FloatArray, free: npt.NDArray[np.bool_]) -> FloatArray:
-    """Solve for the free coefficients; those that would become negative are fixed at 0 one after the other."""
+    """Solve for the free coefficients; fix negative ones at 0 one after the other."""
     while True:
         trial = np.zeros_like(solution)
         trial[free] = np.linalg.lstsq(matrix[:, free], goal, rcond=None)[0]

@@ -1,4 +1,4 @@
-"""Loss and gradients of one forest that several ranks run together, each some of its tokens."""
+"""Compute loss and gradients of one forest on several ranks, each with some tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_on_ranks(model: Model, row: ContextRow, loss: Loss, backward: Backward) 
     others[row.edge_index] = own.detach()
     ranks = _Together(row.cut.run.group, own.device)
     dist.all_reduce(others, group=ranks.groups[0])
-    with apart(ranks):  # nobody goes back through the model while another cannot
+    with apart(ranks):  # no rank runs the backward while another cannot
         value = scalar(loss(others.index_copy(0, row.edge_index, own), all_edges(row.uncut)))
     if value.requires_grad:
         backward([value], [None], [])
@@ -42,7 +42,7 @@ def run_on_ranks(model: Model, row: ContextRow, loss: Loss, backward: Backward) 
 
 
 class _Together(Ranks):
-    """The ranks of a forest: nothing to gather or reduce, but they hear of each other's errors."""
+    """Connect the ranks of a forest for errors alone: there is nothing to gather or reduce."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]

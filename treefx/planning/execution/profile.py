@@ -1,10 +1,12 @@
-"""``treefx.profile``: what the parts of a model cost, read from its compiled graphs and measured on a few parts.
+"""Measure the cost of a model's parts: ``treefx.profile``.
+
+Bytes and FLOPs come from the compiled graphs, times from a few measured parts.
 
 ================  ====================================================================================================
 bytes             live storages of the forward, backward and K/V graphs as inductor (or AOTAutograd) gets them, operator
-                  by operator, as polynomials in tokens N and boundary length P; the loss on the logits on top. What no
-                  graph shows (workspaces of kernels and libraries) is the difference to the measured peak of a few
-                  parts, fitted as `constant + a N + b P` from above
+                  by operator, as polynomials in tokens N and boundary length P; the loss on the logits on top. Bytes
+                  that no graph shows (workspaces of kernels and libraries) are the difference to the measured peak of a
+                  few parts, fitted as `constant + a N + b P` from above
 FLOPs             products of matrices per token, attention per visible (query, key) pair A
 seconds           `part + token N + pair A` for each of the three runs, fitted to the measured parts
 ================  ====================================================================================================
@@ -55,7 +57,7 @@ from treefx.views import find_view
 __all__ = ["Profile", "profile"]
 
 _FOREST_BYTES = {"token": 116, "raw_token": 16}
-"""What describes the forest: 48 bytes per token, its edges 52, which part has it 16; two numbers per raw token."""
+"""Bytes that describe the forest: 48 per token, its edges 52, its part 16; two numbers per raw token."""
 
 N, P, A = sympy.symbols("N P A", integer=True, nonnegative=True)
 """Tokens, boundary tokens and visible pairs, in the expressions of a profile."""
@@ -68,10 +70,10 @@ class Profile:
     """Bytes, FLOPs and seconds of parts of one compiled model.
 
     Attributes:
-        cost: what the planner reads.
+        cost: cost model for the planner.
         flops: of "forward", "backward" and "kv".
         samples: the measured steps.
-        inner: what compiled the graphs.
+        inner: the inner compiler.
         device: where.
     """
 
@@ -104,7 +106,7 @@ class Profile:
 
     @needs("cli", "a table of a profile")
     def explain(self) -> str:
-        """Tables for people: the expressions, and predicted against measured bytes and seconds of the samples."""
+        """Format tables: expressions, and predicted against measured bytes and seconds."""
         text: str = find_view("explain_profile")(self)
         return text
 
@@ -121,7 +123,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> "Profile":
-        """Read what `to_json` wrote.
+        """Read the text of `to_json`.
 
         Raises:
             InputError: it is something else.
@@ -151,11 +153,11 @@ def profile(
     model_kwargs: Mapping[str, Any] | None = None,
     lengths: Sequence[int] = (128, 512),
 ) -> Profile:
-    """Learn what the parts of a forest cost in a compiled model.
+    """Measure the cost of parts of a forest in a compiled model.
 
     Runs a few short parts along the forest's longest row, forward and backward; `.grad` stays as it was, and no hook on
     a parameter runs. On a model sharded by FSDP2 or wrapped by DDP all ranks call it together; each measures for
-    itself, so let one tell the others (`to_json`) before `treefx.scale.shard_rows`, which needs the same cost on all.
+    itself, so broadcast one result (`to_json`) before `treefx.scale.shard_rows`, which needs the same cost on all.
 
     Args:
         compiled: a model compiled by treefx, `inner` "inductor" or "aot_eager".
@@ -268,7 +270,7 @@ def _find_graphs(compiled: Any, model: nn.Module) -> tuple[TrainGraphs, Rewritte
 
 
 def _resident_bytes(model: nn.Module) -> int:
-    """Parameters and buffers, the gradients that will be made, and those that are there already."""
+    """Sum the bytes of parameters, buffers and gradients, including gradients not yet made."""
     held = [*model.parameters(), *model.buffers()]
     held += [parameter for parameter in model.parameters() if parameter.requires_grad]
     held += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -276,18 +278,23 @@ def _resident_bytes(model: nn.Module) -> int:
 
 
 def _logits(graphs: TrainGraphs) -> list[torch.Tensor]:
-    """The floating-point results of tokens; a counter of the model's, which it writes back, may be a single number."""
+    """Return the floating-point results of tokens.
+
+    A counter of the model, which it writes back, may be a single number.
+    """
     results = [value for value in graphs.results if isinstance(value, torch.Tensor) and value.dim()]
     return [value for value in results if value.is_floating_point()]
 
 
 def _logits_bytes(graphs: TrainGraphs) -> sympy.Expr:
-    """Bytes of what the loss reads, and of its gradient."""
+    """Return bytes of the loss's input and its gradient."""
     return storage_bytes(_logits(graphs))
 
 
 def _chunk_bytes(graphs: TrainGraphs, *, backward: bool = False) -> float:
-    """A row of logits as log-probabilities are computed from it, in their dtype: twice, in the backward once.
+    """Return bytes of a row of logits while log-probabilities are computed.
+
+    It is held twice, in the backward once.
 
     In the backward a copy in the logits' own dtype comes before, where that is another.
     """

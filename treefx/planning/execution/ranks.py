@@ -1,8 +1,8 @@
-"""The processes that train one model together, while each of them runs a plan of its own.
+"""Coordinate processes that train one model together, each with its own plan.
 
-Plans differ in their numbers of parts, and a rank may have none. So nothing that all ranks do together happens in a
-part: parameters are gathered before the first one, gradients are reduced after the last, each in an order that is the
-model's. In between a rank may do what it likes, and may fail: then all hear of it, and none changes a gradient.
+Plans differ in their numbers of parts, and a rank may have none. So no collective runs in a part: parameters are
+gathered before the first one, gradients are reduced after the last, each in an order that is the model's. In between
+ranks run independently. If one fails, all are notified, and none changes a gradient.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Ranks:
     """One process by itself: nothing to gather, nothing to reduce.
 
     Attributes:
-        groups: whom it meets, process groups that reach all ranks one after the other; empty: nobody.
-        device: where what the ranks tell each other lies.
+        groups: process groups that together reach all ranks, one after the other; empty: a single process.
+        device: device of the tensors that ranks exchange.
     """
 
     groups: Sequence[dist.ProcessGroup] = ()
@@ -44,18 +44,18 @@ class Ranks:
         """With all other ranks: make the model one that runs without them."""
 
     def resident_bytes(self) -> int:
-        """What is held while parts run, beside the model's parameters and gradients as it then has them."""
+        """Return bytes held while parts run, besides the parameters and gradients."""
         return 0
 
     def reduced(self) -> Mapping[Tensor, torch.dtype]:
-        """Leaves whose gradients `reduce` takes from its argument, not from `.grad`, and the dtype they add up in."""
+        """Map leaves that `reduce` takes from its argument, not from `.grad`, to their dtype."""
         return {}
 
     def end(self) -> None:
-        """Make the model again what it was; parameters stay where they are."""
+        """Restore the model; parameters stay where they are."""
 
     def abandon(self) -> None:
-        """Free what `begin` gathered, after a failure; may be called twice."""
+        """Free the memory of `begin` after a failure; may be called twice."""
 
     def reduce(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """With all other ranks: reduce gradients as the model's owner has set it up.
@@ -66,11 +66,11 @@ class Ranks:
 
 
 class Agreement:
-    """What the ranks agree on at the end of a block.
+    """Hold the facts that ranks agree on at the end of a block.
 
     Attributes:
-        dtype: of this rank's loss; afterwards the widest of all ranks' dtypes: a loss of no edges has none of its own,
-            and what ranks add up has to agree.
+        dtype: of this rank's loss; afterwards the widest of all ranks' dtypes: a loss without edges has no dtype, and
+            summands have to agree.
         is_done: whether all ranks got through.
     """
 
@@ -81,7 +81,7 @@ class Agreement:
 
 @contextmanager
 def agreed(ranks: Ranks, then: Callable[[], object] = lambda: None) -> Iterator[Agreement]:
-    """Run a block on all ranks, and fail on all of them if it fails on one, whatever it raises there.
+    """Run a block on all ranks, and fail on all of them if it raises on one.
 
     Args:
         ranks: this rank and the others.
@@ -127,7 +127,10 @@ def apart(ranks: Ranks) -> Iterator[None]:
 
 
 def _report_failure(ranks: Ranks) -> None:
-    """Tell the other ranks that this one failed; if they cannot be reached, its own error still comes first."""
+    """Notify the other ranks of a failure.
+
+    If they cannot be reached, this rank's own error still comes first.
+    """
     try:
         with _interrupts_wait(ranks):
             _exchange(ranks, True, Agreement())
@@ -152,7 +155,10 @@ def _exchange(ranks: Ranks, failed: bool, agreement: Agreement) -> list[int]:
 
 @contextmanager
 def _interrupts_wait(ranks: Ranks) -> Iterator[None]:
-    """Hold Ctrl-C back while ranks communicate: one that left a collective alone would be a step ahead for good."""
+    """Hold Ctrl-C back while ranks communicate.
+
+    A rank that left a collective alone would stay a step ahead.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if not ranks.groups or not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
@@ -168,7 +174,7 @@ def _interrupts_wait(ranks: Ranks) -> Iterator[None]:
 
 
 def agree(ranks: Ranks, flags: Tensor) -> Tensor:
-    """What is true on any rank, bool [K], on the CPU."""
+    """Reduce flags over ranks by OR: bool [K], on the CPU."""
     told = flags.to(ranks.device, torch.int32)
     for group in ranks.groups:
         dist.all_reduce(told, dist.ReduceOp.MAX, group)

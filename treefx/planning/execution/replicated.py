@@ -1,4 +1,7 @@
-"""Plans on a model in ``DistributedDataParallel``, which otherwise reduces gradients in the backward of every part."""
+"""Run plans on a model in ``DistributedDataParallel``, with one gradient reduction.
+
+DDP alone would reduce in the backward of every part.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class Replicated(Ranks):
         self._set(*self._flags)
 
     def reduce(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """The mean over all ranks of what is in `.grad`, unless in `no_sync`."""
+        """Average `.grad` over all ranks, unless in `no_sync`."""
         if not self._flags[0]:
             return
         learned: list[Any] = [x for x in self.wrapper._module_parameters if x.requires_grad]

@@ -25,7 +25,7 @@ __all__ = ["Sharded"]
 
 _OF_FSDP = "torch.distributed.fsdp"
 _MANAGED = "_is_fsdp_managed_module"
-"""What makes Dynamo take parameters for inputs of the call, and guard them less."""
+"""Makes Dynamo treat parameters as inputs of the call, and guard them less."""
 
 
 class Sharded(Ranks):
@@ -71,7 +71,7 @@ class Sharded(Ranks):
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        for run in find(self._parameters()):  # the owner asks for it by its shards
+        for run in find(self._parameters()):  # the owner finds it by its shards
             run.report.parameters.update(dict.fromkeys(self._shards))
 
     def abandon(self) -> None:
@@ -81,7 +81,7 @@ class Sharded(Ranks):
     def reduce(self, gradients: Mapping[Tensor, Tensor]) -> None:
         for item in self._fsdp_parameters():
             item.accumulate_unsharded_grad_if_needed()
-            item.to_accumulated_grad_if_needed()  # what earlier backwards left
+            item.to_accumulated_grad_if_needed()  # gradients of earlier backwards
             if item.unsharded_param in gradients:
                 _add_to(item, gradients[item.unsharded_param])
         self._fill_up()
@@ -101,7 +101,7 @@ class Sharded(Ranks):
                 _add_to(item, torch.zeros_like(item.unsharded_param, dtype=self._reduced[item.unsharded_param]))
 
     def _fsdp_parameters(self) -> Iterator[Any]:
-        """What FSDP knows of each parameter, in an order that is the same on all ranks."""
+        """Iterate over FSDP's state of each parameter, in the same order on all ranks."""
         return (item for group in self._parameter_groups for item in group.fsdp_params)
 
     def _parameters(self) -> Iterable[Tensor]:
@@ -109,7 +109,10 @@ class Sharded(Ranks):
 
 
 def _parameter_groups_of(state: Any) -> list[Any]:
-    """What FSDP2 gathers at once, of one module's state: 2.11 has one such group of parameters or none."""
+    """List the parameter groups that FSDP2 gathers at once for one module.
+
+    Version 2.11 has one such group or none.
+    """
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
@@ -123,7 +126,7 @@ def _gradient(item: Any) -> Tensor | None:
 
 
 def _add_to(item: Any, gradient: Tensor) -> None:
-    """Add a gradient to what earlier backwards left to be reduced."""
+    """Add a gradient to those of earlier backwards that wait to be reduced."""
     parameter = item.unsharded_param
     before = _gradient(item) if item.unsharded_accumulated_grad is None else item.unsharded_accumulated_grad
     total = gradient if before is None else before + gradient
@@ -139,7 +142,7 @@ def _add_to(item: Any, gradient: Tensor) -> None:
 
 
 def _as_written(module: Any) -> Iterator[Callable[[], None]]:
-    """Take from a module what FSDP put there; gives what puts it back.
+    """Remove FSDP from a module; yield functions that restore it.
 
     Its class too: Dynamo guards it, so code compiled with FSDP's hooks never runs without them, nor the reverse.
     """
@@ -185,7 +188,7 @@ def _policy_of(module: Any) -> Any:
 
 
 def _cast_inputs(policy: Any) -> Any:
-    """The cast that FSDP does to what a module is given; None for none."""
+    """Return the cast that FSDP applies to a module's inputs; None for none."""
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
     if dtype is None:
         return None
@@ -197,7 +200,7 @@ def _cast_inputs(policy: Any) -> Any:
 
 
 def _cast_output(policy: Any) -> Any:
-    """The cast that FSDP does to what a module returns; None for none."""
+    """Return the cast that FSDP applies to a module's output; None for none."""
     if policy.output_dtype is None:
         return None
 

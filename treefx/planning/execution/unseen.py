@@ -1,4 +1,6 @@
-"""Bytes that the measured parts held beyond what their graphs show: workspaces of libraries, Python's own tensors.
+"""Fit bytes that measured parts held beyond their graphs.
+
+These are workspaces of libraries and Python's own tensors.
 
 They are fitted as `constant + a N + b P` from above, so that no measured step is above its prediction.
 """
@@ -16,13 +18,13 @@ from treefx.planning.execution.nonnegative import fit_nonnegative
 __all__ = ["add_unseen"]
 
 _SLACK = coefficients(constant=16384.0)
-"""Small tensors of the executor, and what collects between two steps."""
+"""Small tensors of the executor, and garbage between two steps."""
 _NEAR = 0.03
 """How far a measured peak may be above the graphs' to be the same operator's."""
 
 
 def add_unseen(cost: CostModel, samples: Sequence[Sample], attention: Bytes) -> CostModel:
-    """Add to the graphs' bytes what they do not show: first to what stays and so to the peaks, then to these alone.
+    """Add unseen bytes to the graphs' bytes: first to held bytes, then to peaks alone.
 
     Args:
         cost: as the graphs say.
@@ -44,8 +46,9 @@ def add_unseen(cost: CostModel, samples: Sequence[Sample], attention: Bytes) -> 
 def _add_to_backward(cost: CostModel, samples: Sequence[Sample], attention: Bytes) -> CostModel:
     """The same for the backward, in which one of two operators is the largest.
 
-    At the loss all saved tensors are there, and little else that graphs do not show. Around attention inductor may
-    delay products of matrices and keep what they read: what is measured far above the graphs is laid to the rows there.
+    At the loss all saved tensors are there, and little else that graphs do not show. Around attention, inductor may
+    delay products of matrices and keep their inputs: measurements far above the graphs are attributed to the rows
+    there.
     """
     missing = [item.bytes - item.predicted_bytes(cost) for item in samples]
     pairs = list(zip(samples, missing, strict=True))
@@ -66,7 +69,7 @@ def _raise(cost: CostModel, name: str, unseen: Sequence[float]) -> CostModel:
 
 
 def _fit(samples: Sequence[Sample], missing: Sequence[float]) -> list[float]:
-    """`constant + a N + b P` bytes that samples measured above their prediction, raised until none is above it."""
+    """Fit `constant + a N + b P` bytes above the prediction, raised until none is above it."""
     tokens = {sample.size.tokens for sample in samples}
     # Without parts of several lengths, N and the constant could be told apart by chance alone.
     features = np.array(

@@ -1,4 +1,4 @@
-"""Weights that change while the parts of a plan run: parts before and after would be of two models."""
+"""Detect weights that change while parts of a plan run, which would mix two models."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def weights_unchanged(compiled: Any) -> Iterator[None]:
 
 
 def _state(parameter: Tensor) -> tuple[int, int]:
-    """What differs after a change: the version, and the address where there is one."""
+    """Return a fingerprint of a parameter: its version, and its address if there is one."""
     plain = type(parameter.data) is Tensor
     return parameter._version, parameter.data_ptr() if plain else 0

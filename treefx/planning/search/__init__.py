@@ -1,5 +1,5 @@
-"""The planner: which tokens make a part, what each part keeps, in which order they run.
+"""Plan: choose the tokens of each part, its kept values, and the order of parts.
 
-In: a forest, a cost model and a limit. Out: a ``Plan`` whose predicted peak is below it, or an error that
-says what would fit.
+In: a forest, a cost model and a limit. Out: a ``Plan`` whose predicted peak is below it, or an error that names a limit
+    that fits.
 """

@@ -1,4 +1,4 @@
-"""The forest in pieces that are not cut further: runs of tokens without a fork, of bounded length."""
+"""Cut the forest into blocks: runs of tokens without a fork, of bounded length."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +54,9 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Runs of tokens of which each but the first follows its only sibling-less parent, in packed order.
+    """Hold runs of tokens, each of which but the first follows its only-child parent.
+
+    Runs are in packed order.
 
     Children of a block hang on its last token, so a block is wholly inside or outside of any part.
 

@@ -1,4 +1,4 @@
-"""Parts in the making: a tree of token ranges whose peak is known at every step."""
+"""Build parts: a tree of token ranges with a known peak at every step."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ class Draft:
     Attributes:
         ranges: its tokens, disjoint intervals of packed indices.
         size: how big it is; the boundary and the outgoing tokens may be too large here, never too small.
-        keep: what stays while its children run.
+        keep: values that stay while its children run.
         above: the token that its topmost tokens hang on, -1 at roots; None where there are several.
         children: the parts below.
-        demand: peak of the part and everything below it, on top of what its ancestors hold; set while merging.
+        demand: peak of the part and everything below it, on top of bytes held by its ancestors; set while merging.
     """
 
     ranges: list[tuple[int, int]]
@@ -42,7 +42,12 @@ def held_bytes(cost: CostModel, size: Size, keep: Keep) -> float:
 
 
 def peak_bytes(cost: CostModel, size: Size, keep: Keep) -> float:
-    """r(p, mode): the largest of its own runs; its store is there when its backward, or a second forward, runs."""
+    """Return r(p, mode): the largest of the part's runs.
+
+    Its store is held when its backward, or a second forward, runs.
+
+    Its store is held when its backward, or a second forward, runs.
+    """
     own = cost.run_bytes(size.tokens, size.boundary, size.edges)
     if keep != "keep":
         own = max(own, cost.kv(size.tokens, size.boundary, size.edges))
@@ -74,16 +79,19 @@ def total_seconds(cost: CostModel, roots: Iterable[Draft]) -> float:
 
 
 def demand_of(cost: CostModel, size: Size, keep: Keep, children: Iterable[Draft]) -> float:
-    """D(p): the larger of the part's own peak and of what it holds plus the largest demand of its children.
+    """Return D(p): the larger of own peak, and held bytes plus the largest child's demand.
 
-    A part fits iff what its ancestors hold plus its demand is within the budget.
+    A part fits iff bytes held by its ancestors plus its demand are within the budget.
     """
     below = max((child.demand for child in children), default=0.0)
     return max(peak_bytes(cost, size, keep), held_bytes(cost, size, keep) + below)
 
 
 def in_order(roots: Iterable[Draft]) -> Iterator[tuple[Draft, Draft | None]]:
-    """Every draft with its parent, parents first, depth first; iterative, as chains may be long."""
+    """Iterate over drafts with their parents, parents first, depth first.
+
+    Iterative, as chains may be long.
+    """
     stack: list[tuple[Draft, Draft | None]] = [(root, None) for root in reversed(list(roots))]
     while stack:
         draft, parent = stack.pop()
@@ -92,7 +100,10 @@ def in_order(roots: Iterable[Draft]) -> Iterator[tuple[Draft, Draft | None]]:
 
 
 def to_schedule(roots: Iterable[Draft]) -> Schedule:
-    """Number the parts depth first, and order their steps so that only one path of parts holds memory."""
+    """Number the parts depth first, and order their steps.
+
+    Only one path of parts holds memory.
+    """
     drafts = list(in_order(roots))
     index = {id(draft): number for number, (draft, _) in enumerate(drafts)}
     parts: list[Part] = []

@@ -1,7 +1,9 @@
-"""The fastest plan of connected parts for a forest of few blocks: dynamic programming over all ways to cut and keep.
+"""Find the fastest plan of connected parts for a forest of few blocks.
+
+Dynamic programming over all ways to cut and keep.
 
 f(v, H) is the least seconds for v's subtree where the cut is above v and ancestors hold H bytes: the minimum over all
-connected sets S of blocks with v on top, and over what S keeps. The oracle of the heuristic, and used itself where
+connected sets S of blocks with v on top, and over the modes of S. The oracle of the heuristic, and used itself where
 there are at most `MOST_BLOCKS` blocks.
 """
 
@@ -48,7 +50,7 @@ def solve_exactly(blocks: Blocks, cost: CostModel, budget: float) -> list[Draft]
     def complete(
         inside: frozenset[int], size: Size, below: list[int], mode: Keep, held: float, hosted: int
     ) -> Solution | None:
-        """The set as one part, and the best for what hangs below it."""
+        """Return the set as one part, with the best plans for the subtrees below it."""
         if held + peak_bytes(cost, size, mode) > budget:
             return None
         total = part_seconds(cost, size, mode, hosted)

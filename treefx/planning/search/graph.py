@@ -1,7 +1,7 @@
-"""Blocks as a graph of networkx, and what somebody made of it as a plan: the way into the planner for strategies.
+"""Convert blocks to a networkx graph, and a strategy's partition to a plan.
 
-A *partition* of the blocks is what networkx calls one: sets of nodes, of which each holds a block and every block is in
-exactly one. Each set becomes a part that keeps its activations; a `Group` says otherwise.
+A *partition* of the blocks is meant as in networkx: non-empty sets of nodes, with every block in exactly one. Each set
+becomes a part that keeps its activations; a `Group` says otherwise.
 """
 
 from collections.abc import Collection, Iterable
@@ -48,7 +48,7 @@ Partition = Iterable[Group | Collection[int]]
 
 
 def blocks_to_networkx(blocks: Blocks, cost: CostModel) -> "nx.DiGraph[int]":
-    """The tree of blocks, parents to children, with what each costs as a part of its own.
+    """Return the tree of blocks, parents to children, with the cost of each as a part.
 
     Returns:
         Nodes numbered in packed order with `start`, `stop` (packed indices), `tokens`, `boundary` (tokens above),
@@ -78,13 +78,13 @@ def blocks_to_networkx(blocks: Blocks, cost: CostModel) -> "nx.DiGraph[int]":
 
 
 def peak_of(graph: "nx.DiGraph[int]", partition: Partition) -> float:
-    """Predicted peak in bytes of a partition of the blocks, by the simulation that every plan is judged by."""
+    """Predict the peak in bytes of a partition, by the simulation that judges every plan."""
     blocks: Blocks = graph.graph["blocks"]
     return measure_drafts(blocks, read_partition(blocks, partition, "peak_of"), graph.graph["cost"], 0).peak_bytes
 
 
 def measure_drafts(blocks: Blocks, drafts: list[Draft], cost: CostModel, limit: int, strategy: str = "auto") -> Plan:
-    """The plan of some parts, simulated, whatever the limit."""
+    """Simulate the plan of some parts, for any limit."""
     schedule = to_schedule(drafts)
     sizes = measure_parts(blocks.counts, schedule.parts)
     moments = simulate(schedule, sizes, cost)
@@ -93,7 +93,7 @@ def measure_drafts(blocks: Blocks, drafts: list[Draft], cost: CostModel, limit: 
 
 @dataclass(eq=False)
 class _Quotient:
-    """The parts of a partition and what each hangs on."""
+    """Hold the parts of a partition and their parents."""
 
     blocks: Blocks
     groups: list[Group]
@@ -110,8 +110,8 @@ def read_partition(blocks: Blocks, partition: Partition, name: str) -> list[Draf
         name: the strategy's, for messages.
 
     Raises:
-        InputError: a block is in no set or in two, a set is empty or holds what is no block, or the parts do not form
-            a tree: what a part reads must lie in it or on one path of parts above it.
+        InputError: a block is in no set or in two, a set is empty or holds an unknown block, or the parts do not form a
+            tree: all ancestors of a part must lie in it or on one path of parts above it.
     """
     groups = [item if isinstance(item, Group) else Group(item) for item in partition]
     quotient = _Quotient(blocks, groups, _part_of(blocks, groups, name))
@@ -147,7 +147,10 @@ def _part_of(blocks: Blocks, groups: list[Group], name: str) -> np.ndarray[Any, 
 
 
 def _depth(blocks: Blocks, group: Group) -> int:
-    """Tokens above the deepest of the group's topmost blocks: parts above a part come before it."""
+    """Count the tokens above the deepest of the group's topmost blocks.
+
+    Parts above a part come before it.
+    """
     inside = set(group.blocks)
     return max(int(blocks.depth[block]) for block in inside if int(blocks.parent[block]) not in inside)
 

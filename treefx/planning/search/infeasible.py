@@ -1,4 +1,4 @@
-"""What to say where no plan fits: the token path that needs most, its bytes, and what would make it fit."""
+"""Explain why no plan fits: the path that needs most, its bytes, and a way out."""
 
 from dataclasses import dataclass
 
@@ -21,8 +21,8 @@ class Requirement:
         limit_bytes: the smallest limit for which there is a plan.
         longest: block length of that plan.
         start, stop: the tokens [start, stop) that run when it is needed.
-        held_bytes: what their ancestors hold then, keeping as little as they can.
-        run_bytes: what the run itself needs.
+        held_bytes: least bytes held by their ancestors then.
+        run_bytes: bytes of the run itself.
     """
 
     limit_bytes: int

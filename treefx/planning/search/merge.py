@@ -1,4 +1,4 @@
-"""Fewer and larger parts, never at the price of recomputation: siblings together, chains and leaves into their parent.
+"""Merge parts without recomputation: siblings together, chains and leaves into parents.
 
 Every step keeps `held above + demand <= budget` at the part it changes, so that nothing above or below has to be
 looked at again (see `treefx.planning.search.draft.demand_of`).
@@ -44,7 +44,7 @@ def _group_children(draft: Draft, cost: CostModel, room: float) -> None:
 
 
 def _group_leaves(siblings: list[Draft], cost: CostModel, room: float, most_above: int) -> list[Draft]:
-    """Put parts without children together: the largest first, each into the first group that has room.
+    """Put parts without children together, by first fit, the largest first.
 
     Args:
         siblings: parts with one parent, or all roots.
@@ -89,11 +89,11 @@ def _add(group: Draft, draft: Draft, cost: CostModel, room: float, most_above: i
 
 
 def _absorb_children(draft: Draft, cost: CostModel, room: float) -> bool:
-    """Take children into the part, the smallest first, while everything fits; tell whether any was taken."""
+    """Merge fitting children into the part, the smallest first; return whether any was."""
     any_taken = False
     for child in sorted(draft.children, key=lambda child: child.size.tokens):
         others = [other for other in draft.children if other is not child]
-        # Recomputing a leaf with its parent would cost time; what is kept differently cannot be one part.
+        # Recomputing a leaf with its parent would cost time; different modes cannot be one part.
         if draft.keep != (child.keep if child.children else "keep") and (child.children or others):
             continue
         below = others + child.children

@@ -1,4 +1,4 @@
-"""Parts of a forest and the order in which they run: what the planner decides and the execution carries out.
+"""Define parts of a forest and the order in which they run.
 
 A part is any set of tokens that runs as one forward and one backward. Parts form a tree of their own: every
 ancestor token of a part's tokens lies in the part itself or in one of its ancestor parts. Siblings may share a
@@ -42,7 +42,7 @@ class Part:
         parent: index of the part above; None where no token has an ancestor outside the part.
         ancestors: indices of all parts above, root first, so it ends with `parent`. The part reads their K/V.
         children: indices of the parts directly below, ascending.
-        keep: what stays while the children run; see the module's table.
+        keep: values that stay while the children run; see the module's table.
     """
 
     index: int
@@ -78,14 +78,19 @@ class Schedule:
 
 
 def spans(part: Part) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The part's tokens as maximal intervals [start, stop) of packed indices, ascending: int64 [K] each."""
+    """Return the part's tokens as maximal intervals [start, stop), int64 [K] each.
+
+    Packed indices, ascending.
+    """
     tokens = part.tokens.numpy()
     breaks = np.flatnonzero(np.diff(tokens) != 1)
     return tokens[np.append(0, breaks + 1)], tokens[np.append(breaks, len(tokens) - 1)] + 1
 
 
 def boundary(forest: Forest, parts: Sequence[Part], part: Part) -> torch.Tensor:
-    """Ancestor tokens of the part's tokens that lie outside it: the K/V it is given, in packed order.
+    """Return the ancestors of the part's tokens outside of it, in packed order.
+
+    The part receives their K/V.
 
     Returns:
         int64 [P], ascending packed indices on the CPU; P may be 0.
@@ -97,7 +102,9 @@ def boundary(forest: Forest, parts: Sequence[Part], part: Part) -> torch.Tensor:
 
 
 def outgoing(forest: Forest, part: Part) -> torch.Tensor:
-    """Tokens of the part with a descendant outside it: their K/V and K/V gradients cross the cut.
+    """Return tokens of the part with a descendant outside it.
+
+    Their K/V and K/V gradients cross the cut.
 
     Returns:
         int64 [Q], ascending packed indices on the CPU; empty for parts without children.
@@ -114,6 +121,6 @@ def edge_ids(forest: Forest, part: Part) -> torch.Tensor:
 
 
 def _own_tokens_below(forest: Forest, own: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Number of tokens of ascending `own` in the subtree of each of `tokens`, the token itself included."""
+    """Count tokens of ascending `own` in the subtree of each of `tokens`, itself included."""
     end = forest.subtree_end.cpu()[tokens].to(torch.int64)
     return torch.searchsorted(own, end) - torch.searchsorted(own, tokens)

@@ -1,4 +1,4 @@
-"""A finished plan: the parts of a forest, the order of their steps, and what they are predicted to need."""
+"""Hold a finished plan: parts of a forest, the order of steps, and predicted needs."""
 
 import json
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ class Plan:
     """How a forest runs within a memory limit; made by `treefx.plan`.
 
     Attributes:
-        forest: what is planned.
+        forest: the planned forest.
         schedule: the parts and the order of their steps.
         sizes: how big each part is.
         moments: predicted memory and time of every step.
         cost: the cost model they come from.
         memory_limit_bytes: the limit; no moment's peak is above it.
-        strategy: the name of what cut the forest (`treefx.planning.search.strategies`).
+        strategy: the name of the strategy that cut the forest (`treefx.planning.search.strategies`).
     """
 
     forest: Forest
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What runs, in order."""
+        """Return the steps in order."""
         return self.schedule.steps
 
     @cached_property
@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def recomputed_tokens(self) -> int:
-        """Tokens that run forward a second time: those of parts whose activations do not stay."""
+        """Count tokens that run forward a second time, of parts that drop activations."""
         return sum(len(part) for part in self.parts if part.keep != "keep")
 
     @property
@@ -81,7 +81,7 @@ class Plan:
 
     @needs("cli", "a table of a plan")
     def explain(self) -> str:
-        """A table for people: part, tokens, boundary, bytes, time, what binds; and the rivals' policies."""
+        """Format a table: part, tokens, boundary, bytes, time, binding step, and rivals."""
         text: str = find_view("explain_plan")(self)
         return text
 
@@ -105,14 +105,17 @@ class Plan:
         Returns:
             Nodes numbered as `parts` with `tokens`, `boundary` (tokens whose K/V it reads), `bytes` (peak while one of
             its steps runs, all that is held included), `seconds` (all its steps), `mode` ("keep", "recompute",
-            "offload" or "leaf") and `rank`; edges with `kv_tokens` and `kv_bytes`, what the child reads of the parent's
+            "offload" or "leaf") and `rank`; edges with `kv_tokens` and `kv_bytes` that the child reads of the parent's
             own tokens.
         """
         graph: nx.DiGraph[int] = find_view("plan_to_networkx")(self, rank)
         return graph
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain lists and numbers; tokens of a part as intervals [start, stop) of packed indices."""
+        """Return the plan as lists and numbers; tokens of a part are intervals [start, stop).
+
+        Intervals are of packed indices.
+        """
         return {
             "tokens": self.forest.num_tokens,
             "raw_tokens": self.forest.raw_tokens,

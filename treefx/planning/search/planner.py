@@ -2,15 +2,15 @@
 
 Words. A *block* v is a run of tokens without a fork, at most a given length (`blocks.Blocks`). A *part* p is a set of
 blocks that runs as one forward and one backward (`part.Part`). n, P, E, Q, A: a part's tokens, boundary tokens, edges,
-outgoing tokens, visible pairs (`cost.Size`). M: the limit less what is resident.
+outgoing tokens, visible pairs (`cost.Size`). M: the limit less resident bytes.
 
 Steps go depth first: a part is entered, then its children with everything below them one after the other, then it is
-left (`draft.to_schedule`). So when a part runs, nobody but its ancestors holds memory, and the limit is one condition
+left (`draft.to_schedule`). So when a part runs, only its ancestors hold memory, and the limit is one condition
 per part:
 
     sum of h(a, mode_a) over the ancestors a of p  +  r(p)  <=  M
 
-    h(p, mode)  what p holds while its children run                                       (`draft.held_bytes`)
+    h(p, mode)  bytes of p while its children run                                         (`draft.held_bytes`)
                   keep       saved(n, P, E) + store * Q
                   recompute  store * Q            the K/V other parts read, and the accumulators of their gradients
                   offload    0                    both are in host memory
@@ -25,8 +25,9 @@ Few blocks: exactly, over all connected parts and modes                         
     f(v, H) = min over connected S with top v, over modes:  c(S, mode) + sum_children f(c, H + h(S, mode))
               infinite where H + r(S) > M
 
-Many blocks: every block above what fits whole is a part of its own, for whatever fits merged fits as a path, and only
-recomputation is counted                                                                  (`recurrence.choose_modes`)
+Many blocks: every block above subtrees that fit is a separate part, since blocks that fit merged also fit as a path,
+and only recomputation is counted
+(`recurrence.choose_modes`)
 
     f(v, H) = 0                                                       if H + w(v) <= M, w: v's subtree as one part
             = infinite                                                if H + r(v) > M
@@ -35,9 +36,9 @@ recomputation is counted                                                        
 with H rounded up to M / steps. Where rounding leaves nothing, the plan that keeps least is tried with exact figures
 (`recurrence.recompute_everything`); where that fails no plan of these blocks exists. Then parts are merged where there
 is room: inner siblings share a part, in groups of several sizes (`siblings.batch_siblings`), and so do leaves; chains
-and leaves join their parent (`merge.merge_parts`). How long blocks may be is searched over halvings of what fits uncut
-(`_candidates`), and the fastest plan under the simulation of the full cost model (`simulate.simulate`) is taken. Its
-peak is the promise: a plan above the limit is never returned. Where the forest has few blocks, the plans of the
+and leaves join their parent (`merge.merge_parts`). The length of blocks is searched over halvings of the longest uncut
+run (`_candidates`), and the fastest plan under the simulation of the full cost model (`simulate.simulate`) is taken.
+Its peak is the promise: a plan above the limit is never returned. Where the forest has few blocks, the plans of the
 built-in strategies stand for election too (`strategies`). Masks that attention on the CPU takes for forks are
 counted in the plan that was chosen (`simulate.measure_masks`); where they break the limit, it is sought again with as
 much in reserve, and where that leaves nothing no part gets a fork (`_without_forks`).
@@ -70,7 +71,7 @@ __all__ = ["HasCost", "plan"]
 
 _MANY_BLOCKS = 5_000
 _FEW_BLOCKS = 200
-"""Blocks up to which strategies are asked again with finer ones, and the built-in ones stand beside the search."""
+"""Blocks up to which strategies are retried with finer ones, and built-in ones compete with the search."""
 _PATIENCE = 2
 _SIBLINGS = (1, 2, 4, 16)
 """How many inner siblings share a part at most: each is tried, of many drafts the fewest and the most."""
@@ -79,7 +80,7 @@ _MANY_DRAFTS = 4_000
 
 @runtime_checkable
 class HasCost(Protocol):
-    """What a profile offers the planner."""
+    """Define the planner's view of a profile."""
 
     @property
     def cost(self) -> CostModel:
@@ -97,13 +98,13 @@ def plan(
 
     Args:
         forest: any forest.
-        profile: what `treefx.profile` returned for the compiled model, or a cost model.
+        profile: result of `treefx.profile` for the compiled model, or a cost model.
         memory_limit_bytes: the most bytes of tensors at any time, parameters, buffers and gradients included.
-            "auto": what is free on the forest's device, with a reserve of a tenth.
+            "auto": free memory of the forest's device, with a reserve of a tenth.
         strategy: "auto", the fastest that is found; the name of a way to cut (`treefx.planning.search.strategies`);
             or a function of a networkx.DiGraph of blocks with their costs and the limit in bytes, which returns sets
-            of nodes, every one a part. Runs without a fork are one block, cut where they would not fit alone; where
-            what is returned breaks the limit, it is asked again with blocks of half the length while they are few.
+            of nodes, every one a part. Runs without a fork are one block, cut where they would not fit alone; if its
+            result breaks the limit, it is called again with blocks of half the length while they are few.
 
     Returns:
         The plan, immutable. Its predicted peak is at most the limit.
@@ -111,7 +112,7 @@ def plan(
     Raises:
         MemoryLimitError: no plan fits, or the strategy's does not; the message names the token path or the part, the
             bytes it needs and the way out.
-        InputError: an argument of the wrong type or value, or what a strategy returned is no tree of parts.
+        InputError: an argument of the wrong type or value, or a strategy returned no tree of parts.
 
     Example:
         >>> def at_forks(graph, limit):
@@ -148,7 +149,10 @@ def _with_masks(found: Plan) -> Plan:
 
 
 def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
-    """The plan that holds least, every block a part of its own, if it fits: there is nothing to mask in a chain."""
+    """Return the plan that holds least, one part per block, if it fits.
+
+    There is nothing to mask in a chain.
+    """
     blocks = Blocks.of(counts, smallest_requirement(counts, cost).longest)
     needs = Needs.of(blocks, cost)
     alone = replace(needs, whole=np.where(blocks.subtree_stop > blocks.stop, np.inf, needs.whole))
@@ -179,9 +183,9 @@ def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
 
 
 def _rivals(best: Plan, counts: Counts, limit: int) -> Iterator[Plan]:
-    """The plans of the built-in strategies that keep the limit, without masks, where there are few blocks.
+    """Yield plans of built-in strategies within the limit, without masks, for few blocks.
 
-    Of what is one part already nothing is faster.
+    A single part is always the fastest.
     """
     cost = best.cost
     coarsest = next(_candidates(counts, cost, limit - cost.resident_bytes))
@@ -194,7 +198,7 @@ def _rivals(best: Plan, counts: Counts, limit: int) -> Iterator[Plan]:
 
 
 def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy") -> Plan:
-    """What a strategy makes of the coarsest blocks with which it keeps the limit.
+    """Run a strategy on the coarsest blocks with which it keeps the limit.
 
     Raises:
         MemoryLimitError: it does not; the message is about the coarsest ones.
@@ -219,7 +223,7 @@ def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | S
 
 
 def _is_enough(best: Plan, slower: int, blocks: int) -> bool:
-    """Whether finer cuts are not worth trying: they keep more of a path, or else only add parts."""
+    """Return whether finer cuts cannot pay: they keep more of a path, or only add parts."""
     patience = _PATIENCE if best.recomputed_tokens else 1
     return slower >= patience or blocks > _MANY_BLOCKS or len(best.parts) == 1
 
@@ -229,7 +233,7 @@ def _cost_of(profile: HasCost | CostModel) -> CostModel:
         return profile
     if not isinstance(profile, HasCost):
         raise InputError(
-            f"plan expects what treefx.profile(compiled, forest) returned, or a CostModel, got {type(profile).__name__}"
+            f"plan expects the result of treefx.profile(compiled, forest), or a CostModel, got {type(profile).__name__}"
         )
     return profile.cost
 
@@ -245,7 +249,7 @@ def _plans(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Plan]:
 
 
 def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[list[Draft]]]:
-    """Drafts that fit, by the ways there are for so many blocks; of each way alternatives, the fastest first."""
+    """Yield drafts that fit, by the methods for so many blocks; fastest first per method."""
     needs = Needs.of(blocks, cost)
     drafts = choose_modes(blocks, needs, budget) or recompute_everything(blocks, needs, budget)
     if drafts is not None:
@@ -260,7 +264,10 @@ def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[
 
 
 def _candidates(counts: Counts, cost: CostModel, budget: float) -> Iterator[Blocks]:
-    """Cut the forest ever finer: from the longest run that fits alone, by halves; only while a cut changes anything."""
+    """Cut the forest ever finer by halves, from the longest run that fits alone.
+
+    Stops when a cut changes nothing.
+    """
     longest = cost.most_tokens(budget, len(counts.depth))
     seen = -1
     while longest >= SHORTEST_BLOCK or seen < 0:

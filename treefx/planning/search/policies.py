@@ -1,12 +1,14 @@
-"""What the same forest costs under the policies of other systems, by the same cost model and limit.
+"""Compute the cost of a forest under the policies of other systems.
+
+Cost model and limit are the same.
 
 =============  ======================================================================================================
-separate rows  every row alone: what a trainer without prefix sharing runs
+separate rows  every row alone, as in a trainer without prefix sharing
 micro-batches  rows that share prefixes packed into trees up to the limit; a prefix that several micro-batches need is
                computed in each (TRL, verl, the sparse tree mode of AReaL)
 one branch     one root-to-leaf path at a time, each node of the tree a part: inner nodes forward once for their K/V and
                again for their gradients (AReaL's DTA)
-uncut          the whole forest as one part, whatever the limit
+uncut          the whole forest as one part, without a limit
 =============  ======================================================================================================
 """
 
@@ -30,7 +32,7 @@ __all__ = ["Outcome", "compare_policies", "plan_policy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one policy costs.
+    """Hold the cost of one policy.
 
     Attributes:
         policy: its name.
@@ -68,7 +70,9 @@ def compare_policies(plan: Plan) -> list[Outcome]:
 
 
 def plan_policy(plan: Plan, policy: str) -> list[Plan]:
-    """Plans that carry out a policy, to be run one after the other with `treefx.backward`, losses and gradients added.
+    """Return plans that carry out a policy.
+
+    Run them one after the other with `treefx.backward`, and add losses and gradients.
 
     Args:
         plan: of treefx.
@@ -93,10 +97,10 @@ def plan_policy(plan: Plan, policy: str) -> list[Plan]:
 
 
 def _micro_batches(plan: Plan, counts: Counts) -> list[tuple[list[int], Size]]:
-    """Rows in lexicographic order, each batch a tree of its own that is filled until the limit.
+    """Fill batches with rows in lexicographic order up to the limit, each a separate tree.
 
     Returns:
-        Rows and size of each batch; a row that does not fit alone is a batch of its own all the same.
+        Rows and size of each batch; a row that does not fit alone is still a separate batch.
     """
     forest, cost = counts.forest, plan.cost
     budget = plan.memory_limit_bytes - cost.resident_bytes
@@ -125,7 +129,10 @@ def _extend(batch: Size, row: Size, common: int) -> Size:
 
 
 def _shared_with_previous(forest: Forest) -> list[int]:
-    """Common prefix of each row with the one before it, in lexicographic order; 0 for the first."""
+    """Return the common prefix of each row with the previous one, in lexicographic order.
+
+    It is 0 for the first.
+    """
     rows = [forest.token_of[row].cpu().numpy() for row in forest.row_order.tolist()]
     shared = [0]
     for before, row in zip(rows, rows[1:], strict=False):

@@ -1,4 +1,6 @@
-"""Where to cut a large forest: the fewest seconds of recomputation that fit, by dynamic programming over blocks.
+"""Cut a large forest with the fewest seconds of recomputation that fit.
+
+Dynamic programming over blocks.
 
 See `treefx.planning.search.planner` for the mathematics.
 """
@@ -24,12 +26,12 @@ _FEWEST_STEPS, _MOST_STEPS = 64, 2048
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Bytes and seconds of every block as a part of its own, float64 [B] each.
+    """Hold bytes and seconds of every block as a separate part, float64 [B] each.
 
     Attributes:
         whole: w(v), peak of the block and its whole subtree as one part.
         own: r(v, mode), peak of the block alone; its store counts where it has children.
-        hold: h(v, mode), what the block holds while its children run.
+        hold: h(v, mode), bytes of the block while its children run.
         price: c(v, mode), seconds that keeping less costs.
     """
 
@@ -97,7 +99,7 @@ def choose_modes(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | N
 
 
 def recompute_everything(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | None:
-    """The plan that holds least: every block above what fits whole keeps as little as there is a mode for.
+    """Return the plan that holds least: every block above fitting subtrees keeps the minimum.
 
     Returns:
         The topmost parts, or None where even that does not fit: then nothing does with these blocks.
@@ -117,7 +119,7 @@ def recompute_everything(blocks: Blocks, needs: Needs, budget: float) -> list[Dr
 
 
 def _open_blocks(blocks: Blocks, needs: Needs, budget: float) -> npt.NDArray[np.bool_]:
-    """Blocks about which there is something to decide: their subtree does not fit if all ancestors keep everything."""
+    """Return blocks with a decision: their subtree does not fit if all ancestors keep all."""
     is_open = np.zeros(len(blocks), dtype=np.bool_)
     waiting = [(block, 0.0) for block in blocks.roots]
     while waiting:
@@ -137,7 +139,10 @@ def _solve(
     steps: int,
     rises: dict[Keep, npt.NDArray[np.int64]],
 ) -> dict[int, npt.NDArray[np.int8]] | None:
-    """The best mode (its place in `rises`) of every open block per number of held steps; None if there is none."""
+    """Find the best mode of every open block per number of held steps; None if none fits.
+
+    A mode is its place in `rises`.
+    """
     held = np.arange(steps + 1) * (budget / steps)
     below: dict[int, FloatArray] = {}
     chosen: dict[int, npt.NDArray[np.int8]] = {}
@@ -162,7 +167,7 @@ def _solve(
 
 
 def _build(blocks: Blocks, decide: Callable[[int, float], tuple[Keep | None, float]]) -> list[Draft]:
-    """Walk down from the roots: `decide` says for a block and what is held above whether to cut below it, and how."""
+    """Walk down from the roots; `decide` returns how to cut below a block, given held bytes."""
     roots: list[Draft] = []
     waiting = [(block, 0.0, roots) for block in reversed(blocks.roots)]
     counts = blocks.counts

@@ -1,7 +1,7 @@
-"""Inner siblings in one part: one call for several, at the price of holding them all while their children run.
+"""Batch inner siblings into one part: one call for several, all held together.
 
-Where many small trees hang on one part, and each is too large to be run whole with what is above, their upper pieces
-are parts of the same shape. Together they are one call, and what hangs below them can be put together across them
+Where many small trees hang on one part, and each is too large to run whole with the parts above, their upper pieces are
+parts of the same shape. Together they are one call, and their subtrees can be merged across them
 (`treefx.planning.search.merge`), but less of it at a time. Which number pays is left to the predicted time of the
 plans.
 """

@@ -1,4 +1,4 @@
-"""Memory over time of a schedule under the full cost model: what the promise "peak <= limit" is checked by."""
+"""Simulate memory over time of a schedule, which proves "peak <= limit"."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Moment:
     """One step of a schedule.
 
     Attributes:
-        step: what runs.
-        held_bytes: what is there when it starts, everything resident included.
+        step: the running step.
+        held_bytes: memory held when it starts, everything resident included.
         peak_bytes: the most there is while it runs.
-        left_bytes: what is there when it has ended.
+        left_bytes: memory held when it has ended.
         seconds: predicted time.
     """
 
@@ -58,7 +58,10 @@ def _measure(counts: Counts, parts: Sequence[Part], part: Part) -> Size:
 
 
 def _hangs_on(counts: Counts, start: IntArray, stop: IntArray) -> IntArray:
-    """The tokens outside of the intervals [start, stop) that tokens inside have as parents, each once."""
+    """Return tokens outside of the intervals [start, stop) that are parents of tokens inside.
+
+    Each is listed once.
+    """
     first, last = np.searchsorted(counts.heads, start), np.searchsorted(counts.heads, stop)
     inner = [counts.heads[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
     above = np.unique(counts.parent[np.concatenate([start, *inner])])
@@ -98,7 +101,7 @@ def _play(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> Iterato
         kv, store = cost.kv_bytes_per_token * size.outgoing, cost.store_bytes_per_token * size.outgoing
         keeps = part.keep == "keep"
         mask = cost.mask_element_bytes * size.mask
-        # A forward hands out K/V: the store, or a second copy of what is in it.
+        # A forward returns K/V: the store, or a second copy of it.
         handed = store if keeps else kv
         if step.kind == "forward":
             peak, change = cost.forward(*shape) + handed + mask, saved + handed

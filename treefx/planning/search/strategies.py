@@ -1,7 +1,7 @@
-"""Ways to cut a tree of blocks into parts: functions of a networkx graph and a limit, by name.
+"""Register ways to cut a tree of blocks: functions of a networkx graph and a limit.
 
-A strategy gets `graph.blocks_to_networkx` and the memory limit in bytes, and returns a partition of the nodes. What it
-returns goes through the same simulation as every plan. Register one with `register`, or give it to `treefx.plan`.
+A strategy gets `graph.blocks_to_networkx` and the memory limit in bytes, and returns a partition of the nodes. Its
+result goes through the same simulation as every plan. Register one with `register`, or give it to `treefx.plan`.
 
 ==============  =======================================================================================================
 exact           all ways to cut and keep (`exact.solve_exactly`); at most `MOST_BLOCKS` blocks
@@ -43,7 +43,7 @@ _SIBLINGS = (1, 4, 16)
 
 
 def register(name: str) -> Callable[[Strategy], Strategy]:
-    """Make a strategy known by a name, for `treefx.plan(..., strategy=name)` and `treefx plan --compare`.
+    """Register a strategy by name, for `treefx.plan` and `treefx plan --compare`.
 
     Example:
         >>> @treefx.planning.search.strategies.register("everything at once")
@@ -109,7 +109,7 @@ def tree_training(graph: "nx.DiGraph[int]", limit: int) -> Partition:
 
 
 def _packed(graph: "nx.DiGraph[int]", capacity: int) -> list[Group]:
-    """From the leaves up: a block takes in the parts below it, the smallest first, while they fit."""
+    """Merge from the leaves up: a block takes in parts below it, smallest first, by fit."""
     tokens = {block: int(graph.nodes[block]["tokens"]) for block in graph}
     part: dict[int, list[int]] = {}
     for block in sorted(graph, reverse=True):
@@ -129,7 +129,10 @@ def one_branch(graph: "nx.DiGraph[int]", limit: int) -> Partition:
 
 @register("micro-batches")
 def micro_batches(graph: "nx.DiGraph[int]", limit: int) -> Partition:
-    """Leaves in order, batches filled with whole paths up to a number of tokens: the largest, by halves, that fits."""
+    """Fill batches with whole paths of leaves, in order, up to the largest fitting size.
+
+    The size is found by halving.
+    """
     return _first_that_fits(graph, limit, (_batched(graph, most) for most in _capacities(graph, limit)))
 
 
@@ -149,7 +152,7 @@ def _batched(graph: "nx.DiGraph[int]", capacity: int) -> list[Group]:
 
 @register("contiguous")
 def contiguous(graph: "nx.DiGraph[int]", limit: int) -> Partition:
-    """Leaves in order, in as few ranges of equal time as tokens alone would need, or twice as many, and so on."""
+    """Split leaves in order into ranges of equal time: the fewest, or twice as many, ..."""
     leaves = _leaves(graph)
     most = _capacities(graph, limit)[0]
     fewest = min(-(-_tokens(graph) // most), len(leaves))
@@ -164,7 +167,7 @@ def _evenly(graph: "nx.DiGraph[int]", leaves: list[int], count: int) -> list[Gro
 
 
 def _by_ranges(graph: "nx.DiGraph[int]", range_of: dict[int, int]) -> list[Group]:
-    """Leaves in ranges: a part is what the same ranges need below the same part; prefixes of several stand above."""
+    """Group leaves by ranges; prefixes of several ranges are parts above them."""
     first, last = dict(range_of), dict(range_of)
     for block in sorted(graph, reverse=True):
         below = list(graph.successors(block))
@@ -184,7 +187,7 @@ def _by_ranges(graph: "nx.DiGraph[int]", range_of: dict[int, int]) -> list[Group
 
 
 def _first_that_fits(graph: "nx.DiGraph[int]", limit: int, partitions: Iterator[list[Group]]) -> list[Group]:
-    """The first within the limit; of those that repeat only the first is looked at. The last one where none fits."""
+    """Return the first partition within the limit, without repeats; else the last one."""
     seen = None
     for partition in partitions:
         if partition != seen and peak_of(graph, partition) <= limit:

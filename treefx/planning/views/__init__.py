@@ -1,5 +1,5 @@
-"""Plans and profiles in words and pictures.
+"""Format plans and profiles as text and images.
 
-In: a plan or a profile. Out: text and images. They import what they show; what they show finds
-them in ``treefx.views``.
+In: a plan or a profile. Out: text and images. Views import plans and profiles, which find them by name in
+    ``treefx.views``.
 """

@@ -1,4 +1,4 @@
-"""Strategies beside each other: what each makes of the same forest under the same limit, as a table and as pictures."""
+"""Compare strategies on one forest and limit, as a table and as pictures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = ["Attempt", "compare_strategies", "comparison_table", "draw_comparison
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one strategy makes of a forest.
+    """Hold one strategy's result on a forest.
 
     Attributes:
         strategy: its name.

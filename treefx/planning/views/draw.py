@@ -1,4 +1,4 @@
-"""A picture of a plan: the tree coloured by part, and memory over time under the limit line."""
+"""Draw a plan: the tree coloured by part, and memory over time under the limit."""
 
 from os import PathLike
 from typing import Any
@@ -23,8 +23,8 @@ _LIMIT, _HELD, _PEAK = "#c0392b", "#8fb3d9", "#2c5f8a"
 def draw_plan(plan: Plan, path: "str | PathLike[str]") -> None:
     """Draw the tree by depth, a colour per part, above the predicted memory of every step.
 
-    Numbers are those of the parts in `Plan.explain`, on the longest bar of each part that has room. Hatched bars belong
-    to parts whose activations are computed again (/) or whose K/V are in host memory (.).
+    Numbers are those of the parts in `Plan.explain`, on the longest bar of each part that has room. Hatched bars are
+    parts with recomputed activations (/) or with K/V in host memory (.).
 
     Args:
         plan: the plan.

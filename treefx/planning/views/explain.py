@@ -1,4 +1,4 @@
-"""A plan in words: one line per part, what binds, and the policies of other systems beside it."""
+"""Format a plan: a line per part, the binding step, and policies of other systems."""
 
 from rich.table import Table
 
@@ -65,7 +65,7 @@ def _worst_moments(plan: Plan) -> list[Moment]:
 
 
 def _binding(plan: Plan, moment: Moment) -> str:
-    """What keeps the part from being larger: the step with the peak, and which share of the limit that is."""
+    """Name the step with the peak, and its share of the limit."""
     return f"{moment.step.kind} {moment.peak_bytes / plan.memory_limit_bytes:.0%}"
 
 

@@ -1,4 +1,4 @@
-"""A profile in words: its expressions, and what was measured beside what they predict."""
+"""Format a profile: its expressions, and predictions next to measurements."""
 
 from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""A plan as a graph of networkx: parts and what crosses their cuts."""
+"""Export a plan to networkx: parts, and the keys and values that cross their cuts."""
 
 from typing import TYPE_CHECKING
 
