@@ -1,4 +1,4 @@
-"""``treefx data``: what a set of rollouts, or of compared answers, shares."""
+"""Count shared tokens of rollouts or compared answers: ``treefx data``."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _make_encoder(conversations: Sequence[Conversation], name: str, vocab_size: 
         raise InputError("a tokenizer from a folder needs transformers: pip install 'treefx[examples]'") from error
     try:
         return ChatTokenizer(library.AutoTokenizer.from_pretrained(name, local_files_only=True))
-    except Exception as error:  # whatever transformers and tokenizers raise on a broken file
+    except Exception as error:  # transformers and tokenizers raise anything on a broken file
         reason = f"{type(error).__name__}: {shorten(str(error))}"
         raise InputError(f"the folder {name} holds no tokenizer that transformers can load: {reason}") from error
 

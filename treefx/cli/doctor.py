@@ -1,4 +1,4 @@
-"""``treefx doctor``: what is installed, and whether the backend computes rightly here."""
+"""Check the installation and the backend's results: ``treefx doctor``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def doctor(
         int, typer.Option(help="With --zoo: number of processes, which outlive a crash or a hang; 0: this one alone.")
     ] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="With --zoo: a JSON file that holds what is done, written after every model.")
+        Path | None, typer.Option(help="With --zoo: a JSON file of finished models, written after each.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="With --zoo --out: go on; what was wrong or crashed is checked again.")
@@ -116,7 +116,9 @@ def _show_patches(json: bool) -> None:
 
 
 def self_check(inner: str = "inductor") -> float:
-    """Largest relative error of the loss or any gradient of a tiny float64 model, treefx against eager.
+    """Return the largest relative error of treefx against eager for a tiny float64 model.
+
+    Loss and gradients are compared.
 
     Args:
         inner: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
@@ -190,7 +192,7 @@ def _findings() -> dict[str, Any]:
 
 
 def _gpu(device: torch.device) -> str:
-    """Return what a device is called, and what runs attention on it; of several like it this is said once."""
+    """Name a device and the kernels of its attention; equal devices are listed once."""
     import torch
 
     from treefx.kernels.gpu.triton_tree import support

@@ -1,4 +1,4 @@
-"""The model and the batch of ``treefx explain``, from what its arguments name."""
+"""Load the model and the batch of ``treefx explain`` from its arguments."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def _is_row(row: Any) -> bool:
 
 
 def _accepted(model: Any, batch: Mapping[str, Any]) -> Any:
-    """Of a batch, the arguments that a model takes by name; the token ids alone where it has no ``input_ids``."""
+    """Select the arguments of a batch that a model takes by name.
+
+    Without an ``input_ids`` argument, the token ids alone.
+    """
     parameters = inspect.signature(getattr(model, "forward", model)).parameters
     if any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
         return batch

@@ -1,4 +1,4 @@
-"""What ``treefx explain`` prints: the verdict, figures of the batch, and every operator on rows."""
+"""Print ``treefx explain``: the verdict, figures of the batch, operators on rows."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def _show_loss(loss: Loss, report: Report) -> None:
 
 
 def _operators(loss: Loss, report: Report) -> Iterator[OperatorAccount]:
-    """The operators that run on rows for a loss; a loss of the whole call has those of its code."""
+    """List the operators that run on rows for a loss.
+
+    A loss of the whole call has those of its code.
+    """
     started = origins(report.operators)
     for item in report.operators:
         if item.ran == "row" and item.code == loss.code and item.code not in NO_LOSS:

@@ -1,4 +1,4 @@
-"""``treefx fuzz``: a random search for programs that treefx computes otherwise than eager execution."""
+"""Search randomly for programs that treefx computes wrongly: ``treefx fuzz``."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def fuzz(
     and dynamic, with gradients and without, in place and with out=: treefx must give what eager gives
     wherever aot_eager does.
 
-    What fails is made smaller while it fails and written as a script of its own that prints what it wants
-    and gets. The exit status is 1 if anything fails.
+    Failing programs are shrunk and written as separate scripts that print the expected and the actual result. The exit
+    status is 1 if anything fails.
     """
     of_torch = family == [FAMILY]
     families = choose_families(() if of_torch else tuple(family or ()))

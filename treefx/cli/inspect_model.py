@@ -1,4 +1,4 @@
-"""``treefx inspect``: what the backend does with a model."""
+"""Report the backend's work on a model: ``treefx inspect``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def inspect(
 def _write(
     report: Inspection, stage: str, out: Path | None, files: Mapping[str, Path | None]
 ) -> tuple[list[str], InputError | None]:
-    """Write the files, and return a line about each; a graph that does not exist must not lose the page."""
+    """Write the files, and return a line about each.
+
+    A graph that does not exist must not lose the page.
+    """
     written = []
     writers = (report.to_html, report.to_perfetto, report.to_model_explorer)
     for (name, path), write in zip(files.items(), writers, strict=True):

@@ -1,4 +1,4 @@
-"""Commands that are imported when they run: ``treefx --help`` and ``--version`` must not wait for PyTorch."""
+"""Import commands when they run, so that ``treefx --help`` does not wait for PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _METAVARS = {
     "int": "N", "integer": "N", "float": "X", "text": "TEXT", "str": "TEXT", "list": "TEXT",
     "path": "PATH", "Path": "PATH",
 }  # fmt: skip
-"""What stands for a value in help, by the name of its type in the versions of typer."""
+"""Type name in versions of typer -> placeholder of a value in help."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LazyCommand:
 
 
 def lazy_group(table: Mapping[str, LazyCommand]) -> type[TyperGroup]:
-    """Make the class of a group whose commands are listed without being imported."""
+    """Make the class of a group that lists commands without importing them."""
 
     class Group(TyperGroup):
         def get_params(self, ctx: Any) -> list[Any]:
@@ -81,7 +81,7 @@ def _alone(name: str, summary: str) -> typer.Typer:
 
 
 def _polish(command: Any) -> Any:
-    """Reflow the help of a command and of those in it, and show square brackets in help as they are."""
+    """Reflow the help of a command and its subcommands; show square brackets verbatim."""
     for inner in getattr(command, "commands", {}).values():
         _polish(inner)
     command.help = flow(command.help or "")

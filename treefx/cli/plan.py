@@ -1,4 +1,4 @@
-"""``treefx plan``: how rollouts too large for memory would be cut, for a model that does not have to be there."""
+"""Cut rollouts too large for memory: ``treefx plan``, without the model at hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAMPLE_MODEL = {
     "layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
     "vocabulary": 151_936, "parameters": 596_049_920, "active_parameters": 596_049_920,
 }  # fmt: skip
-"""Qwen3 0.6B, whose embedding is its head."""
+"""Sizes of Qwen3 0.6B, with tied embedding and head."""
 
 
 # Long: an option takes one line or three.
@@ -46,9 +46,7 @@ def plan(
     host_gbps: Annotated[float, typer.Option(help="GB/s to host memory, with --model; 0: none is used.")] = 0.0,
     tokenizer: Annotated[str, typer.Option(help="'bpe', trained on the text at hand, or 'bytes'.")] = "bpe",
     strategy: Annotated[str, typer.Option(help="'auto', or a way to cut by name: see --compare.")] = "auto",
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Every strategy beside each other, with --draw too.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="All strategies in one table, with --draw too.")] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel processes, each with this memory.")] = 1,
     link_gbps: Annotated[float, typer.Option(help="GB/s a rank sends to others, with --ranks; 0: not counted.")] = 0.0,
     draw: Annotated[Path | None, typer.Option(help="Save a picture: the tree by part, memory over time.")] = None,

@@ -1,4 +1,4 @@
-"""What ``treefx plan`` prints of many plans: one forest by every strategy, or the shares of many ranks."""
+"""Print many plans of ``treefx plan``: every strategy, or the shares of many ranks."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``treefx run``: a training command as it is, with treefx in every Python process of it."""
+"""Run a training command unchanged, with treefx in each of its processes: ``treefx run``."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def run(
         typer.Option(help="What compiles the rewritten graph of a model that is compiled: inductor, aot_eager, eager."),
     ] = "",
     min_sharing: Annotated[
-        float | None, typer.Option(help="Sharing ratio below which a call runs as it is. [default: 1.15]")
+        float | None, typer.Option(help="Sharing ratio below which a call runs unchanged. [default: 1.15]")
     ] = None,
     keep_groups: Annotated[
         bool, typer.Option("--keep-groups", help="Rows of a dataset that share prefixes come in one batch.")
@@ -44,8 +44,8 @@ def run(
 
     In each process, as soon as it imports one of these (nothing is imported that it does not import):
 
-    accelerate, and what compiles through it (transformers.Trainer, TRL): models are compiled with backend="treefx"
-    where the program names no backend of its own; a program that names one keeps it, and is told so.
+    accelerate, and trainers that compile through it (transformers.Trainer, TRL): models are compiled with
+    backend="treefx" if the program names no other backend; a program that names one keeps it, with a warning.
 
     transformers.Trainer: treefx/sharing, treefx/sharing_possible, fallbacks and compile time are logged with the loss.
 
@@ -97,10 +97,10 @@ def environment_for(
 
     Args:
         options: fields of `treefx.Config`.
-        environment: what the command would run in.
+        environment: the environment of the command.
         keep_groups: whether trainers over a dataset put rows that share prefixes into one batch.
         observe: whether calls are counted and left as they are.
-        report: where processes write what they know when they end.
+        report: folder for the records that processes write when they end.
 
     Raises:
         ConfigError: an unknown option, or a value it does not take.

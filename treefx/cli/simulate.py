@@ -1,4 +1,7 @@
-"""``treefx simulate``: what communication costs, and what hiding it would save, on machines that need not be there."""
+"""Simulate communication costs and the gain of hiding them: ``treefx simulate``.
+
+The machines need not be at hand.
+"""
 
 from dataclasses import replace
 from json import dumps
@@ -84,7 +87,7 @@ def chunks(
     gemm_ms: Annotated[float, typer.Option(help="Milliseconds of the product, uncut.")],
     mib: Annotated[float, typer.Option(help="MiB that each rank sends in its collective.")],
     link_gbps: Annotated[float, typer.Option(help="GB/s of the link.")],
-    latency_us: Annotated[float, typer.Option(help="Microseconds of a collective beside its bytes.")] = 0.0,
+    latency_us: Annotated[float, typer.Option(help="Latency of a collective in microseconds.")] = 0.0,
     chunk_us: Annotated[float, typer.Option(help="Microseconds that each chunk adds to the product.")] = 5.0,
     compute_taken: Annotated[
         float, typer.Option(help="Share of the compute units that a collective takes while it runs.")
@@ -93,7 +96,7 @@ def chunks(
 ) -> None:
     """Say into how many chunks a product and the collective behind it should be cut on a given link.
 
-    Each chunk's collective is issued as soon as its part of the product is done, so that it runs beside the next
+    Each chunk's collective is issued as soon as its part of the product is done, so that it overlaps with the next
     part. More chunks hide more and add more launches. One chunk means: leave it alone.
 
     For example, 2 ms of work and 64 MiB on a 50 GB/s network:

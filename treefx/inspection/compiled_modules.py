@@ -1,4 +1,4 @@
-"""The modules behind what ``torch.compile`` returns."""
+"""Find the modules behind the result of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def is_compiled(compiled: Any) -> bool:
 
 
 def modules_of(value: Any) -> list[nn.Module]:
-    """The modules a compiled thing uses: itself, or what its function is bound to, closes over or names."""
+    """List the modules of a compiled object.
+
+    These are itself, or modules that its function is bound to, closes over or names.
+    """
     found: list[nn.Module] = []
     seen: set[int] = set()
     waiting = [value]

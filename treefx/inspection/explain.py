@@ -1,4 +1,4 @@
-"""``treefx.explain``: what a model and a batch would become, before anything is compiled or run."""
+"""Explain a model and a batch before anything is compiled or run: ``treefx.explain``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["explain"]
 
 
 def explain(model: Any, batch: Any, options: Mapping[str, Any] | None = None) -> Report:
-    """Say what treefx would do with a model and a batch, without running, compiling or changing either.
+    """Explain a model and a batch without running, compiling or changing either.
 
     Dynamo captures the model, the passes analyse and rewrite the graph on fake tensors, and the trie of the batch is
     built. Then the call ends: no operator of the model has run, and no code was made.
@@ -78,7 +78,7 @@ def explain(model: Any, batch: Any, options: Mapping[str, Any] | None = None) ->
 
 
 def _with_own_code(model: Any) -> Any:
-    """A function with code that nothing else has: what Dynamo keeps of the dry run goes with it."""
+    """Wrap a function in fresh code, so that Dynamo's caches of the dry run die with it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
@@ -92,7 +92,10 @@ class _Done(Exception):
 
 @dataclass
 class _Dry:
-    """What one dry run finds out; it stands in for the packed and the ordinary graph of ``RowsRun``."""
+    """Collect the findings of a dry run, in place of the packed and ordinary graphs.
+
+    It serves ``RowsRun``.
+    """
 
     config: Config
     name: str = ""
@@ -112,7 +115,7 @@ class _Dry:
             cached, gm = reads_cache(gm, roles), tell_masks(gm)
             return lambda *args: self.plan(gm, roles, args, cached=cached)
 
-        setattr(treefx, "compiler_name", "treefx")  # what Dynamo traces for the backend, it traces here too
+        setattr(treefx, "compiler_name", "treefx")  # Dynamo traces here as for the backend
         return treefx
 
     def plan(self, gm: fx.GraphModule, roles: list[str], given: Sequence[Any], *, cached: bool) -> None:
@@ -164,7 +167,7 @@ class _Dry:
         raise _Done
 
     def report(self) -> Report:
-        """What was found out."""
+        """Return the report of the dry run."""
         assert self.records is not None and self.analyses is not None
         first = self.records.report
         first.seconds.update(self._analysis.seconds if self._analysis is not None else {})

@@ -13,7 +13,9 @@ __all__ = ["describe_first_call"]
 
 
 def describe_first_call(graph: ReportingGraph, report: GraphReport, name: str) -> str:
-    """Ratio, coverage in FLOPs and seconds of a packed call; of a call on rows why, and its code.
+    """Describe a packed call by ratio, coverage in FLOPs and seconds.
+
+    A call on rows gets the reason and its code.
 
     Args:
         graph: That has run.

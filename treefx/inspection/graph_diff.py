@@ -1,4 +1,4 @@
-"""What a graph consists of, and how two graphs differ: operators counted by name."""
+"""Count operators of a graph by name, and compare the counts of two graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OperatorChange(NamedTuple):
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator of a call without its overload, and without ``aten``: ``mm``, ``treefx.expand``."""
+    """Return the operator of a call without overload and ``aten``: ``mm``, ``treefx.expand``."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket).removeprefix("aten.")
@@ -50,12 +50,18 @@ def count_operators(gm: fx.GraphModule) -> Counter[str]:
 
 
 def diff_operators(before: fx.GraphModule, after: fx.GraphModule) -> list[OperatorChange]:
-    """The operators whose counts differ, the largest differences first, those that compute nothing last."""
+    """List operators with different counts, the largest differences first.
+
+    Operators that compute nothing come last.
+    """
     return order_changes(count_operators(before), count_operators(after))
 
 
 def order_changes(old: Counter[str], new: Counter[str]) -> list[OperatorChange]:
-    """The operators whose counts differ, the largest differences first, those that compute nothing last."""
+    """Sort operators with different counts, the largest differences first.
+
+    Operators that compute nothing come last.
+    """
     changes = [OperatorChange(name, old[name], new[name]) for name in old.keys() | new.keys()]
     changed = [change for change in changes if change.difference]
     return sorted(changed, key=lambda change: (change.name in _MOVES, -abs(change.difference), change.name))

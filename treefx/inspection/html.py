@@ -1,7 +1,7 @@
-"""A report as one page of html that needs no other file: no script, style or font from elsewhere.
+"""Render a report as one self-contained page of HTML, without external files.
 
-What answers first (the verdict, what to do, the figures) is written out; what is large (graphs, modules, the rollout
-tree) is drawn by the page's script from data that stands in the page, when it is opened.
+The verdict, the advice and the figures are written out; large parts (graphs, modules, the rollout tree) are drawn by
+the page's script, when it is opened, from data inside the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from treefx.inspection.text import none_expanded, shown_expansions
 __all__ = ["render_page", "write_report"]
 
 _MATHML = re.compile(r"(?:[^<>&]|</?m[a-z]+(?: [a-z]+=(?:'[a-z]*'|\"[a-z]*\"))*/?>|&#?\w+;)*")
-"""What a formula may consist of: a report may have been read from a file that others wrote."""
+"""Allowed content of a formula: a report may come from a file of others."""
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)")
 """Path of a layer of a list of modules."""
 _MOST_TEXT = 400
@@ -36,7 +36,7 @@ def render_page(report: Report, tokenizer: Any = None) -> str:
     """The whole page.
 
     Args:
-        report: What it is drawn from.
+        report: The source of the page.
         tokenizer: Decodes the tokens of the rollout tree, by a method ``decode`` of a list of ids.
     """
     stats, verdict = report.stats, report.verdict
@@ -63,7 +63,7 @@ def render_page(report: Report, tokenizer: Any = None) -> str:
 
 
 def _made(stats: Mapping[str, Any]) -> str:
-    """Of what and with which versions the report was made; one that was read from a file may lack some."""
+    """Name the model and versions of the report; those read from a file may lack some."""
     versions = [f"{name} {stats[key]}" for name, key in (("treefx", "treefx"), ("PyTorch", "torch")) if stats.get(key)]
     inner = [f"inner compiler {stats['inner']}"] if stats.get("inner") else []
     return ", ".join([stats.get("model") or "a model", *stats.get("devices", ()), *versions, *inner])
@@ -90,7 +90,7 @@ def _embedded(value: Any) -> str:
 
 
 def _data(report: Report, tokenizer: Any) -> dict[str, Any]:
-    """What the script draws; modules and lines of nodes are numbers of two lists."""
+    """Return the data for the script; modules and lines of nodes are indices into two lists."""
     modules: dict[str, int] = {"": 0}
     lines: dict[str, int] = {"": 0}
 
@@ -115,7 +115,7 @@ def _data(report: Report, tokenizer: Any) -> dict[str, Any]:
 
 
 def _parts(plan: Mapping[str, Any] | None) -> Iterator[list[list[int]]]:
-    """Of each part of a plan, its intervals [start, stop) of packed tokens; a report may come from others' files."""
+    """Yield each part's intervals [start, stop) of packed tokens; files may be malformed."""
     parts = (plan or {}).get("parts")
     for part in parts if isinstance(parts, list) else ():
         found = part.get("intervals") if isinstance(part, dict) else None
@@ -190,7 +190,7 @@ def _expansion_rows(stats: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def _attentions(report: Report) -> str:
-    """Each distinct formula once, with the layers that have it; each distinct source once, behind a fold."""
+    """List each distinct formula with its layers, and each distinct source, behind a fold."""
     groups: dict[tuple[str, ...], list[AttentionAccount]] = {}
     for item in report.attention:
         groups.setdefault((item.mathml, item.score, item.visible, item.shapes, item.kernel, str(item.mask)), []).append(
@@ -240,7 +240,7 @@ def _restored(report: Report) -> Iterator[Sequence[str]]:
 
 
 def _memory(report: Report) -> str:
-    """What each layer keeps, the modules in it behind a fold."""
+    """List the bytes each layer keeps, its modules behind a fold."""
     memory = report.memory
     if not memory.layers:
         return f"<p>{html.escape(memory.note or 'Nothing.')}</p>"

@@ -1,4 +1,4 @@
-"""The graphs that inductor gets, where its cache had the compiled code and it did not ask for them."""
+"""Record inductor's graphs when its cache had the compiled code and it skipped them."""
 
 from __future__ import annotations
 

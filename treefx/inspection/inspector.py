@@ -1,4 +1,4 @@
-"""``treefx.inspect``: what the backend did with a model."""
+"""Report the backend's work on a model: ``treefx.inspect``."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ STAGES = ("captured", "rewritten", "forward", "backward")
 
 
 def inspect(compiled: Any) -> Inspection:
-    """Tell what treefx did with a compiled model, up to now.
+    """Report treefx's work on a compiled model, up to now.
 
     Args:
-        compiled: What ``torch.compile(..., backend="treefx")`` returned for a model, or for a function that
+        compiled: The result of ``torch.compile(..., backend="treefx")`` for a model, or for a function that
             uses one, or a model compiled in place with ``model.compile(backend="treefx")``; called at least
             once.
 
@@ -86,7 +86,7 @@ def inspect(compiled: Any) -> Inspection:
 
 
 class Inspection(Report):
-    """What treefx did with one model, as of the moment of ``treefx.inspect``: a report, and the graphs behind it.
+    """Report treefx's work on one model as of ``treefx.inspect``, with the graphs behind it.
 
     Sections of the report are made when they are first read.
 
@@ -132,7 +132,7 @@ class Inspection(Report):
 
     @functools.cached_property
     def _material(self) -> Material:
-        """What the sections are made of."""
+        """Return the source data of the sections."""
         return material_of(
             self._first, self.reports, self._analysis, self._sources and self._sources.rewritten,
             {} if self.stats["ran"] != "packed" else self.graphs, self.stats, self.summary(), self._logs,
@@ -169,7 +169,7 @@ class Inspection(Report):
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What each tree attention computes, with its line and the Triton source generated for it, by node name."""
+        """Return each tree attention's formula, line and generated Triton source, by node name."""
         graphs = self.graphs
         return describe_attentions(graphs["captured"], graphs["rewritten"]) if "rewritten" in graphs else {}
 
@@ -180,12 +180,12 @@ class Inspection(Report):
 
     @property
     def operator_changes(self) -> list[OperatorChange]:
-        """How the rewriting changed the operators of the captured graph, both counted in ATen's operators."""
+        """Compare operators before and after the rewriting, both counted in ATen's operators."""
         sources = self._sources
         return [] if sources is None else diff_operators(sources.traced, sources.rewritten.gm)
 
     def summary(self) -> str:
-        """What happened, for people: tokens, attention, expansions with the user's lines, timings."""
+        """Summarise the run: tokens, attention, expansions with the user's lines, timings."""
         return summarise(self.stats, self.graphs, self.restorations)
 
     def readable(self, stage: str) -> str:
@@ -195,7 +195,7 @@ class Inspection(Report):
             stage: A key of ``graphs``.
 
         Raises:
-            InputError: There is no such graph so far.
+            InputError: There is no such graph yet.
         """
         graphs = self.graphs
         if stage not in graphs:
@@ -207,7 +207,7 @@ class Inspection(Report):
 
 
 def _cut_off(reports: list[GraphReport], first: GraphReport) -> str | None:
-    """That graphs with weights ran every row because no token ids reach them, if there are such graphs.
+    """Report graphs with weights that ran every row without token ids, if there are any.
 
     Those that did not run again since the graph with token ids did are of an earlier state of the model.
     """
@@ -246,7 +246,7 @@ def _of_the_last_call(graphs: list[Run]) -> list[Run]:
     """Those no weight of which went into a graph with token ids since.
 
     Dynamo may cut one call of a model and not the next, or cut it elsewhere. A graph with token ids begins a call, so
-    what ran on its weights before is of another one. Pieces of a call run after it, with its weights where they are
+    earlier runs on its weights belong to another one. Pieces of a call run after it, with its weights where they are
     tied.
     """
     begins = [run.report for run in graphs if run.report.has_tokens]
@@ -262,7 +262,7 @@ def _by_stage(report: GraphReport) -> dict[str, fx.GraphModule]:
 
 
 class _Sources(NamedTuple):
-    """What the compiled graphs were made from."""
+    """Hold the sources of the compiled graphs."""
 
     traced: fx.GraphModule
     """The captured graph in ATen."""
@@ -270,7 +270,7 @@ class _Sources(NamedTuple):
 
 
 def sources_of(run: Run) -> _Sources | None:
-    """The sources of what was compiled packed last; None if nothing was."""
+    """Return the sources of the last packed graph; None without any."""
     last = run.report.graphs.get("rewritten")
     for rewritten in run.graph.rewrites:
         if rewritten.gm is last:
@@ -279,7 +279,7 @@ def sources_of(run: Run) -> _Sources | None:
 
 
 def _of_step(report: GraphReport) -> dict[str, Any]:
-    """The last optimizer step: its calls, their sharing ratio together, and that of all their rows in one call."""
+    """Summarise the last optimizer step: calls, their sharing, and that of all rows together."""
     counted = report.way != "forest" and not (report.ran == "ordinary" and report.fallback)
     step = report.steps.last(version_of(report.parameters)) if counted else None
     if step is None:
@@ -314,7 +314,7 @@ def _of_tokens(latest: list[GraphReport], first: GraphReport) -> dict[str, Any]:
 
 
 def _analysed(latest: list[GraphReport]) -> Iterator[GraphReport]:
-    """The reports whose expansions count: those of packed graphs, and those that say why a graph runs on rows."""
+    """Select reports with expansions: packed graphs, and graphs with a reason for rows."""
     return (item for item in latest if item.ran == "packed" or item.fallback is not None and not item.feeds_others)
 
 

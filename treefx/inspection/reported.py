@@ -1,4 +1,4 @@
-"""The material of a report, from what the run time has recorded of one graph."""
+"""Collect the material of a report from the run time's record of one graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def material_of(
         first: The graph that the token ids enter.
         reports: All graphs of the last call.
         analysis: Of that graph, None where it was never analysed.
-        rewritten: What was made of it.
+        rewritten: The rewritten graph.
         graphs: By stage; empty where the last call ran on rows.
         stats: Figures.
         summary: Text.
@@ -87,7 +87,10 @@ def _trie(first: GraphReport) -> tuple[Batch | Forest | None, Any]:
 
 
 def rows_of_batch(batch: Batch, analysis: Analysis | None, redundant: Any = frozenset()) -> Rows:
-    """The trie of a call on the host, with token ids where the inputs of the trie are still kept."""
+    """Return the trie of a call on the host.
+
+    Token ids are included while the inputs of the trie are alive.
+    """
     row, column, end, token_of = batch.metadata
     ids, keys = None, keys_of(batch)
     if keys is not None and analysis is not None and analysis.tokens is not None and not analysis.tokens.made:

@@ -20,8 +20,7 @@ __all__ = ["Formula", "attention_formulas", "attention_nodes", "describe_attenti
 
 aten = torch.ops.aten
 _METADATA = ("row", "column", "subtree_end", "token_of", "tokens")
-"""What the rewritten graph gets beside the inputs of the captured one and what is known of masks among them; behind it
-stand the sizes of the batch where they are symbols."""
+"""Inputs of the rewritten graph next to those of the captured one; sizes that are symbols follow them."""
 _READS = {
     aten.view, aten.reshape, aten.permute, aten.transpose, aten.unsqueeze, aten.squeeze, aten.index,
     aten.index_select, aten.select, aten.slice, aten.expand, aten.clone, aten.alias, aten.detach,
@@ -36,13 +35,13 @@ def attention_nodes(rewritten: fx.GraphModule) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class Formula:
-    """What one tree attention computes.
+    """Hold the formula of one tree attention.
 
     Attributes:
         score: The logit as text.
         visible: Which keys a query sees, as text.
         expression: The logit, in the language of ``treefx.kernels.score``.
-        condition: What stands beside the condition of the tree; None for nothing.
+        condition: A condition besides that of the tree; None for none.
         names: Of the buffers that both load.
         computed: By name of a buffer that is no input, the user's line.
         sinks: Whether each query head has one more logit.
@@ -63,7 +62,7 @@ def attention_formulas(captured: fx.GraphModule, rewritten: fx.GraphModule) -> d
     """The formula of each attention of a rewritten graph.
 
     Args:
-        captured: Dynamo's graph, whose inputs name those of the rewritten one.
+        captured: Dynamo's graph, which names the inputs of the rewritten one.
         rewritten: The graph after ``pack_tokens``.
     """
     placeholders = captured.graph.find_nodes(op="placeholder")
@@ -76,13 +75,16 @@ def attention_formulas(captured: fx.GraphModule, rewritten: fx.GraphModule) -> d
 
 
 def describe_attentions(captured: fx.GraphModule, rewritten: fx.GraphModule) -> dict[str, str]:
-    """What each attention of a rewritten graph computes, and the source that does it on a GPU, by node name."""
+    """Describe each attention of a rewritten graph, with its GPU source, by node name."""
     formulas = attention_formulas(captured, rewritten)
     return {node.name: f"{_describe(node, formula)}\n\n{kernel_source_of(node)}" for node, formula in formulas.items()}
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether an input of Dynamo's graph is a size or a number: the rewritten graph has those as constants."""
+    """Return whether an input of Dynamo's graph is a size or a number.
+
+    The rewritten graph has those as constants.
+    """
     return isinstance(node.meta.get("example_value"), torch.SymInt | int) or is_number_input(node)
 
 
@@ -122,7 +124,7 @@ def _describe(node: fx.Node, formula: Formula) -> str:
 
 
 def _read_from(node: Any, inputs: Mapping[fx.Node, str]) -> fx.Node:
-    """The value that a buffer holds elements of: what it was gathered, sliced or reshaped from."""
+    """Return the value from which a buffer was gathered, sliced or reshaped."""
     while node not in inputs and getattr(node.target, "overloadpacket", None) in _READS:
         node = node.args[0]
     return node  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Where the nodes of a graph come from: the user's line, the module, the type of the value."""
+"""Return the origin of nodes: the user's line, the module, the type of the value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def path_of_module(path: str) -> str:
 
 
 def type_of(node: fx.Node) -> str:
-    """Dtype and shape of a node's value, ``f32[4, 12, 64]``; empty for what holds no tensor."""
+    """Return dtype and shape of a node's value, ``f32[4, 12, 64]``; empty without a tensor."""
     return _type_of(node.meta.get("val", node.meta.get("example_value")))
 
 

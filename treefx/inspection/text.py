@@ -37,12 +37,12 @@ _WITHOUT_STEP = {
     "lost": "none: the last call shared nothing",
 }
 _MUCH_LOST = 1.1
-"""Possible sharing over what there was, above which the order of rows is worth a line."""
+"""Possible over actual sharing above which the order of rows is worth a line."""
 _LINES = {
     "trl.trainer.base_trainer": "treefx.integrations.trl.keep_groups(trainer)",
     "transformers.trainer": "treefx.integrations.transformers.keep_groups(trainer)",
 }
-"""By what a program that uses a trainer has loaded, the one built on others first."""
+"""Loaded module of a trainer -> its remedy, trainers built on others first."""
 _LINE_OF_LOOPS = "DataLoader(dataset, batch_sampler=treefx.data.TreeBatchSampler(sequences, max_tokens=...))"
 
 
@@ -116,12 +116,15 @@ def _graphs(stats: Mapping[str, Any], graphs: Graphs) -> str:
 
 
 def is_earlier(stats: Mapping[str, Any], graphs: Graphs) -> bool:
-    """Whether the rewritten graphs are of an earlier call than the last one, which ran every row."""
+    """Return whether the rewritten graphs belong to an earlier call than the last one.
+
+    The last one ran every row.
+    """
     return stats["ran"] != "packed" and "rewritten" in graphs
 
 
 def describe_step(stats: Mapping[str, Any]) -> Iterator[str]:
-    """What the calls of the last optimizer step shared of what they could have shared, and the way out."""
+    """Describe actual and possible sharing of the last optimizer step, and the way out."""
     possible, ratio = stats["sharing_possible"], stats["step_sharing_ratio"]
     if possible is None:
         yield _WITHOUT_STEP[_kind(stats)]
@@ -136,12 +139,12 @@ def describe_step(stats: Mapping[str, Any]) -> Iterator[str]:
 
 
 def line_to_change() -> str:
-    """What keeps rows together in the trainer that this program has loaded."""
+    """Return the line that keeps rows together in the loaded trainer."""
     return next((line for module, line in _LINES.items() if module in sys.modules), _LINE_OF_LOOPS)
 
 
 def _kind(stats: Mapping[str, Any]) -> str:
-    """What the last call was, as far as texts differ by it."""
+    """Return the kind of the last call, where texts differ by it."""
     return stats["way"] if stats["ran"] == "packed" else "lost" if stats["fallback"] else "ordinary"
 
 
@@ -158,7 +161,7 @@ def _expansions(stats: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shown_expansions(stats: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return what the last call expanded: nothing on rows, where ``expansions`` says what stands against packing."""
+    """Return the expansions of the last call; none on rows, where they are reasons."""
     expansions: Sequence[Mapping[str, Any]] = stats["expansions"] if stats["ran"] == "packed" else ()
     return expansions
 

@@ -1,4 +1,4 @@
-"""What PyTorch 2.13 does and 2.11, the oldest supported version, does not."""
+"""Backport behaviour of PyTorch 2.13 to 2.11, the oldest supported version."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class _Itself:
 
 
 def take_objects_for_constants() -> None:
-    """Let functions with ``assume_constant_result`` be handed modules, which 2.11 refuses with an internal error."""
+    """Pass modules to functions with ``assume_constant_result``.
+
+    Version 2.11 refuses them with an internal error.
+    """
     if not IS_OLDER:
         return
     original = functions.invoke_and_store_as_constant
@@ -63,7 +66,7 @@ def take_objects_for_constants() -> None:
 
 
 def apply_functions_kept_by_modules() -> None:
-    """Trace ``self.function(x)`` where a module keeps the ``apply`` of an ``autograd.Function``.
+    """Trace ``self.function(x)`` with the ``apply`` of an ``autograd.Function`` in a module.
 
     2.11 takes that for an ordinary method, walks into PyTorch's own code and cuts the graph there.
     """
@@ -82,7 +85,7 @@ def apply_functions_kept_by_modules() -> None:
 
 
 def spread_conditions_of_indices() -> None:
-    """Write a condition that is the same for all lanes of a checked index as a mask of lanes, as 2.13 does.
+    """Write a lane-uniform condition of a checked index as a mask of lanes, as 2.13 does.
 
     2.11 calls a constructor that there is not: angles that are looked up behind a ``cat``, on the CPU, do not compile.
     """

@@ -1,4 +1,4 @@
-"""Sizes of batches as symbols in Dynamo: which inputs of a frame have them, and what if tracing fails on them.
+"""Choose which input sizes Dynamo takes as symbols, and retry where tracing fails on them.
 
 Symbols are the dimensions that count rows and columns of ids [B, T]: those of other values of every token, and of
 masks. Sizes of images, of features and of planes stay numbers until PyTorch itself makes symbols of them.
@@ -27,7 +27,7 @@ from treefx.torch_patches.patch import is_ours
 __all__ = ["take_batches_as_symbols", "trace_again_without_symbols"]
 
 _DEPTH, _LENGTH = 3, 64
-"""How deep ids are searched for in what a frame was called with, and in containers of how many values."""
+"""Depth of the search for ids in a frame's arguments, and size limit of containers."""
 _NEVER_OURS = (exc.RestartAnalysis, exc.SkipFrame, exc.BackendCompilerFailed)
 """Exceptions of Dynamo that say nothing against symbols."""
 
@@ -38,8 +38,8 @@ def take_batches_as_symbols() -> None:
     As elsewhere, the first graph of a function is of the sizes it is called with; a trainer that pads to one length
     needs no other. Left to itself Dynamo then takes those sizes for symbols that it has seen change, so that other
     lengths cost one more graph, and other numbers of rows another one. ``dynamic=False`` and dimensions marked static
-    stay numbers. So that a graph shows what is computed from the columns of a forest's row, these are a symbol in the
-    first graph too, whichever inputs hold them.
+    stay numbers. The columns of a forest's row are a symbol in the first graph too, in all inputs, so that a graph
+    shows the values computed from them.
     """
     original = getattr(builder, "_automatic_dynamic", None)
     if original is None:  # another version of Dynamo
@@ -67,7 +67,7 @@ def take_batches_as_symbols() -> None:
 
 
 def trace_again_without_symbols() -> None:
-    """Let Dynamo trace a frame again, with the sizes that PyTorch itself takes as symbols, where it fails on others.
+    """Retrace a frame where it fails on symbols, with PyTorch's own choice of symbols.
 
     A model that computes with sizes in floats (InternVL, ``height % 0.5``) is an internal error of Dynamo if they are
     symbols. An error that has another cause comes again.
@@ -102,7 +102,7 @@ def _columns_in_use(x: Tensor) -> list[int]:
 
 
 def _find_batch(tx: Any, x: Tensor) -> tuple[int, int] | None:
-    """Rows and columns of a frame: the shape that most integers [B, T] have which it was called with.
+    """Find rows and columns of a frame: the most frequent shape of integer inputs [B, T].
 
     Where ids are found in none of its arguments, ``x`` itself may be some.
     """
@@ -113,7 +113,7 @@ def _find_batch(tx: Any, x: Tensor) -> tuple[int, int] | None:
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors among arguments and in the containers that hold these; those of modules are none."""
+    """Yield the tensors among arguments and in containers of them; modules are skipped."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, torch.nn.Module):
@@ -130,7 +130,7 @@ def _may_be_ids(x: Tensor) -> bool:
 
 
 def _dimensions_of_batches(x: Tensor, batch: tuple[int, int] | None) -> list[int]:
-    """The dimensions of an input that count rows or columns of a batch [B, T], as far as its shape says."""
+    """Return the dimensions of an input that count rows or columns of [B, T], by its shape."""
     shape = tuple(x.shape)
     if x.dim() <= 1:
         return list(range(x.dim()))  # ends of segments, labels that were picked
@@ -148,7 +148,10 @@ def _dimensions_of_batches(x: Tensor, batch: tuple[int, int] | None) -> list[int
 
 
 def _of_tables(shape: tuple[int, ...], rows: int, wide: list[int], *, is_whole: bool) -> list[int]:
-    """Of an input of two dimensions: one per row, [1, T], or tokens of all rows in a line [B * T, ...]."""
+    """Return the dimensions that count rows in a two-dimensional input.
+
+    Forms are one per row, [1, T], or tokens of all rows in a line [B * T, ...].
+    """
     if shape[0] == rows and (is_whole or 1 in wide):
         return [0, 1]
     return [1] if 1 in wide and shape[0] == 1 else []

@@ -1,4 +1,4 @@
-"""How many columns the packed row of the forest in use has, which Dynamo takes for a symbol."""
+"""Hold the column count of the active forest's packed row, which Dynamo makes a symbol."""
 
 from contextvars import ContextVar
 

@@ -1,4 +1,4 @@
-"""One thread of the process compiles at a time: tracing changes state that all of them see."""
+"""Compile on one thread of the process at a time: tracing changes shared state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ __all__ = ["compiling"]
 
 
 class _Compiling:
-    """Holds Dynamo's own lock, which its threads hold too while they trace: a second one could meet it in both orders.
+    """Hold Dynamo's own lock.
+
+    Its threads hold it too while they trace: a second lock could deadlock with it.
 
     In there ``torch.compiler.is_compiling()`` is true, as where Dynamo calls a compiler: other threads may go on
     calling compiled functions, which PyTorch otherwise takes for parts of the trace.

@@ -1,4 +1,4 @@
-"""What treefx asks of Dynamo, so that models and trainers as they are leave it as one graph."""
+"""Patch Dynamo so that unmodified models and trainers trace to one graph."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pass_warnings() -> None:
     """Let Dynamo trace past ``logger.warning_once``.
 
     transformers adds that method and calls it in the loss of models without a loss type (gpt2), where it would cut the
-    graph between logits and loss: the loss could not say any more which positions nobody reads. PyTorch's own setting
+    graph between logits and loss: the loss could no longer mark unused positions. PyTorch's own setting
     for this; the message is not shown from compiled code.
     """
     warn_once = getattr(logging.Logger, "warning_once", None)
@@ -52,7 +52,7 @@ def pass_warnings() -> None:
 
 
 def log_without_settings() -> None:
-    """Leave Dynamo's settings out of the log of compilations where it cannot write the functions among them.
+    """Drop Dynamo's settings from the compilation log if functions in them cannot be written.
 
     PyTorch 2.11 writes every setting as JSON, also the functions of ``pass_warnings``, and prints a traceback for
     every graph; later ones leave these out.
@@ -70,7 +70,7 @@ def pass_requires_grad() -> None:
     """Let Dynamo trace past ``x.requires_grad_()`` on a tensor made inside of the graph.
 
     PEFT and transformers hang this on the embedding of a frozen model, so that a reentrant checkpoint sees an input
-    that requires grad. A graph needs no such thing, and the gradient of an intermediate goes nowhere, unless somebody
+    that requires grad. A graph needs no such thing, and the gradient of an intermediate is unused, unless the caller
     keeps the tensor to read its ``grad``: there Dynamo breaks the graph. Where it does go somewhere inside of the graph
     (``torch.autograd.grad``), 2.13 traces the call itself and does not come here; 2.11 breaks the graph there at once,
     and gets 2.13's way: the tensor counts as a leaf, and the trace starts over if it leaves the graph.
@@ -131,7 +131,7 @@ def leave_buckets_whole() -> None:
 
     Left to itself it cuts the graph where DDP's buckets of gradients end, so that a bucket is sent while the next
     gradients are computed: all graphs but the first get no token ids. `accelerate` compiles a model after it has
-    wrapped it, so that this is what a trainer meets on several devices. In one graph the buckets are sent after the
+    wrapped it, so trainers on several devices run into this. In one graph the buckets are sent after the
     backward, as they are where a compiled model is wrapped.
     """
     original = DDPOptimizer.__init__
@@ -146,9 +146,9 @@ def leave_buckets_whole() -> None:
 
 
 def drop_no_layer_at_a_rate_of_zero() -> None:
-    """Decide ``if torch.rand([]) < 0.0``, which is false whatever is drawn, without a break of the graph.
+    """Evaluate ``if torch.rand([]) < 0.0``, which is always false, without a graph break.
 
-    opt, biogpt and xglm of transformers 5.17 ask that in front of every layer; later ones look at the rate first. A
+    opt, biogpt and xglm of transformers 5.17 check it in front of every layer; later ones look at the rate first. A
     comparison of which something else is made than a branch stays the tensor that it is.
     """
     original = getattr(BuiltinVariable, "_handle_insert_op_in_graph", None)
@@ -166,7 +166,10 @@ def drop_no_layer_at_a_rate_of_zero() -> None:
 
 
 def _is_branched_on(tx: Any) -> bool:
-    """Whether the next instruction (Python 3.13: of the next two) jumps by what the present one leaves."""
+    """Return whether the next instruction jumps on the present result.
+
+    On Python 3.13, of the next two.
+    """
     following = tx.instructions[tx.instruction_pointer].opname
     return following == "TO_BOOL" or (following.startswith("POP_JUMP") and "IF" in following)
 

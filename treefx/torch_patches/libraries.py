@@ -1,4 +1,4 @@
-"""What treefx replaces in transformers, if a process has loaded it."""
+"""Patch transformers, if a process has loaded it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["install_hooks_first", "keep_backward_of_experts_whole"]
 
 
 def install_hooks_first() -> None:
-    """Let transformers hang its hooks for router logits and hidden states on a model before Dynamo traces it.
+    """Install transformers' hooks for router logits and hidden states before Dynamo traces.
 
-    It does so in the first call that asks for them, under a lock that would cut the graph there for good, head and loss
-    on the far side. Here the hooks are hung for real, and Dynamo starts the trace of the model over.
+    transformers installs them in the first call that requests them, under a lock that would break the graph permanently
+    in front of head and loss. Here the hooks are hung for real, and Dynamo starts the trace of the model over.
     """
     module = sys.modules.get("transformers.utils.output_capturing")
     original = getattr(module, "maybe_install_capturing_hooks", None)
@@ -38,7 +38,9 @@ def install_hooks_first() -> None:
 
 
 def keep_backward_of_experts_whole() -> None:
-    """Make one operator of the backward of transformers' grouped product, as later versions than 5.17 do themselves.
+    """Make one operator of the backward of transformers' grouped product.
+
+    Later versions than 5.17 do so themselves.
 
     5.17 loops over the values of the offsets there, which no graph of a backward knows.
     """

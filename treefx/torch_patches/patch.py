@@ -1,4 +1,4 @@
-"""One replaced symbol, and the question whether treefx compiles what Dynamo traces."""
+"""Describe a replaced symbol, and decide whether treefx compiles the traced frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Patch:
     Attributes:
         symbol: its dotted name.
         versions: the versions of its library in which it is replaced.
-        why: what goes wrong without it.
+        why: the failure without it.
         test: a test that fails without it, as pytest names it.
         apply: replaces it; None if it is set only while treefx compiles.
     """
@@ -29,7 +29,10 @@ class Patch:
 
 
 def is_ours(tx: Any) -> bool:
-    """Whether treefx compiles what an instruction translator of Dynamo is tracing; it only observes some models."""
+    """Return whether treefx compiles the frame of an instruction translator.
+
+    It only observes some models.
+    """
     compiler = tx.output.compiler_fn
     if getattr(compiler, "compiler_name", None) != "treefx":
         return False

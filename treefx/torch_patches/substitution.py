@@ -1,4 +1,4 @@
-"""Functions that Dynamo traces in place of others, where treefx compiles: two wrapped methods for all of them.
+"""Substitute functions that Dynamo traces, by two wrapped methods for all of them.
 
 Code of libraries that would cut a graph in two (flash attention, heads without logits, fused norms) is known by the
 function or the ``autograd.Function`` that is called, and another function is traced in its place.
@@ -18,20 +18,20 @@ from treefx.torch_patches.patch import is_ours
 __all__ = ["Substitute", "substitute_applied", "substitute_called", "wrap_applied", "wrap_called"]
 
 Substitute = Callable[[Any, Any, Any, Any], tuple[Any, list[Any], dict[str, Any]] | None]
-"""Function, translator, arguments and keyword arguments as Dynamo has them -> what is called instead, or None."""
+"""Function, translator, arguments, keyword arguments -> the call in its place, or None."""
 
 _called: list[Substitute] = []
 _applied: list[Substitute] = []
 
 
 def substitute_called(substitute: Substitute) -> Substitute:
-    """Ask this, where Dynamo comes to a call of a Python function. The first answer that is not None counts."""
+    """Register a substitute for calls of Python functions; the first non-None answer wins."""
     _called.append(substitute)
     return substitute
 
 
 def substitute_applied(substitute: Substitute) -> Substitute:
-    """Ask this, where Dynamo comes to the ``apply`` of an ``autograd.Function``, given as a class."""
+    """Register a substitute for the ``apply`` of an ``autograd.Function``, given as a class."""
     _applied.append(substitute)
     return substitute
 
@@ -61,7 +61,7 @@ def wrap_applied() -> None:
 
 
 def _instead(substitutes: list[Substitute], function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """The result of what is called in place of a function; None where it is called itself."""
+    """Return the result of the call in place of a function; None to call it unchanged."""
     if not is_ours(tx):
         return None
     for substitute in substitutes:

@@ -1,4 +1,4 @@
-"""What treefx asks of PyTorch's tracing of sizes that are symbols."""
+"""Patch PyTorch's tracing of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_products_whole() -> None:
     """
     original = getattr(proxy_tensor, "_build_proxy_for_sym_expr", None)
     register = getattr(proxy_tensor, "_sym_register", None)
-    if original is None or register is None:  # another version of torch, whose graphs are looked at as well
+    if original is None or register is None:  # another version of torch, with graphs that are searched as well
         return
 
     @functools.wraps(original)

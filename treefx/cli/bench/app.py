@@ -50,7 +50,7 @@ def show(title: str, records: Sequence[dict[str, Any]], json: bool, command: str
 
 
 def _show_by_figure(title: str, records: Sequence[dict[str, Any]]) -> None:
-    """One line per figure, and as many records beside each other as the terminal has room for."""
+    """Print one line per figure, with as many records side by side as the terminal fits."""
     names, *fields = list(records[0])
 
     def table(part: Sequence[dict[str, Any]]) -> Table:

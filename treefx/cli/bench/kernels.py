@@ -1,4 +1,4 @@
-"""``treefx bench``: what a step is made of."""
+"""Measure the components of a step: ``treefx bench``."""
 
 import os
 from json import dumps
@@ -120,7 +120,7 @@ def host(json: Json = False) -> None:
     """Time what the launches of an attention cost the host, on a Hopper that is not there.
 
     Triton binds and looks up its kernels as on a device; its compiler and its launches do nothing. The first layer of a
-    forest works out what is launched, every layer after it launches the same. Processor time of the thread.
+    forest computes the launches, every later layer repeats them. Processor time of the thread.
     """
     with waiting("loading PyTorch", quiet=json):
         from treefx.tools.bench.attention import host as bench_host
@@ -149,7 +149,7 @@ def gpu(
 ) -> None:
     """Answer one question to a GPU: the stages in this order are what to find out on one that is new.
 
-    sanitize: no kernel overwrites what is still read (Triton's concurrency sanitizer). correct: all forms against
+    sanitize: no kernel overwrites live data (Triton's concurrency sanitizer). correct: all forms against
     float64. prologue and rates: what programs and tiles cost. attention: against FlexAttention and rows. step: whole
     training steps against inductor. first: first steps, with nothing cached. large: a tree larger than memory. Each
     stage takes less than eight minutes, prints each record as it comes, and fails if anything is wrong.
@@ -182,7 +182,7 @@ _REHEARSED = " (rehearsal on the CPU: figures mean nothing)"
 
 
 def _split(names: str) -> list[str]:
-    """The names of batches, some of which have commas in them: a comma separates where a name ends."""
+    """Split names of batches at commas; some names contain commas."""
     from treefx.tools.bench.gpu.batches import SHARING
 
     found, rest = [], names.strip()
@@ -194,7 +194,7 @@ def _split(names: str) -> list[str]:
 
 
 def _keep(described: dict[str, Any], out: Path | None) -> None:
-    """Write the newest record as a line behind one that describes the run, or the whole document anew."""
+    """Append the newest record as a line behind the run's description, or rewrite the file."""
     if out is None or out.suffix != ".jsonl":
         return _save(described, out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``treefx bench``: what is decided before a step, and forests larger than one device."""
+"""Measure planning and batching, and forests larger than one device: ``treefx bench``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -55,7 +55,7 @@ def parts(
 ) -> None:
     """Run plans on the CPU and measure their peaks with an allocation tracker.
 
-    Random forests run under 1/2, 1/4 and 1/8 of what they take uncut. Then one large forest runs under an eighth, and
+    Random forests run under 1/2, 1/4 and 1/8 of their uncut peak. Then one large forest runs under an eighth, and
     by the policies of other systems; losses and gradients of all are compared. All of it takes some minutes.
     """
     check_choice("--inner", inner, ("inductor", "aot_eager"))
@@ -77,8 +77,8 @@ def parts(
 def assign(json: Json = False) -> None:
     """Share forests of 2,000 to 16,000 rows among 8 to 4,096 ranks: balance, tokens computed twice, time.
 
-    Forests are lengths and shared prefixes without tokens, the cost that of an 8B model; no model runs. Beside it,
-    balances of whole trees longest first and by Karmarkar and Karp, and of rows that share nothing.
+    Forests are lengths and shared prefixes without tokens, the cost that of an 8B model; no model runs. For comparison:
+    whole trees longest first and by Karmarkar and Karp, and rows that share nothing.
     """
     from treefx.tools.bench import assign as bench_assign
 
@@ -89,7 +89,7 @@ def assign(json: Json = False) -> None:
 def context(json: Json = False) -> None:
     """Share the tokens of one tree of 225,000 to 590,000 among 2, 8 and 32 ranks: balance, keys and values sent.
 
-    Beside the way taken, all ways: balance, and what is received of what a ring would pass. No model runs.
+    Lists the chosen way and all others: balance, and received tokens relative to a ring. No model runs.
     """
     with waiting("sharing tokens among ranks", quiet=json):
         from treefx.tools.bench import context as bench_context
@@ -101,14 +101,14 @@ def context(json: Json = False) -> None:
 @bench.command()
 def overlap(
     rows: Annotated[int, typer.Option(min=256, help="Tokens.")] = 1024,
-    width: Annotated[int, typer.Option(min=16, help="Of what enters and leaves the MLP.")] = 1024,
+    width: Annotated[int, typer.Option(min=16, help="Input and output width of the MLP.")] = 1024,
     hidden: Annotated[int, typer.Option(min=16, help="Of the MLP's middle, over both processes.")] = 4096,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each way; medians count.")] = 11,
     json: Json = False,
 ) -> None:
     """Hide the collectives of an MLP on two processes behind its products, over a link whose rate is given.
 
-    What is sent lies in memory that both read, and arrives as late as a link would let it: no processor carries it. A
+    Messages lie in memory that both read, and arrive after the delay of a link: no processor carries them. A
     collective of the forward takes 0.5, 1 and 2 times its product. Untouched, in 2, 4 and 8 chunks, and as the gate
     decides by rates it measures over that link; results are compared to the bit first.
     """
@@ -124,7 +124,7 @@ def large(
     model: Annotated[str | None, typer.Option(help="A config.json; by default the size of Qwen3 0.6B.")] = None,
     device: Annotated[str, typer.Option(help="cuda (bfloat16) or cpu (float32).")] = "cuda",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each of the 85 spans of the tree.")] = 2048,
-    memory: Annotated[str | None, typer.Option(help="Limit, such as 24GiB; by default what is free.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Limit, such as 24GiB; by default all free memory.")] = None,
     json: Json = False,
 ) -> None:
     """Train a tree of 64 rows in parts under a memory limit, against its rows one by one and a small tree uncut.

@@ -58,9 +58,8 @@ def shapes(
 ) -> None:
     """Train on batches that never repeat a shape, compilation included, with inductor and with treefx.
 
-    Two thirds of the columns are shared. Each way has a process of its own with empty caches: whole_seconds is its
-    first round over all batches, with all that it compiles, steps_seconds a second round. Losses and gradients are
-    compared first.
+    Two thirds of the columns are shared. Each way has a separate process with empty caches: whole_seconds is its first
+    round over all batches, compilation included, steps_seconds a second round. Losses and gradients are compared first.
     """
     check_choice("--series", series, ("near", "wide"))
     from treefx.tools.bench import shapes as bench_shapes
@@ -80,8 +79,8 @@ def calls(
     """Count what a steady training step walks through of treefx's own Python, by what a call is given.
 
     calls are functions called in the forward, in so many files; switches count how often a call went into another
-    file than the one before; passes are calls into treefx.passes, and labels those that ask what was proved of
-    values. A figure is the same on every machine.
+    file than the one before; passes are calls into treefx.passes, and labels those that read proofs of values. A figure
+    is the same on every machine.
     """
     from treefx.tools.bench import calls as bench_calls
 
@@ -99,9 +98,9 @@ def first_step(
 ) -> None:
     """Take the first step with inductor and with treefx, with and without equal layers compiled once.
 
-    Each way has empty caches and two processes, of which the second finds what the first compiled. wall is seconds on
-    the clock; python, compilers and step (a later one) are seconds of the processor, in Python and in what it started.
-    Losses and gradients are compared first.
+    Each way has empty caches and two processes, of which the second finds the first one's compiled code. wall is
+    seconds on the clock; python, compilers and step (a later one) are seconds of the processor, in Python and in its
+    subprocesses. Losses and gradients are compared first.
     """
     from treefx.tools.bench import first_step as bench_first_step
 
@@ -120,7 +119,7 @@ def trainer(
     """Train with TRL's SFTTrainer, compilation included, with inductor and with treefx.
 
     The rows are turns of an agent in their order, so those of a batch share most of their tokens. Each way has a
-    process of its own with empty caches. whole and later are seconds over inductor's: of the run, and of its steps but
+    separate process with empty caches. whole and later are seconds over inductor's: of the run, and of its steps but
     the first two. Losses and norms of gradients of every step are compared first.
     """
     from treefx.tools.bench import trainer as bench_trainer
@@ -170,8 +169,9 @@ def trl(
     """Train with TRL's trainers as they ship, and transformers' with flattened rows, in many settings.
 
     SFT (padded, packed, padding-free), DPO, KTO, GRPO and RLOO, with and without gradient checkpointing and LoRA: each
-    as it is, with inductor and with treefx, in processes with empty caches. Losses and norms of gradients of every step
-    are compared with the run without a compiler. Seconds are those of whole runs, whole is treefx's over inductor's.
+    uncompiled, with inductor and with treefx, in processes with empty caches. Losses and norms of gradients of every
+    step are compared with the run without a compiler. Seconds are those of whole runs, whole is treefx's over
+    inductor's.
     """
     from treefx.tools.bench.trl import run as bench_trl
 
@@ -220,7 +220,7 @@ def memory(
     inner: Annotated[str, typer.Option(help="Inner compiler of treefx: inductor, aot_eager or eager.")] = "inductor",
     json: Json = False,
 ) -> None:
-    """Measure the most bytes one training step holds on the CPU, each figure in a process of its own.
+    """Measure the most bytes one training step holds on the CPU, each figure in a separate process.
 
     Four sharing ratios, gradient checkpointing on and off, logits read and unused, and 8,192 tokens with a vocabulary
     of 151,936. The last needs about 1 GB of memory; all of it takes some minutes.

@@ -1,4 +1,4 @@
-"""What observed calls share, and what treefx would make of them: ``treefx.observed(model)``.
+"""Report sharing in observed calls, and a prediction: ``treefx.observed(model)``.
 
 In: the sums that ``treefx.runtime.observed`` has counted. Out: ``Observation``, a frozen record that becomes JSON and
 comes back from it, and its table. The prediction is a dry run (``treefx.explain``), made when it is asked for.

@@ -33,12 +33,12 @@ __all__ = ["Observation", "account", "observed"]
 
 @dataclass(frozen=True)
 class Observation:
-    """What the calls of a model share, and what treefx would make of them.
+    """Report the shared tokens of a model's calls, and predict the gain of treefx.
 
     Attributes:
         origin: Model, trainer, line and rank.
         figures: Sums over all steps.
-        cost: What observing took.
+        cost: The cost of observing.
         scatter: Settings because of which rows that share prefixes come in different calls, the largest loss first.
         prediction: A dry run of one call; None where the model cannot be read.
         not_predicted: Why there is none.
@@ -69,7 +69,7 @@ class Observation:
 
     @staticmethod
     def from_json(text: str) -> Observation:
-        """Read what ``to_json`` wrote.
+        """Read the text of ``to_json``.
 
         Raises:
             InputError: The text is no observation, or one of another version.
@@ -79,7 +79,7 @@ class Observation:
 
 
 def observed(model: Any, *, predict: bool = True) -> Observation:
-    """Say what the calls of an observed model shared, up to now.
+    """Report the shared tokens of an observed model's calls, up to now.
 
     Args:
         model: Of ``treefx.observe``, or compiled with ``options={"observe": True}``; called at least once.
@@ -100,7 +100,7 @@ def observed(model: Any, *, predict: bool = True) -> Observation:
 
 
 def account(observer: Observer, *, model: nn.Module | None = None, predicts: bool = True) -> Observation:
-    """The record of what an observer has counted.
+    """Make the record of an observer's counts.
 
     Args:
         observer: Of one model.
@@ -121,7 +121,7 @@ def account(observer: Observer, *, model: nn.Module | None = None, predicts: boo
 
 
 _predicted: MutableMapping[Observer, tuple[Prediction | None, str]] = weakref.WeakKeyDictionary()
-"""What was predicted while the model was there."""
+"""Predictions made while the model was alive."""
 
 
 def _step(step: StepTally) -> ObservedStep:

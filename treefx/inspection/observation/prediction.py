@@ -1,4 +1,4 @@
-"""What treefx would make of an observed call: a dry run, when the training is over."""
+"""Predict the effect of treefx on an observed call by a dry run at the end of training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ __all__ = ["predict"]
 def predict(
     model: nn.Module | None, calls: Sequence[ObservedCall], steps: Sequence[ObservedStep]
 ) -> tuple[Prediction | None, str]:
-    """Explain the largest call of the last step; None, and why, where the model cannot be read.
+    """Explain the largest call of the last step.
+
+    Returns None and the reason where the model cannot be read.
 
     Args:
         model: The model itself, not its wrapper; None where it is gone.

@@ -39,8 +39,8 @@ class Scatter:
         setting: Of the trainer, with its value.
         where: "order", "batch", "steps" or "columns".
         tokens: That are computed again because of it, over the calls it was found in.
-        of_tokens: What these calls run without shared prefixes computed twice in one call.
-        way_out: What to write instead.
+        of_tokens: Tokens of these calls with shared prefixes computed once per call.
+        way_out: The change to make.
     """
 
     setting: str
@@ -52,7 +52,9 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a dry run says of one call of the last step (``treefx.explain``); nothing was run for it.
+    """Hold a dry run's prediction for one call of the last step (``treefx.explain``).
+
+    No operator of it ran.
 
     Attributes:
         verdict: One sentence.
@@ -61,7 +63,7 @@ class Prediction:
         seconds: Of a step, measured.
         seconds_packed: The same times the ratio of FLOPs, on the calls as they come.
         seconds_together: With all rows of a step in one call.
-        kept_bytes: What the forward of the call keeps for the backward, on rows; 0 where that is not known.
+        kept_bytes: Bytes that the call's forward keeps for the backward, on rows; 0 where that is unknown.
         kept_bytes_packed: On distinct tokens; 0 where that is not known.
     """
 
@@ -85,9 +87,9 @@ class Figures:
         repeats: How many of these were left out.
         calls_without_gradients: Of sampling, reference models and evaluation; not counted further.
         rows: Sequences.
-        raw_tokens: Tokens of all rows, without padding: what runs now, at least.
-        call_tokens: Distinct tokens of each call, summed: what treefx would run on the calls as they come.
-        step_tokens: Distinct tokens of each step, summed: what it would run if all rows of a step came in one call.
+        raw_tokens: Tokens of all rows, without padding: the present work, at least.
+        call_tokens: Distinct tokens of each call, summed: the work of treefx on the calls unchanged.
+        step_tokens: Distinct tokens of each step, summed: the work if all rows of a step came in one call.
         suffix_tokens: Distinct tokens of a step with one row through them.
         suffix_without_loss: The share of these that no loss predicts; None where the calls do not say which.
     """
@@ -110,13 +112,13 @@ class Figures:
 
     @property
     def possible(self) -> float:
-        """Raw over distinct tokens of the steps: the ideal speed-up in tokens if all rows of a step met."""
+        """Return raw over distinct tokens of the steps: the speed-up if all rows of a step met."""
         return self.raw_tokens / self.step_tokens if self.step_tokens else 1.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What observing took.
+    """Hold the cost of observing.
 
     Attributes:
         seconds: On the host, in the calls.
@@ -134,7 +136,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose calls these are.
+    """Name the origin of the calls.
 
     Attributes:
         model: Class of the model.

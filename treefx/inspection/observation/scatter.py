@@ -1,7 +1,8 @@
 """Which setting of a trainer lets rows that share prefixes come in different calls.
 
-The rows of the last step are dealt out again to calls of as many rows, in the order of their prefixes. What that saves
-is lost by the order of rows; what one call of all rows saves beyond it is lost by the number of rows of a call.
+The rows of the last step are dealt out again to calls of as many rows, in the order of their prefixes. The tokens this
+saves are lost by the order of rows; the further tokens that one call of all rows saves are lost by the number of rows
+of a call.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _POSITIONS = "position_ids=attention_mask.cumsum(1) - 1, padding on the right, o
 
 
 def find_scatter(calls: Sequence[ObservedCall], epoch: Epoch, settings: Settings) -> tuple[Scatter, ...]:
-    """What scatters rows, the largest loss first.
+    """List the settings that scatter rows, the largest loss first.
 
     Args:
         calls: Of one step.
-        epoch: Steps whose rows differ.
+        epoch: Steps with different rows.
         settings: Of the trainer.
     """
     found = [*_in_step(calls, settings), *_over_steps(epoch, settings), *_over_columns(calls)]
@@ -62,7 +63,10 @@ def _over_steps(epoch: Epoch, settings: Settings) -> Iterator[Scatter]:
 
 
 def _over_columns(calls: Sequence[ObservedCall]) -> Iterator[Scatter]:
-    """Rows that start in different columns, in calls without positions: most models count columns then."""
+    """Report rows that start in different columns, in calls without positions.
+
+    Most models count columns then.
+    """
     apart = together = 0
     for call in calls:
         mask = call.tensors.get(call.names.get("mask", ""))

@@ -1,6 +1,6 @@
-"""The page of a report: a frame, a style and a script, which ``treefx.inspection.html`` puts into one file.
+"""Hold the frame, style and script of a report's page for ``treefx.inspection.html``.
 
-In: nothing. Out: texts. The script draws from the data that stands in the page and asks no network for anything.
+In: nothing. Out: texts. The script draws from data inside the page and makes no network request.
 ``vendor`` holds dagre, which lays out the neighbourhood of a node, with its licence.
 """
 

@@ -1,4 +1,4 @@
-// Passes on one line of time, each with what it changed.
+// Passes on one line of time, each with its changes.
 function drawPasses() {
   const all = data.passes.reduce((sum, item) => sum + Number(item.seconds), 0) || 1e-9;
   let start = 0;
@@ -50,7 +50,7 @@ function linkNodes() {
       }
 }
 
-// Calls, the oldest first: grey is what the rows hold, colour is what ran.
+// Calls, the oldest first: grey bars are tokens of the rows, coloured bars are tokens that ran.
 function callText(call) {
   const seconds = call.seconds === null ? "" : `, ${(1000 * call.seconds).toFixed(1)} ms on the host`;
   const compiles = call.compiles ? `, ${call.compiles} compilation${call.compiles > 1 ? "s" : ""}` : "";

@@ -13,7 +13,7 @@ runs.forEach((_, i) => {
 });
 const parts = data.parts;
 const partOf = (run) => parts.findIndex((intervals) => intervals.some(([a, b]) => a <= run.start && run.start < b));
-// What a query of a run sees: the tokens above it and itself, so that deep tokens cost more attention.
+// Keys that a query of a run sees: the tokens above it and itself, so that deep tokens cost more attention.
 const keysSeen = (run) => run.depth + (run.tokens + 1) / 2;
 const COLORS = {
   rows: {

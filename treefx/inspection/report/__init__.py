@@ -1,4 +1,4 @@
-"""One account of what treefx did with a model, as data: everything else that people look at is drawn from it.
+"""Record treefx's work on a model as data, from which all views are drawn.
 
 In: graphs, facts and counters that the run time keeps anyhow. Out: ``Report``, a tree of frozen records that becomes
 JSON and comes back from it. Nothing here runs in a training step: sections are made when they are first read.

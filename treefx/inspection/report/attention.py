@@ -19,7 +19,10 @@ __all__ = ["account_attentions"]
 def account_attentions(
     material: Material,
 ) -> tuple[tuple[AttentionAccount, ...], tuple[str, ...], tuple[Mask, ...]]:
-    """Every tree attention of the rewritten graph, the distinct sources that they run as on a GPU, and their masks."""
+    """Describe every tree attention of the rewritten graph, with GPU sources and masks.
+
+    Sources are distinct.
+    """
     gm = material.graphs.get("rewritten")
     if gm is None:
         return (), (), ()
@@ -49,7 +52,7 @@ def account_attentions(
 
 
 def _masks(material: Material, formula: Formula) -> list[Mask]:
-    """The picture of a mask over the last forest; none where that is gone or sympy has no form of the condition."""
+    """Draw a mask over the last forest; none without the forest or a sympy form of it."""
     if material.rows is None or not material.packed:
         return []
     try:

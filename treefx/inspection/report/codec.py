@@ -1,4 +1,4 @@
-"""Frozen records to what JSON has, and back, by the types of their fields."""
+"""Convert frozen records to JSON values and back, by the types of their fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["as_plain", "from_plain", "from_text", "to_text"]
 
 
 def as_plain(value: Any) -> Any:
-    """A record, or a container of them, as dicts, lists and scalars; numbers that JSON has no word for become text."""
+    """Convert a record, or a container of them, to dicts, lists and scalars.
+
+    Numbers without a JSON form become text.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: as_plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, dict):
@@ -34,13 +37,13 @@ def to_text(record: Any) -> str:
 
 
 def from_text(kind: Any, text: str, schema: str, what: str) -> Any:
-    """Read what ``to_text`` wrote.
+    """Read the text of ``to_text``.
 
     Args:
         kind: The record.
         text: JSON.
         schema: Name and version of the form that this version of treefx reads.
-        what: Names the record in errors.
+        what: Name of the record in errors.
 
     Raises:
         InputError: The text is no such record, or one of another version.

@@ -74,7 +74,10 @@ def node_flops(node: fx.Node, sizes: Sizes, columns: int) -> int:
 
 
 def _lifted(node: fx.Node, law: Attention, sizes: Sizes) -> int:
-    """The product of probabilities and values: those of scores count at the node of their own product."""
+    """Count the product of probabilities and values.
+
+    The product of scores counts at its own node.
+    """
     if any(getattr(node.target, "__name__", "").startswith(name) for name in ("bmm", "baddbmm")):
         return _registered(node, sizes)
     *batch, queries, features = sizes.shape(node)
@@ -83,7 +86,7 @@ def _lifted(node: fx.Node, law: Attention, sizes: Sizes) -> int:
 
 
 def _registered(node: fx.Node, sizes: Sizes) -> int:
-    """What torch counts for an operator."""
+    """Count an operator's FLOPs by torch's formula."""
     packet = getattr(node.target, "overloadpacket", None)
     if any(name in str(packet) for name in _GROUPED) and isinstance(node.meta.get("val"), Tensor):
         return 2 * math.prod(sizes.shape(node)) * sizes.shape(node.args[0])[-1]

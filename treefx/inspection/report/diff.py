@@ -19,7 +19,10 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that differs. ``before`` and ``after`` are values of both reports; None where one has no such thing."""
+    """Hold one difference.
+
+    ``before`` and ``after`` are values of both reports; None where one has no such entry.
+    """
 
     what: str
     before: Any
@@ -31,7 +34,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ReportDiff:
-    """What changed from one report to another.
+    """Hold the differences of two reports.
 
     Attributes:
         settings: Versions and options.
@@ -40,7 +43,7 @@ class ReportDiff:
         operators: By module, operator and place in it, how often it runs and why.
         modules: By path, FLOPs after the rewriting.
         passes: Nodes that each pass left.
-        kernels: Attentions whose formula or source differs.
+        kernels: Attentions with another formula or source.
     """
 
     settings: tuple[Change, ...]
@@ -61,7 +64,7 @@ class ReportDiff:
 
 
 def diff(before: Report, after: Report) -> ReportDiff:
-    """Say what changed between two reports. Seconds are left out: they differ from run to run."""
+    """Compare two reports, without seconds, which differ from run to run."""
     kernels: Callable[[Report], Mapping[str, Any]] = lambda r: {  # noqa: E731
         item.name: (item.score, item.visible, r.sources[item.source] if item.source >= 0 else "")
         for item in r.attention

@@ -11,11 +11,11 @@ __all__ = ["mathml_of", "visible_of"]
 
 
 def mathml_of(score: Expr, visible: Expr | None, names: Sequence[str]) -> str:
-    """``softmax`` of a score and the condition under which a query sees a key, as one MathML element.
+    """Format ``softmax`` of a score, with its visibility condition, as a MathML element.
 
     Args:
         score: In the language of ``treefx.kernels.score``.
-        visible: A condition beside that of the tree; None for none.
+        visible: A condition besides that of the tree; None for none.
         names: Of the buffers that the expressions load.
 
     Returns:
@@ -34,7 +34,7 @@ def mathml_of(score: Expr, visible: Expr | None, names: Sequence[str]) -> str:
 
 
 def visible_of(condition: Expr | None, names: Sequence[str]) -> Any:
-    """The condition under which a query q sees a key k, of the tree and of a mask, as an expression of sympy.
+    """Express the condition under which a query q sees a key k in sympy: tree and mask.
 
     ``end(k)`` is ``subtree_end``; a buffer is a function of its indices, by its name.
 

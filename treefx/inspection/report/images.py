@@ -1,4 +1,4 @@
-"""Which nodes of one graph come from which of another: captured -> rewritten -> forward -> backward."""
+"""Map nodes between stages: captured -> rewritten -> forward -> backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Images = dict[str, dict[str, tuple[str, ...]]]
 
 
 def source_of(node: fx.Node) -> str:
-    """The name of the node of the graph before that a node was traced from; "" where it has none."""
+    """Return the name of the source node of a traced node; "" without one."""
     copied = node.meta.get(COPIED_FROM)
     if copied is not None:
         return str(copied)
@@ -32,11 +32,11 @@ def sources_in(gm: fx.GraphModule, known: Iterable[str]) -> dict[str, str]:
 
 
 def partners(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[str, str]:
-    """By name of a call in the backward, the call of the forward whose gradient it makes or that it repeats.
+    """Map calls of the backward to calls of the forward that they differentiate or repeat.
 
-    AOTAutograd numbers the operators of a forward, and gives the number to what its backward writes. Where several
-    operators of the forward have one number (only the last of them has a gradient), the last one is meant. Sums of
-    gradients have the number of the last operator of all, which is left out.
+    AOTAutograd numbers the operators of a forward, and gives the same number to the operators of its backward. Where
+    several operators of the forward have one number (only the last of them has a gradient), the last one is meant. Sums
+    of gradients have the number of the last operator of all, which is left out.
     """
     calls = [node for node in forward.graph.nodes if node.op == "call_function" and source_of(node)]
     by_number = {node.meta["seq_nr"]: node.name for node in calls if "seq_nr" in node.meta}
@@ -54,7 +54,7 @@ def partners(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[str, str
 
 
 def images_of(captured: fx.GraphModule, graphs: Mapping[str, fx.GraphModule]) -> Images:
-    """The images of every node of the captured graph in the stages behind it, as far as these exist."""
+    """Map every node of the captured graph to its images in later stages, if these exist."""
     names = [node.name for node in captured.graph.nodes]
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     if "rewritten" not in graphs:

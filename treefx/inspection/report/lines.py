@@ -20,7 +20,10 @@ def module_path(node: fx.Node) -> str:
 
 
 def modules_around(node: fx.Node) -> list[tuple[str, str]]:
-    """Path and class of every module around a node, the outermost first; the model itself has the path ""."""
+    """Return path and class of every module around a node, the outermost first.
+
+    The model itself has the path "".
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [(path_of_module(str(path)), _class_name(kind)) for path, kind in stack.values()]
 

@@ -1,4 +1,7 @@
-"""A small picture of which keys the queries of a forest see, drawn from the condition that the report shows."""
+"""Draw a small picture of which keys the queries of a forest see.
+
+It uses the condition that the report shows.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def draw_mask(condition: Any, rows: Rows) -> Mask:
 
 
 def _function(condition: Any, rows: Rows) -> tuple[Any, str]:
-    """The condition over arrays of q and k, and what it leaves out."""
+    """Return the condition over arrays of q and k, and a note on parts it omits."""
     import sympy
 
     row, column = rows.row_and_column

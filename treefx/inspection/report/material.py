@@ -1,4 +1,4 @@
-"""What a report is made of: the graphs, facts and counters of one graph of a model, and the sizes of its last call."""
+"""Hold the source data of a report: graphs, facts, counters and sizes of the last call."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Material:
         stats: Figures, as ``Inspection.stats``.
         summary: The text of ``Inspection.summary``.
         captured: Dynamo's graph.
-        analysis: What the passes found out, of the variant that ran or would run.
-        rewritten: What runs; None of a call on rows.
+        analysis: Findings of the passes, of the variant that ran or would run.
+        rewritten: The packed graph; None of a call on rows.
         graphs: By stage.
         code: Of the reason why the last call ran on rows; "" of a packed call.
         reason: The same in words.
@@ -106,7 +106,7 @@ class Material:
 
     @property
     def runs_converted(self) -> bool:
-        """Whether the module that takes the ids ran on distinct tokens behind hooks, and so in no rewritten graph."""
+        """Return whether the module ran on distinct tokens behind hooks, without a packed graph."""
         return self.packed and self.stats["way"] == "converted" and not self.stats["expansions"]
 
     @cached_property
@@ -145,7 +145,10 @@ class Material:
 
     @cached_property
     def sizes_unshared(self) -> Sizes | None:
-        """The same with as many distinct tokens as the padded batch has; None where its size is unknown."""
+        """Return the sizes with as many distinct tokens as the padded batch has.
+
+        None where its size is unknown.
+        """
         if self.rewritten is None or self.extent is None:
             return None
         rows, columns = self.extent

@@ -1,4 +1,4 @@
-"""What the packed forward keeps for the backward, by module."""
+"""Count bytes that the packed forward keeps for the backward, by module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EAGER = "inner='eager' leaves the backward to autograd"
 
 
 def account_memory(material: Material) -> Memory:
-    """Bytes of the distinct storages that the forward graph returns beside the results of the model."""
+    """Sum the bytes of distinct storages that the forward graph saves besides its results."""
     graphs = material.graphs
     if "forward" not in graphs or "backward" not in graphs or material.rewritten is None:
         return Memory(note=_EAGER if material.stats["inner"] == "eager" else _NO_BACKWARD)

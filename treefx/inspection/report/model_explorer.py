@@ -22,7 +22,7 @@ _RAN = {
     "row": ("once per row", "#f7c6b5"),
     "none": ("not at all", "#ffffff"),
 }
-"""Words and colours of what became of an operator."""
+"""Names and colours of how an operator runs."""
 _GRADIENT = [{"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e8743b"}]
 
 Nodes = Mapping[str, Sequence[GraphNode]]
@@ -32,7 +32,10 @@ Nodes = Mapping[str, Sequence[GraphNode]]
 def write_model_explorer(
     path: str | Path, label: str, nodes: Nodes, operators: Sequence[OperatorAccount], modules: Sequence[ModuleAccount]
 ) -> Path:
-    """Write a collection to ``path``, and each overlay to a file next to it, such as ``report.flops_before.json``."""
+    """Write a collection to ``path``, and each overlay to a file next to it.
+
+    One is ``report.flops_before.json``.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(collection_of(label, nodes, operators, modules)), encoding="utf-8")
@@ -56,7 +59,7 @@ def collection_of(
 
 
 def overlays_of(nodes: Nodes, operators: Sequence[OperatorAccount]) -> dict[str, dict[str, Any]]:
-    """FLOPs before and after, of the captured graph; how often an operator runs, of all graphs."""
+    """Make overlays: FLOPs before and after, of the captured graph; how often operators run."""
     found = {}
     for name, words in (("flops_before", "FLOPs on rows"), ("flops_after", "FLOPs as it runs")):
         results = {item.name: {"value": getattr(item, name)} for item in operators}

@@ -64,7 +64,7 @@ def _sum(path: str, kind: str, items: Sequence[OperatorAccount]) -> ModuleAccoun
 
 
 def _folded(accounts: Sequence[ModuleAccount]) -> tuple[ModuleAccount, ...]:
-    """Note at each layer of a list the layers beside it that have an equal account, up to the path."""
+    """Fold equal layers of a list into one account, up to the path."""
     groups: dict[object, list[str]] = defaultdict(list)
     for item in accounts:
         found = _ITEM.match(item.path)

@@ -22,11 +22,14 @@ MARKS = {
     "treefx.expand": "expand",
     "treefx.pick": "expand",
 }
-"""Operators that treefx puts in, by what they are for."""
+"""Operator that treefx inserts -> its purpose."""
 
 
 def account_nodes(material: Material, operators: tuple[OperatorAccount, ...]) -> dict[str, tuple[GraphNode, ...]]:
-    """By stage; the captured one in ATen. ``sources`` of the backward are nodes of the forward."""
+    """List nodes by stage; the captured stage is in ATen.
+
+    ``sources`` of the backward are nodes of the forward.
+    """
     codes = {item.name: item.code for item in operators}
     stages = {"captured": material.traced} | {k: gm for k, gm in material.graphs.items() if k != "captured"}
     back = partners(stages["forward"], stages["backward"]) if {"forward", "backward"} <= set(stages) else {}

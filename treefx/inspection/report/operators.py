@@ -1,13 +1,13 @@
-"""One account per operator of the captured graph: how often it runs, why, what it costs, what it became.
+"""Account for each operator of the captured graph: how often it runs, why, at what cost.
 
 =========  =============================================================================================
 ran        holds for
 =========  =============================================================================================
-``token``  values that are packed, attention and its scores, shifted logits that a loss picks from, and what a
-           packed form computes in place of operators: masks and scores of an attention, steps of a recurrence
-``batch``  functions of parameters and constants
+``token``  values that are packed, attention and its scores, shifted logits that a loss picks from, and operators
+replaced by a packed form: masks and scores of an attention, steps of a recurrence ``batch``  functions of parameters
+and constants
 ``row``    all else; each has a code, and a value that merely reads another one on rows has that one's
-``none``   what nothing reads
+``none``   dead values
 =========  =============================================================================================
 
 A call that ran the ordinary graph ran everything per row: operators that would be packed then have the call's code.
@@ -38,7 +38,7 @@ from treefx.reason_codes import LOSS_PICKS, ROWS_BY_INPUTS, code_of_operator, fi
 __all__ = ["NO_LOSS", "account_operators", "origins"]
 
 NO_LOSS = {ROWS_BY_INPUTS, LOSS_PICKS}
-"""Codes of what runs per row and costs nothing that could be saved."""
+"""Codes of operators on rows that would save nothing."""
 
 _IN_PLACE = "changes a buffer of the model"
 _CONTRACTED = "runs on rows, and is read once per distinct token again"
@@ -61,7 +61,7 @@ def account_operators(material: Material) -> tuple[OperatorAccount, ...]:
 
 def origins(operators: tuple[OperatorAccount, ...]) -> dict[str, OperatorAccount]:
     """By name of an operator on rows, the operator where its rows began."""
-    by_name = {item.name: item for item in operators}  # what the whole call keeps on rows began at no operator
+    by_name = {item.name: item for item in operators}  # reasons of the whole call began at no operator
     return {item.name: by_name.get(item.since, item) for item in operators if item.ran == "row"}
 
 
@@ -72,7 +72,7 @@ def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _unlabelled(material: Material) -> Iterator[OperatorAccount]:
-    """A graph that was never analysed: all of it runs per row, or per token if it is converted."""
+    """Account for a graph that was never analysed: all per row, or per token if converted."""
     is_row = not material.runs_converted
     for node in _calls(material.traced):
         flops = _flops_of_captured(node, material)
@@ -92,7 +92,10 @@ def _unlabelled(material: Material) -> Iterator[OperatorAccount]:
 
 
 def _flops_of_captured(node: fx.Node, material: Material) -> int:
-    """FLOPs of a node of Dynamo's graph: linear layers and products only, which are called by other names there."""
+    """Count FLOPs of a node of Dynamo's graph: linear layers and products only.
+
+    They have other names there.
+    """
     values = [item.meta.get("example_value") for item in node.all_input_nodes]
     shapes = [material.sizes.shape(x) for x in values if isinstance(x, torch.Tensor)]
     result = node.meta.get("example_value")

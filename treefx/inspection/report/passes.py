@@ -1,4 +1,4 @@
-"""The passes in order, with their seconds and what they changed."""
+"""List the passes in order, with their seconds and changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def _run(number: int, name: str, seconds: float, change: GraphChange) -> PassRun
 
 
 def _difference(change: GraphChange) -> Iterator[str]:
-    """Nodes that a pass took away and put in, as a unified diff; names are left out, which passes give freely."""
+    """Diff the nodes that a pass removed and added.
+
+    Names are left out, which passes choose freely.
+    """
     before, after = ([_text(node) for node in nodes] for nodes in (change.before, change.after))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=1))[2:]
     yield from lines[:_MOST_LINES]

@@ -1,4 +1,4 @@
-"""The records of a report. All are frozen, hold plain data, and become JSON field by field."""
+"""Define the records of a report: frozen, plain data, converted to JSON field by field."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Loss:
     Attributes:
         code: Of ``treefx.reason_codes``.
         title: The code in words.
-        reason: What the analysis says of this model.
-        way_out: What to change; "" where nothing is lost.
+        reason: The analysis' reason, for this model.
+        way_out: The change to make; "" where nothing is lost.
         operator: The operator that it is about, or "" for the whole call.
         line: The user's line, ``file:line: code``.
         flops: Of the captured graph, that run on rows for it.
@@ -76,7 +76,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of the model, in one sentence, and what to do about the largest loss.
+    """Hold the outcome in one sentence, and advice on the largest loss.
 
     Attributes:
         sentence: For people.
@@ -112,7 +112,7 @@ class OperatorAccount:
             nothing reads its result.
         code: The reason for which it runs per row; "" for others.
         reason: The same in words.
-        law: What its packed form is, where it has a name; such as ``Attention``.
+        law: Name of its packed form, if any; such as ``Attention``.
         module: Path of its module, as in ``named_modules``; "" for the model itself.
         line: The user's line, ``file:line: code``.
         captured: The nodes of Dynamo's graph that it comes from.
@@ -122,7 +122,7 @@ class OperatorAccount:
         bytes_before: Of its results on rows; views have none.
         bytes_after: Of the results of the nodes that it became.
         images: Nodes that it became, by graph: "rewritten", "forward", "backward".
-        since: The operator where its rows began; itself, or the one whose rows it reads.
+        since: The operator where its rows began: itself, or its source of rows.
     """
 
     name: str
@@ -181,7 +181,7 @@ class PassRun:
         number: Its place.
         seconds: Over all its runs.
         nodes_before: Nodes of its graph in its last run; 0 where that is not known.
-        changes: Operators whose counts changed, as ``mm: 12 -> 10``.
+        changes: Operators with changed counts, as ``mm: 12 -> 10``.
         diff: Nodes before and after, as lines of a unified diff; names of nodes are left out.
     """
 
@@ -202,7 +202,7 @@ class AttentionAccount:
 
     Attributes:
         name: Of the node in the rewritten graph.
-        score: What the softmax is taken of, as a formula.
+        score: Logit of the softmax, as a formula.
         visible: Which keys a query sees.
         mathml: Both as MathML.
         shapes: Of query, key and value; N is the number of distinct tokens.
@@ -235,7 +235,7 @@ class Mask:
         tokens: Of the forest.
         shades: A text per row of cells (queries, in packed order), a digit per cell (keys): 0 where none of its pairs
             is visible, 9 where all are.
-        note: What the picture leaves out.
+        note: Parts that the picture omits.
     """
 
     tokens: int
@@ -250,7 +250,7 @@ class Restoration:
     Attributes:
         name: Of the node.
         op: ``treefx.restore`` or ``treefx.restore_pick``.
-        of: The node of the rewritten graph whose gradient it makes.
+        of: The node of the rewritten graph that it differentiates.
         multiplicities: Of the last forest: how many tokens have how many rows, as pairs.
     """
 
@@ -265,7 +265,7 @@ class Restoration:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What the forward of one module keeps for the backward.
+    """Hold the bytes that one module's forward keeps for the backward.
 
     Attributes:
         module: Path; equal layers have a line each.
@@ -280,13 +280,13 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the packed forward keeps for the backward.
+    """Hold the bytes that the packed forward keeps for the backward.
 
     Attributes:
         bytes: All of it; 0 where there is no graph of a backward.
         layers: By module, the largest first.
         note: Why nothing is known, where that is so.
-        bytes_on_rows: What the same graph keeps where no two rows share a token, padding among them; 0 where the
+        bytes_on_rows: Bytes that the same graph keeps where no two rows share a token, padding among them; 0 where the
             size of the batch is unknown.
     """
 
@@ -328,7 +328,7 @@ class ForestAccount:
         tokens: Distinct ones.
         rows: How many rows.
         nodes: In packed order.
-        left_out: How many nodes there are beside these.
+        left_out: Number of omitted nodes.
     """
 
     raw_tokens: int
@@ -388,4 +388,4 @@ class GraphNode:
 
 
 Plain = dict[str, Any]
-"""What JSON has."""
+"""A JSON object."""

@@ -1,4 +1,4 @@
-"""``treefx.Report``: everything that is known of what treefx did with a model, as plain data."""
+"""Define ``treefx.Report``: treefx's work on a model, as plain data."""
 
 from __future__ import annotations
 
@@ -43,24 +43,27 @@ __all__ = ["Report", "made_of", "make_section"]
 
 
 def _nothing() -> None:
-    """A default that is no attribute of the class, where it would stand before sections that are made later."""
+    """Stand for a default that is no class attribute.
+
+    An attribute would hide sections that are made later.
+    """
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Report:
-    """What treefx did with a model, or would do (``treefx.explain``).
+    """Report treefx's work on a model, done or predicted (``treefx.explain``).
 
     ``treefx.inspect`` returns one whose sections are made when they are first read; it is equal to what
     ``Report.from_json`` reads back.
 
     Attributes:
-        verdict: One sentence, what to do, and the losses by cost.
-        operators: What became of each operator of the captured graph.
+        verdict: One sentence, the advice, and the losses by cost.
+        operators: How each operator of the captured graph runs.
         modules: Sums over the operators of each module.
-        passes: Seconds, and what each pass changed.
+        passes: Seconds and changes of each pass.
         attention: Score, mask and kernel of each attention on the tree.
         restoration: Where the backward sums gradients of rows.
-        memory: What the forward keeps for the backward.
+        memory: Bytes that the forward keeps for the backward.
         forest: Of the last call; None where its trie is gone.
         calls: The last hundred.
         plan: Of ``treefx.plan``, where ``with_plan`` gave one.
@@ -106,7 +109,7 @@ class Report:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What each tree attention computes, and its source, by node name."""
+        """Return the formula and source of each tree attention, by node name."""
         return dict(self.formulas)
 
     def summary(self) -> str:
@@ -126,7 +129,7 @@ class Report:
         return explain_place(place, Asked(self.verdict, self.operators, self.modules, self.nodes))
 
     def with_plan(self, plan: Any) -> Report:
-        """The same with the plan of a step (``treefx.plan``) beside it."""
+        """Return the report with the plan of a step (``treefx.plan``) added."""
         sections = {item.name: getattr(self, item.name) for item in fields(Report)}
         return Report(**{**sections, "plan": json.loads(plan.to_json())})
 
@@ -136,7 +139,7 @@ class Report:
 
     @staticmethod
     def from_json(text: str) -> Report:
-        """Read what ``to_json`` wrote.
+        """Read the text of ``to_json``.
 
         Raises:
             InputError: The text is no report, or one of another version.
@@ -155,7 +158,10 @@ class Report:
         return written
 
     def to_perfetto(self, path: str | Path) -> Path:
-        """Write passes and calls as a trace for ui.perfetto.dev or chrome://tracing, and return its path."""
+        """Write passes and calls as a trace for ui.perfetto.dev; return its path.
+
+        chrome://tracing reads it as well.
+        """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(perfetto_events(self.passes, self.calls, self.plan)), encoding="utf-8")

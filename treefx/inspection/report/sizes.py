@@ -1,4 +1,4 @@
-"""Sizes of a call in place of the symbols of a graph. Nothing here asks a symbol for its number: that would guard."""
+"""Substitute sizes of a call for symbols of a graph, without guards on them."""
 
 from __future__ import annotations
 

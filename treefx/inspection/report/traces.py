@@ -12,11 +12,13 @@ __all__ = ["perfetto_events"]
 _PROCESS = 1
 _THREADS = {1: "passes", 2: "calls", 3: "plan"}
 _GAP = 1e-3
-"""Seconds between calls whose real distance is not known."""
+"""Seconds between calls at an unknown distance."""
 
 
 def perfetto_events(passes: Sequence[PassRun], calls: Sequence[Call], plan: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``{"traceEvents": [...]}``: passes end to end, calls end to end, tokens of calls as counters.
+    """Return ``{"traceEvents": [...]}``: passes, calls, and tokens of calls as counters.
+
+    Passes and calls stand end to end.
 
     Events have the lengths that were measured. Their places are in order: when exactly each began is not recorded.
     """
@@ -55,7 +57,10 @@ def _of_calls(calls: Sequence[Call]) -> Iterator[dict[str, Any]]:
 
 
 def _of_plan(plan: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Steps of a plan end to end by predicted seconds, with the tokens of their parts; predicted bytes as a counter."""
+    """Yield steps of a plan end to end by predicted seconds; bytes are a counter.
+
+    Each has the tokens of its part.
+    """
     start = 0.0
     parts = {part["index"]: part for part in _records(plan, "parts") if "index" in part}
     for item in _records(plan, "steps"):
@@ -67,7 +72,7 @@ def _of_plan(plan: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _records(plan: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """The records of a list in a plan; other items are skipped, because a report may come from a file."""
+    """Return the records of a list in a plan; other items, possible in files, are skipped."""
     found = (plan or {}).get(name)
     return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []
 

@@ -1,4 +1,4 @@
-"""The verdict: one sentence, what to do about the largest loss, and the losses by cost."""
+"""Write the verdict: one sentence, advice on the largest loss, and losses by cost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _losses(material: Material, operators: tuple[OperatorAccount, ...]) -> tuple
 
 
 def _merge_whole(found: dict[tuple[str, str | None, str], Loss]) -> None:
-    """Count what an operator keeps on rows for the whole call at that operator."""
+    """Attribute the loss of a whole call to the operator that causes it."""
     for key, loss in list(found.items()):
         own = next((k for k, x in found.items() if x.operator and x.code == loss.code), None)
         if not loss.operator and own is not None:
@@ -103,7 +103,7 @@ def _ran(material: Material) -> str:
 
 
 def _advice(material: Material, losses: Sequence[Loss]) -> str:
-    """What to do about the largest loss, and about rows that came in different calls."""
+    """Advise on the largest loss, and on rows that came in different calls."""
     worth = [loss for loss in losses if loss.way_out]
     if worth:
         loss = worth[0]

@@ -27,7 +27,7 @@ _RAN = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What an answer is made of."""
+    """Hold the source data of an answer."""
 
     verdict: Verdict
     operators: tuple[OperatorAccount, ...]
@@ -133,7 +133,7 @@ def _about_operator(item: OperatorAccount) -> str:
 
 
 def _causes(found: Sequence[OperatorAccount], asked: Asked) -> list[str]:
-    """Each distinct reason among operators on rows once, with the operator where it began and the way out."""
+    """List each distinct reason of operators on rows once, with its origin and way out."""
     started, texts = origins(asked.operators), dict[tuple[str, str], str]()
     rows = [item for item in found if item.ran == "row"]
     rows.sort(key=lambda item: not item.since)
