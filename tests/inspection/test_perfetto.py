@@ -9,7 +9,9 @@ import pytest
 
 import treefx
 from tests.inspection.situations import compiled, ids_of, train
+from tests.inspection.trace_processor import TraceError, TraceProcessor
 from tests.planning.costs import linear_cost
+from treefx.inspection.report.records import Call
 from treefx.inspection.report.report import Report
 from treefx.inspection.report.traces import perfetto_events
 
@@ -74,3 +76,70 @@ def test_steps_of_a_plan_have_their_predicted_seconds(report: Report) -> None:
 @pytest.mark.parametrize("plan", [None, {}, {"steps": 3}, {"steps": [1, {"kind": None}], "parts": [{}]}])
 def test_a_plan_of_another_form_leaves_a_trace_that_can_be_read(plan: Any) -> None:
     check_events(perfetto_events((), (), plan))
+
+
+SLICES = """
+    select thread_track.id, thread.name, slice.name, slice.ts, slice.dur, slice.arg_set_id from slice
+    join thread_track on slice.track_id = thread_track.id join thread using (utid) order by slice.id
+"""
+
+
+def loaded(trace: dict[str, Any], path: Path) -> TraceProcessor:
+    path.write_text(json.dumps(trace), encoding="utf-8")
+    return TraceProcessor(path)
+
+
+def losses(found: TraceProcessor) -> list[Any]:
+    """What the importer dropped or did not understand."""
+    return found.query("select name, severity, value from stats where value > 0 and severity in ('error', 'data_loss')")
+
+
+def nanoseconds(event: dict[str, Any], key: str) -> Any:
+    return pytest.approx(1e3 * event[key], abs=1)
+
+
+def flat(value: Any, name: str) -> dict[str, Any]:
+    """The arguments of an event by the names that the trace processor gives them."""
+    if not isinstance(value, dict | list):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    keys = [(f"{name}.{key}" if isinstance(value, dict) else f"{name}[{key}]", item) for key, item in items]
+    return {key: item for inner, part in keys for key, item in flat(part, inner).items()}
+
+
+def test_the_trace_processor_loads_every_event(report: Report, tmp_path: Path) -> None:
+    """Slices, tracks, arguments and counters are those that were written, to the nanosecond."""
+    path = report.to_perfetto(tmp_path / "trace.json")
+    written = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    found = TraceProcessor(path)
+    assert losses(found) == []
+    spans = [event for event in written if event["ph"] == "X"]
+    tracks = {e["tid"]: e["args"]["name"] for e in written if e["name"] == "thread_name"}
+    slices = found.query(SLICES)
+    assert len(slices) == len(spans) > 10 and {event["cat"] for event in spans} == {"passes", "calls", "plan"}
+    for event in spans:
+        place = (tracks[event["tid"]], event["name"])
+        (same,) = [x for x in slices if x[1:3] == place and x[3] == nanoseconds(event, "ts")]
+        assert same[4] == nanoseconds(event, "dur")
+        args = found.query(f"select key, string_value, int_value, real_value from args where arg_set_id = {same[5]}")
+        read = {key: next((x for x in values if x is not None), None) for key, *values in args}
+        assert read == {key: value for key, value in flat(event["args"], "args").items() if value is not None}
+    counters = found.query("select t.name, c.ts, c.value from counter c join counter_track t on c.track_id = t.id")
+    points = [(f"{e['name']} {k}", e, v) for e in written if e["ph"] == "C" for k, v in e["args"].items()]
+    assert len(counters) == len(points) > 6
+    for name, event, value in points:
+        assert any(x[0] == name and x[1] == nanoseconds(event, "ts") and x[2] == value for x in counters)
+    assert found.query("select name from process where name is not null") == [("treefx",)]
+
+
+def test_the_trace_processor_names_what_is_wrong(tmp_path: Path) -> None:
+    """Events that overlap in part, or that have no time, are counted as lost: so the test above can fail."""
+    good = perfetto_events((), (Call(1, 0, "packed", 9, 5, seconds=0.5),), None)
+    assert losses(loaded(good, tmp_path / "good.json")) == []
+    span = next(event for event in good["traceEvents"] if event["ph"] == "X")
+    for wrong in ({**span, "ts": span["ts"] + span["dur"] / 2}, {k: v for k, v in span.items() if k != "ts"}):
+        found = loaded({**good, "traceEvents": [*good["traceEvents"], wrong]}, tmp_path / "wrong.json")
+        assert losses(found), wrong
+    (tmp_path / "cut.json").write_text(json.dumps(good)[:-20], encoding="utf-8")
+    with pytest.raises(TraceError, match="incomplete"):
+        TraceProcessor(tmp_path / "cut.json")
