@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import treefx
+from tests.cli.validation import assert_valid, record_of
 from treefx.cli import app
 from treefx.cli.app import COMMANDS
 from treefx.cli.schemas import json_schema_of, names
@@ -63,20 +64,7 @@ def test_every_command_with_json_is_here() -> None:
     covered = {" ".join(words[: 2 if words[0] == "simulate" else 1]) for words in split}
     assert found == covered | {f"bench {words.split()[0]}" for words in MEASURED}
     printed = RUN.keys() | {f"treefx.bench.{words.split()[0]}/1" for words in MEASURED}
-    assert set(names()) - {"treefx.observation/1"} <= printed
-
-
-def assert_valid(text: str, schema: str) -> None:
-    """Each record names its schema first, and is valid."""
-    found = json.loads(text)
-    records = found if isinstance(found, list) else [found]
-    valid = fastjsonschema.compile(json_schema_of(schema))
-    assert records
-    for record in records:
-        assert next(iter(record)) == "schema" and record["schema"] == schema
-        valid(record)
-        with pytest.raises(fastjsonschema.JsonSchemaException):
-            valid(record | {"schema": schema.replace("/1", "/0")})
+    assert set(names()) - {"treefx.observation/1"} == printed
 
 
 @pytest.mark.parametrize("schema", RUN)
@@ -93,18 +81,22 @@ def test_what_commands_print_is_valid(schema: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", MEASURED)
-def test_measurements_name_their_schema(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of records that stand for measured ones."""
-    record = {"case": "small", "seconds": 0.5, "ratio": 1.0, "wrong": [], "problems": []}
+def test_measurements_print_their_records(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of the documented form; what is really measured is held against it in ``tests/tools/bench``."""
+    name = command.split()[0]
+    forms = {"parts": record_of("parts"), "unshared": {"models": [record_of("unshared")["models"][0]]}}
 
-    def stand_in(place: str) -> None:
+    def stand_in(place: str, records: list[Any]) -> None:
         module, _, function = f"treefx.tools.bench.{place}".rpartition(".")
-        measure: Callable[..., Any] = lambda *given, **options: [dict(record)]  # noqa: E731
+        measure: Callable[..., Any] = lambda *given, **options: [dict(item) for item in records]  # noqa: E731
         monkeypatch.setattr(import_module(module), function, measure)
 
-    name = command.split()[0]
-    for place in (MEASURED[command], *([MORE[name]] if name in MORE else [])):
-        stand_in(place)
+    if name == "gpu":
+        stand_in(MEASURED[command], record_of("gpu")["records"])
+    else:
+        stand_in(MEASURED[command], [next(iter(forms[name].values()))[0]] if name in forms else [record_of(name)])
+    if name in MORE:
+        stand_in(MORE[name], forms[name]["policies"] if name in forms else [record_of(name)])
     done = CliRunner().invoke(app, ["bench", *command.split(), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert_valid(done.stdout, f"treefx.bench.{name}/1")

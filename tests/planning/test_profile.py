@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 import treefx
+from tests.cli.validation import assert_measured
 from treefx.errors import InputError
 from treefx.kernels.cpu.tile_calls import flash, flash_backward
 from treefx.planning.cost.liveness import live_bytes
@@ -137,7 +138,9 @@ def test_measured_peaks_are_under_the_limits_and_near_the_predictions(runner: Ru
     """A small run of `treefx bench parts`, of a forest that was not profiled and runs the same compiled code."""
     forest = _forest(1)
     assert _forest(0).deepest.bit_length() == forest.deepest.bit_length()
-    for trial in run_under_limits(runner, forest):
+    trials = list(run_under_limits(runner, forest))
+    assert_measured("parts", {"peaks": [bench_parts._summary(trials)], "policies": []})
+    for trial in trials:
         assert len(trial.plan.parts) >= trial.share
         assert trial.measured.bytes <= trial.plan.peak_bytes <= trial.plan.memory_limit_bytes
         assert trial.predicted_per_measured <= 1.1
@@ -196,6 +199,7 @@ def test_policies_of_others_compute_the_same_gradients_with_more_work(
     monkeypatch.setattr(bench_policies, "_ROUNDS", 2)
     forest = _forest(0)
     found = {record["policy"]: record for record in run_policies(runner, forest, share=4)}
+    assert_measured("parts", {"peaks": [], "policies": list(found.values())})
     uncut, planned = found["uncut"], found["treefx"]
     assert uncut["flop_ratio"] == 1.0 and uncut["parts"] == 1
     pairs = int((forest.depth + 1).sum())

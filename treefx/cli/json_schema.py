@@ -22,7 +22,7 @@ def json_schema(schema: str, form: Any) -> dict[str, Any]:
     Args:
         schema: Name and version, which the record has as its key ``schema``.
         form: A dataclass, or the types of fields by name. A name that ends with "?" may be missing, and `REST` is the
-            type of all other fields.
+            type of all other fields. A list of one form stands for a list of such records.
     """
     definitions: dict[str, Any] = {}
     made = _object(_fields(form) if is_dataclass(form) else form, definitions)
@@ -53,6 +53,8 @@ def _of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {}
     if isinstance(kind, Mapping):
         return _object(kind, definitions)
+    if isinstance(kind, list):
+        return {"type": "array", "items": _of(kind[0], definitions)}
     if kind is float:
         return _NUMBER
     if kind in _SCALARS:

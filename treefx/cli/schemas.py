@@ -10,7 +10,7 @@ readers cannot read gets another number.
 ``treefx doctor --patches``         ``treefx.doctor.patches/1``, a record per symbol
 ``treefx plan --compare``           ``treefx.plan.strategies/1``, a record per strategy
 ``treefx plan --ranks``             ``treefx.plan.ranks/1``
-``treefx bench NAME``               ``treefx.bench.NAME/1``: mostly a list of measurements, figures by name
+``treefx bench NAME``               ``treefx.bench.NAME/1``, see ``treefx.cli.measurements``; mostly a list of records
 others                              ``treefx.COMMAND/1``
 ==================================  ==================================================================
 """
@@ -21,14 +21,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from treefx.cli.json_schema import REST, json_schema
+from treefx.cli.measurements import MEASUREMENTS
 
-__all__ = ["MEASUREMENT", "json_schema_of", "names"]
+__all__ = ["json_schema_of", "names"]
 
 _Scalar = str | int | float | bool | None
 _Records = list[dict[str, Any]]
-
-MEASUREMENT: Mapping[str, Any] = {REST: Any}
-"""Of ``treefx bench``: figures by name; the first one names the case."""
 
 _DRIFT = {
     "rows": int, "tokens": int, "unshared_tokens": int, "border": int, "history": int, "template": int,
@@ -81,15 +79,12 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "machine": dict[str, dict[str, Any]], "figures": _Records, "points": float, "sublayers": _Records,
     },
     "treefx.simulate.chunks/1": {"best_chunks": int, "seconds": dict[str, float]},
-    "treefx.bench.unshared/1": {"models": _Records, "geometric_mean": float},
-    "treefx.bench.parts/1": {"peaks": _Records, "policies": _Records},
-    "treefx.bench.gpu/1": {"stage": str, "rehearsal": bool, "device": str, "records": _Records, REST: Any},
+    **{f"treefx.bench.{name}/1": form for name, form in MEASUREMENTS.items()},
 }  # fmt: skip
-_BENCH = "treefx.bench."
 
 
 def names() -> list[str]:
-    """All forms but those of measurements, which have the names of their commands."""
+    """All forms."""
     return ["treefx.report/1", "treefx.observation/1", *_FORMS]
 
 
@@ -110,4 +105,4 @@ def json_schema_of(name: str) -> dict[str, Any]:
         from treefx.inspection.observation.observed import Observation
 
         return json_schema(name, Observation)
-    return json_schema(name, MEASUREMENT if name.startswith(_BENCH) and name not in _FORMS else _FORMS[name])
+    return json_schema(name, _FORMS[name])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.cli.validation import assert_measured
 from tests.kernels.gpu.planting import planted, template
 from treefx.cli.app import app
 from treefx.errors import InputError
@@ -37,7 +38,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verdicts(arch: int, *cases: Case, paths: tuple[str, ...] = ("plain", "gluon")) -> dict[tuple[Any, ...], list[str]]:
-    records = run(arch, paths=paths, cases=cases)
+    records = list(run(arch, paths=paths, cases=cases))
+    assert_measured("kernel", records)
     return {(record["kernel"], record["path"], *record["features"]): record["problems"] for record in records}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cli.validation import assert_measured
 from treefx.errors import InputError, UnsupportedError
 from treefx.kernels import tree_attention
 from treefx.kernels.common import Inputs
@@ -49,6 +50,7 @@ def test_cases_are_forests_in_packed_order() -> None:
 def test_records_hold_times_and_quotients(dtype: torch.dtype) -> None:
     before = (("tree", (2.0, 4.0)), ("dense", (3.0, 6.0)))
     (record,) = run(heads=2, head_dim=8, repeats=1, cases=[Case(SMALL, dtype, before=before)])
+    assert_measured("attention", record)
     assert (record["case"], record["tokens"], record["raw_tokens"]) == ("small", 14, 19)
     methods = ("tree", "floor", "dense", "rows")
     times = [record[f"{name}_{way}_ms"] for name in methods for way in ("forward", "backward")]
@@ -113,6 +115,7 @@ def measure(**options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_record_of_a_device(dtype: torch.dtype) -> None:
     record = measure(dtype=dtype)
+    assert_measured("attention", record)
     assert record["wrong"] == [] and record["warnings"] == []
     assert (record["tokens"], record["raw_tokens"]) == (144, 194)
     assert record["visible_pairs"] == 50 * 51 // 2 + 50 * 94 + 30 * 31 // 2 + 64 * 65 // 2
@@ -265,6 +268,7 @@ def measure_flash() -> dict[str, Any]:
 @pytest.mark.usefixtures("untuned")
 def test_flash_attn_4_is_a_separate_baseline(flash: Flash) -> None:
     record = measure_flash()
+    assert_measured("attention", record)
     assert record["wrong"] == [] and record["flex FLASH"] == [3.0, 3.0]
     assert record["flash_over_tree_forward"] == record["flash_over_tree_backward"] == 1.0
     assert not [key for key in record if key.startswith("flex_")], "it is no variant of the Triton kernels"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.cli.validation import assert_measured
 from tests.scale.forked import fork_ways
 from treefx.cli import app
 from treefx.tools.bench import first_step
@@ -21,6 +22,7 @@ def test_a_way_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["way"] == "eager" and record["passes"] == {}
     assert len(record["numbers"]) % 2 == 0
     assert all(record[name] > 0 for name in ("wall", "python", "step", "second_wall", "second_python"))
+    assert_measured("first-step", first_step._compared({**record, "passes": {"trace": 0.5}}, record))
 
 
 def started(case: FirstStepCase, off: float = 0.0) -> dict[str, Any]:

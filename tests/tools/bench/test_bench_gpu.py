@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
 
+from tests.cli.validation import assert_measured
 from treefx.cli.app import app
 from treefx.errors import InputError, UnsupportedError
 from treefx.forests.forest import Forest
@@ -114,6 +115,7 @@ def test_a_case_that_fails_costs_itself_alone(
     records = list(stages.run("correct", rehearsal=True, cases=2, method="fork"))
     assert [said in record["wrong"][0] for record in records] == [True, True]
     assert all(stages.line(record).startswith(record["case"]) for record in records)
+    assert_measured("gpu", stages.describe("correct", True, records))
     late = list(stages.run("correct", rehearsal=True, cases=2, minutes=-1.0, method="fork"))
     assert len(late) == 2 and all("the time is up" in record["wrong"][0] for record in late)
 

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.cli.validation import assert_measured
 from treefx.tools.bench.attention import host
 
 
@@ -11,6 +12,7 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_LAYERS", 3)
     monkeypatch.setattr(host, "_FORESTS", 2)
     records = list(host.run())
+    assert_measured("host", records)
     assert [record["kind"] for record in records] == [*host.KINDS]
     launched = {
         "a product": 7, "a product, plain, one pass": 4, "a product, plain, two passes": 4,

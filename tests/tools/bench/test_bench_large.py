@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.validation import assert_measured
 from treefx.errors import TreefxError
 from treefx.tools.bench import large as bench_large
 
@@ -26,7 +27,8 @@ def measure(config: str) -> list[dict[str, Any]]:
 
 
 def test_three_ways(config: str) -> None:
-    parts, rows, uncut = measure(config)
+    parts, rows, uncut = records = measure(config)
+    assert_measured("large", records)
     assert parts["raw_tokens"] == rows["raw_tokens"] == 64 * 4 * 24
     assert 0.98 * 85 * 24 < parts["distinct_tokens"] <= 85 * 24  # spans may begin alike by chance
     assert parts["parts"] > 1 and uncut["parts"] == 1

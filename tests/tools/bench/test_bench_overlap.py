@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typer.testing import CliRunner
 
+from tests.cli.validation import assert_measured
 from tests.scale.ranks import run_ranks
 from tests.trainers.test_distributed import WORLD
 from treefx.cli import app
@@ -146,6 +147,7 @@ def test_what_no_outbox_holds_is_refused() -> None:
 
 def test_records_of_a_small_block() -> None:
     records = bench.run(rows=256, width=16, hidden=32, repeats=2, seconds=300)
+    assert_measured("overlap", records)
     assert [(record["collectives"], record["ratio"]) for record in records] == [
         (collectives, ratio) for collectives in LAYOUTS for ratio in RATIOS
     ]

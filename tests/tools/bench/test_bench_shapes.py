@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.cli.validation import assert_measured
 from tests.scale.forked import fork_ways
 from treefx.cli import app
 from treefx.tools.bench import shapes
@@ -24,6 +25,7 @@ def test_a_way_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["way"] == "eager" and record["compiles"] == 2
     assert len(record["numbers"]) == 2 * EAGER.batches
     assert 0 < record["steps_seconds"] < record["whole_seconds"] and record["bound"] > 1
+    assert_measured("shapes", shapes._compared(record, record))
 
 
 def started(case: ShapesCase, off: float = 0.0) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.cli.validation import assert_measured
 from tests.scale.forked import fork_ways
 from treefx.cli import app
 from treefx.tools.bench import trainer
@@ -26,6 +27,7 @@ def test_a_way_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["sharing"] == pytest.approx(1 / record["bound"], rel=0.2) and record["sharing"] > 3
     steps = ("first_seconds", "second_seconds", "later_seconds")
     assert 0 < sum(record[name] for name in steps) < record["whole_seconds"]
+    assert_measured("trainer", trainer._compared(record, record))
 
 
 def started(case: TrainerCase, off: float = 0.0) -> dict[str, Any]:

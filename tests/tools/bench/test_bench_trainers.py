@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.cli.validation import assert_measured
 from treefx.cli import app
 from treefx.errors import InputError
 from treefx.forests.forest import Forest
@@ -124,7 +125,8 @@ def records(*arguments: str) -> list[dict[str, Any]]:
 
 def test_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, treefx=[[2.0, 1.5 + 3e-5], 0])
-    eager, inductor, treefx = records("--only", "some-trainer", "--json")
+    eager, inductor, treefx = found = records("--only", "some-trainer", "--json")
+    assert_measured("trainers", found)
     assert (eager["run"], eager["steps"], eager["error"]) == ("some-trainer, eager", 2, 0.0)
     assert inductor["whole"] == 1.0 and inductor["error"] == 0.0
     assert treefx["error"] == pytest.approx(2e-5)
@@ -137,7 +139,8 @@ def test_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_switch_of_the_trainer_that_fails_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, inductor=[[2.0], 1])
-    eager, inductor, treefx = records("--json")
+    eager, inductor, treefx = found = records("--json")
+    assert_measured("trainers", found)
     assert inductor["note"] == "no such kernel" and inductor["whole_seconds"] == ""
     assert "whole" not in treefx and treefx["error"] == 0.0 and eager["steps"] == 2
     assert "no such kernel" in records()[0]["text"]

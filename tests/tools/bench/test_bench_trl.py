@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tests.cli.validation import assert_measured
 from tests.scale.forked import fork_ways
 from treefx.cli import app
 from treefx.errors import InputError
@@ -43,6 +44,7 @@ def test_a_run_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "sft, padding free"
     (record,) = run.run([name], ways=("eager", "treefx"), rows=16, layers=1, hidden_size=64)
     assert (record["run"], record["steps"], record["fallbacks"]) == (name, 2, 0)
+    assert_measured("trl", record)
     assert record["error"] < 1e-4 and record["compiles"] <= 2
     assert float(record["sharing"].split()[0]) > 1.5
     assert record["treefx_seconds"] > 0 and record["inductor_seconds"] == record["whole"] == ""
@@ -82,6 +84,7 @@ def test_a_trainer_that_fails_with_inductor_is_a_note(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(run, "_start", failing)
     (record,) = run.run(["dpo"], rows=4, layers=1, hidden_size=64)
+    assert_measured("trl", record)
     assert (record["note"], record["inductor_seconds"], record["whole"]) == ("no such kernel", "", "")
 
 

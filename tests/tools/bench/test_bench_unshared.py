@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 from typer.testing import CliRunner
 
+from tests.cli.validation import assert_measured
 from treefx.cli import app
 from treefx.tools.bench import unshared as bench_unshared
 from treefx.tools.bench.zoo.models import ZooModel
@@ -28,6 +29,7 @@ def test_models_are_timed_and_others_are_named(more: list[str], monkeypatch: pyt
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     timed, other = found["models"]
+    assert_measured("unshared", found)
     assert timed["ran"] == "ordinary", "nothing is shared"
     assert timed["ratio"] == pytest.approx(timed["seconds"] / timed["baseline_seconds"])
     assert found["geometric_mean"] == pytest.approx(timed["ratio"])

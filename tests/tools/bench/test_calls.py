@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cli.validation import assert_measured
 from treefx.tools.bench import calls
 from treefx.tools.bench.calls import ENTRIES, Walk, walked
 
@@ -20,6 +21,7 @@ MOST = {
 def test_a_steady_step_walks_no_further(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "ENTRIES", {entry: ENTRIES[entry]})
     (record,) = calls.run()
+    assert_measured("calls", record)
     most_calls, most_files = MOST[entry]
     assert record["calls"] <= most_calls and record["files"] <= most_files, record
     assert record["labels"] <= (1 if "forest" not in entry and "plan" not in entry else 200), "facts are precomputed"
