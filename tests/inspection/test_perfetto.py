@@ -11,7 +11,7 @@ import treefx
 from tests.inspection.situations import compiled, ids_of, train
 from tests.inspection.trace_processor import TraceError, TraceProcessor
 from tests.planning.costs import linear_cost
-from treefx.inspection.report.records import Call
+from treefx.inspection.report.call_records import Call
 from treefx.inspection.report.report import Report
 from treefx.inspection.report.traces import perfetto_events
 

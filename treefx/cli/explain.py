@@ -30,6 +30,9 @@ def explain(
     ] = "4x24+8",
     min_sharing: Annotated[float, typer.Option(help="The least sharing ratio that is packed.")] = 1.0,
     on_unsupported: Annotated[str, typer.Option(help="expand, fallback or error: as for the backend.")] = "expand",
+    timed: Annotated[
+        bool, typer.Option("--timed", help="Run the forward one operator at a time, for the time of each module.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write the whole report to this file, as one html page.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON (treefx.report/1).")] = False,
 ) -> None:
@@ -46,8 +49,9 @@ def explain(
 
     A name of a script is a module, a dict of the call's arguments, or a function without arguments that returns one.
     Code below `if __name__ == "__main__"` does not run. An architecture gets two narrow layers with random weights.
-    Memory is what the forward keeps for the backward; its figure on rows is the same graph with no token shared. The
-    exit status is 0 also where everything would run on rows: that is an answer.
+    Memory is what the forward keeps for the backward; its figure on rows is the same graph with no token shared. With
+    --timed the forward runs, without gradients and not compiled: times say where it spends them, not how fast it is.
+    The exit status is 0 also where everything would run on rows: that is an answer.
     """
     given = parse_given(model, batch)
     options: dict[str, Any] = {"min_sharing": min_sharing, "on_unsupported": on_unsupported}
@@ -59,7 +63,7 @@ def explain(
 
         made, arguments = given.load(progress.tell)
         progress.tell(f"tracing {model}")
-        report = treefx.explain(made, arguments, options)
+        report = treefx.explain(made, arguments, options, timed=timed)
         if html is not None:
             progress.tell("writing the page")
             report.to_html(html)

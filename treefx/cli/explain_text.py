@@ -51,6 +51,10 @@ def _figures(report: Report) -> Iterator[tuple[str, ...]]:
     before, after = verdict.flops_before, verdict.flops_after
     if before:
         yield "FLOPs of the forward", f"{before:,}", f"{after:,}", _ratio(before, after)
+    root = next((item for item in report.modules if not item.path), None)
+    if root is not None and root.seconds_after:
+        taken = [f"{1e3 * seconds:.1f} ms" for seconds in (root.seconds_before, root.seconds_after)]
+        yield "forward, operator by operator", *taken, f"{root.seconds_before / root.seconds_after:.2f}x"
     if memory.bytes:
         on_rows = memory.bytes_on_rows
         yield (

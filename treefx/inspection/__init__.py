@@ -4,6 +4,6 @@ In: a compiled model that was called. Out: text, numbers, HTML. Reads the run ti
 
 Order of imports, each only of what stands before an arrow::
 
-    compiled_modules, given_up, graph_diff, inner_graphs, page, source_lines -> score_text -> report -> text ->
-    html -> reported -> inspector -> explain, first_call -> observation
+    compiled_modules, given_up, graph_diff, images, inner_graphs, node_times, page, source_lines -> score_text -> report
+    -> text -> html -> reported -> inspector -> explain, first_call -> observation
 """

@@ -15,6 +15,7 @@ from treefx.config import Config
 from treefx.errors import InputError, UnsupportedError
 from treefx.inspection.inner_graphs import trace_inner_graphs
 from treefx.inspection.inspector import statistics
+from treefx.inspection.node_times import time_nodes
 from treefx.inspection.report.material import Material
 from treefx.inspection.report.report import Report, made_of
 from treefx.inspection.reported import material_of
@@ -39,7 +40,7 @@ from treefx.torch_patches.compiling import compiling
 __all__ = ["explain"]
 
 
-def explain(model: Any, batch: Any, options: Mapping[str, Any] | None = None) -> Report:
+def explain(model: Any, batch: Any, options: Mapping[str, Any] | None = None, *, timed: bool = False) -> Report:
     """Explain a model and a batch without running, compiling or changing either.
 
     Dynamo captures the model, the passes analyse and rewrite the graph on fake tensors, and the trie of the batch is
@@ -49,6 +50,9 @@ def explain(model: Any, batch: Any, options: Mapping[str, Any] | None = None) ->
         model: A module or a function, compiled or not.
         batch: The arguments of a call by name, or the token ids.
         options: Of the backend, as for ``torch.compile(backend="treefx", options=...)``.
+        timed: Whether to run the forward of a batch that would be packed, on rows and on distinct tokens, one operator
+            at a time without gradients, for ``seconds_before`` and ``seconds_after`` of operators and modules. Weights,
+            buffers and the random state stay.
 
     Returns:
         A report as of ``treefx.inspect`` after that call. A model that Dynamo cannot capture as one graph is not
@@ -66,7 +70,7 @@ def explain(model: Any, batch: Any, options: Mapping[str, Any] | None = None) ->
         )
     keep_graphs_whole()
     plain = getattr(model, "_orig_mod", model)
-    dry = _Dry(Config.from_options(dict(options or {})), getattr(plain, "__name__", type(plain).__name__))
+    dry = _Dry(Config.from_options(dict(options or {})), getattr(plain, "__name__", type(plain).__name__), timed)
     call: Any = torch.compile(_with_own_code(plain), backend=dry.backend, fullgraph=True)
     try:
         call(*([batch] if isinstance(batch, Tensor) else []), **(batch if isinstance(batch, Mapping) else {}))
@@ -99,11 +103,13 @@ class _Dry:
 
     config: Config
     name: str = ""
+    timed: bool = False
     records: Records | None = None
     passes: Sequence[Pass] = ()
     analyses: Analyses | None = None
     rewritten: Rewritten | None = None
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def backend(self) -> Any:
@@ -154,6 +160,11 @@ class _Dry:
             if torch.is_grad_enabled():
                 self.graphs |= trace_inner_graphs(self.rewritten)
         self._batch = batch  # the report reads it weakly
+        if self.timed:
+            laid_out, sizes = shape.analysis.laid_out(tensors), shape.analysis.values(tensors).values()
+            packed = [*laid_out, *batch.metadata, batch.size, *sizes]
+            self.seconds["captured"] = time_nodes(shape.analysis.gm, laid_out)
+            self.seconds["rewritten"] = time_nodes(self.rewritten.gm, packed)
         raise _Done
 
     def instead(self, args: Sequence[Any], *, reason: Reason | None) -> None:
@@ -178,7 +189,7 @@ class _Dry:
         text = summarise(stats, graphs, restored)
         shown = graphs if first.ran == "packed" else {}
         material = material_of(first, [first], self._analysis, self.rewritten, shown, stats, text, ())
-        material.is_dry = True
+        material.is_dry, material.seconds = True, self.seconds
         return made_of(material, kernels)
 
     @property

@@ -17,8 +17,9 @@ from typing import Any
 
 from treefx.inspection.graph_diff import OperatorChange, order_changes
 from treefx.inspection.page import page_part, page_script
+from treefx.inspection.report.call_records import ForestNode, LayerMemory
 from treefx.inspection.report.codec import as_plain
-from treefx.inspection.report.records import AttentionAccount, ForestNode, GraphNode, LayerMemory, Mask
+from treefx.inspection.report.records import AttentionAccount, GraphNode, Mask
 from treefx.inspection.report.report import Report
 from treefx.inspection.text import none_expanded, shown_expansions
 

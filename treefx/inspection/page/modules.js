@@ -9,6 +9,11 @@ for (const item of modules) {
   if (!inside.has(around)) inside.set(around, []);
   inside.get(around).push(item);
 }
+const milliseconds = (seconds) => `${(1000 * seconds).toPrecision(3)} ms`;
+const isTimed = modules.some((item) => item.seconds_before > 0);
+byId("timed").textContent = isTimed ? "Times: one operator at a time as in eager mode, so without fusion."
+  : "treefx.explain(model, batch, timed=True) measures times.";
+byId("overlay").querySelector("[value=seconds]").disabled = !isTimed;
 function moduleRow(item, kind, whole) {
   const row = make("div", "module"), name = make("span"), bars = make("span"), figures = make("small");
   const times = item.folded.length > 1 ? ` (x ${item.folded.length})` : "";
@@ -19,7 +24,8 @@ function moduleRow(item, kind, whole) {
     bars.append(bar);
   }
   const rows = item.row ? `, ${item.row} on rows` : "";
-  figures.textContent = `${short(item[kind + "_before"])} -> ${short(item[kind + "_after"])}${rows}`;
+  const write = kind === "seconds" ? milliseconds : short;
+  figures.textContent = `${write(item[kind + "_before"])} -> ${write(item[kind + "_after"])}${rows}`;
   figures.title = item.codes.join(" ");
   row.append(name, bars, figures);
   return row;

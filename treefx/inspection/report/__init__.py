@@ -5,7 +5,7 @@ JSON and comes back from it. Nothing here runs in a training step: sections are 
 
 Order of imports, each only of what stands before an arrow::
 
-    records, codec, images, sizes, lines, formulas -> material, costs -> operators, forest -> masks ->
-    attention, calls, memory, model_explorer, modules, nodes, passes, restoration, verdict, traces -> why ->
+    records, call_records, codec, sizes, lines, formulas -> material, costs -> operators, forest ->
+    masks -> attention, calls, memory, model_explorer, modules, nodes, passes, restoration, verdict, traces -> why ->
     report -> diff
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from treefx.inspection.report.call_records import Call
 from treefx.inspection.report.material import Material
-from treefx.inspection.report.records import Call
 from treefx.reason_codes import LITTLE_SHARING
 from treefx.runtime.call_log import MOST_CALLS, LoggedCall
 

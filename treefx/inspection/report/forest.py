@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from treefx.inspection.report.call_records import ForestAccount, ForestNode
 from treefx.inspection.report.material import Material, Rows
-from treefx.inspection.report.records import ForestAccount, ForestNode
 
 __all__ = ["MOST_IDS", "MOST_NODES", "account_forest", "count_tokens", "visible_pairs"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from treefx.inspection.report.images import images_of
+from treefx.inspection.images import images_of
 from treefx.inspection.report.sizes import Sizes
 from treefx.passes.analysis import Analysis, Rewritten
 from treefx.runtime.call_log import LoggedCall
@@ -83,6 +83,7 @@ class Material:
         rows: The trie of the last call.
         extra_losses: Further reasons, as code, text: pieces of the model that get no token ids.
         is_dry: Whether nothing has run: the report is of a call to come.
+        seconds: Of nodes by name, by stage ("captured", "rewritten"), where they were timed.
     """
 
     stats: Mapping[str, Any]
@@ -98,6 +99,7 @@ class Material:
     extent: tuple[int, int] | None = None
     extra_losses: Sequence[tuple[str, str]] = ()
     is_dry: bool = False
+    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def packed(self) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
+from treefx.inspection.report.call_records import LayerMemory, Memory
 from treefx.inspection.report.lines import module_path
 from treefx.inspection.report.material import Material
-from treefx.inspection.report.records import LayerMemory, Memory
 from treefx.inspection.report.sizes import values_in
 
 __all__ = ["account_memory"]

@@ -157,6 +157,8 @@ def _account(
         bytes_after=after.bytes(images.get("rewritten", ())),
         images=images,
         since=origin.node if origin is not None else "",
+        seconds_before=material.seconds.get("captured", {}).get(node.name, 0.0),
+        seconds_after=after.seconds(images.get("rewritten", ())),
     )
     return account if material.packed else _on_rows(account, material)
 
@@ -184,6 +186,11 @@ class _Costs:
     def bytes(self, names: tuple[str, ...]) -> int:
         """Sum over nodes."""
         return sum(result_bytes(self._nodes[n], self._material.sizes) for n in names)
+
+    def seconds(self, names: tuple[str, ...]) -> float:
+        """Sum over nodes."""
+        known = self._material.seconds.get("rewritten", {})
+        return sum((known.get(name, 0.0) for name in names), 0.0)
 
 
 def _ran(node: fx.Node, fact: Fact, is_live: bool) -> str:

@@ -8,15 +8,10 @@ from typing import Any
 __all__ = [
     "SCHEMA",
     "AttentionAccount",
-    "Call",
     "Coverage",
-    "ForestAccount",
-    "ForestNode",
     "GraphNode",
-    "LayerMemory",
     "Loss",
     "Mask",
-    "Memory",
     "ModuleAccount",
     "OperatorAccount",
     "PassRun",
@@ -123,6 +118,8 @@ class OperatorAccount:
         bytes_after: Of the results of the nodes that it became.
         images: Nodes that it became, by graph: "rewritten", "forward", "backward".
         since: The operator where its rows began: itself, or its source of rows.
+        seconds_before: On rows, one operator at a time as in eager mode; 0 where nothing was timed.
+        seconds_after: Of the nodes that it became.
     """
 
     name: str
@@ -141,6 +138,8 @@ class OperatorAccount:
     bytes_after: int = 0
     images: dict[str, tuple[str, ...]] = field(default_factory=dict)
     since: str = ""
+    seconds_before: float = 0.0
+    seconds_after: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,8 @@ class ModuleAccount:
         batch: How many run once for the batch.
         row: How many run per row.
         folded: Paths of the modules of the same list with an equal account, this one among them.
+        seconds_before: On rows, one operator at a time; 0 where nothing was timed.
+        seconds_after: Of what runs now, what treefx put in for the module included.
     """
 
     path: str
@@ -171,6 +172,8 @@ class ModuleAccount:
     bytes_after: int
     codes: tuple[str, ...] = ()
     folded: tuple[str, ...] = ()
+    seconds_before: float = 0.0
+    seconds_after: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -261,110 +264,6 @@ class Restoration:
     line: str | None = None
     shape: str = ""
     multiplicities: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Hold the bytes that one module's forward keeps for the backward.
-
-    Attributes:
-        module: Path; equal layers have a line each.
-        bytes: Of distinct storages; parameters and inputs are not counted.
-        values: How many values.
-    """
-
-    module: str
-    bytes: int
-    values: int
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Hold the bytes that the packed forward keeps for the backward.
-
-    Attributes:
-        bytes: All of it; 0 where there is no graph of a backward.
-        layers: By module, the largest first.
-        note: Why nothing is known, where that is so.
-        bytes_on_rows: Bytes that the same graph keeps where no two rows share a token, padding among them; 0 where the
-            size of the batch is unknown.
-    """
-
-    bytes: int = 0
-    layers: tuple[LayerMemory, ...] = ()
-    note: str = ""
-    bytes_on_rows: int = 0
-
-
-@dataclass(frozen=True)
-class ForestNode:
-    """A run of tokens with the same rows.
-
-    Attributes:
-        start: Packed index of its first token.
-        tokens: How many tokens.
-        depth: Of the first one on its path.
-        parent: Number of the node above it; -1 for a root.
-        rows: The rows through it.
-        ids: The first of its token ids.
-        weight: Of the edge into its first token, summed over its rows; None for a root and where the loss has them.
-    """
-
-    start: int
-    tokens: int
-    depth: int
-    parent: int
-    rows: tuple[int, ...]
-    ids: tuple[int, ...] = ()
-    weight: float | None = None
-
-
-@dataclass(frozen=True)
-class ForestAccount:
-    """The forest of the last call.
-
-    Attributes:
-        raw_tokens: Of all rows.
-        tokens: Distinct ones.
-        rows: How many rows.
-        nodes: In packed order.
-        left_out: Number of omitted nodes.
-    """
-
-    raw_tokens: int
-    tokens: int
-    rows: int
-    nodes: tuple[ForestNode, ...] = ()
-    left_out: int = 0
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of one graph.
-
-    Attributes:
-        number: Among all calls of the process.
-        graph: Number of the graph in this report.
-        ran: "packed" or "ordinary".
-        raw_tokens: Under the mask.
-        tokens: That ran.
-        distinct: None where nothing counted them.
-        code: Of the reason for rows; "" of a packed call.
-        reason: The same in words.
-        seconds: Of the forward on the host; None where nothing measured it.
-        compiles: How many compilations it waited for.
-    """
-
-    number: int
-    graph: int
-    ran: str
-    raw_tokens: int
-    tokens: int
-    distinct: int | None = None
-    code: str = ""
-    reason: str = ""
-    seconds: float | None = None
-    compiles: int = 0
 
 
 @dataclass(frozen=True)

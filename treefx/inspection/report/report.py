@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treefx.inspection.report.attention import account_attentions
+from treefx.inspection.report.call_records import Call, ForestAccount, Memory
 from treefx.inspection.report.calls import account_calls
 from treefx.inspection.report.codec import as_plain, from_text, to_text
 from treefx.inspection.report.forest import account_forest
@@ -22,11 +23,8 @@ from treefx.inspection.report.passes import account_passes
 from treefx.inspection.report.records import (
     SCHEMA,
     AttentionAccount,
-    Call,
-    ForestAccount,
     GraphNode,
     Mask,
-    Memory,
     ModuleAccount,
     OperatorAccount,
     PassRun,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from treefx.inspection.report.records import Call, PassRun
+from treefx.inspection.report.call_records import Call
+from treefx.inspection.report.records import PassRun
 
 __all__ = ["perfetto_events"]
 
