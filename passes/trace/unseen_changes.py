@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["changed_by", "check_changes", "seen_by_autograd"]
+__all__ = ["changed_by", "changed_in_place", "check_changes", "memory_of", "seen_by_autograd"]
 
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.iand, operator.ior,
@@ -27,7 +27,7 @@ def check_changes(node: fx.Node, grad_enabled: bool) -> None:
     Raises:
         NotImplementedError: It changes memory of a value that has a gradient, and the gradient does not see it.
     """
-    changed = _changed(node)
+    changed = changed_in_place(node)
     if changed is None or (grad_enabled and changed.requires_grad):
         return
     storage = _storage(changed)
@@ -57,15 +57,15 @@ def changed_by(gm: fx.GraphModule, positions: Collection[int]) -> tuple[fx.Node,
         counter of steps holds depends on no input.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    changeable = {_memory(node): node for node in placeholders if _memory(node) is not None}
+    changeable = {memory_of(node): node for node in placeholders if memory_of(node) is not None}
     made, memory = {placeholders[i] for i in positions}, set[int | None]()
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        if not any(source in made or _memory(source) in memory for source in node.all_input_nodes):
+        if not any(source in made or memory_of(source) in memory for source in node.all_input_nodes):
             continue
         made.add(node)
-        changed = _changed(node)
+        changed = changed_in_place(node)
         if changed is not None and _storage(changed) in changeable:
             return node, changeable[_storage(changed)]
         if changed is not None:
@@ -73,12 +73,13 @@ def changed_by(gm: fx.GraphModule, positions: Collection[int]) -> tuple[fx.Node,
     return None
 
 
-def _memory(node: fx.Node) -> int | None:
+def memory_of(node: fx.Node) -> int | None:
+    """The memory of a node's value, as Dynamo saw it; None of what is no tensor."""
     value = _example(node)
     return None if value is None else _storage(value)
 
 
-def _changed(node: fx.Node) -> Tensor | None:
+def changed_in_place(node: fx.Node) -> Tensor | None:
     """The operand that a node changes in place, as Dynamo saw it."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
