@@ -6,12 +6,12 @@ read at row 0, which is exact only if all rows are alike. The proof follows the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
-__all__ = ["FILLED", "is_uniform"]
+__all__ = ["FILLED", "is_uniform", "is_uniform_along"]
 
 aten = torch.ops.aten
 _SAME_SHAPE = {
@@ -40,6 +40,19 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
     if torch.Tag.pointwise in tags or node.target in _SAME_SHAPE or node.target is aten.where.self:
         return all(_is_uniform_aligned(operand, dim - len(shape)) for operand in node.all_input_nodes)
     return False
+
+
+def is_uniform_along(node: fx.Node, dim: int, sizes: Sequence[int], digit: int) -> bool:
+    """Whether ``node`` is constant along one of the digits of ``dim``, which has the given sizes."""
+    if len(sizes) == 1:
+        return is_uniform(node, dim)
+    while node.target in _SAME_SHAPE:
+        node = _source(node)
+    if _RULES.get(node.target) is not _view:
+        return False
+    shape, given = (list(item.meta["val"].shape) for item in (node, _source(node)))
+    split = [*shape[:dim], *sizes, *shape[dim + 1 :]]
+    return list(map(str, given)) == list(map(str, split)) and is_uniform(_source(node), dim + digit)
 
 
 def _is_uniform_aligned(node: fx.Node, from_end: int) -> bool:

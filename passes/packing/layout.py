@@ -87,9 +87,18 @@ def expand_rows(first: Tensor, dims: Dims, token_of: Tensor) -> Tensor:
 
 def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
     """An invariant operand next to packed dimensions (right-aligned): read at the tokens' columns and at row 0."""
-    for position, axes in _wide_axes(x.shape, dims):
-        x = x.narrow(position, 0, 1) if axes == [Axis.ROW] else x.index_select(position, metadata.column)
+    for position, dim in _wide_dims(x.shape, dims):
+        rows = Axis.TOKEN not in {factor.axis for factor in dim}
+        x = _at_first_row(x, position, dim) if rows else x.index_select(position, metadata.column)
     return x
+
+
+def _at_first_row(x: Tensor, position: int, dim: tuple[Factor, ...]) -> Tensor:
+    if len(dim) == 1:
+        return x.narrow(position, 0, 1)
+    split = x.unflatten(position, [factor.size for factor in dim])
+    where = position + [factor.axis for factor in dim].index(Axis.ROW)
+    return split.narrow(where, 0, 1).flatten(position, position + len(dim) - 1)
 
 
 def at_own_row(x: Any, dims: Dims, metadata: Metadata) -> Any:
@@ -109,9 +118,9 @@ def at_own_row(x: Any, dims: Dims, metadata: Metadata) -> Any:
     return whole.reshape([math.prod(next(places) for _ in dim) for dim in dims])
 
 
-def _wide_axes(shape: Sequence[Any], dims: Dims) -> Iterator[tuple[int, list[Axis]]]:
-    """The dimensions longer than one that stand next to rows and tokens of ``dims`` (right-aligned), and those axes."""
+def _wide_dims(shape: Sequence[Any], dims: Dims) -> Iterator[tuple[int, tuple[Factor, ...]]]:
+    """The dimensions longer than one that stand next to rows and tokens of ``dims`` (right-aligned), and those."""
     for offset in range(1, min(len(shape), len(dims)) + 1):
-        axes: list[Axis] = [factor.axis for factor in dims[-offset] if factor.axis is not Axis.PLAIN]
-        if shape[-offset] != 1 and axes:
-            yield len(shape) - offset, axes
+        labelled = any(factor.axis is not Axis.PLAIN for factor in dims[-offset])
+        if shape[-offset] != 1 and labelled:
+            yield len(shape) - offset, dims[-offset]

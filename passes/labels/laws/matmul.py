@@ -12,7 +12,7 @@ from treefx.passes.labels import dims as algebra
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Dims, Fact, Factor, Kind, fact_of, token_axes
 from treefx.passes.labels.laws.base import Call, aligned, find_law, law
-from treefx.passes.labels.uniformity import is_uniform
+from treefx.passes.labels.uniformity import is_uniform_along
 
 aten = torch.ops.aten
 
@@ -140,7 +140,14 @@ def _batched_by_invariant(call: Call, left: fx.Node, right: fx.Node) -> Dims:
     if algebra.has_tokens(a[2]) or algebra.has_tokens(b[1]):
         raise NoLaw("contracts over the tokens")
     tokens, invariant = (a, right) if call.labelled(left) else (b, left)
-    axes = token_axes((tokens[0],))
-    if axes and not (axes == {Axis.ROW} and len(tokens[0]) == 1 and is_uniform(invariant, 0)):
+    if token_axes((tokens[0],)) and not _varies_beside_rows(invariant, tokens[0]):
         raise NoLaw("multiplies tokens with a matrix that varies from token to token")
     return (tokens[0], a[1], b[2])
+
+
+def _varies_beside_rows(matrices: fx.Node, batch: tuple[Factor, ...]) -> bool:
+    """Whether invariant matrices differ along other digits of the batch than the rows, as one per head does."""
+    axes = [factor.axis for factor in batch]
+    if token_axes((batch,)) != {Axis.ROW} or axes.count(Axis.ROW) != 1:
+        return False
+    return is_uniform_along(matrices, 0, [factor.size for factor in batch], axes.index(Axis.ROW))

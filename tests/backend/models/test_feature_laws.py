@@ -79,7 +79,14 @@ def complex_numbers(x: Tensor, weight: Tensor) -> Tensor:
     return (z * z.conj()).real + (z * z).imag
 
 
-FUNCTIONS = (gates, groups, order_statistics, places, ends, written, complex_numbers)
+def heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Zamba: a matrix per head, and the heads in front of the rows."""
+    split = x.unflatten(-1, (4, 8)).permute(2, 0, 3, 1)
+    mixed = (weight.view(4, 8, 1) * weight[:8])[:, None] @ split
+    return x + mixed.permute(1, 3, 0, 2).flatten(-2)
+
+
+FUNCTIONS = (heads, gates, groups, order_statistics, places, ends, written, complex_numbers)
 
 
 class SideBySide(nn.Module):
@@ -130,6 +137,20 @@ def test_the_same_operators_along_tokens_are_named(function: Callable[..., Tenso
     assert operator in expansions[0]["op"]
     assert "test_feature_laws.py" in expansions[0]["line"]
     assert "along the token axis" in expansions[0]["reason"]
+
+
+def heads_of_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """A matrix per head and row."""
+    split = x.unflatten(-1, (4, 8)).permute(2, 0, 3, 1)
+    matrices = (weight.view(4, 8, 1) * weight[:8])[:, None] * torch.arange(1, x.shape[0] + 1)[:, None, None]
+    return x + (matrices @ split).permute(1, 3, 0, 2).flatten(-2)
+
+
+def test_matrices_that_differ_by_row_are_not_packed() -> None:
+    batch = shared_batch(rows=4, length=11, shared=5, vocab=VOCAB, padding=None, seed=2)
+    model = TinyLM(SPELLINGS["sdpa_is_causal"], before=Between(heads_of_rows), layers=1).double()
+    (first, *_) = compare(model, batch).stats["expansions"]
+    assert first["op"] == "aten.bmm.default" and "varies from token to token" in first["reason"]
 
 
 class SpecialTokens(nn.Module):
