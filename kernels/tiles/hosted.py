@@ -5,7 +5,9 @@ from which the lists of tiles are made and sent after it. For a forest that nobo
 the host waits for their lengths.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
@@ -13,10 +15,24 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["ALIGNED", "Known", "forget", "host_copies", "is_on_device", "on_host", "remember", "send", "send_together"]
+__all__ = [
+    "ALIGNED",
+    "Known",
+    "forget",
+    "host_copies",
+    "is_on_device",
+    "is_small",
+    "on_host",
+    "reading",
+    "remember",
+    "send",
+    "send_together",
+]
 
 ALIGNED = 32
 """Elements."""
+_MOST_NUMBERS, _MOST_OTHERS = 1 << 22, 1 << 12
+"""Elements of a small tensor: of whole numbers or booleans of at most two dimensions, and of others."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +139,73 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 def on_host(tensor: Tensor) -> Tensor:
     """Return a tensor's content on the CPU: the host's copy where there is one, else what the host waits for now.
 
-    The latter stands for nothing later: collectives and ``tensor.data`` write without a trace in the tensor.
+    The latter stands for nothing later, but within :func:`reading`: collectives and ``tensor.data`` write without a
+    trace in the tensor.
     """
     if not is_on_device(tensor):
         return tensor
     known = host_copies([tensor])
-    return _fetched(tensor) if known is None else known[0]
+    return _read(tensor) if known is None else known[0]
 
 
-def _fetched(tensor: Tensor) -> Tensor:
-    return tensor.cpu()
+def is_small(tensor: Tensor) -> bool:
+    """Return whether a tensor has so few elements that a copy of it costs the host little."""
+    numbers = tensor.dim() <= 2 and not tensor.is_floating_point() and not tensor.is_complex()
+    return tensor.numel() <= (_MOST_NUMBERS if numbers else _MOST_OTHERS)
+
+
+class _Scope(threading.local):
+    tensors: tuple[Tensor, ...] = ()
+    """Those that are read in this thread's call."""
+    copies: dict[int, tuple[int, Tensor]] | None = None
+    """By the ``id`` of a tensor: its version when it was copied, and the copy."""
+
+
+_scope = _Scope()
+
+
+@contextmanager
+def reading(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let :func:`on_host` copy each of the tensors once at most while a call is planned, all with one wait.
+
+    Args:
+        tensors: Inputs of the call; those that are large, or on the CPU, are left out.
+    """
+    if _scope.copies is not None or not any(map(is_on_device, tensors)):
+        yield
+        return
+    _scope.tensors = tuple(x for x in tensors if is_on_device(x) and is_small(x) and not x.is_inference())
+    _scope.copies = {}
+    try:
+        yield
+    finally:
+        _scope.tensors, _scope.copies = (), None
+
+
+def _read(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor; the first of a call that is read takes the others of the call along."""
+    if not any(tensor is x for x in _scope.tensors):
+        return _fetched([tensor])[0]
+    assert _scope.copies is not None
+    version, copy = _scope.copies.get(id(tensor), (-1, tensor))
+    if version == tensor._version:
+        return copy
+    missing = [x for x in _scope.tensors if host_copies([x]) is None]
+    _scope.copies = {id(x): (x._version, found) for x, found in zip(missing, _fetched(missing), strict=True)}
+    return _scope.copies[id(tensor)][1]
+
+
+def _fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors on the CPU; the host waits once for all that lie on one CUDA device."""
+    (device, *others) = dict.fromkeys(x.device for x in tensors)
+    if others or device.type != "cuda":
+        return [x.cpu() for x in tensors]
+    with torch.cuda.device(device):
+        copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+        for copy, x in zip(copies, tensors, strict=True):
+            copy.copy_(x.detach(), non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+    return copies
 
 
 def forget(tensor: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from treefx.kernels.tiles.hosted import is_on_device, is_small, on_host
 from treefx.passes.inputs.given_masks import GivenMask, parts_of_mask, prove_mask
 
 __all__ = ["InputValues", "input_values"]
@@ -51,7 +52,8 @@ class InputValues:
 
 def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True, flash: bool = False) -> InputValues:
     """Look at the inputs of a call: at masks [.., T, T], and at what decides over ``flash`` attention, where wanted."""
-    given = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
+    readable = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
+    given = [(i, _at_hand(x) if is_on_device(x) else x) for i, x in readable]
     tables = [(i, x) for i, x in given if x.dim() == 2]
     widths = {x.shape[1] for _, x in tables}
     square = [(i, x) for i, x in given if masks and x.dim() >= 2 and x.shape[-1] in widths]
@@ -68,6 +70,11 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
         tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
         tuple(mask for mask in found if mask is not None),
     )
+
+
+def _at_hand(x: Tensor) -> Tensor:
+    """An input, or the host's copy of one whose numbers are few: small whole numbers and booleans."""
+    return on_host(x) if x.dim() <= 2 and not x.is_floating_point() and is_small(x) else x
 
 
 def _is_readable(x: Any) -> bool:

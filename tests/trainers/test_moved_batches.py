@@ -23,9 +23,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     fetched: list[Tensor] = []
     moved = _moved
 
-    def copied(tensor: Tensor) -> Tensor:
-        fetched.append(tensor)
-        return tensor.clone()
+    def copied(tensors: list[Tensor]) -> list[Tensor]:
+        fetched.extend(tensors)
+        return [x.clone() for x in tensors]
 
     monkeypatch.setattr(hosted, "is_on_device", lambda tensor: any(tensor is x for x in moved))
     monkeypatch.setattr(hosted, "_fetched", copied)

@@ -60,6 +60,7 @@ def build_batch(
     places: Sequence[Tensor] | None = None,
     starts: Tensor | None = None,
     size: PackedSize | None = None,
+    device: torch.device | None = None,
 ) -> Batch:
     """Build the trie over columns of the inputs that tell tokens apart.
 
@@ -73,8 +74,9 @@ def build_batch(
             different ones; None if only the same columns may share.
         starts: bool [B, T], where segments begin: these are then the rows, of which each keeps one run of columns.
         size: What length to fill the packed row up to; None for as few tokens as graphs are made for.
+        device: Where the batch is wanted; None for that of the keys.
     """
-    made_for = size, keys[0].device
+    made_for = size, keys[0].device if device is None else device
     keys, places = list(map(on_host, keys)), None if places is None else list(map(on_host, places))
     keep, starts = (None if x is None else on_host(x) for x in (keep, starts))
     content: _Content = keys, places, None if keep is None else [keep], None if starts is None else [starts]

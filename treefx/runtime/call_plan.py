@@ -38,6 +38,7 @@ class Policy:
         min_sharing: The least ratio of raw to distinct tokens at which a call runs packed.
         counted: Which are the raw ones: tokens under the mask, or all positions.
         keep: Which positions run.
+        on_host: Whether all that is asked of a call is computed on the host.
         size: Gives the length that packed rows are filled up to; None leaves that to ``ranks``.
         ranks: How many share the tokens of a packed row out among them, equally many each.
     """
@@ -47,6 +48,7 @@ class Policy:
     keep: Keep
     size: PackedSize | None = None
     ranks: int = 1
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def plan_call(shape: Shape, tensors: Sequence[Any], policy: Policy) -> CallPlan 
     Raises:
         IndexError: an id at a position that does not run is out of the range of its table.
     """
-    grid = shape.grid(tensors)
+    grid = shape.grid(tensors, on_host=policy.on_host)
     starts = find_starts(shape.analysis, grid) if shape.analysis.segmented else None
     seen, keep = policy.keep(shape, grid, starts)
     if starts is not None and keep is not None and has_gaps(starts, keep):
@@ -111,7 +113,7 @@ def plan_call(shape: Shape, tensors: Sequence[Any], policy: Policy) -> CallPlan 
         prefixes = find_unshared(keys, keep, places)
         if prefixes is not None:
             return Unshared(raw, prefixes)
-    batch = pad_batch(build_batch(keys, keep, places, starts, policy.size), policy.ranks)
+    batch = pad_batch(build_batch(keys, keep, places, starts, policy.size, grid.placed_on), policy.ranks)
     compared = raw if policy.counted == "tokens" else grid.rows * grid.columns
     shares = shares_enough(compared, batch.tokens, policy.min_sharing)
     if shares and keep is not None:

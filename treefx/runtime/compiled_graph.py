@@ -13,6 +13,7 @@ from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.forests.context import current_forest, raised_on_forest
 from treefx.forests.forest import Forest
+from treefx.kernels.tiles.hosted import reading
 from treefx.passes.analysis import Analysis, Rewritten
 from treefx.passes.pipeline import build_passes
 from treefx.passes.ranks.own_graph import OwnGraph, own_graph
@@ -106,6 +107,13 @@ class CompiledGraph:
         args = as_tensors(given, self._numbers)
         self._records.begin([x for x, role in zip(args, self._given_roles, strict=True) if role == "parameter"])
         args = args if self._own is None else self._own.inputs(args)
+        # Inputs are read on the host: each is copied once in a call, all with one wait.
+        with reading(
+            [x for x, role in zip(args, self.roles, strict=True) if role == "input" and isinstance(x, Tensor)]
+        ):
+            return self._run_on(args)
+
+    def _run_on(self, args: Sequence[Any]) -> Any:
         forest = current_forest()
         cut = why_cut(self.gm) if forest is not None and "parameter" in self.roles else None
         if cut is not None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr, evaluate, walk
+from treefx.kernels.tiles.hosted import is_on_device, is_small, on_host, remember
 from treefx.passes.analysis import Analysis
 from treefx.passes.causal.contract import mixes
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
@@ -250,15 +252,31 @@ class Grid:
     Args:
         analysis: Of the graph that is called.
         args: The tensors of the call, with the parts of masks.
+        on_host: Compute all of it on the host, from copies of small tensors; a function of large ones is computed where
+            these are, and copied if a condition reads it.
     """
 
-    def __init__(self, analysis: Analysis, args: Sequence[Any]) -> None:
+    def __init__(self, analysis: Analysis, args: Sequence[Any], *, on_host: bool = False) -> None:
         self._gm, self._tokens, self.sizes = analysis.gm, analysis.tokens, analysis.values(args)
         self.rows, self.columns = analysis.extent(args)
-        self.device = next(x.device for x in args if isinstance(x, Tensor))
-        self._values: dict[fx.Node, Any] = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
+        first = next(x for x in args if isinstance(x, Tensor))
+        self._on_host, self.placed_on = on_host and is_on_device(first), first.device
+        self.device = torch.device("cpu") if self._on_host else self.placed_on
+        self._inputs = dict(zip(analysis.gm.graph.find_nodes(op="placeholder"), args, strict=True))
+        self._values: dict[fx.Node, Any] = {}
         self._numbers: dict[fx.Node, Sequence[Tensor]] = {}
         self._keys: dict[tuple[Expr, int], Tensor] = {}
+
+    def _at_hand(self, x: Any) -> Any:
+        """A value of the call where it is read: small ones on the host."""
+        return on_host(x) if isinstance(x, Tensor) and is_small(x) else x
+
+    def _constant(self, x: Any) -> Any:
+        """A constant of the graph, which is copied once for all calls."""
+        found = self._at_hand(x)
+        if found is not x:
+            remember(found, x)
+        return found
 
     def everywhere(self) -> Tensor:
         """True at all positions, bool [B, T]."""
@@ -269,10 +287,16 @@ class Grid:
         if not isinstance(node, fx.Node):
             return node
         if node not in self._values:
-            if node.op == "get_attr":
-                self._values[node] = getattr(self._gm, str(node.target))
+            if node.op == "placeholder":
+                x = self._inputs[node]
+                self._values[node] = self._at_hand(x) if self._on_host else x
+            elif node.op == "get_attr":
+                x = getattr(self._gm, str(node.target))
+                self._values[node] = self._constant(x) if self._on_host else x
             else:
                 args, kwargs = fx.node.map_arg(concrete((node.args, dict(node.kwargs)), self.sizes), self.value)
+                if self._on_host:
+                    args, kwargs = _together(args, kwargs)
                 with torch.no_grad():
                     self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self._values[node]
@@ -315,9 +339,14 @@ class Grid:
 
     def is_one(self, condition: Expr, kept: Tensor) -> bool:
         """Whether ``x[query] == x[key]`` at all kept positions of each row."""
-        value = self.value(condition[1][1]).expand(kept.shape)
+        (value,) = self._read([self.value(condition[1][1])])
+        value = value.expand(kept.shape)
         first = value.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))
         return bool(((value == first) | ~kept).all())
+
+    def _read(self, values: list[Tensor]) -> list[Tensor]:
+        """Values next to others."""
+        return [on_host(x) for x in values] if self._on_host else values
 
     def past(self, queries: Tensor, starts: Tensor | None = None) -> Tensor:
         """Whether each column is not after the query's (nor of another segment), bool [queries, T]; ``queries`` is
@@ -340,6 +369,7 @@ class Grid:
         count = heads if heads > 1 and _asks_of_heads(condition) else 1
         head = torch.arange(count, device=self.device).reshape(-1, 1, 1)
         zero = torch.zeros((), device=self.device)
+        buffers = self._read(buffers) if self._on_host else buffers
         value = evaluate(resolved, dot=zero, q=queries, k=keys, head=head, batch=head[:1], buffers=buffers)
         pairs = (1, *keys.shape) if queries.dim() == 1 else (queries.shape[0], keys.shape[-1])
         return value.to(torch.bool).expand(count, *pairs)
@@ -365,6 +395,19 @@ class Grid:
         token, *rest = indices
         place = ("q",) if token == ("cq",) else ("k",)
         return ("load", len(buffers) - 1, place, *[self._resolve(item, buffers) for item in rest])
+
+
+def _together(args: Any, kwargs: Any) -> Any:
+    """Operands in one place: on the host, but where a large one is elsewhere; nothing is made on another device."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+    device = next((x.device for x in tensors if is_on_device(x)), torch.device("cpu"))
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return device
+        return x.to(device) if isinstance(x, Tensor) and x.dim() and x.device != device else x
+
+    return tree_map(moved, (args, kwargs))
 
 
 def _asks_of_heads(condition: Expr) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from treefx.kernels.tiles.hosted import is_on_device, on_host
 from treefx.passes.labels.facts import Axis, Dims, Factor, shape_of
 from treefx.passes.labels.images import Images
 from treefx.passes.labels.laws.placed import Placed
@@ -60,6 +61,7 @@ def number_places(
             given = [value(node) for node in images.inputs]
             image = numbers_of_vectors(given) if images.made else _number_images(given)
             assert image is not None
+            image = image if is_on_device(places) else on_host(image)
             numbers = image[(places // each).clamp(0, len(image) - 1)] * each + places % each
     return torch.where(mask, numbers, -1)
 

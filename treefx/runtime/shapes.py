@@ -85,16 +85,16 @@ class Shape:
         holds = batch is None or batch.holds(batch.values(args))
         if not holds or not self.analysis.segmented:
             return holds
-        return find_starts(self.analysis, self.grid(self.analysis.known.with_parts(args))) is not None
+        return find_starts(self.analysis, self.grid(self.analysis.known.with_parts(args), on_host=True)) is not None
 
     def serves(self, args: Sequence[Tensor], sizes: Sequence[int]) -> bool:
         """Whether code compiled from the analysis may run this many tokens: all its graphs answer for one hint."""
         batch = self.analysis.batch
         return batch is None or batch.count is None or batch.admits(*sizes, given=batch.values(args))
 
-    def grid(self, args: Sequence[Tensor]) -> Grid:
+    def grid(self, args: Sequence[Tensor], *, on_host: bool = False) -> Grid:
         """The tensors of a call, with the parts of masks, as ``padding`` is asked of them."""
-        return Grid(self.analysis, args)
+        return Grid(self.analysis, args, on_host=on_host)
 
     @property
     def rewrites(self) -> list[Rewritten]:

@@ -57,7 +57,7 @@ class RowsRun:
         self._analyses, self._packed, self._ordinary = analyses, packed, ordinary
         self._config, self._records = config, records
         size = PackedSize(few=config.compiler.records_graphs)
-        self._policy = Policy(config.min_sharing, "tokens", self._keep, size)
+        self._policy = Policy(config.min_sharing, "tokens", self._keep, size, on_host=True)
         self._outputs = Outputs(gm, roles, analyses, config, records, self.run)
 
     def run(self, shape: Shape, args: Sequence[Any]) -> Any:

@@ -1,0 +1,141 @@
+"""Planning a call reads its inputs on the host: with one wait for a device, or none where a trainer moved the batch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.backend.small import Small
+from tests.backend.support import compile_with
+from tests.batches import Batch, shared_batch
+from tests.oracle import loss_of, outcome, relative_errors, stats_of
+from tests.spellings import PADDED, SPELLINGS
+from treefx.integrations.moved_batches import remember_moved
+from treefx.kernels.tiles import hosted
+from treefx.runtime.analyses import Analyses
+from treefx.runtime.ways import rows
+
+aten = torch.ops.aten
+WAITING = {
+    aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default,
+    aten._unique2.default, aten.unique_dim.default, aten.masked_select.default,
+}  # fmt: skip
+
+
+class StandIn(TorchDispatchMode):
+    """A device whose tensors lie on the CPU: what is made of them lies there too.
+
+    Attributes:
+        waits: The operators that wait for it, and how many tensors each copy to the host has taken.
+        mixed: Operators of tensors here and there, which a device refuses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[Any] = []
+        self.mixed: list[str] = []
+        self._there: dict[int, Tensor] = {}
+
+    def place(self, *values: Any) -> None:
+        self._there |= {x.untyped_storage()._cdata: x for x in tree_leaves(values) if isinstance(x, Tensor)}
+
+    def holds(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self._there
+
+    def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
+        self.waits.append(len(tensors))
+        return [torch.from_numpy(x.detach().numpy().copy()) for x in tensors]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        there = [x for x in given if self.holds(x)]
+        if there and (
+            func in WAITING or any(x.dtype is torch.bool for x in tree_leaves(args[1:2]) if func is aten.index.Tensor)
+        ):
+            self.waits.append(str(func))
+        if there and any(x.dim() and not self.holds(x) for x in given):
+            self.mixed.append(str(func))
+        result = func(*args, **(kwargs or {}))
+        if there:
+            self.place(result)
+        return result
+
+
+@contextmanager
+def planned_on(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let calls be planned as if their inputs, buffers and constants were on the device."""
+
+    def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        def planned(*args: Any) -> Any:
+            device.place(*args)
+            for shape in (x for x in args if isinstance(x, rows.Shape)):
+                gm = shape.analysis.gm
+                device.place([getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")])
+            with device:
+                return function(*args)
+
+        return planned
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hosted, "is_on_device", device.holds)
+        for module in ("runtime.padding", "runtime.places", "passes.inputs.values"):
+            patch.setattr(f"treefx.{module}.is_on_device", device.holds)
+        patch.setattr(hosted, "_fetched", device.fetch)
+        patch.setattr(rows, "plan_call", within(rows.plan_call))
+        patch.setattr(Analyses, "_values", within(Analyses._values))
+        yield
+    hosted._sent.clear()
+
+
+def fresh(seed: int, padding: Any = "right") -> Batch:
+    return shared_batch(rows=4, length=11, shared=5, vocab=61, padding=padding, seed=seed)
+
+
+def planned(spelling: str, monkeypatch: pytest.MonkeyPatch, moved: bool, padding: Any) -> StandIn:
+    """Train three fresh batches on one compilation, and compare the gradients with eager mode's."""
+    torch.manual_seed(0)
+    model = Small({**SPELLINGS, **PADDED}[spelling]).double()
+    compiled = compile_with(model, min_sharing=1.0)
+    loss_of(fresh(0, padding))(compiled)
+    device = StandIn()
+    for seed in (1, 2, 3):
+        batch = fresh(seed, padding)
+        expected = outcome(model, lambda batch=batch: loss_of(batch)(model))
+        with planned_on(device, monkeypatch):
+            there = Batch(**{name: value.clone() for name, value in batch.inputs().items()}, **_absent(batch))
+            device.place(there.inputs())
+            if moved:
+                remember_moved(batch.inputs(), there.inputs())
+            got = outcome(model, lambda there=there: loss_of(there)(compiled))
+        assert max(relative_errors(got, expected).values()) < 1e-10
+        assert stats_of(compiled)["ran"] == "packed"
+    return device
+
+
+def _absent(batch: Batch) -> dict[str, None]:
+    return dict.fromkeys(batch.__dataclass_fields__.keys() - batch.inputs().keys())
+
+
+@pytest.mark.parametrize(
+    ("spelling", "padding"),
+    [
+        ("sdpa_is_causal", None),
+        ("tril_buffer", None),
+        ("sliding_softcap", None),
+        *((name, side) for name in ("sdpa_padding", "additive_padding") for side in ("right", "left")),
+        ("two_fills", "right"),
+        ("chunked_from_the_first_token", "left"),
+    ],
+)
+def test_planning_waits_once_or_not_at_all(spelling: str, padding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each new batch: all that is read of it comes in one copy, of nothing where a trainer has moved the batch."""
+    device = planned(spelling, monkeypatch, moved=False, padding=padding)
+    assert len(device.waits) == 3 and all(isinstance(count, int) for count in device.waits), device.waits
+    assert not device.mixed
+    device = planned(spelling, monkeypatch, moved=True, padding=padding)
+    assert not device.waits and not device.mixed
