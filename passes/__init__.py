@@ -1,6 +1,6 @@
-"""The passes of the treefx backend: one file each, applied in the order that ``treefx.passes.pipeline`` states.
+"""Rewrite graphs over distinct tokens: one file per pass, in the order of ``pipeline``.
 
-In comes the graph that Dynamo captured; out goes a graph over distinct tokens, and what the run time has to know of it.
+In: the graph that Dynamo captured. Out: a graph over distinct tokens, and its facts for the run time.
 Passes use ``treefx.kernels`` and know no trainer, no forest and no call.
 
 Order of imports, each only of what stands before an arrow::

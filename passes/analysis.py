@@ -1,4 +1,4 @@
-"""What the passes find out and make: an analysis of all sizes of batches or of one, its variants, a rewritten graph."""
+"""Hold results of the passes: analyses, their variants, and rewritten graphs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _NAMES = {
     "treefx.custom_function.default": "autograd.Function",
     "treefx.head.default": "the function of LM head and loss",
 }
-"""Operators that stand for the user's in a traced graph, by what the user calls."""
+"""Operator in a traced graph -> the user's name for it."""
 _FOREST_TOKENS = 8192
 """The size that graphs of the native level are compiled for; a forest may be larger."""
 
@@ -81,22 +81,25 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Variant:
-    """How one analysis is rewritten. Calls that differ in these run differently compiled graphs."""
+    """Choose how one analysis is rewritten: calls with other choices run other graphs."""
 
     detached: frozenset[int] = frozenset()
-    """Output positions that leave without gradient, because nobody has asked for theirs yet."""
+    """Output positions returned without gradient, because no caller has asked for theirs yet."""
     redundant: frozenset[Expr] = frozenset()
     """Conditions of attentions that the inputs of the call make true for all tokens that run."""
     native: bool = False
     absent: frozenset[int] = frozenset()
-    """Output positions of logits that are not computed, because only losses read them so far."""
+    """Output positions of logits that are not computed: only losses read them until now."""
     own_positions: bool = False
     """Whether rows start in different columns and share tokens all the same."""
     part: Run | Ranks | None = None
-    """What a part of a forest runs for, or with whom at the same time; None for a forest that is not cut."""
+    """Purpose of a part of a forest, or its concurrent ranks; None for an uncut forest."""
 
     def token_count(self, positions: int, inputs: Sequence[Any]) -> TokenCount:
-        """N of a graph for rows of so many ``positions``; the row of a part is as long as its plan has counted."""
+        """Return N of a graph for rows of so many ``positions``.
+
+        The row of a part is as long as its plan has counted.
+        """
         multiple = 1 if self.part is not None else common_multiple(inputs)
         return TokenCount(_FOREST_TOKENS if self.native else positions, multiple)
 
@@ -109,15 +112,15 @@ class Analysis:
     roles: list[Role]
     tokens: Tokens | None
     identity: list[int]
-    """Positions of the inputs whose values tell tokens apart."""
+    """Positions of the inputs with values that distinguish tokens."""
     identity_of_keys: dict[Expr, list[int]] = field(default_factory=dict)
     """The same of those that a condition on keys reads, wherever it stays in the graph."""
     identity_of_rows: list[fx.Node] = field(default_factory=list)
     """Values, one number per row, that do so too."""
     placed: list[tuple[Placed, Images | None]] = field(default_factory=list)
-    """Vectors put between embeddings, by whose images (or, without, by whose places) tokens are told apart."""
+    """Vectors put between embeddings; their images (or their places) distinguish tokens."""
     known: InputValues = field(default_factory=InputValues)
-    """What the values of the inputs prove, in this and all later calls; it may add inputs behind the caller's."""
+    """Proofs from the values of the inputs, in this and all later calls; may add inputs."""
     batch: BatchSizes | None = None
     """Rows and columns where they are symbols."""
     segmented: bool = False
@@ -132,7 +135,7 @@ class Analysis:
     picks: list[fx.Node] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     changes: dict[str, GraphChange] = field(default_factory=dict)
-    """What each pass changed in its last run."""
+    """Changes of each pass in its last run."""
 
     @cached_property
     def position_of_ids(self) -> int:
@@ -148,7 +151,10 @@ class Analysis:
 
     @cached_property
     def attentions_on_rows(self) -> int:
-        """Attention operators that read tokens and are not among ``attentions``: not those of a vision tower."""
+        """Count attention operators that read tokens outside of ``attentions``.
+
+        Those of a vision tower are left out.
+        """
         assert self.tokens is not None
         attending = [node for node in live_nodes(self.gm) if node.target in _ATTENTION]
         others = [node for node in attending if not isinstance(fact_of(node).law, Attention)]
@@ -156,7 +162,7 @@ class Analysis:
 
     @cached_property
     def multiplies_vectors(self) -> bool:
-        """Whether a trained weight multiplies what another graph made of the tokens, such as a head behind a cut."""
+        """Return whether a trained weight multiplies tokens of another graph, as a cut-off head."""
         assert self.tokens is not None
         products = [node for node in live_nodes(self.gm) if node.target in _PRODUCTS or is_grouped(node.target)]
         packed = [node for node in products if fact_of(node).kind is Kind.PACKED and _has_weight(node)]
@@ -173,8 +179,10 @@ class Analysis:
 
     @cached_property
     def products_on_rows(self) -> int:
-        """Products with a trained weight (projections, experts, the head) that run on at least half of all columns of
-        every row. One vector per row, such as a pooled one, loses nothing."""
+        """Count products with a trained weight that run on at least half of all columns of rows.
+
+        These are projections, experts, the head. One vector per row, such as a pooled one, loses nothing.
+        """
         assert self.tokens is not None
         cells = math.prod(map(_number, (self.tokens.rows, self.tokens.columns)))
         products = [node for node in live_nodes(self.gm) if node.target in _PRODUCTS or is_grouped(node.target)]
@@ -183,10 +191,12 @@ class Analysis:
         return sum(self.tokens.ids in ancestors(node) for node in long)
 
     def find_own_positions(self, redundant: Collection[Expr] = ()) -> list[fx.Node] | None:
-        """Values [B, T] that tell tokens apart where rows start in different columns; None where tokens are known by
-        their column. Conditions that all tokens of a call meet are ``redundant``."""
+        """Return values [B, T] that distinguish tokens of rows in different columns, or None.
+
+        None where tokens are known by their column. Conditions that all tokens of a call meet are ``redundant``.
+        """
         assert self.tokens is not None
-        if self.tokens.made:  # these are known by what stood in the same column of another graph
+        if self.tokens.made:  # known by the same column of another graph
             return None
         live = live_nodes(self.gm, checks=False)
         return find_own_positions(self.gm, self.tokens, self.attentions, live, redundant)
@@ -198,11 +208,14 @@ class Analysis:
 
     @cached_property
     def segments(self) -> Segments:
-        """What masks say of segments; ``segmented`` analyses are good for calls whose values are such."""
+        """Return the masks' facts on segments.
+
+        ``segmented`` analyses hold for calls with such values.
+        """
         return Segments() if self.constants is None else self.constants.segments
 
     def values(self, args: Sequence[Any]) -> dict[Any, int]:
-        """What the tensors of a call give to the symbols."""
+        """Return the values of symbols in a call."""
         return {} if self.batch is None else self.batch.values(args)
 
     def laid_out(self, args: Sequence[Any]) -> Sequence[Any]:
@@ -216,7 +229,7 @@ class Analysis:
         return rows, columns
 
     def identity_without(self, redundant: frozenset[Expr]) -> list[int]:
-        """Positions of the inputs whose values tell tokens apart where some conditions on keys are left out."""
+        """Return input positions that distinguish tokens, without some conditions on keys."""
         staying = [read for condition, read in self.identity_of_keys.items() if condition not in redundant]
         return sorted({*self.identity, *(position for read in staying for position in read)})
 
@@ -279,7 +292,7 @@ def _positions(product: fx.Node) -> int:
 
 
 def _number(size: Any) -> int:
-    """A size; of a symbol that of the traced batch: asking the symbol itself would bind the graph to it."""
+    """Return a size; for a symbol its hint, since a guard would bind the graph to it."""
     return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -295,10 +308,10 @@ class Rewritten:
     count: TokenCount
     """The number of distinct tokens; an input after the metadata."""
     cut: CutGraph | None = None
-    """What a graph of parts takes and returns beside the others."""
+    """Further inputs and outputs of a graph of parts."""
     asks: bool = False
-    """Whether the last result tells that all masks hide what they are to hide (``treefx.passes.scores.hidden``)."""
+    """Whether the last result checks that all masks hide their pairs (``treefx.passes.scores.hidden``)."""
     analysis: Analysis | None = None
-    """What ``traced`` was labelled by, for the inspector."""
+    """The labels of ``traced``, for the inspector."""
     inner: fx.GraphModule | None = None
-    """What the inner compiler gets: ``gm``, with calls of subgraphs where layers are equal."""
+    """The inner compiler's input: ``gm``, with calls of subgraphs where layers are equal."""

@@ -1,4 +1,4 @@
-"""The passes of the backend, in order, and what they hand on.
+"""Order the passes of the backend, and pass data between them.
 
 ==  ======================  ==================================================================================
 1   ``trace``               Dynamo's graph to functional ATen, forward only; attention kept whole
@@ -72,13 +72,13 @@ OPTIONAL = {
     "tree_scans": "linear recurrences run on rows and are contracted",
     "loss_laws": "the loss reads logits that are expanded to rows",
 }
-"""Passes that may be left out, and what then happens. Results stay exact."""
+"""Passes that may be left out, and the effect. Results stay exact."""
 NECESSARY = {
     "trace": "every other pass reads its graph",
     "label_tokens": "without labels nothing can be proved",
     "lift_mask": "what a token sees would be unknown; options={'min_sharing': float('inf')} runs the ordinary graph",
     "pack_tokens": "it is what treefx does; options={'min_sharing': float('inf')} runs the ordinary graph",
-    "compile_inner": "a graph has to be run by something; options={'inner': 'eager'} runs it as it is",
+    "compile_inner": "a graph needs a compiler; options={'inner': 'eager'} runs it unchanged",
 }
 """Passes that cannot be left out, and why."""
 
@@ -86,14 +86,14 @@ UNHIDDEN = (
     "scores of this call are too large for the fill of a mask to hide keys; fill masks with -inf or "
     "torch.finfo(dtype).min"
 )
-"""Where a mask does not hide what it is to hide (``treefx.passes.scores.hidden``), and the way out."""
+"""Message for a mask that does not hide all it should (``treefx.passes.scores.hidden``)."""
 GIVES_SCORES = "gives attention scores to the caller"
 """The reason of outputs that are computed on rows though the attention itself runs packed."""
 
 
 @dataclass
 class _Work:
-    """What the passes know and find beside the graph."""
+    """Hold the passes' data besides the graph."""
 
     inputs: Sequence[Any]
     """The values of a call, one per placeholder."""
@@ -109,7 +109,7 @@ def build_passes(inner: Inner, disabled: Collection[str] = (), *, regions: bool 
     """All passes in order, their options bound.
 
     Args:
-        inner: What compiles the rewritten graph.
+        inner: The compiler of the rewritten graph.
         disabled: Those of ``OPTIONAL`` to be left out.
         regions: Whether equal layers are compiled once, where the compiler can; "auto": those for which it pays.
     """
@@ -145,7 +145,7 @@ def analyse(
     *,
     segmented: bool = False,
 ) -> Analysis:
-    """Trace and label Dynamo's graph for inputs of the given shapes, or of all shapes of a pattern.
+    """Trace and label Dynamo's graph for given shapes, or for all shapes of a pattern.
 
     Numbers among the inputs (symbolic sizes of Dynamo) become part of the graph; everything that counts positions of
     inputs counts tensors alone.
@@ -153,11 +153,11 @@ def analyse(
     Args:
         gm: Dynamo's graph.
         inputs: Run-time inputs; values of buffers may enter proofs.
-        roles: What each tensor among the inputs is.
-        known: What the values of the inputs prove, in this and all later calls of the analysis.
+        roles: Role of each tensor among the inputs.
+        known: Proofs from the inputs' values, in this and all later calls of the analysis.
         passes: From ``build_passes``.
         batch: Names the sizes of the inputs in rows and columns, which are then symbols.
-        segmented: Takes rows to be packed with segments; ``Analysis.segments`` says what that asks of a call.
+        segmented: Takes rows to be packed with segments; ``Analysis.segments`` has the conditions on a call.
 
     Raises:
         Specialised: The sizes cannot be symbols.
@@ -205,7 +205,7 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
 
 
 def _add_parts_of_masks(gm: fx.GraphModule, work: _Work, mode: FakeTensorMode) -> None:
-    """What is known of the caller's masks is said in values [B, T]: inputs behind the caller's."""
+    """Add the parts of the caller's masks, values [B, T], as inputs behind the caller's."""
     count, batch = len(work.inputs), work.analysis.batch
     work.inputs = work.known.with_parts(work.inputs)
     work.analysis.roles = [*work.analysis.roles, *["input"] * (len(work.inputs) - count)]
@@ -265,14 +265,14 @@ def _expansions(gm: fx.GraphModule, live: set[fx.Node]) -> list[Expansion]:
 
 
 def _returned_scores(gm: fx.GraphModule) -> list[fx.Node]:
-    """Scores and probabilities of attention among the outputs: they have a row per query, padding or not."""
+    """Return scores and probabilities among the outputs, which have a row per query."""
     outputs: Any = next(iter(gm.graph.find_nodes(op="output"))).args[0]
     nodes = dict.fromkeys(item for item in outputs if isinstance(item, fx.Node))
     return [node for node in nodes if fact_of(node).kind is Kind.SCORE]
 
 
 def _obstacles(gm: fx.GraphModule, live: set[fx.Node]) -> list[Expansion]:
-    """What stands in the way where nothing could be packed."""
+    """List the operators that kept the whole graph on rows."""
     calls = [node for node in gm.graph.nodes if node in live and node.op == "call_function"]
     found = [(node, fact_of(node)) for node in calls]
     items = [
@@ -368,7 +368,7 @@ def _metadata(tokens: Tokens, device: torch.device, count: TokenCount, mode: Fak
 
 
 def compile_variant(analysis: Analysis, rewritten: Rewritten, observe: Observer, passes: Sequence[Pass]) -> Compiled:
-    """Compile a rewritten graph of an analysis; ``observe`` gets the graphs that the inner compiler gets."""
+    """Compile a rewritten graph; ``observe`` receives the inner compiler's graphs."""
     work = _Work((), analysis, rewritten=rewritten, observe=observe)
     _run_stage("compile", passes, rewritten.gm, work)
     assert work.run is not None

@@ -1,4 +1,4 @@
-"""Run passes over a graph: time them, check what they leave, write down what they changed.
+"""Run passes over a graph: time them, check invariants, record changes.
 
 The runner knows no pass and no option of one: options are bound when the tuple of passes is built
 (``treefx.passes.pipeline.build_passes``).
@@ -37,13 +37,16 @@ class Pass:
 
     name: str
     run: Callable[[fx.GraphModule, Any], fx.GraphModule]
-    """Takes a graph and what is known beside it, which it may add to; returns the graph, the same one or another."""
+    """Takes a graph and its work data, which it may extend; returns the graph, the same one or another."""
     stage: str
     """Passes of one stage run together, on one graph."""
 
 
 class NodeLine(NamedTuple):
-    """A node without its name and inputs, which passes change freely: kind, target, and module as fx writes it."""
+    """Describe a node by kind, target and module, without name and inputs.
+
+    Passes change these freely; the module is as fx writes it.
+    """
 
     kind: str
     target: str
@@ -84,8 +87,8 @@ def run_passes(
         passes: In order.
         gm: The first one's graph.
         work: Handed to every pass.
-        seconds: Gets what each pass took, by name, added to what is there.
-        changes: Gets what each pass changed, by name, in place of what is there.
+        seconds: Gets the seconds of each pass, by name, added to earlier ones.
+        changes: Gets the changes of each pass, by name, in place of earlier ones.
 
     Raises:
         RuntimeError: A pass left a graph that is not well-formed: a bug of the pass that is named.
@@ -110,7 +113,7 @@ def run_passes(
 
 
 def log_graph(name: str, gm: fx.GraphModule) -> None:
-    """Write a graph into PyTorch's structured log, where ``TORCH_TRACE`` asks for one; tlparse lists it by name."""
+    """Write a graph into PyTorch's structured log (``TORCH_TRACE``); tlparse lists it."""
     trace_structured(
         "artifact",
         lambda: {"name": name, "encoding": "string"},
@@ -127,7 +130,7 @@ def _check(item: Pass, gm: fx.GraphModule) -> None:
 
 
 def _lines(gm: fx.GraphModule) -> tuple[NodeLine, ...]:
-    """Every node; equal texts are one object, because the lines are kept as long as the analysis."""
+    """Return every node's line; equal texts are one object, since lines live long."""
     return tuple(NodeLine(node.op, sys.intern(str(node.target)), _module(node)) for node in gm.graph.nodes)
 
 
@@ -160,7 +163,7 @@ def _printed(gm: fx.GraphModule) -> str:
 def _readable(gm: fx.GraphModule) -> str:
     try:
         return gm.print_readable(print_output=False)
-    except Exception as error:  # a dump never changes what runs
+    except Exception as error:  # a dump never changes a run
         return f"# not printed: {type(error).__name__}: {error}\n"
 
 

@@ -1,10 +1,10 @@
-"""Contract what a causal mixer computed on rows: back to one value per distinct token, as soon as that is proved.
+"""Contract results of causal mixers: from rows back to one value per distinct token.
 
 A convolution, scan or recurrence has no token-wise law, so the graph expands before it. Where the causal domain proves
 that its result at (row, column) reads that row up to that column, the same way in every row, two rows that share a
 prefix have equal results there. The value is then read once per token, at the token's representative row and column,
-and everything after it runs packed again. The full value stays at hand for the next operator without a law, and
-whichever of the two nobody reads is not computed.
+and everything after it runs packed again. The full value is kept for the next operator without a law; the unused form
+is dead code and is not emitted.
 
 Before (4 rows of 12 tokens, everything after the convolution on rows)::
 
@@ -58,7 +58,7 @@ class Contractor:
 
     Args:
         domain: The causal domain of the graph.
-        admits: Whether inputs may become part of what tells tokens apart, for a value at the given node.
+        admits: Whether inputs may join the keys of tokens, for a value at the given node.
     """
 
     def __init__(self, domain: CausalDomain, admits: Callable[[fx.Node, frozenset[fx.Node]], bool]) -> None:
@@ -104,19 +104,21 @@ def contracting(
     sources: dict[fx.Node, frozenset[fx.Node]],
     admits: Callable[[fx.Node, frozenset[fx.Node]], bool],
 ) -> Improve:
-    """What ``label_tokens`` asks of each fact: to be contracted where the causal domain proves it."""
+    """Return the hook of ``label_tokens`` that contracts values by the causal domain."""
     return Contractor(CausalDomain(tokens.rows, tokens.columns, sources, find_causal_law), admits).improve
 
 
 def mixes(gm: fx.GraphModule) -> bool:
-    """Whether values of a labelled graph are contracted or computed along the tree: those read their row's past."""
+    """Return whether values are contracted or computed along the tree, reading a row's past."""
     calls = [fact_of(node).law for node in gm.graph.nodes if node.op == "call_function"]
     return any(isinstance(law, _MIXERS) for law in calls)
 
 
 def leaks(node: fx.Node, live: set[fx.Node]) -> bool:
-    """Whether a value computed per row reaches anything but contracted values: an output, or an input that the graph
-    changes in place (a buffer that counts tokens, say)."""
+    """Return whether a value per row reaches anything but contracted values.
+
+    That is an output, or an input that the graph changes in place (a buffer that counts tokens, say).
+    """
     stack, seen = [node], {node}
     while stack:
         top = stack.pop()

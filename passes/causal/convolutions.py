@@ -1,8 +1,8 @@
 """Causal convolutions where the sizes of the batch are symbols.
 
 The causal domain (``treefx.passes.causal.domain``) proves by tables over columns that are numbers. A convolution that
-starts behind padding and ends where its row ends needs none: its taps say how far back each of them reads, whatever the
-number of columns is, and padding, the slice behind it and its own parameters are all that decides this.
+starts behind padding and ends where its row ends needs none: its taps determine how far back each reads, for any number
+of columns; only padding, the slice behind it and its own parameters decide this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def convolving(
     sources: dict[fx.Node, frozenset[fx.Node]],
     admits: Callable[[fx.Node, frozenset[fx.Node]], bool],
 ) -> Improve:
-    """What ``label_tokens`` asks of each fact: to run along the tree where it is a causal convolution."""
+    """Return the hook of ``label_tokens`` that runs causal convolutions along the tree."""
 
     def improve(node: fx.Node, fact: Fact) -> Fact:
         value: Any = node.meta.get("val")
@@ -42,7 +42,7 @@ def convolving(
 
 
 def _has_a_place_per_token(value: Any, tokens: Tokens) -> bool:
-    """Whether a value is [B, C, T]; sizes that only happen to be those of the hint are other expressions."""
+    """Return whether a value is [B, C, T]; sizes equal to the hint by chance do not count."""
     if not isinstance(value, Tensor) or value.dim() != 3:
         return False
     return str(value.shape[0]) == str(tokens.rows) and str(value.shape[2]) == str(tokens.columns)

@@ -1,4 +1,4 @@
-"""Exact dependence on columns: up to which token of its own row each element of a value reads.
+"""Compute exact column dependence: the last token of its row that an element reads.
 
 The laws of ``treefx.passes.labels.laws.base`` cover operators that treat positions alike. Convolutions, scans, shifts
 and recurrences do not, and are still causal. That is decided here element by element, without sampling. A value is
@@ -8,11 +8,11 @@ each of size one along dimensions that do not vary:
 
 ==========  ==========================================================================================
 ``column``  one more than the last column that the element reads (0: none)
-``value``   what the element is, where that is known before the call
+``value``   the element's value, where that is known before the call
 ``mask``    where ``value`` holds; a known element reads nothing
 ==========  ==========================================================================================
 
-Known elements are what proves masks: a product with a known zero does not read its other factor, which is taken to be
+Known elements prove masks: a product with a known zero does not read its other factor, which is taken to be
 finite. A value without a law is unknown, and so is everything made of it.
 """
 
@@ -83,7 +83,7 @@ class Step:
 
 
 def one_row(step: Step, node: fx.Node, offset: int, inner: int) -> State:
-    """The state of an operand next to a row digit in its dimension number ``offset`` from the right.
+    """Return the state of an operand next to a row digit at ``offset`` from the right.
 
     Raises:
         Unknown: The operand has its rows elsewhere, or is not the same for all rows.
@@ -138,7 +138,7 @@ def _of_dims(dims: Dims, rows: int, dtype: torch.dtype) -> State:
 
 
 def row_digit(node: fx.Node) -> RowDigit | None:
-    """Where the rows are in a value that a causal domain has followed, or that is labelled; else None."""
+    """Return the place of the rows in a followed or labelled value; else None."""
     dims = fact_of(node).dims
     if dims is None:
         found: RowDigit | None = node.meta.get(_ROW_KEY)
@@ -183,7 +183,10 @@ class CausalDomain:
         return self._known[node]
 
     def refine(self, node: fx.Node) -> None:
-        """Follow a labelled value by its law as long as that tells: contracted, masked, or made of refined values."""
+        """Follow a labelled value by its law where that helps.
+
+        These values are contracted, masked, or made of refined values.
+        """
         contracted = node in self._known
         masked = getattr(node.target, "overloadpacket", None) in _MASKS
         if contracted or masked or any(operand in self._refined for operand in node.all_input_nodes):
@@ -205,12 +208,12 @@ class CausalDomain:
                 del self._known[operand]
 
     def _followed(self, node: fx.Node) -> list[fx.Node]:
-        """The operands whose states a node's own is made of."""
+        """Return the operands that determine a node's own state."""
         labelled = node.op == "call_function" and self._is_labelled(node)
         return [] if node.op != "call_function" or labelled else node.all_input_nodes
 
     def _is_labelled(self, node: fx.Node) -> bool:
-        """Whether the labels say what the value reads; those of scores name its query alone."""
+        """Return whether labels determine the reads of a value; labels of scores name the query."""
         fact = fact_of(node)
         labelled = fact.kind in (Kind.PREFIX, Kind.PACKED) and fact.law != ALONG_ROWS and fact.dims is not None
         return labelled and node not in self._refined
@@ -268,7 +271,7 @@ class CausalDomain:
 
 
 def token_dims(state: State, rows: int, columns: int) -> Dims | None:
-    """Labels for a value each of whose elements is proved to read nothing after its own token.
+    """Return labels for a value, if no element reads anything after its own token.
 
     Some dimension, or its leading or trailing factor, must have the size of the rows. Where several would do, the one
     that follows the reading most closely is taken.
@@ -302,7 +305,7 @@ def _digits(state: State, rows: int) -> list[tuple[int, int]]:
 
 
 def _slack(state: State, digits: list[tuple[int, int]], position: int, columns: int, leading: bool) -> int | None:
-    """How far behind its token the value reads, summed over tokens; None if anywhere it reads ahead."""
+    """Return how far behind its token the value reads, summed; None if it reads ahead."""
     d, size = digits[position]
     split = (columns, size // columns) if leading else (size // columns, columns)
     same = [s for e, s in digits if e == d]

@@ -1,4 +1,4 @@
-"""Causal laws of operators on single elements: the largest column of the operands, and what constants make known."""
+"""Define causal laws of elementwise operators: largest column, and known elements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _broadcast(step: Step, nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, Stat
 
 
 def _computed(step: Step, states: dict[fx.Node, State]) -> tuple[Tensor, Tensor]:
-    """What the operator makes of known elements; nothing is known where it cannot be run on the tables."""
+    """Compute an operator on known elements; none is known if it cannot run on the tables."""
     rank, dtype = len(shape_of(step.node)), step.node.meta["val"].dtype
     unknown = torch.zeros([1] * rank, dtype=dtype), torch.zeros([1] * rank, dtype=torch.bool)
     if not all(state.knows for state in states.values()):
@@ -152,7 +152,7 @@ def _fill(step: Step) -> State:
 
 @law(torch.ops.treefx.custom_function)
 def _custom_function(step: Step) -> tuple[State, ...]:
-    """A user's autograd.Function whose bodies are pointwise, and its backward linear."""
+    """Follow a user's autograd.Function with pointwise bodies and a linear backward."""
     nodes: Any = step.node.args[0]
     shapes = {tuple(shape_of(node)) for node in nodes}
     if custom_function_reason(str(step.node.args[1])) is not None or len(shapes) != 1:

@@ -1,8 +1,8 @@
-"""Laws of the causal domain: how the dependence of a result on columns follows from that of its operands.
+"""Define laws of the causal domain: dependence on columns from that of the operands.
 
 Movement operators are run on the tables themselves, pointwise operators take the largest column, reductions the largest
 along their dimension, running sums the running largest, products the largest over the terms that are not known to be
-zero. What is known is computed by the operator itself. No law lets rows meet.
+zero. Known elements are computed by the operator itself. No law lets rows meet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Laws of recurrences that a library computes: along the tree where ``tree_scan`` has them, else causal on rows.
+"""Define laws of library recurrences: along the tree by ``tree_scan``, else on rows.
 
 ``treefx::row_scan(q, k, v, g, step)`` of token-wise operands becomes ``TreeScan``: the state of a token comes from its
 tree parent. ``treefx::library`` becomes ``LibraryTree`` where the library takes states: its own kernel runs along the
@@ -52,7 +52,7 @@ def row_scan(call: Call) -> Fact:
 
 @law(torch.ops.treefx.library)
 def library(call: Call) -> Fact:
-    """A recurrence of token-wise operands takes its state from the tree parent, where the library takes states."""
+    """Take a recurrence's state from the tree parent, where the library takes states."""
     constants_of(call.node).segments.leak = _CROSSES
     known = call_of(str(call.node.args[1]))
     how = leveled(known)
@@ -81,7 +81,10 @@ def _check(dims: Dims) -> None:
 
 
 def _operand(node: fx.Node, shape: torch.Size) -> Operand:
-    """As [N, groups, features]: g is a number per head, and the step one that scales the features of its head."""
+    """Describe an operand as [N, groups, features].
+
+    g is a number per head, and the step one that scales the features of its head.
+    """
     return Operand(node, int(shape[2]), int(shape[3]) if len(shape) == 4 else 1)
 
 

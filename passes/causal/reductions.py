@@ -1,4 +1,4 @@
-"""Causal laws of operators along dimensions: reductions, running sums, normalisations, convolutions, products."""
+"""Define causal laws along dimensions: reductions, sums, norms, convolutions, products."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _scan(step: Step) -> State:
 
 @law(aten._softmax, aten._log_softmax, aten._safe_softmax, aten.softmax, aten.log_softmax)
 def _softmax(step: Step) -> State:
-    """The largest column along the dimension; the exponential of a known -inf is zero, if anything else is left."""
+    """Take the largest column; exp of a known -inf is 0, if another element is left."""
     state = step.state(step.node.args[0])
     dim = along(step.node.args[1], state.rank, state.row)
     dtype = step.node.meta["val"].dtype
@@ -134,7 +134,7 @@ def _product(step: Step) -> State:
 
 
 def _factors(step: Step, left: fx.Node, right: fx.Node) -> tuple[State, State, RowDigit | None]:
-    """The factors as [batch, m, k] and [batch, k, n] for one row, and where the product has the rows."""
+    """Return the factors as [batch, m, k] and [batch, k, n] for one row, and the row digit."""
     a, b = step.state(left), step.state(right)
     rank, row = a.rank, a.row or b.row
     if row is not None and rank == 3 and row.dim == 0:
@@ -174,7 +174,10 @@ def _checked(left: Tensor, right: Tensor, combine: Callable[[Tensor, Tensor], Te
 
 @law(aten.linalg_solve_triangular)
 def _solve_triangular(step: Step) -> State:
-    """Row i of the solution reads rows up to i of both sides (from i on where the matrix is upper triangular)."""
+    """Follow a solution: row i reads rows up to i of both sides.
+
+    From i on where the matrix is upper triangular.
+    """
     matrix, right = step.node.args[:2]
     assert isinstance(matrix, fx.Node) and isinstance(right, fx.Node)
     if not step.node.kwargs.get("left", True):

@@ -1,7 +1,7 @@
-"""The part of a graph that computes one value per row, and that part as a function of float64 numbers.
+"""Cut out the part of a graph that computes one value per row, as a float64 function.
 
-The region of a value reaches back, through everything that is computed on rows, to values that are token-wise: its
-packed inputs. What is computed token by token from contracted values belongs to it too, up to the next projection.
+The region of a value reaches back, through all values on rows, to token-wise values: its packed inputs. Token-wise
+functions of contracted values belong to it too, up to the next projection.
 
 A region can be compared with another formula by running both on random numbers if it is *analytic*: made of sums,
 products, quotients, exponentials and movements of its inputs, under conditions that depend on no input. Such a function
@@ -43,10 +43,10 @@ _LAYOUTS = {
     aten.alias, aten.clone, aten.constant_pad_nd, aten.contiguous, aten.expand, aten.permute, aten.reshape,
     aten.squeeze, aten.t, aten.transpose, aten.unsqueeze, aten.view, aten._unsafe_view, aten._to_copy,
 }  # fmt: skip
-"""Operators that only lay a value of tokens out anew, or repeat it."""
+"""Operators that only rearrange or repeat a value of tokens."""
 _MASKS = {aten.masked_fill, aten.tril, aten.triu}
 ZERO_STAYS_ZERO = {aten.mul, *_LAYOUTS}
-"""Operators whose result is zero if one of their operands is."""
+"""Operators with a zero result if one of their operands is zero."""
 _SIZED = {
     aten.view.default: aten.reshape, aten._unsafe_view.default: aten.reshape, aten.reshape.default: aten.reshape,
     aten.expand.default: aten.expand,
@@ -68,7 +68,7 @@ def _is_analytic(node: fx.Node) -> bool:
 
 
 def find_mixed(gm: fx.GraphModule) -> set[fx.Node]:
-    """Values that are computed on rows, or token by token from such values by analytic operators alone."""
+    """Find values on rows, or token-wise analytic functions of such values alone."""
     mixed: set[fx.Node] = set()
     for node in gm.graph.find_nodes(op="placeholder"):
         if fact_of(node).kind is Kind.ROW:
@@ -93,7 +93,7 @@ class Region:
         nodes: everything that is computed from inputs, in order; the result is the last.
         packed: its inputs with tokens, in the order of the graph.
         learned: its inputs that are the same for all tokens and made of parameters.
-        fixed: what is the same for all tokens and reads no parameter, as far as ``nodes`` read it.
+        fixed: inputs without parameters that are the same for all tokens, as read by ``nodes``.
     """
 
     result: fx.Node
@@ -126,7 +126,7 @@ class Region:
 
     @property
     def has_rows(self) -> bool:
-        """Whether it is known of every value where its rows are, so that ``run`` may be given one row."""
+        """Return whether the rows of every value are known, so that ``run`` may take one row."""
         values = [node for node in self.nodes if isinstance(node.meta["val"], Tensor)]
         return all(row_digit(node) is not None and self._aligned(node) for node in values)
 
@@ -138,7 +138,7 @@ class Region:
         return not read or packet in _ALIGNED or scatters or torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
 
     def run(self, values: Mapping[fx.Node, Tensor], rows: int, given: int) -> Tensor | None:
-        """The result in float64 for values of all inputs; None where a constant is not known before the call.
+        """Compute the result in float64; None where a constant is unknown before the call.
 
         Args:
             values: By input.
@@ -253,7 +253,7 @@ def _walk(result: fx.Node, mixed: set[fx.Node]) -> _Found | None:
 
 
 def _by_source(packed: set[fx.Node]) -> list[list[list[fx.Node]]]:
-    """What each input is a layout of, step by step: the inputs with one origin together."""
+    """Group inputs by origin, with the layouts of each, step by step."""
     groups: dict[fx.Node, list[list[fx.Node]]] = {}
     for node in sorted(packed):
         chain = [node]
@@ -274,7 +274,7 @@ def _laid_out(node: fx.Node) -> fx.Node | None:
 
 
 def _merge(found: _Found, chains: list[list[fx.Node]]) -> None:
-    """Replace inputs of one origin by what they are all made of, before it was masked or repeated."""
+    """Replace inputs of one origin by their common source, before masks and repeats."""
     shared = [node for node in chains[0] if all(node in chain for chain in chains)]
     masked = [i for i, node in enumerate(shared) if getattr(node.target, "overloadpacket", None) in _MASKS]
     shared = shared[masked[-1] + 1 :] if masked else shared
@@ -297,7 +297,7 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _may_run(node: fx.Node) -> bool:
-    """Whether an operator is analytic as it is used: no result is an integer or a condition."""
+    """Return whether an operator is analytic here: no result is an integer or a condition."""
     if not _is_analytic(node):
         return False
     value = node.meta["val"]
@@ -306,7 +306,7 @@ def _may_run(node: fx.Node) -> bool:
 
 
 def _filled(node: fx.Node) -> int | None:
-    """What a value is filled with whose operand only lends shape or dtype."""
+    """Return the fill of a value whose operand only gives shape or dtype."""
     target: Any = node.target
     return _FILLED.get(target, _NEW.get(target))
 
@@ -324,7 +324,7 @@ def _with_ancestors(nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
 
 
 def _constant(node: fx.Node) -> Tensor | None:
-    """The value of an invariant without parameters, computed in float64 as far as it is computed."""
+    """Return the value of an invariant without parameters, computed in float64."""
     values: dict[fx.Node, Any] = {}
     for item in _with_ancestors((node,)):
         lent = _filled(item)

@@ -1,4 +1,4 @@
-"""Which packed input plays which part in a linear recurrence: guesses by shape, decided by numbers.
+"""Find the role of each packed input in a linear recurrence, by shapes and numbers.
 
 Every guess that the shapes allow is run, by the very operator that would replace the region, on one row of the random
 numbers on which the region was run; constant factors are fitted. The one that agrees is then run on fresh numbers, in
@@ -91,7 +91,7 @@ def _guesses(region: Region) -> Iterator[TreeScan]:
 def _assignments(
     form: tuple[str, ...], packed: tuple[fx.Node, ...], shape: tuple[int, int], skips: bool
 ) -> Iterator[dict[str, Operand]]:
-    """All inputs in different parts; what is skipped past the recurrence may be its v."""
+    """Yield all assignments of inputs to roles; a skip connection may be the v."""
     own = (*form, "skip") if skips and len(packed) == len(form) + 1 else form
     if len(packed) != len(own):
         return
@@ -120,7 +120,7 @@ def _operand(role: str, node: fx.Node, shape: tuple[int, int]) -> Operand | None
 
 
 def _per_token(node: fx.Node) -> tuple[list[Factor], list[Factor]]:
-    """The factors of a value [.., heads .., features] beside rows and tokens."""
+    """Return the factors of a value [.., heads .., features] besides rows and tokens."""
     dims = fact_of(node).dims
     assert dims is not None
     plain = [[f for f in dim if f.axis is Axis.PLAIN] for dim in dims]
@@ -180,7 +180,10 @@ def _wanted(region: Region, sample: _Sample, rows: int) -> Tensor | None:
 
 
 def _terms(law: TreeScan, sample: _Sample) -> list[Tensor]:
-    """What is skipped, if anything is, and the recurrence, without factors, of the row: [T, heads * features] each."""
+    """Compute the skip term, if any, and the recurrence of the row.
+
+    [T, heads * features] each, without factors.
+    """
     values = {}
     for role, operand in law.roles.items():
         flat = sample.row[operand.source].reshape(-1, operand.groups, operand.repeats, operand.features)

@@ -1,4 +1,4 @@
-"""One value as a function of one row: which columns its elements read, and which of them are known."""
+"""Describe a value as a function of one row: columns read, and known elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 __all__ = ["LARGEST_TABLE", "RowDigit", "State", "States", "Unknown"]
 
 LARGEST_TABLE = 1 << 26
-"""Values whose tables would have more entries are unknown."""
+"""Values with larger tables are unknown."""
 
 
 class Unknown(Exception):
@@ -30,7 +30,7 @@ class RowDigit:
 
 @dataclass(frozen=True)
 class State:
-    """What one row of a value depends on.
+    """Hold the dependence of one row of a value.
 
     ``shape`` is the full shape with the row digit taken out; the tables have its rank, and per dimension its size or 1.
     ``row`` is None for a value that is the same for all rows. ``sources`` are the inputs [B, T] that the value read on

@@ -1,4 +1,4 @@
-"""What laws of the causal domain share: the register, and how operands are brought into one shape for one row."""
+"""Register laws of the causal domain, and align operands for one row."""
 
 from __future__ import annotations
 

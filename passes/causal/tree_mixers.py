@@ -1,7 +1,7 @@
 """Mixers that run on the packed tokens themselves, their context taken from the tree.
 
 A causal convolution reads its window through parents: the tap that is d tokens back reads the d-th ancestor, or zero
-above the root. A token's ancestors are its row's past, whichever row that is, so each distinct token is computed once;
+above the root. A token's ancestors are the past of any of its rows, so each distinct token is computed once;
 at a fork the gradients of all children meet in the gather's backward.
 
 Before (4 rows of 12 tokens)::
@@ -38,7 +38,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TreeConvolution(ReadsOthers):
-    """A causal convolution of packed tokens; tap i reads the ancestor ``distances[i]`` above, 0 being the token."""
+    """Hold a causal convolution of packed tokens.
+
+    Tap i reads the ancestor ``distances[i]`` above, 0 being the token.
+    """
 
     source: fx.Node
     weight: fx.Node
@@ -66,7 +69,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class TreeScan(ReadsOthers):
-    """A linear recurrence of packed tokens (``treefx.kernels.recurrence.tree_scan``), per token [heads, features]::
+    """Hold a linear recurrence of packed tokens (``tree_scan``), per token::
 
         factor * tree_scan(q, k, v, g, w) + skip_factor * weight * skip
 
@@ -78,12 +81,12 @@ class TreeScan(ReadsOthers):
     heads: int
     features: int
     dtype: torch.dtype
-    """What the model computes it in, at least float32."""
+    """The dtype of the model's computation, at least float32."""
     factor: float = 1.0
     weight: fx.Node | None = None
     skip_factor: float = 0.0
     region: tuple[fx.Node, ...] = field(default=(), compare=False, repr=False)
-    """What computed it on rows."""
+    """The nodes that computed it on rows."""
 
     @property
     def operands(self) -> tuple[fx.Node, ...]:
@@ -98,7 +101,7 @@ class TreeScan(ReadsOthers):
 
 @dataclass(frozen=True)
 class LibraryTree(ReadsOthers):
-    """A recurrence of packed tokens by a library's own kernel, level by level: ``treefx::library_tree``."""
+    """Run a recurrence of packed tokens by a library's kernel: ``treefx::library_tree``."""
 
     tensors: tuple[fx.Node, ...]
     key: str
@@ -110,7 +113,7 @@ class LibraryTree(ReadsOthers):
 
 @dataclass(frozen=True)
 class Vanishing(ReadsOthers):
-    """A contracted value that is zero whatever the inputs are, such as what a first chunk reads of the state before."""
+    """Mark a contracted value that is always zero, as a first chunk's earlier state."""
 
     def reads(self) -> list[fx.Node]:
         """Nothing."""
@@ -118,7 +121,7 @@ class Vanishing(ReadsOthers):
 
 
 def find_tree_convolution(node: fx.Node) -> TreeConvolution | None:
-    """The convolution that a value [B, C, T], proved causal, is the beginning of; None where it is not one."""
+    """Find the convolution that starts a causal value [B, C, T]; None if it is none."""
     call, start = _beginning(node)
     if call.target is not aten.convolution.default or fact_of(node).kind is not Kind.ROW:
         return None
@@ -135,7 +138,7 @@ def find_tree_convolution(node: fx.Node) -> TreeConvolution | None:
 
 
 def _beginning(node: fx.Node) -> tuple[fx.Node, int]:
-    """What a slice along the last dimension cuts, and where it starts."""
+    """Return the source and the start of a slice along the last dimension."""
     source = node.args[0] if node.args else None
     if node.target is not aten.slice.Tensor or not isinstance(source, fx.Node):
         return node, 0
@@ -151,7 +154,7 @@ def _beginning(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _unpadded(x: Any) -> tuple[fx.Node, int]:
-    """A value without the zeros that were put before its last dimension, and how many there were."""
+    """Return a value without leading zeros of its last dimension, and their number."""
     pad: Any = x.args[1] if x.target is aten.constant_pad_nd.default else None
     zero = pad is not None and (len(x.args) < 3 or x.args[2] == 0)
     if not zero or len(pad) != 2 or min(pad) < 0:
@@ -166,13 +169,16 @@ def _is_channels_by_tokens(node: fx.Node) -> bool:
 
 
 def has_channels_by_tokens(dims: Dims) -> bool:
-    """Whether dimensions are [B, C, T]: those of a row of one token, before it is cut off, may be [B T, C, taps]."""
+    """Return whether dimensions are [B, C, T].
+
+    Those of a row of one token, before it is cut off, may be [B T, C, taps].
+    """
     axes = [[factor.axis for factor in dim] for dim in dims]
     return len(axes) == 3 and axes[0] == [Axis.ROW] and axes[2] == [Axis.TOKEN] and set(axes[1]) <= {Axis.PLAIN}
 
 
 def convolve(law: TreeConvolution, x: Tensor, weight: Tensor, bias: Tensor | None, parent: Tensor) -> Tensor:
-    """The convolution of packed tokens x [1, C, N] as [1, C', N]; ``parent`` [N] is -1 at roots."""
+    """Convolve packed tokens x [1, C, N] to [1, C', N]; ``parent`` [N] is -1 at roots."""
     out = tree_conv1d(x.squeeze(0).t(), weight, bias, parent, distances=law.distances, groups=law.groups)
     return out.t().unsqueeze(0)
 

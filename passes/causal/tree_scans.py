@@ -1,11 +1,11 @@
-"""Find linear recurrences among what is contracted, and run them on the packed tokens.
+"""Find linear recurrences among contracted values, and run them on packed tokens.
 
-Models write a recurrence as chunks of products, a hundred operators in an order of their own. What they compute is
-recognised by value (``scan_region`` says why that is a proof): a contracted value and the region that computes it on
-rows become one operator whose state comes from the tree parent.
+Models write a recurrence as chunks of products, a hundred operators in varying order. It is recognised by value
+(``scan_region`` states why that is a proof): a contracted value and its region on rows become one operator with its
+state from the tree parent.
 
-Values are tried from the last one up, and only those that are still read: where a whole mixer is one recurrence, what
-it computes on the way is not looked at. Layers of one kind are proved once. What is not recognised stays contracted.
+Values are tried from the last one up, and only live ones: where a whole mixer is one recurrence, its intermediate
+values are skipped. Layers of one kind are proved once. Other values stay contracted.
 
 Before (4 rows of 12 tokens)::
 
@@ -41,7 +41,7 @@ _PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 
 
 def find_tree_scans(gm: fx.GraphModule, rows: int, columns: int) -> None:
-    """Give contracted values that are linear recurrences the law ``TreeScan``, and those that are zero ``Vanishing``.
+    """Give contracted linear recurrences the law ``TreeScan``, and zeros ``Vanishing``.
 
     Args:
         gm: A labelled graph; its facts are changed.
@@ -66,7 +66,7 @@ def find_tree_scans(gm: fx.GraphModule, rows: int, columns: int) -> None:
 
 
 def _spread(node: fx.Node, zero: Vanishing) -> None:
-    """What is made of a zero by products and layouts is zero, so nobody reads its other factors."""
+    """Mark products and layouts of a zero as zero, so that their other factors are dead."""
     for user in node.users:
         packet = getattr(user.target, "overloadpacket", None)
         fact = fact_of(user)
@@ -76,7 +76,10 @@ def _spread(node: fx.Node, zero: Vanishing) -> None:
 
 
 def _products_of_tokens(gm: fx.GraphModule, mixed: set[fx.Node]) -> list[fx.Node]:
-    """The values, in order, on whose way tokens meet in products: most loops over columns have none."""
+    """List values, in order, computed through products of tokens.
+
+    Most loops over columns have none.
+    """
     found: dict[fx.Node, None] = {}
     for node in gm.graph.nodes:
         if node in mixed and (node.target in _PRODUCTS or any(source in found for source in node.all_input_nodes)):
@@ -94,7 +97,7 @@ def _is_candidate(region: Region, rows: int) -> bool:
 def _known_or_found(
     region: Region, rows: int, columns: int, known: dict[Any, tuple[Region, TreeScan | Vanishing | None]]
 ) -> TreeScan | Vanishing | None:
-    """The law of a region, looked up by what it computes: layers differ in their inputs alone."""
+    """Return the law of a region, cached by computation: layers differ in inputs alone."""
     key = region.key()
     if key not in known:
         with torch.no_grad():

@@ -1,9 +1,9 @@
-"""Keys and values across the cuts of a forest: the graph of a part takes those of its ancestors and hands out its own.
+"""Add a boundary to a graph: ancestors' keys and values in, its own out.
 
 Every attention gets the keys and values of the P tokens above the part as inputs, and those of the Q tokens that other
-parts will read become outputs: after the rotary embedding, before heads are repeated, as the attention sees them. What
-the score loads per token is read for the boundary too, by the same operators at the boundary's columns. All sizes are
-symbols, so one compilation serves all parts.
+parts will read become outputs: after the rotary embedding, before heads are repeated, as the attention sees them.
+Values that the score loads per token are read for the boundary too, by the same operators at the boundary's columns.
+All sizes are symbols, so one compilation serves all parts.
 
 Before::
 
@@ -15,8 +15,8 @@ After::
     out = treefx.tree_attention(q, k, v, subtree_end, [columns], None, score, "auto", bk, bv, lo, hi)
     return [..., k[:, :, outgoing], v[:, :, outgoing]]                                          # [1, Q, heads, width]
 
-Attentions that share a key share its input and output, whose gradient is then the sum. What convolutions along the
-tree read of ancestors comes and goes in the same way (:mod:`treefx.passes.cuts.boundary_windows`).
+Attentions that share a key share its input and output, with the sum as gradient. Values of ancestors that convolutions
+read are passed in the same way (:mod:`treefx.passes.cuts.boundary_windows`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from treefx.passes.trace.token_count import TokenCount, add_count_input
 __all__ = ["CutGraph", "Cutter", "GivenBack", "Ranks", "Run", "StandIn", "add_boundary", "check_operators"]
 
 Run = Literal["train", "infer", "kv"]
-"""What a part runs for: outputs and K/V with gradients, without gradients, or K/V alone without gradients."""
+"""Purpose of a part: outputs and K/V with gradients, without gradients, or K/V alone."""
 
 
 class Ranks(NamedTuple):
-    """The process group whose ranks each run some tokens of one forest at the same time."""
+    """Name the process group whose ranks run the tokens of one forest at the same time."""
 
     group: str
     size: int
@@ -66,7 +66,7 @@ _VECTORS = (torch.int32, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class StandIn:
-    """An output that a run for K/V alone does not compute: what the caller gets has its shape and dtype."""
+    """Stand for an output that a K/V run does not compute, with its shape and dtype."""
 
     shape: tuple[int | None, ...]
     """None where the size is N."""
@@ -81,17 +81,17 @@ class StandIn:
 
 @dataclass(frozen=True)
 class GivenBack:
-    """An output that is an input which the graph changes: Dynamo makes it the model's buffer after the call."""
+    """Mark an output that is a changed input, which Dynamo makes the model's buffer."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class CutGraph:
-    """What a graph with a boundary takes and returns beside the inputs and outputs of the uncut one.
+    """Describe further inputs and outputs of a graph with a boundary.
 
     Attributes:
-        run: what it is for, or with whom it runs.
+        run: its purpose, or its concurrent ranks.
         caches: fake K and V in the order they come and go, [1, P, heads, width] each; then the inputs of convolutions
             along the tree, [1, P, 1, width] each.
         results: the uncut graph's outputs where they are not computed: a stand-in, an input, or the constant itself.
@@ -114,8 +114,8 @@ def add_boundary(
     Args:
         gm: Graph of the native level; its placeholders end with row, column, subtree_end, token_of and N.
         inputs: Its fake inputs.
-        mode: Their mode, whose shape environment is a ``TokenCount``.
-        run: What the new graph is for.
+        mode: Their mode, with a ``TokenCount`` as shape environment.
+        run: purpose of the new graph.
 
     Returns:
         The graph, whose further inputs are now lo, hi [P] int32, the boundary's columns [P] and the outgoing tokens
@@ -123,8 +123,7 @@ def add_boundary(
         outgoing K/V; its inputs; what they are.
 
     Raises:
-        UnsupportedError: Tokens meet in something else than attention and convolutions, or a score loads what the
-            model computes.
+        UnsupportedError: Tokens meet outside of attention and convolutions, or a score loads a value of the model.
     """
     cutter = Cutter(gm, list(inputs), mode)
     check_operators(gm)
@@ -140,7 +139,7 @@ def add_boundary(
 
 
 def check_operators(gm: fx.GraphModule) -> None:
-    """Refuse graphs in which tokens meet in operators whose state is not handed out at a cut."""
+    """Refuse graphs whose tokens meet in operators with a state that cannot cross a cut."""
     for node in gm.graph.nodes:
         namespace = getattr(node.target, "namespace", None)
         if node.op == "call_function" and namespace == "treefx" and node.target not in _TOKEN_WISE:
@@ -157,7 +156,7 @@ def _changed(gm: fx.GraphModule) -> list[int]:
 
 
 def _forms(changed: fx.Node, written: Mapping[fx.Node, Any]) -> list[Any]:
-    """The nodes that are a changed input after the call: itself, what is written there, and the writing."""
+    """Return the nodes of a changed input after the call: itself, its new value, the write."""
     return [changed, written[changed], *[user for user in changed.users if user.args[0] is changed and _writes(user)]]
 
 
@@ -173,7 +172,10 @@ def _without_gradient(x: Any, mode: FakeTensorMode) -> Any:
 
 
 class Cutter:
-    """Rewrites one graph: the boundary's keys and values come as inputs; a subclass may `_bring` them otherwise."""
+    """Rewrite one graph with the boundary's keys and values as inputs.
+
+    A subclass may `_bring` them otherwise.
+    """
 
     def __init__(self, gm: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
         self.gm, self.inputs, self.mode = gm, inputs, mode
@@ -252,7 +254,10 @@ class Cutter:
         return self.gm.graph.call_function(target, args, kwargs)
 
     def _bring(self, sources: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """The boundary's [1, P, heads, width] of keys and values [1, heads, N, width] that one attention reads."""
+        """Return the boundary's [1, P, heads, width] for keys and values of one attention.
+
+        These are [1, heads, N, width].
+        """
         return {source: self._cache(source) for source in sources}
 
     def _cache(self, source: fx.Node) -> fx.Node:
@@ -267,7 +272,10 @@ class Cutter:
         return self.add_input(f"cache_{len(self.caches) - 1}", fake)
 
     def finish(self, run: Run) -> list[Any]:
-        """Return outgoing keys and values, beside or instead of the graph's outputs; what stands in for the latter."""
+        """Return outgoing keys and values, after or instead of the graph's outputs.
+
+        Returns the stand-ins of the latter.
+        """
         output = next(iter(self.gm.graph.find_nodes(op="output")))
         results = list(output.args[0])
         with self.gm.graph.inserting_before(output):
@@ -293,7 +301,8 @@ class Cutter:
         value = item.meta["val"]
         return StandIn(tuple(x if isinstance(x, int) else None for x in value.shape), value.dtype, value.device)
 
-    # What scores load -------------------------------------------------------------------------------------------------
+    # Values loaded by scores
+    # ------------------------------------------------------------------------------------------------
 
     def _extended(self, buffers: list[fx.Node], score: Score) -> list[fx.Node]:
         """The buffers, those along the tokens with the boundary's entries in front."""
@@ -304,7 +313,7 @@ class Cutter:
         ]
 
     def _outside(self, node: fx.Node) -> fx.Node:
-        """The value that a function of the columns has at the boundary's tokens: its operators once more, on those."""
+        """Recompute a function of the columns at the boundary's tokens."""
         if node not in self._outside_form:
             self._outside_form[node] = self._make_outside(node)
         return self._outside_form[node]

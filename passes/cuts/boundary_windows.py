@@ -1,4 +1,4 @@
-"""Convolutions along the tree across the cuts of a forest: their windows read what ancestors in other parts had.
+"""Pass windows of convolutions along the tree across the cuts of a forest.
 
 In a packed graph a window is read through parents: ``up`` maps every token to its parent and roots to a row of zeros,
 and applying it d times finds the ancestor d tokens back. A part maps its own tokens, the P tokens of its boundary and
@@ -13,7 +13,7 @@ After::
     up = cat([own_up, outside_up, nothing]);  rows = cat([x, outside_x, zeros]);  up1 = up[arange(N)];  rows[up1]
 
 ``outside_x`` comes and goes like keys and values. A gather's backward sums the gradients of all windows that read a
-token, so those of the boundary's tokens are what their owners have to be given.
+token, so those of the boundary's tokens are returned to their owners.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def extend_windows(
 
     Args:
         gm: The graph.
-        windows: What `find_windows` found in it.
+        windows: The result of `find_windows`.
         up: Parents of the own tokens, of the boundary's, and of the zeros, as inputs.
         outside: For the source of each window, the boundary's values ``[1, P, 1, C]``.
     """

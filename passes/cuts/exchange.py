@@ -1,7 +1,7 @@
-"""Keys and values that ranks send each other where one forest lies on several: one operator and its gradient.
+"""Exchange keys and values between ranks of one forest: an operator and its gradient.
 
 Every rank sends each other one the tokens that its tokens have as ancestors there, keys and values of one attention in
-one message, and gets the gradients back the same way: what several ranks return for one token is summed in float32
+one message, and gets the gradients back the same way: gradients from several ranks for one token are summed in float32
 (float64 for float64), rank by rank, so that two runs agree to the bit.
 """
 
@@ -26,8 +26,9 @@ def exchange(values: list[Tensor], sent: Tensor, order: Tensor, counts: Tensor, 
 
     Args:
         values: ``[1, H, N, D]`` each, of one dtype; they travel in one message.
-        sent: int64 ``[S]``, the own tokens that are sent, those for rank 0 first; what follows them is not read.
-        order: int64 ``[P]``, where in what comes, rank 0's first, each of the boundary's tokens is; past it: zeros.
+        sent: int64 ``[S]``, the own tokens that are sent, those for rank 0 first; later entries are not read.
+        order: int64 ``[P]``, the place of each of the boundary's tokens among the received ones, rank 0's first; past
+            the end: zeros.
         counts: int64 ``[2, ranks]`` on the CPU, how many tokens each rank is sent and sends.
         group: name of the process group.
 
@@ -52,7 +53,7 @@ def _(values: list[Tensor], sent: Tensor, order: Tensor, counts: Tensor, group: 
 def exchange_backward(
     grads: list[Tensor], sent: Tensor, order: Tensor, counts: Tensor, tokens: int, group: str
 ) -> list[Tensor]:
-    """Return the gradients of the boundary's values to where they came from; sum what returns for each own token.
+    """Return gradients of the boundary's values to their owners; sum them per own token.
 
     Args:
         grads: ``[1, P, H, D]`` each.

@@ -1,7 +1,7 @@
-"""One forest on several ranks: what a graph attends to and lies elsewhere comes from there, within the graph.
+"""Run one forest on several ranks: fetch attended keys and values within the graph.
 
 As a part's (:mod:`treefx.passes.cuts.boundary_kv`), but the boundary's keys and values are no inputs, and none are
-handed out: all ranks run at once, and one operator sends what they have of each other's ancestors.
+returned: all ranks run at once, and one operator sends them each other's ancestors.
 
 Before::
 
@@ -34,7 +34,7 @@ __all__ = ["add_exchange", "cut_graph"]
 def cut_graph(
     gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, part: Run | Ranks
 ) -> tuple[fx.GraphModule, list[Any], CutGraph]:
-    """Cut a packed graph, in place, for parts that run one after the other (`add_boundary`) or at once."""
+    """Cut a packed graph, in place, for parts in sequence (`add_boundary`) or in parallel."""
     return (add_exchange if isinstance(part, Ranks) else add_boundary)(gm, inputs, mode, part)  # type: ignore[arg-type]
 
 
@@ -46,8 +46,8 @@ def add_exchange(
     Args:
         gm: Graph of the native level; its placeholders end with row, column, subtree_end, token_of and N.
         inputs: Its fake inputs.
-        mode: Their mode, whose shape environment is a ``TokenCount``.
-        ranks: Who runs the others.
+        mode: Their mode, with a ``TokenCount`` as shape environment.
+        ranks: Ranks that run the others.
 
     Returns:
         The graph, whose further inputs are now lo, hi [P] int32, the boundary's columns [P] and the sent tokens [Q]
@@ -80,7 +80,7 @@ class _Exchanger(Cutter):
         self.order, self.counts = self.add_input("order", order), self.add_input("counts", counts)
 
     def _bring(self, sources: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """One message for what is of one dtype."""
+        """Bring all values of one dtype in one message."""
         found: dict[fx.Node, fx.Node] = {}
         for dtype in dict.fromkeys(source.meta["val"].dtype for source in sources):
             alike = [source for source in sources if source.meta["val"].dtype == dtype]

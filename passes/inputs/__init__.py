@@ -1,4 +1,4 @@
-"""Proofs by the values of a call's inputs, made in every call before the graph is labelled.
+"""Prove facts by the values of a call's inputs, before the graph is labelled.
 
 In: the tensors of a call. Out: ``InputValues``; an analysis holds for later calls with the same.
 

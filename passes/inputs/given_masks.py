@@ -1,4 +1,4 @@
-"""Masks [.., T, T] that the caller gives: what their values in a call prove.
+"""Prove facts of masks [.., T, T] that the caller gives, by their values.
 
 A mask that is an input may differ from call to call, so its values prove nothing in advance. They are looked at in
 every call: where each query sees the kept keys of its past, or those of them in a window or in its own document, the
@@ -17,7 +17,9 @@ __all__ = ["GivenMask", "parts_of_mask", "prove_mask"]
 
 @dataclass(frozen=True)
 class GivenMask:
-    """mask[b, .., q, k] is ``shown`` where k <= q, k is kept and not before q's start, else ``hidden``.
+    """Describe a mask in values per key and per query.
+
+    mask[b, .., q, k] is ``shown`` where k <= q, k is kept and not before q's start, else ``hidden``.
 
     ``position`` is that of the input. Starts are a ``window`` (number of keys, the query's own included), given by
     row and query (``has_starts``), or zero.
@@ -36,13 +38,13 @@ class GivenMask:
 
 
 def parts_of_mask(known: GivenMask, mask: Tensor) -> list[Tensor]:
-    """Which keys are kept, bool [L, T], and (where it has any) the starts, int64 [L, T]; L is 1 or B."""
+    """Return kept keys, bool [L, T], and starts, if any, int64 [L, T]; L is 1 or B."""
     visible = _first_of_heads(mask) != known.hidden
     return [visible.any(1), *([_starts(visible)] if known.has_starts else [])]
 
 
 def prove_mask(position: int, mask: Tensor) -> GivenMask | None:
-    """What the values of one call prove, or None."""
+    """Return the proof from the values of one call, or None."""
     if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2 or 0 in mask.shape:
         return None
     if mask.requires_grad or mask.is_complex() or not _is_same_for_heads(mask):

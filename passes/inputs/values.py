@@ -1,4 +1,4 @@
-"""Proofs by the values of inputs: positions that count up, masks of zeros and ones, vectors that are equal."""
+"""Prove facts by values of inputs: positions that count up, 0/1 masks, equal vectors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _COMPARED = {
 
 @dataclass(frozen=True)
 class InputValues:
-    """What the values of a call's inputs prove, in this and all calls that share an analysis: positions of inputs."""
+    """Hold proofs from the values of inputs, for all calls that share an analysis.
+
+    Fields hold positions of inputs.
+    """
 
     consecutive: frozenset[int] = frozenset()
     """[B, T] or [1, T], counting up by one along each row, such as position ids."""
@@ -39,7 +42,7 @@ class InputValues:
     equal: tuple[tuple[int, int], ...] = ()
     """Vectors of integers, and an earlier one that holds the same; if asked for."""
     masks: tuple[GivenMask, ...] = ()
-    """[.., T, T], causal and at most hidden keys, a window or documents beside; their parts become inputs too."""
+    """[.., T, T], causal and at most with hidden keys, a window or documents; their parts become inputs too."""
     tokens: frozenset[int] = frozenset()
     """[B, T, ...], vectors that another graph of the model made of tokens, by which these are told apart."""
     vectors: frozenset[int] = frozenset()
@@ -51,7 +54,7 @@ class InputValues:
 
 
 def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = True, flash: bool = False) -> InputValues:
-    """Look at the inputs of a call: at masks [.., T, T], and at what decides over ``flash`` attention, where wanted."""
+    """Read masks [.., T, T] of a call, and values that decide over ``flash`` attention."""
     readable = [(i, x) for i, x in enumerate(args) if roles[i] == "input" and _is_readable(x)]
     given = [(i, _at_hand(x) if is_on_device(x) else x) for i, x in readable]
     tables = [(i, x) for i, x in given if x.dim() == 2]
@@ -78,7 +81,10 @@ def _at_hand(x: Tensor) -> Tensor:
 
 
 def _is_readable(x: Any) -> bool:
-    """Whether an input has values here, and of a type that compares with numbers: no complex, packed or fake ones."""
+    """Return whether an input has values here, of a comparable dtype.
+
+    Complex, packed and fake ones have not.
+    """
     return isinstance(x, Tensor) and x.dtype in _COMPARED and x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
@@ -94,7 +100,7 @@ def _is_one_run(x: Tensor) -> bool:
 
 
 def _bounds(x: Tensor) -> int | None:
-    """The largest number of a table of zeros and ones, 0 of an empty one; None of any other table.
+    """Return the largest number of a table of zeros and ones, 0 if empty; else None.
 
     The host waits for a device once.
     """

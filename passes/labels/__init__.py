@@ -1,7 +1,7 @@
-"""What every value depends on: invariant, prefix or row, and which of its dimensions run over tokens.
+"""Label every value: invariant, prefix or row, and its token dimensions.
 
-In: the ATen graph. Out: a ``Fact`` on every node (``facts``), by one sweep (``label_tokens``) that asks one law per
-operator (``laws``). An operator without a law stays on rows, by name. Nothing here changes the graph.
+In: the ATen graph. Out: a ``Fact`` on every node (``facts``), by one sweep (``label_tokens``) with one law per operator
+    (``laws``). An operator without a law stays on rows, by name. Nothing here changes the graph.
 
 Order of imports, each only of what stands before an arrow::
 

@@ -1,8 +1,8 @@
 """Which part of a graph is the model, and which the loss behind it.
 
-The model ends with its last operator that mixes tokens, multiplies by weights what it made of the ids, or puts vectors
-of a tower between tokens: a layer, the LM head. What comes behind reads values that differ from row to row (labels,
-advantages, logits of a teacher), and these must not tell tokens apart. Weights may multiply the hidden states of a
+The model ends with its last operator that mixes tokens, multiplies functions of the ids by weights, or puts vectors of
+a tower between tokens: a layer, the LM head. Later operators read values that differ from row to row (labels,
+advantages, logits of a teacher), and these must not distinguish tokens. Weights may multiply the hidden states of a
 teacher there, but these meet no product of the model.
 """
 
@@ -33,11 +33,11 @@ _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
 
 def find_body(gm: fx.GraphModule, roles: Sequence[str], tokens: Tokens) -> set[fx.Node]:
-    """The last layers' operators that mix tokens or multiply by weights, and all that these are made of.
+    """Find the last layers' operators that mix tokens or use weights, and their ancestors.
 
     Args:
         gm: The traced graph.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
         tokens: Its token axes.
     """
     of_ids = _made_of(gm, [tokens.ids])
@@ -60,12 +60,15 @@ def _products(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def is_grouped(target: Any) -> bool:
-    """Whether an operator is a grouped matrix product (ATen's, or the fallback that transformers registers)."""
+    """Return whether an operator is a grouped matrix product.
+
+    ATen's, or the fallback that transformers registers.
+    """
     return isinstance(target, torch._ops.OpOverload) and target.name() in _GROUPED  # type: ignore[no-untyped-call]
 
 
 def _meet(product: fx.Node, of_ids: set[fx.Node], learned: set[fx.Node]) -> bool:
-    """Whether weights multiply what is made of ids."""
+    """Return whether weights multiply functions of ids."""
     operands = product.all_input_nodes
     weights = [node for node in operands if node in learned and node not in of_ids]
     return bool(weights) and any(node in of_ids for node in operands)

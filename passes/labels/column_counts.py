@@ -1,4 +1,4 @@
-"""Where values of tokens depend on how many columns a row has, beside saying how far they extend.
+"""Find values of tokens that depend on the number of columns of a row.
 
 Rows by themselves have a number of columns each, the packed row of a forest has yet another. A graph may run on that
 row only if no value of a token depends on the number. Harmless::
@@ -44,21 +44,21 @@ _MOVES = {
     aten.index_select.default, aten.gather.default, aten.embedding.default, aten.tril.default, aten.triu.default,
     aten.cumsum.default,
 }  # fmt: skip
-"""Operators that put no elements of an operand together, or those in front only, beside pointwise ones."""
+"""Operators that join no elements of an operand, or leading ones only, besides pointwise ones."""
 
 
 def find_column_count(gm: fx.GraphModule) -> fx.Node | None:
-    """Find the first operator by which a value of a token depends on the number of columns; None if there is none.
+    """Find the first operator that makes a token's value depend on the columns; else None.
 
     Args:
-        gm: A labelled graph of one row whose number of columns is a symbol.
+        gm: A labelled graph of one row with a symbolic number of columns.
     """
     found = (_dependent(node) for node in _computed(gm))
     return next((node for node in found if node is not None), None)
 
 
 def _computed(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes whose values reach an output or a buffer, in order."""
+    """Yield the nodes that reach an output or a buffer, in order."""
     stack = [*gm.graph.find_nodes(op="output"), *gm.graph.find_nodes(op="call_function", target=aten.copy_.default)]
     read = set(stack)
     while stack:
@@ -69,7 +69,10 @@ def _computed(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _dependent(node: fx.Node) -> fx.Node | None:
-    """The operator by which a value depends on the number of columns where its operands of tokens do not."""
+    """Return the operator that makes a value depend on the number of columns.
+
+    Its operands of tokens do not.
+    """
     if node.op == "call_function" and fact_of(node).kind is Kind.INVARIANT:
         return None  # its readers look at it
     fixed = [source for source in read_operands(node) if _is_fixed(source)]
@@ -86,7 +89,7 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def _takes_count(node: fx.Node) -> bool:
-    """Whether a number of columns is an argument of an operator, other than to say how far its result extends."""
+    """Return whether a number of columns is an argument other than an extent of the result."""
     if node.target in _EXTENTS:
         return False
     args = list(node.args)
@@ -100,9 +103,9 @@ def _takes_count(node: fx.Node) -> bool:
 
 
 def _joins_columns(node: fx.Node) -> bool:
-    """Whether an operator puts elements together along a dimension of so many elements that counts no tokens.
+    """Return whether an operator joins elements along a dimension of columns, not tokens.
 
-    Along tokens and keys, laws and attention say what it reads.
+    Along tokens and keys, laws and attention define the reads.
     """
     target: Any = node.target
     operands = node.args[:3] if target in _ATTENTION else read_operands(node)

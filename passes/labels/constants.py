@@ -1,4 +1,4 @@
-"""Values of the graph that are known when it is compiled: buffers, aranges and what is computed from them alone.
+"""Evaluate values known at compile time: buffers, aranges and functions of these alone.
 
 A causal mask may live in a registered buffer, where only its values prove it causal. The buffers read are remembered,
 so that the run time can tell when one of them has changed and the proof no longer holds.
@@ -26,7 +26,7 @@ __all__ = ["MASKING", "Constants", "constants_of"]
 _KEY = "treefx_constants"
 _LARGEST_TABLE = 1 << 28
 MASKING = -1e4
-"""Numbers at or below this are the fill of a mask (the weakest that models use); ``hidden`` proves what they hide."""
+"""Numbers at or below this fill masks (the weakest in models); ``hidden`` proves their effect."""
 
 
 class Constants:
@@ -35,10 +35,10 @@ class Constants:
     Args:
         gm: The traced graph.
         inputs: The run-time value of each placeholder.
-        roles: What each placeholder is; the values of "input" ones may differ from call to call and prove nothing, nor
+        roles: Role of each placeholder; the values of "input" ones may differ from call to call and prove nothing, nor
             do those of buffers that the graph changes.
-        known: What the values of the inputs prove nevertheless.
-        batch: Rows and columns where they are symbols: only what holds for all of them is a constant then.
+        known: Proofs from the values of the inputs.
+        batch: Rows and columns where they are symbols: then a constant holds for all of them.
         segmented: Whether rows are taken to be packed with segments.
     """
 
@@ -57,7 +57,7 @@ class Constants:
         self._gm = gm
         self._tables: dict[Expr, Tensor | None] = {}
         self.read: set[int] = set()
-        """Positions of the inputs whose values entered a proof."""
+        """Positions of the inputs with values that entered a proof."""
         self._positions = {node: i for i, node in enumerate(self._values)}
         self._per_call = {node for node, role in zip(self._values, roles, strict=True) if role == "input"}
         self._per_call |= changed_inputs(gm).keys()
@@ -66,7 +66,7 @@ class Constants:
         self.runs = frozenset(node for node, i in self._positions.items() if i in known.runs)
         self.full = frozenset(node for node, i in self._positions.items() if i in known.full)
         self.segments = Segments(segmented)
-        """What masks say of segments."""
+        """Masks' facts on segments."""
         self.masks = _masks(list(self._positions), known)
         """Masks that the caller gives, and the inputs that are their parts."""
         gm.meta[_KEY] = self
@@ -82,7 +82,10 @@ class Constants:
         return impurity(node) is None and (self._batch is None or is_corner(node))
 
     def value(self, node: fx.Node) -> Tensor | None:
-        """The value of an invariant node; None if it depends on rows or a parameter, or is another one each time."""
+        """Return the value of an invariant node.
+
+        None if it depends on rows or a parameter, or changes each time.
+        """
         if not self._is_constant(node):
             return None
         with torch.no_grad():
@@ -90,7 +93,7 @@ class Constants:
         return result if isinstance(result, Tensor) else None
 
     def number(self, node: fx.Node) -> Any:
-        """The number that a tensor of one element is, if it is a constant of the graph, or a buffer that masks."""
+        """Return the number of a one-element tensor that is constant, or a masking buffer."""
         value = getattr(self._gm, str(node.target)) if node.op == "get_attr" else self._values.get(node)
         own = node.op == "get_attr" or (node.op == "placeholder" and node not in self._per_call)
         if not own or fact_of(node).learned or not isinstance(value, Tensor) or value.numel() != 1:
@@ -115,7 +118,7 @@ class Constants:
         return self._values[node]
 
     def table(self, expr: Expr, columns: int, heads: int) -> Tensor | None:
-        """The values of an expression on the grid [head, query column, key column], or None if it is not constant."""
+        """Return an expression on the grid [head, query column, key column]; None if not constant."""
         if any(item[0] in ("dot", "b") for item in walk(expr)):
             return None
         if expr not in self._tables:
@@ -141,7 +144,7 @@ class Constants:
         return value.expand(shape)
 
     def _wide(self, columns: Any) -> int:
-        """The columns of a table; where they are a symbol, as many as any batch may have that it is to hold for."""
+        """Return the columns of a table; for a symbol, the most of any batch that it covers."""
         if self._batch is None or not isinstance(columns, SymInt):
             return columns  # type: ignore[no-any-return]
         wide = self._batch.table_columns(columns, self._inputs)

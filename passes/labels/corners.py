@@ -1,8 +1,10 @@
-"""Constants of which a batch of fewer columns sees a corner: element by element the same, only fewer of them.
+"""Prove that a batch of fewer columns sees a corner of a constant.
 
-What a table of constants proves for many columns holds for fewer only if no element depends on how many there are. So
-a number of columns may say how far a value extends (the end of an ``arange``, the sizes of an ``expand``), and never
-what it holds or where it begins: not in ``arange(T).flip(0)``, ``T - 1 - i`` or ``i / T``.
+Elements are the same, only fewer.
+
+A proof from a table of many columns holds for fewer only if no element depends on their number. So a number of columns
+may set the extent of a value (the end of an ``arange``, the sizes of an ``expand``), and never its elements or its
+beginning: not in ``arange(T).flip(0)``, ``T - 1 - i`` or ``i / T``.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def is_corner(node: fx.Node) -> bool:
 
 
 def first_dependent(node: fx.Node) -> fx.Node | None:
-    """The first operator by which elements of an invariant value depend on how many columns there are, if one does."""
+    """Find the first operator that makes elements of an invariant depend on the column count."""
     seen, stack, found = {node}, [node], None
     while stack:
         item = stack.pop()
@@ -92,13 +94,13 @@ def _counts_from_the_front(node: fx.Node) -> bool:
 
 
 def _keeps_dimensions(node: fx.Node) -> bool:
-    """A view that regroups the dimensions between those of a size that may change, and leaves these alone."""
+    """Return whether a view regroups only dimensions between those of changing size."""
     source: Any = node.args[0]
     return _between_symbols(shape_of(source)) == _between_symbols(shape_of(node))
 
 
 def _between_symbols(shape: torch.Size) -> list[Any]:
-    """The sizes that may change, in order, and in front of, between and behind them how many elements there are."""
+    """Return the changing sizes in order, with the numbers of elements around them."""
     found: list[Any] = [1]
     for size in shape:
         if isinstance(size, SymInt):

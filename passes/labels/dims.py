@@ -1,4 +1,4 @@
-"""Algebra of labelled dimensions: what views, broadcasts and contractions do to factors.
+"""Compute with labelled dimensions: views, broadcasts and contractions of factors.
 
 A labelled factor (row, token, key, slot) is never split and never merged with plain ones out of order; a plain factor
 may be split freely. Everything that would need more raises ``NoLaw`` and the value is expanded instead.
@@ -49,7 +49,10 @@ def has_tokens(dim: Sequence[Factor]) -> bool:
 
 
 def same_tokens(left: Sequence[Factor], right: Sequence[Factor]) -> bool:
-    """Whether two dimensions run over the same labelled factors and sizes, however their plain factors are split."""
+    """Return whether two dimensions run over the same labelled factors and sizes.
+
+    Their plain factors may be split in any way.
+    """
     return [(f.axis, f.size) for f in coalesce(left)] == [(f.axis, f.size) for f in coalesce(right)]
 
 
@@ -89,7 +92,7 @@ def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
 
 
 def _take(queue: list[Factor], size: int) -> list[Factor]:
-    """Remove factors whose product is ``size`` from the front of the queue."""
+    """Remove factors with the product ``size`` from the front of the queue."""
     taken: list[Factor] = []
     if size == 1:
         return [queue.pop(0)] if queue and queue[0].size == 1 else taken

@@ -1,4 +1,4 @@
-"""What the analysis knows of a value, kept on its node under one key.
+"""Keep the facts of each value on its node, under one key.
 
 Every value of the traced graph belongs to one kind. The token axes of a packed value are named by *factors*: a
 dimension is an ordered product of factors, so that a view only regroups factors and sizes are never guessed.
@@ -54,11 +54,11 @@ class Kind(enum.Enum):
     SCORE = "score"
     """[.., query, key] attention scores or probabilities: never materialised packed, only lifted into attention."""
     ROW = "row"
-    """Any other function of the rows: computed in full, and what it reads is expanded."""
+    """Any other function of the rows: computed in full, on expanded operands."""
 
 
 class Axis(enum.Enum):
-    """What a factor of a dimension counts."""
+    """Name the meaning of a factor of a dimension."""
 
     ROW = "B"
     TOKEN = "T"
@@ -101,19 +101,19 @@ ALONG_ROWS = "along rows"
 
 
 class ReadsOthers(abc.ABC):
-    """A ``law`` whose packed form reads other nodes than its operator does."""
+    """Mark a ``law`` with a packed form that reads other nodes than its operator."""
 
     @abc.abstractmethod
     def reads(self) -> list[fx.Node]:
-        """What it reads once the graph is rewritten."""
+        """Return the nodes that the rewritten form reads."""
 
 
 class Lifted(ReadsOthers):
-    """A ``law`` that says in expressions how each query meets each key (``treefx.kernels.score``)."""
+    """Describe in expressions how each query meets each key (``treefx.kernels.score``)."""
 
     @abc.abstractmethod
     def tells_apart(self) -> list[Expr]:
-        """The expressions whose inputs tell tokens apart."""
+        """Return the expressions with inputs that distinguish tokens."""
 
     @abc.abstractmethod
     def hides(self) -> tuple[Expr, ...]:
@@ -125,7 +125,7 @@ class Fact:
     """Everything label_tokens found out about one value.
 
     ``dims`` is None where the dimensions carry no labels (INVARIANT, ROW). ``parts`` holds the facts of the results of
-    an operator with several. ``law`` carries what the surgery needs beyond kinds and dims: a lifted attention, a
+    an operator with several. ``law`` holds further facts for the rewriting: a lifted attention, a
     permutation of expert slots, a loss sink.
     """
 
@@ -161,7 +161,7 @@ _looked: ContextVar[set[fx.Node] | None] = ContextVar("looked", default=None)
 
 @contextmanager
 def watching() -> Iterator[set[fx.Node]]:
-    """The nodes whose facts are asked for meanwhile, but for what an inner watch sees."""
+    """Record the nodes with facts read in the block, without those of an inner watch."""
     found: set[fx.Node] = set()
     token = _looked.set(found)
     try:
@@ -186,7 +186,7 @@ def token_axes(dims: Dims) -> set[Axis]:
 
 
 def shape_of(node: fx.Node) -> torch.Size:
-    """The full shape of a node with one tensor result; what rows and columns cancel from is a number."""
+    """Return the full shape of a node with one tensor result; cancelled symbols are numbers."""
     shape: torch.Size = node.meta["val"].shape
     return torch.Size(map(as_number, shape))
 

@@ -2,8 +2,9 @@
 
 Two places hold the same vector, and give it the same gradient, where the same function of the parameters alone made it
 of equal pixels. The proof labels the first dimension of all inputs behind the vectors (pixels [n, ...], their masks
-[n, ...]) as rows of images, and asks the token-wise laws: none lets an element depend on another image. Equal *values*
-would not do: a projection that starts at zero gives equal vectors for all images, and another gradient for each.
+[n, ...]) as rows of images, and applies the token-wise laws: none lets an element depend on another image. Equal
+*values* would not do: a projection that starts at zero gives equal vectors for all images, and another gradient for
+each.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ class Images:
 def find_images(
     gm: fx.GraphModule, roles: Sequence[Role], source: fx.Node, vectors: Collection[fx.Node] = ()
 ) -> Images | None:
-    """The images that a value is made of, if each part of it is a function of one image and the parameters alone.
+    """Find the images behind a value whose parts are functions of one image each.
+
+    Apart from the image, only parameters may enter.
 
     Args:
         gm: The traced graph.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
         source: A value of the graph.
         vectors: Inputs that a tower outside of the graph made; of these it is known which vectors are one function.
     """
@@ -107,7 +110,7 @@ def find_images(
 
 
 def _join(images: tuple[fx.Node, ...], made_of: set[fx.Node]) -> tuple[fx.Node, ...]:
-    """What vectors given in several inputs are together: the value that joins them all, and alone reads them."""
+    """Return the value that joins vectors of several inputs, and alone reads them."""
     readers = {user for node in images for user in node.users if user in made_of}
     joins = next(iter(readers)) if len(readers) == 1 else images[0]
     parts: Any = joins.args[0] if joins.target is aten.cat.default and joins.args[1:] in ((), (0,)) else ()
@@ -176,7 +179,7 @@ def _each_by_itself(call: Call) -> Fact:
 
 
 def _attention(call: Call) -> Fact:
-    """y[n] = attention(q[n], k[n], v[n]), each patch of an image seeing those of the same image."""
+    """Label y[n] = attention(q[n], k[n], v[n]), with each patch seeing its own image."""
     query, key, value, mask = (call.arg(i, name) for i, name in enumerate(("query", "key", "value", "attn_mask")))
     for node in (query, key, value):
         _first_dimension(call, node)
@@ -215,7 +218,10 @@ def _singles(call: Call) -> Fact:
 
 
 def _joined(call: Call, singles: Sequence[_Single]) -> Fact:
-    """All x[i] of a value [n, ...] joined again, in order: a model may take a batch of images for a list of them."""
+    """Label all x[i] of a value [n, ...] joined again, in order.
+
+    A model may take a batch of images for a list of them.
+    """
     source = singles[0].source
     pieces = call.node.args[0]
     stacks = call.node.target is aten.stack.default

@@ -23,19 +23,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Lookup:
-    """A function of the inputs by which tokens are looked up along a dimension; its values are in [first, size)."""
+    """Describe a lookup of tokens along a dimension by indices in [first, size)."""
 
     index: fx.Node
     first: int
     size: int
     dim: int
     error: type[Exception]
-    """What the operator raises for others."""
+    """The operator's error for other values."""
     line: str | None
 
 
 def find_lookups(gm: fx.GraphModule, live: Collection[fx.Node]) -> list[Lookup]:
-    """Find the lookups that run once per distinct token; ``live`` are the nodes that are computed."""
+    """Find lookups that run once per distinct token; ``live`` are the computed nodes."""
     found = []
     for node in gm.graph.nodes:
         read = _LOOKUPS.get(node.target) if node in live else None

@@ -1,4 +1,4 @@
-"""Label every value of the traced graph: how it depends on rows, and which of its dimensions run over tokens.
+"""Label every value of the traced graph by its dependence on rows and its token axes.
 
 Abstract interpretation in one sweep. Labels flow from the inputs with values of every token through the laws of
 ``treefx.passes.labels.laws.base``; sizes are never guessed. Analysis only: facts are written on the nodes,
@@ -84,7 +84,7 @@ def _drawn_by(call: Call) -> str | None:
 
 
 def _obstacle_before(call: Call) -> fx.Node | None:
-    """Where a trained value that a node meets was first computed per row, if nothing before that was packed."""
+    """Find the first operator on rows of a trained value, if no earlier one was packed."""
     rows = [node for node in call.operands if fact_of(node).kind is Kind.ROW and fact_of(node).learned]
     return next((node for node in [*rows, *ancestors(*rows)] if fact_of(node).obstacle is not None), None)
 
@@ -98,14 +98,14 @@ def _has_tensors(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Identity:
-    """Values that tell tokens apart: two positions are one token iff these agree on their prefixes.
+    """Hold the values that distinguish tokens: one token iff they agree on prefixes.
 
     They are inputs with values of every token, and numbers of rows [B], inputs or made from inputs alone.
     """
 
     always: frozenset[fx.Node]
     of_keys: Mapping[Expr, frozenset[fx.Node]]
-    """What a condition on keys reads, which must agree as well wherever the condition stays in the graph."""
+    """Values read by a condition on keys, which must agree while it stays in the graph."""
 
 
 Improve = Callable[[fx.Node, Fact], Fact]
@@ -123,13 +123,13 @@ def label_tokens(
     improve: MakeImprove | None = None,
     pick_losses: bool = True,
 ) -> Identity:
-    """Write a ``Fact`` on every node of ``gm`` and return what identifies its tokens.
+    """Write a ``Fact`` on every node of ``gm`` and return the keys of its tokens.
 
     Args:
         gm: The traced graph.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
         tokens: Its token axes.
-        improve: Makes what looks at each fact again, such as ``treefx.passes.causal.contract.contracting``.
+        improve: Makes a hook that revises each fact, such as ``treefx.passes.causal.contract.contracting``.
         pick_losses: Whether losses pick from packed values.
     """
     labeller = _Labeller(gm, roles, tokens, improve, pick_losses=pick_losses)
@@ -238,9 +238,9 @@ class _Labeller:
         return fact
 
     def _check_identity(self, call: Call) -> None:
-        """In the loss, a per-row value does not become part of a token's identity: the packed side is expanded.
+        """Expand the packed side in the loss, where a per-row value must not become a key.
 
-        Nor does what weights multiply there, such as hidden states of a teacher.
+        Nor must values that weights multiply there, such as hidden states of a teacher.
         """
         if call.node in self.body:
             return
@@ -259,7 +259,7 @@ class _Labeller:
             self.of_keys |= {condition: self._loaded([condition]) for condition in fact.law.hides()}
 
     def _loaded(self, expressions: Iterable[Expr]) -> frozenset[fx.Node]:
-        """The inputs that lifted expressions read, and the numbers of rows; learned values are told apart already."""
+        """Return the inputs that expressions read, and numbers of rows, without learned values."""
         loads = {part[1] for item in expressions for part in walk(item) if part[0] == "load"}
         for node in loads:
             reason = None if fact_of(node).kind is Kind.PACKED else impurity(node)
@@ -270,7 +270,10 @@ class _Labeller:
         return of_rows.union(*[self.sources.get(node, frozenset()) for node in others])
 
     def _meets_variable(self, call: Call) -> bool:
-        """Whether an operand computed per row is made of an input that requires grad, and of no packed value."""
+        """Return whether an operand on rows depends on an input that requires grad.
+
+        It must depend on no packed value.
+        """
         rows = [node for node in call.operands if fact_of(node).kind is Kind.ROW]
         sources = {*rows, *ancestors(*rows)}
         packed = any(fact_of(node).kind is Kind.PACKED for node in sources)
@@ -290,7 +293,7 @@ class _Labeller:
         return Fact(Kind.ROW, learned=learned, reason=reason, blame=_drawn_by(call))
 
     def _refuse_shifted(self, call: Call, facts: list[Fact]) -> Fact:
-        """Something else than a loss reads a shifted value: the shift is what mixes positions."""
+        """Refuse readers of a shifted value other than a loss: the shift mixes positions."""
         for node in call.operands:
             while isinstance(fact_of(node).law, Reindexed):
                 set_fact(node, replace(fact_of(node), reason=None))
@@ -310,7 +313,7 @@ class _Labeller:
 
 
 def user_line(node: fx.Node) -> str | None:
-    """``file:line`` and the code of the user's line a node came from, or None where the trace has none."""
+    """Return ``file:line`` and code of a node's user line; None where the trace has none."""
     trace: str | None = node.meta.get("stack_trace")
     if not trace:
         return None

@@ -15,7 +15,7 @@ _CHECKS = (aten._assert_async.default, aten._assert_async.msg)
 
 
 def live_nodes(gm: fx.GraphModule, *, checks: bool = True) -> set[fx.Node]:
-    """Nodes whose values reach an output, change a buffer, or are checked; who only lends a shape does not count.
+    """Find nodes that reach an output, change a buffer or are checked, not only by shape.
 
     Args:
         gm: A labelled graph.
@@ -34,9 +34,9 @@ def live_nodes(gm: fx.GraphModule, *, checks: bool = True) -> set[fx.Node]:
 
 
 def input_checks(gm: fx.GraphModule) -> list[fx.Node]:
-    """Assertions about the inputs of a call alone, such as that of ``one_hot`` about token ids.
+    """Find assertions about the inputs of a call alone, such as ``one_hot``'s on token ids.
 
-    What is packed is computed here, from valid indices: its assertions are left out.
+    Packed values are computed here, from valid indices: their assertions are left out.
     """
     checks = [node for target in _CHECKS for node in gm.graph.find_nodes(op="call_function", target=target)]
     return [node for node in checks if all(fact_of(source).kind is not Kind.PACKED for source in _behind(node))]
@@ -47,6 +47,6 @@ def _behind(node: fx.Node) -> list[fx.Node]:
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """What a node reads once the graph is rewritten: of a lifted attention, not the masks it was made from."""
+    """Return the reads of the rewritten node: a lifted attention does not read its masks."""
     law = fact_of(node).law if node.op == "call_function" else None
     return law.reads() if isinstance(law, ReadsOthers) else node.all_input_nodes

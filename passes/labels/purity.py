@@ -1,9 +1,9 @@
-"""Which values are functions of the inputs of a call alone, so that evaluating them once more gives the same.
+"""Find values that are functions of a call's inputs alone, so that they are repeatable.
 
-The run time looks at some values beside the graph: what tells tokens apart, which labels a loss ignores, whether a
-buffer proves a mask causal. A value that is drawn, read from memory nobody wrote, or made by an operator that may do
-either differs each time it is evaluated, and so do all values made of it. Such a value is computed in the graph, once;
-whoever would have to know it beside the graph refuses by the reason given here.
+The run time evaluates some values outside of the graph: keys of tokens, ignored labels of a loss, buffers that prove a
+mask causal. A value that is drawn, read from uninitialised memory, or made by an operator that may do either differs
+each time it is evaluated, and so do all functions of it. Such a value is computed in the graph, once; evaluation
+outside of the graph refuses it by the reason given here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["changed_inputs", "draws", "has_effects", "impurity", "randomness", "
 aten = torch.ops.aten
 _KEY = "treefx_impurity"
 _DETERMINISTIC = {"aten", "prims", "treefx", "transformers"}
-"""Whose operators say so where they draw; those of other libraries need not. The one of transformers is a product."""
+"""Libraries that tag operators which draw; others need not. The one of transformers is a product."""
 _TRITON = {triton_kernel_wrapper_functional}
 """Kernels draw from a seed that is an operand."""
 _UNWRITTEN = {
@@ -62,14 +62,16 @@ def impurity(node: fx.Node) -> str | None:
 
 
 def changed_inputs(gm: fx.GraphModule) -> dict[fx.Node, Any]:
-    """The placeholders that a functional graph writes to (buffers and inputs that differ from call to call), and what
-    it writes there."""
+    """Return placeholders that a functional graph writes to, and their new values.
+
+    These are buffers and inputs that differ from call to call.
+    """
     copies = gm.graph.find_nodes(op="call_function", target=aten.copy_.default)
     return {node.args[0]: node.args[1] for node in copies if isinstance(node.args[0], fx.Node)}
 
 
 def has_effects(gm: fx.GraphModule) -> bool:
-    """Whether a second run of the graph differs from the first: it draws random numbers or changes a buffer."""
+    """Return whether a second run differs: it draws random numbers or changes a buffer."""
     return bool(changed_inputs(gm)) or randomness(gm) is not None
 
 
@@ -79,7 +81,7 @@ def randomness(gm: fx.GraphModule) -> str | None:
 
 
 def read_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands whose numbers enter a value."""
+    """Return the operands with numbers that enter a value."""
     if node.op != "call_function":
         return node.all_input_nodes  # of the output; others have none
     whole = _packet(node) in {aten.slice_scatter, aten.select_scatter} and _overwrites_all(node)
@@ -106,9 +108,9 @@ def _packet(node: fx.Node) -> Any:
 
 
 def _own_impurity(node: fx.Node) -> str | None:
-    """Why an operator gives another result each time, whatever its operands are."""
+    """Return why an operator is not repeatable, for any operands."""
     if node.op == "call_function" and _packet(node) in _UNWRITTEN:
-        return f"{node.target} is memory that nobody wrote"
+        return f"{node.target} is uninitialised memory"
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         return f"{node.target} changes its operand"
     return _randomness(node)

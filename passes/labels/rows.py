@@ -22,14 +22,17 @@ def position_of(factors: list[Factor], axis: Axis) -> int:
 
 
 def rows_first(x: Tensor, dims: Dims, rows: int) -> Tensor:
-    """A value of some rows as [rows, T, ...], the other factors in order: undoes ``rows_in_order``."""
+    """Return a value of some rows as [rows, T, ...], the other factors in order.
+
+    Undoes ``rows_in_order``.
+    """
     factors = factors_of(dims)
     split = x.reshape([rows if factor.axis is Axis.ROW else factor.size for factor in factors])
     return split.movedim((position_of(factors, Axis.ROW), position_of(factors, Axis.TOKEN)), (0, 1))
 
 
 def tokens_in_front(x: Tensor, dims: Dims) -> Tensor:
-    """A value whose rows and tokens are dimensions of their own, as [B, T, ...]."""
+    """Return a value with separate dimensions of rows and tokens as [B, T, ...]."""
     axes = [[factor.axis for factor in dim] for dim in dims]
     return x.movedim((axes.index([Axis.ROW]), axes.index([Axis.TOKEN])), (0, 1))
 

@@ -1,6 +1,6 @@
-"""Segments: sequences that a trainer packs into one row, each of them a row of its own to the model.
+"""Find segments: sequences that a trainer packs into one row, each a row to the model.
 
-A mask that asks ``x[query] == x[key]`` of a value x [B, T] keeps attention inside the runs of x. Where no run comes
+A mask with ``x[query] == x[key]`` for a value x [B, T] keeps attention inside the runs of x. Where no run comes
 twice in a row, and positions count up by one inside each of them, the runs are rows: virtual ones. Which values the
 masks of a graph compare and count by is found here; that those of a call are such is looked at in every call.
 
@@ -21,7 +21,7 @@ __all__ = ["Segments"]
 
 @dataclass
 class Segments:
-    """What the masks of a graph say of segments.
+    """Hold the masks' facts on segments.
 
     Attributes:
         assumed: Whether proofs count on segments; else it is only noted which values are compared.

@@ -1,7 +1,7 @@
 """The token axes of a graph, and the inputs that hold values of every token.
 
-Such an input tells tokens apart where something reads it that runs once per token: ids, masks, positions and types of
-tokens [B, T], recorded expert routes [B, T, layers, k], vectors [B, T, D], planes of positions [k, B, T]. Whichever
+Such an input distinguishes tokens where an operator reads it that runs once per token: ids, masks, positions and types
+of tokens [B, T], recorded expert routes [B, T, layers, k], vectors [B, T, D], planes of positions [k, B, T]. Whichever
 dimensions are taken for rows and columns, a law that pairs them with others finds out; a wrong guess costs sharing.
 """
 
@@ -23,12 +23,12 @@ __all__ = ["Role", "Tokens", "find_tokens"]
 aten = torch.ops.aten
 _EMBEDDINGS = "inputs_embeds"
 Role = str
-"""What a placeholder is: "parameter", "buffer", "input", or "variable": an input that requires grad."""
+"""Role of a placeholder: "parameter", "buffer", "input", or "variable" (requires grad)."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The token axes of a graph: ``[rows, columns]`` is the shape of the inputs that are looked up in an embedding."""
+    """Hold the token axes of a graph: ``[rows, columns]`` of its embedded inputs."""
 
     rows: int
     columns: int
@@ -51,11 +51,11 @@ class Tokens:
 
 
 def find_tokens(gm: fx.GraphModule, roles: Sequence[Role], known: InputValues) -> Tokens | None:
-    """Find the input that holds the token ids: the first user input of two dimensions that an embedding looks up.
+    """Find the token ids: the first two-dimensional input that an embedding looks up.
 
-    Without any lookup it is what another graph made of tokens, or ``inputs_embeds`` [B, T, D], known by Dynamo's name,
-    if its gradient is not wanted: that is another one in every row. Tokens whose vectors have the same bits on all
-    their prefix are one then.
+    Without any lookup it is another graph's value of tokens, or ``inputs_embeds`` [B, T, D], known by Dynamo's name, if
+    its gradient is not needed: gradients differ from row to row. Tokens whose vectors have the same bits on all their
+    prefix are one then.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     users = [node for node, role in zip(placeholders, roles, strict=True) if role == "input" and _is_tensor(node)]
@@ -83,7 +83,7 @@ def _tokens(users: Sequence[fx.Node], ids: fx.Node, made: Sequence[fx.Node]) -> 
 
 
 def _made_dims(node: fx.Node, rows: int, columns: int) -> Dims | None:
-    """The dimensions of what another graph made of the tokens of a batch [rows, columns]."""
+    """Return the dimensions of another graph's value of the tokens [rows, columns]."""
     shape = shape_of(node)
     if not _is_same(shape[0], rows) or not _is_same(shape[1], columns):
         return None
@@ -104,7 +104,10 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _dims_of_tokens(node: fx.Node, rows: int, columns: int) -> Dims | None:
-    """The dimensions of an input [B, T, ...] or [k, B, T]; None for others, and for masks [.., T, T]."""
+    """Return the dimensions of an input [B, T, ...] or [k, B, T]; else None.
+
+    Masks [.., T, T] give None.
+    """
     shape = shape_of(node)
     if len(shape) < 2 or _is_mask(node, columns):
         return None
@@ -124,7 +127,10 @@ def _is_mask(node: fx.Node, columns: int) -> bool:
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Whether two sizes are one number, or one symbol: a number that a symbol happens to have is another size."""
+    """Return whether two sizes are one number, or one symbol.
+
+    A number that a symbol happens to have is another size.
+    """
     if isinstance(left, SymInt) or isinstance(right, SymInt):
         return str(left) == str(right)
     return bool(left == right)

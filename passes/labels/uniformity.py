@@ -25,7 +25,7 @@ FILLED = {aten.zeros.default, aten.ones.default, aten.full.default, aten.zeros_l
            aten.full_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
            aten.scalar_tensor.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default,
            aten.empty_strided.default, aten.new_empty_strided.default, aten.empty_permuted.default}  # fmt: skip
-"""Memory that nobody has written holds any value: it may hold the same one everywhere."""
+"""Uninitialised memory holds any value: it may hold the same one everywhere."""
 
 
 def is_uniform(node: fx.Node, dim: int) -> bool:
@@ -83,7 +83,10 @@ def _permute(node: fx.Node, dim: int) -> bool:
 
 
 def _view(node: fx.Node, dim: int) -> bool:
-    """Leading dimensions that a view leaves alone are those of its source; products of matrices are wrapped in some."""
+    """Return whether a leading dimension passes a view unchanged.
+
+    Products of matrices are wrapped in such views.
+    """
     source = _source(node)
     seen, given = ([str(size) for size in item.meta["val"].shape[: dim + 1]] for item in (node, source))
     return seen == given and is_uniform(source, dim)
@@ -116,7 +119,7 @@ def _bmm(node: fx.Node, dim: int) -> bool:
 
 
 def _index(node: fx.Node, dim: int) -> bool:
-    """x[i, j, ...]: an index that varies along the dimension reads a dimension of x that does not vary."""
+    """Follow x[i, j, ...]: a varying index reads a dimension of x that does not vary."""
     indices = node.args[1]
     assert isinstance(indices, list | tuple)
     found = [index for index in indices if isinstance(index, fx.Node)]

@@ -1,6 +1,6 @@
-"""Copies of traced layers: the second of two equal layers is written down without being traced.
+"""Copy traced layers: the second of two equal layers is written without a trace.
 
-While a graph is traced, what was written for one layer is remembered under its key (``find_layers``). For an equal
+While a graph is traced, the operators of one layer are remembered under its key (``find_layers``). For an equal
 layer the same operators are written once more, on its own operands, which is much less than to run it on fakes.
 
 A layer can be copied only if all that it read and left is known: it reads its operands and sizes, nothing that was
@@ -35,17 +35,17 @@ COPIED_FROM = "treefx_copied_from"
 ``from_node``."""
 
 _OWN = ("nn_module_stack", "stack_trace", "source_fn_stack", "ac_graph_id")
-"""What a traced node has of the node that it was traced from; the rest tells what it does."""
+"""Metadata that a traced node inherits from its source; the rest is its own."""
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """What was written down for a layer, and the place in the layer of what each operator comes from."""
+    """Hold the nodes written for a layer, and the place of each operator's source."""
 
     body: tuple[tuple[fx.Node, int], ...]
     operands: tuple[fx.Node, ...]
     memory: Any
-    """How the operands lie in memory: that decides what a reshape is written as."""
+    """Strides of the operands, which decide how a reshape is written."""
     results: tuple[Tensor, ...]
 
 
@@ -62,7 +62,7 @@ class LayerCopies:
         return key in self._known
 
     def mark(self) -> fx.Node:
-        """The last node so far, before a layer."""
+        """Return the last node written before a layer."""
         return self._graph._root.prev
 
     @property
@@ -79,11 +79,11 @@ class LayerCopies:
         common: Sequence[Any],
         results: Sequence[Any],
     ) -> bool:
-        """Keep what was written behind a mark, if it can be copied.
+        """Keep the nodes behind a mark, if they can be copied.
 
         Args:
             key: Of the layer.
-            layer: What was traced.
+            layer: The traced layer.
             mark: From before.
             operands: The values that it read and that others have of their own.
             common: The values that it read and others like it will read too.
@@ -139,14 +139,14 @@ class LayerCopies:
     def _write(self, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Write a node down with others' values, named as a traced one is.
 
-        ``Graph.node_copy`` asks for the name that the node has; PyTorch 2.11 looks for a free one from the first on,
-        a time that grows with the square of the layers.
+        ``Graph.node_copy`` requests the node's name; PyTorch 2.11 searches free names from the first on, which takes a
+        time that grows with the square of the layers.
         """
         args, kwargs = map_arg((node.args, node.kwargs), lambda item: new.get(item, item))
         return self._graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
 
     def _tracked(self, like: Tensor, new: Mapping[fx.Node, fx.Node]) -> Tensor:
-        """A value for a copied node, with memory of its own, that the trace goes on with."""
+        """Track a value for a copied node, with separate memory, in the trace."""
         source = _node_of(like, self._tracer)
         assert source is not None
         mode: Any = like.fake_mode  # type: ignore[attr-defined]
@@ -157,13 +157,13 @@ class LayerCopies:
 
 
 def _node_of(x: Any, tracer: Any) -> fx.Node | None:
-    """The node that a tensor was traced to; None for one whose numbers the trace knows."""
+    """Return a tensor's node in the trace; None if the trace knows its numbers."""
     slot = get_proxy_slot(x, tracer, None) if isinstance(x, Tensor) else None
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
 
 def _memory(operands: Sequence[Any]) -> Any:
-    """How tensors lie in memory, told apart exactly; one that has no strides is like itself alone."""
+    """Return an exact key of the tensors' memory; one without strides equals only itself."""
     return exact([(x.stride(), x.storage_offset()) if x.layout is torch.strided else x for x in operands], {})
 
 
@@ -182,7 +182,7 @@ def _source(node: fx.Node) -> str:
 
 
 def _reads(node: fx.Node, known: Container[Any]) -> bool:
-    """Whether a node reads known values and sizes alone, and makes no size that nobody can tell."""
+    """Return whether a node reads known values and sizes alone, and makes no unknown size."""
     sizes = SymInt | SymFloat | SymBool
     told = all(item in known or isinstance(item.meta.get("val"), sizes) for item in node.all_input_nodes)
     return told and not free_unbacked_symbols(node.meta.get("val"))

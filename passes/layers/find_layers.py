@@ -1,8 +1,8 @@
-"""Layers of a graph, and what tells two of them apart.
+"""Find layers of a graph, and key them by their computation.
 
-A layer is what belongs to one numbered module, such as ``model.layers.3``. Two layers compute the same if they have the
-same key: the same operators in the same order with the same numbers, on operands of which the same is known. A key
-holds what has no equal but itself by identity, so whatever is not understood here makes layers differ.
+A layer is the set of operators of one numbered module, such as ``model.layers.3``. Two layers compute the same if they
+have the same key: the same operators in the same order with the same numbers, on operands with the same facts. Unknown
+objects compare by identity, so such layers never match.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layer:
 
     Attributes:
         nodes: Its operators, in the order of the graph.
-        operands: What they read of others, in the order in which they read it.
+        operands: Values of others that it reads, in order of the reads.
         results: Those of its operators that others read.
     """
 
@@ -41,7 +41,7 @@ class Layer:
 
 
 def layer_of(node: fx.Node) -> str | None:
-    """The outermost numbered module that an operator on tensors, or a constant, is of, such as ``model.layers.3``."""
+    """Return the outermost numbered module of an operator or constant: ``model.layers.3``."""
     if node.op not in ("call_function", "call_method", "get_attr") or isinstance(node.meta.get("val"), SymInt):
         return None
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
@@ -60,7 +60,7 @@ def make_layer(nodes: Sequence[fx.Node]) -> Layer:
 
 
 def find_layers(graph: fx.Graph) -> list[Layer]:
-    """The layers whose operators stand together, nothing else between them, in order."""
+    """Return the layers with adjacent operators, in order."""
     runs = [(name, list(nodes)) for name, nodes in itertools.groupby(list(graph.nodes), key=layer_of)]
     times = Counter(name for name, _ in runs)
     return [make_layer(nodes) for name, nodes in runs if name is not None and times[name] == 1]
@@ -71,7 +71,7 @@ def key_of(layer: Layer, known: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
 
     Args:
         layer: Of any graph.
-        known: What decides about an operator, or about what is done with an operand, beside the graph itself.
+        known: Further facts, outside of the graph, that decide about an operator or the use of an operand.
     """
     number = {node: i for i, node in enumerate((*layer.operands, *layer.nodes))}
     groups: dict[Any, int] = {}
@@ -98,7 +98,7 @@ def others_in(key: Any) -> set[fx.Node]:
 
 
 def described(x: Any) -> Any:
-    """What an operator can see of a value without its numbers."""
+    """Describe the properties of a value that operators can see without its numbers."""
     if isinstance(x, tuple | list):
         return tuple(map(described, x))
     if not isinstance(x, Tensor):
@@ -108,7 +108,10 @@ def described(x: Any) -> Any:
 
 
 def exact(value: Any, number: Mapping[fx.Node, int]) -> Any:
-    """A hashable form, equal for equal values alone; nodes of a layer by number, all else by identity."""
+    """Return a hashable form, equal for equal values alone.
+
+    Nodes of a layer are numbers, all else compares by identity.
+    """
     if isinstance(value, fx.Node):
         return ("%", number[value]) if value in number else (_OUTSIDE, value)
     if value is None or isinstance(value, _PLAIN):
@@ -130,7 +133,7 @@ def exact(value: Any, number: Mapping[fx.Node, int]) -> Any:
 
 
 class _Identity:
-    """Equal to what holds the same object, which lives as long as this."""
+    """Compare by identity, and keep the object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

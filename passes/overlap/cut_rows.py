@@ -1,8 +1,8 @@
-"""Where the rows of a product are cut: evenly, whatever trees the rows are of.
+"""Cut the rows of a product evenly, independent of the trees of the rows.
 
 Products are row-wise, so every cut is exact. Ends of subtrees would be no better places for one: tokens stand in
-depth-first order and read their ancestors, which come first, so what is behind a chunk (attention too) needs the chunks
-before it and no later one, wherever the cuts are; backwards the same in reverse. They would be worse: pieces of uneven
+depth-first order and read their ancestors, which come first, so operators behind a chunk (attention too) need the
+chunks before it and no later one, for any cuts; backwards the same in reverse. They would be worse: pieces of uneven
 length hide less, few subtrees end where tiles of products do, and they end elsewhere in every batch, so that a graph
 would hold for one forest. Of a gather or a reduce-scatter a chunk is a piece of every rank's share, which has no
 subtrees.

@@ -1,4 +1,4 @@
-"""Operators that leave the order of a tensor's elements as it is, so that its rows stay together."""
+"""Find operators that keep the order of a tensor's elements, so rows stay together."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def shape_of(node: Any) -> Any:
 
 
 def same_elements(node: fx.Node) -> fx.Node | None:
-    """The node whose elements, all and in order, are those of ``node``; None where there is none.
+    """Return the node with the same elements as ``node``, all and in order; else None.
 
     A slice that takes everything is one: DTensor writes it behind a gather at some sizes. So is the concatenation of
-    the parts of a split whose dimension only those of size 1 precede: it is how the rows of ``[1, N, H]`` come to
+    the parts of a split along the first dimension that is longer than 1: this is how the rows of ``[1, N, H]`` come to
     stand in front for a reduce-scatter.
     """
     if node.op != "call_function" or not node.args:
@@ -67,7 +67,7 @@ def _split_again(cat: fx.Node) -> fx.Node | None:
 
 
 def read_through(node: fx.Node, stop: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """The first node that ``stop`` accepts, upwards from ``node`` through what keeps the elements.
+    """Return the first node that ``stop`` accepts, upwards through element-keeping nodes.
 
     None where another value is met first, or something on the way is read by others too: that would have to be
     computed in one piece all the same.
@@ -90,7 +90,7 @@ def _read_once(node: fx.Node, source: fx.Node) -> bool:
 
 
 def followers(node: fx.Node) -> list[fx.Node]:
-    """``node`` and all nodes with the same elements that are made of it one by one, in the order of the graph."""
+    """Return ``node`` and all nodes with the same elements derived from it, in order."""
     found = [node]
     for item in found:
         found += [user for user in item.users if same_elements(user) is item and user.target is not aten.cat.default]

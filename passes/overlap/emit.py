@@ -51,7 +51,9 @@ class Emit:
         return [self(operator.getitem, parts, i) for i in range(len(lengths))]
 
     def _lengths(self, node: fx.Node, dim: int, chunks: int) -> list[Any]:
-        """Of a symbolic number of rows: ``chunks`` pieces, the last the longest; one where the rows are too few.
+        """Return lengths of ``chunks`` pieces of a symbolic number of rows, the last the longest.
+
+        One piece where the rows are too few.
 
         The comparison becomes a guard: the graph is used for sizes that have as many pieces, on all ranks alike.
         """
@@ -75,7 +77,10 @@ def first_reader(node: fx.Node) -> fx.Node:
 
 
 def put_in_place(result: fx.Node, wait: fx.Node, reader: fx.Node) -> None:
-    """Let ``result``, which stands before ``reader``, be read instead of ``wait``; earlier views of it follow."""
+    """Replace reads of ``wait`` by ``result``, which stands before ``reader``.
+
+    Earlier views of it follow.
+    """
     early = set(itertools.takewhile(lambda node: node is not reader, reader.graph.nodes))
     views = [node for node in followers(wait)[1:] if node in early]
     for node in views:

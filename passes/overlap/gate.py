@@ -1,8 +1,8 @@
-"""Into how many chunks a product and its collective are cut, by what was measured of the machine.
+"""Choose the number of chunks of a product and its collective, by measured rates.
 
 With g the product's and c the collective's seconds, k chunks take k (g/k + o) + k (c/k + l) one after the other, where
-o is what a chunk adds to the product and l to the collective; of that, (k - 1) times the shorter of the two runs
-beside the longer, as far as the machine does both at once.
+a chunk adds o to the product and l to the collective; of that, (k - 1) times the shorter of the two overlaps with the
+longer, as far as the machine does both at once.
 
 All ranks of a group have to decide alike, or they wait for each other for ever. So only shapes and rates enter, the
 rates are those that all ranks agreed on, and a size that is a symbol is never taken from the batch that happened to
@@ -30,15 +30,18 @@ _SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a product and a collective cost on a machine; equal on all ranks. ``measure_rates`` finds them."""
+    """Hold rates of products and collectives of a machine; equal on all ranks.
+
+    ``measure_rates`` finds them.
+    """
 
     flops_per_second: float
     bytes_per_second: float
     """Bytes of a tensor that go once around the ranks; an all-reduce is twice around."""
     product_seconds: float = 0.0
-    """What each chunk adds to a product that is cut."""
+    """Seconds that each chunk adds to a product that is cut."""
     latency_seconds: float = 0.0
-    """What each collective takes beside its bytes."""
+    """Latency of each collective in seconds."""
     hidden: float = 1.0
     """Which share of the shorter of a product and a collective is hidden where both run at once."""
     gain: float = 0.02
@@ -61,7 +64,7 @@ class Rates:
         return chunks * (product + collective) - self.hidden * (chunks - 1) * min(product, collective)
 
     def best(self, flops: float, size: float) -> int:
-        """The number of chunks among ``CANDIDATES`` that takes the least time; 1 where cutting does not pay.
+        """Return the fastest number of chunks among ``CANDIDATES``; 1 where cutting does not pay.
 
         Args:
             flops: Of the product.

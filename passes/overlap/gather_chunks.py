@@ -1,4 +1,4 @@
-"""Products of rows that a gather has collected: in chunks, each computed while the next is under way."""
+"""Chunk products of gathered rows: each chunk computes while the next one arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def gather_chunks(site: Gathered, chunks: int) -> bool:
-    """Write ``all_gather, wait, mm`` as ``chunks`` gathers, then for each of them its wait and its products.
+    """Rewrite ``all_gather, wait, mm`` to chunked gathers, each with its wait and products.
 
     A chunk holds a piece of every rank's rows; results are put back into the order of ranks. Readers that are no
     chunked product, such as a weight's gradient, get all rows, joined when the last chunk is there.

@@ -1,4 +1,4 @@
-"""Measure what a product and a collective cost here, alone and at once, and agree on it with all ranks."""
+"""Measure rates of products and collectives, alone and at once; agree over all ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def measure_rates(
     repeats: int = 7,
     symbolic_rows: int | None = None,
 ) -> Rates:
-    """Rates of this machine for ``OverlapCollectives``. Every rank has to call it; every rank gets the same.
+    """Measure rates for ``OverlapCollectives``; every rank calls it and gets the same.
 
     Args:
         group: The group that the collectives of the model run in. None: all ranks.
         rows: Tokens of a typical step.
         width: Of the product: ``[rows, width] @ [width, width]``.
-        dtype: Of the product and of what is sent.
+        dtype: Of the product and the messages.
         device: Where both happen.
         repeats: Of each measurement; the median counts.
         symbolic_rows: As in ``Rates``.
@@ -90,7 +90,7 @@ def _now(value: Tensor) -> float:
 
 
 def _agree(seconds: list[float]) -> list[float]:
-    """The slowest rank's, on all ranks: those who decide by them decide alike."""
+    """Return the slowest rank's seconds on all ranks, so that all decide alike."""
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, seconds)
     return [max(times) for times in zip(*given, strict=True)]

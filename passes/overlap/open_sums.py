@@ -1,4 +1,4 @@
-"""Sums over ranks of packed models as a collective and the wait for it, which other graphs have apart already."""
+"""Split sums over ranks of packed models into a collective and its wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _c10d = torch.ops._c10d_functional
 
 
 def open_sums(graph: fx.Graph) -> None:
-    """Write every ``treefx::sum_over_ranks`` of a graph as ``all_reduce, wait_tensor``; derivatives are known here."""
+    """Write every ``treefx::sum_over_ranks`` of a graph as ``all_reduce, wait_tensor``.
+
+    Derivatives are known here.
+    """
     for node in graph.find_nodes(op="call_function", target=torch.ops.treefx.sum_over_ranks.default):
         given, group = node.args
         if not given.meta["val"].is_contiguous():

@@ -24,7 +24,7 @@ __all__ = ["OverlapCollectives", "overlap_collectives"]
 
 
 def overlap_collectives(graph: fx.Graph, chunks: int | Rates) -> int:
-    """Cut products and the collectives they feed or read into chunks of rows, so that one hides the other.
+    """Chunk products and their collectives by rows, so that one hides the other.
 
     Before and after, with two chunks::
 
@@ -49,7 +49,7 @@ def overlap_collectives(graph: fx.Graph, chunks: int | Rates) -> int:
     open_sums(graph)
     if not _has_collectives(graph):
         return 0
-    graph.eliminate_dead_code()  # AOTAutograd leaves products that nobody reads, and they would be second readers
+    graph.eliminate_dead_code()  # AOTAutograd leaves dead products, and they would be second readers
     count = sum(_rewrite(site, chunks) for site in find_sites(graph))
     graph.eliminate_dead_code()
     graph.lint()
@@ -83,11 +83,13 @@ def _pipelined_by_inductor(site: Site) -> bool:
 
 
 class OverlapCollectives(CustomGraphPass):
-    """The pass for inductor: ``torch._inductor.config.post_grad_custom_pre_pass = OverlapCollectives(4)``.
+    """Run the pass in inductor, as ``post_grad_custom_pre_pass``.
 
-    Every rank has to make one, with the same argument: what is done depends on it and on shapes alone, so the order of
-    collectives is the same everywhere. That is asked of the other ranks here, where a difference is an error; in a
-    graph it would be a deadlock.
+    ``torch._inductor.config.post_grad_custom_pre_pass = OverlapCollectives(4)``.
+
+    Every rank has to make one, with the same argument: the rewriting depends on it and on shapes alone, so the order of
+    collectives is the same everywhere. The ranks compare arguments here, where a difference is an error; in a graph it
+    would be a deadlock.
 
     Raises:
         ConfigError: The number of chunks is none, or ranks gave different ones.
@@ -97,7 +99,7 @@ class OverlapCollectives(CustomGraphPass):
         _check(chunks)
         self.chunks = chunks
         self.count = 0
-        """Collectives cut so far in this process; compilations answered by inductor's cache are not in it."""
+        """Collectives cut in this process; compilations answered by inductor's cache are not in it."""
         self.time_lines: list[TimeLine] = []
         """Of every graph with collectives that was seen, as rates predict it; none where a number was given."""
         if dist.is_available() and dist.is_initialized():
@@ -120,10 +122,12 @@ class OverlapCollectives(CustomGraphPass):
         self.count += count
 
     def to_html(self, path: str | Path) -> Path:
-        """Draw products and collectives of every graph as time lines, as it was and in chunks; returns the path.
+        """Draw products and collectives of every graph as time lines; return the path.
+
+        Both forms are drawn, the original and the chunked one.
 
         Raises:
-            ConfigError: No rates were given, or no graph with collectives was compiled so far.
+            ConfigError: No rates were given, or no graph with collectives was compiled yet.
         """
         if not self.time_lines:
             raise ConfigError(

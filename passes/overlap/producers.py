@@ -1,4 +1,4 @@
-"""Find products whose result is sent, and products that read what was gathered."""
+"""Find products with a result that is sent, and products that read gathered rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """A product, or a sum of products, that a collective reads and nobody else."""
+    """Hold a product, or a sum of products, that only a collective reads."""
 
     kind: str
     """``all_reduce`` or ``reduce_scatter``."""
@@ -39,7 +39,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Products whose rows a gather has collected."""
+    """Hold products of gathered rows."""
 
     kind: str
     collective: fx.Node
@@ -48,7 +48,7 @@ class Gathered:
     hoisted: tuple[fx.Node, ...]
     """Views that the products read and that have to stand before ``first``."""
     first: fx.Node
-    """The first node that reads what was gathered."""
+    """The first node that reads the gathered rows."""
 
 
 Site = Sent | Gathered
@@ -60,12 +60,12 @@ def left_place(product: fx.Node) -> int:
 
 
 def right_of(product: fx.Node) -> list[Any]:
-    """What every row of a product is computed with."""
+    """Return the operands shared by every row of a product."""
     return [item for place, item in enumerate(product.args) if place != left_place(product)]
 
 
 def find_sites(graph: fx.Graph) -> Iterator[Site]:
-    """The collectives of a graph that can be chunked with their products, in order; each is looked for when asked."""
+    """Yield collectives that can be chunked with their products, in order, lazily."""
     for node in list(graph.nodes):
         kind = KINDS.get(node.target) if node.op == "call_function" else None
         waits = list(node.users)
@@ -77,7 +77,10 @@ def find_sites(graph: fx.Graph) -> Iterator[Site]:
 
 
 def is_product(node: fx.Node) -> bool:
-    """A product of matrices of known widths, row by row; the bias of ``addmm`` is one for all rows."""
+    """Return whether a node is a product of matrices of known widths, row by row.
+
+    The bias of ``addmm`` is one for all rows.
+    """
     if node.target is aten.addmm.default:
         plain = not node.kwargs and len(shape_of(node.args[0])) == 1
     else:
@@ -109,7 +112,7 @@ def _is_writable(node: fx.Node) -> bool:
 
 
 def _term(node: fx.Node) -> fx.Node | None:
-    """The product or sum that is all of ``node``, if nobody else reads any of it."""
+    """Return the product or sum that is all of ``node``, if no other node reads any of it."""
     found = read_through(node, lambda node: is_product(node) or _is_sum(node))
     return found if found is not None and len(found.users) == len(node.users) == 1 else None
 
@@ -147,10 +150,10 @@ def _gathered(collective: fx.Node, wait: fx.Node) -> Gathered | None:
 
 
 def _reads_rows(product: fx.Node, given: fx.Node, same: list[fx.Node]) -> bool:
-    """Whether the left operand is what was gathered, row by row, and the others are something else."""
+    """Return whether a product reads gathered rows on the left, and only there."""
     left: Any = product.args[left_place(product)]
     whole = left in same and statically_known_true(shape_of(left)[1] == shape_of(given)[-1])
-    # Inductor makes one product of a product and what is added to it at once, and rounds otherwise.
+    # Inductor fuses a product with an immediate addition, and then rounds differently.
     added = any(user.target is aten.add.Tensor for user in product.users)
     return whole and not added and not any(item in same for item in right_of(product))
 
@@ -158,7 +161,7 @@ def _reads_rows(product: fx.Node, given: fx.Node, same: list[fx.Node]) -> bool:
 def _movable(
     node: fx.Node, first: fx.Node, place: dict[fx.Node, int], same: list[fx.Node]
 ) -> tuple[fx.Node, ...] | None:
-    """What to move so that ``node`` stands before ``first``; None if it has to be computed after it."""
+    """Return the nodes to move so that ``node`` stands before ``first``; None if impossible."""
     if node in same:
         return None
     if place[node] < place[first]:

@@ -1,4 +1,4 @@
-"""A product whose result is summed over the ranks: in chunks, each sent as soon as it is computed."""
+"""Chunk a product with a result that is summed over ranks; send each chunk at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _c10d = torch.ops._c10d_functional
 
 
 def send_chunks(site: Sent, chunks: int) -> bool:
-    """Write ``mm, all_reduce, wait`` as ``chunks`` times ``mm, all_reduce``, and all waits before the first reader.
+    """Rewrite ``mm, all_reduce, wait`` to chunks, with all waits before the first reader.
 
-    Of a reduce-scatter, chunk j is the j-th piece of every rank's share, so each chunk is a reduce-scatter of its own
-    and the results only have to be joined.
+    Of a reduce-scatter, chunk j is the j-th piece of every rank's share, so each chunk is a separate reduce-scatter and
+    the results only have to be joined.
 
     Returns:
         Whether there were rows enough for more than one chunk; otherwise nothing was changed.
@@ -42,7 +42,7 @@ def send_chunks(site: Sent, chunks: int) -> bool:
 
 
 def _pieces(site: Sent, emit: Emit, chunks: int) -> list[dict[fx.Node, fx.Node]] | None:
-    """For every chunk, what each product has as rows."""
+    """Return, for every chunk, the rows of each product."""
     cut = {product: _cut(site, product, emit, chunks) for product in site.products}
     count = len(cut[site.products[0]])
     return [{product: rows[i] for product, rows in cut.items()} for i in range(count)] if count > 1 else None

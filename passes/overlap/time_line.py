@@ -1,4 +1,4 @@
-"""When products and collectives of a graph run, by rates: one lane that computes, and a link."""
+"""Predict when products and collectives of a graph run: a compute lane and a link."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class TimeLine:
 def spans(graph: fx.Graph, rates: Rates, whole: Collection[str] | None = None) -> list[Span]:
     """Predict a graph node by node.
 
-    A product starts when the one before it has ended, a collective when it is issued and the link is free; who waits
-    for it stands still. Whatever else the graph computes takes no time here, and both lanes run at their full rates
-    at once (``Rates.hidden`` does not enter).
+    A product starts when the one before it has ended, a collective when it is issued and the link is free; its readers
+    wait. All other operators take no time here, and both lanes run at their full rates at once (``Rates.hidden`` does
+    not enter).
 
     Args:
         graph: As for ``overlap_collectives``.

@@ -1,4 +1,4 @@
-"""Hand a rewritten graph to the inner compiler, and keep the graphs it makes of it for the inspector."""
+"""Compile a rewritten graph with the inner compiler; keep its graphs for the inspector."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _UNTAGGED = ("transformers::grouped_mm_fallback", "transformers::grouped_mm_fall
 
 @dataclass(frozen=True)
 class Inner:
-    """What compiles a graph: a backend of ``torch.compile`` by name, and for inductor one of its modes.
+    """Name the compiler of a graph: a ``torch.compile`` backend, and a mode of inductor.
 
-    ``records`` False compiles a graph without CUDA graphs, whatever the mode says: that of one part of a plan, because
+    ``records`` False compiles a graph without CUDA graphs, in any mode: that of one part of a plan, because
     the graphs of the next part would write into memory that the backward of this part reads.
     """
 
@@ -46,17 +46,17 @@ class Inner:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What the mode sets in the configuration of inductor."""
+        """Return the mode's settings in the configuration of inductor."""
         return {**list_mode_options(self.mode), **({} if self.records else {"triton.cudagraphs": False})}
 
     @property
     def records_graphs(self) -> bool:
-        """Whether inductor records CUDA graphs of what it compiles, by the mode or by its own configuration."""
+        """Return whether inductor records CUDA graphs, by the mode or its configuration."""
         recording = self.options.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs)
         return self.name == "inductor" and bool(recording)
 
     def settings(self, gm: fx.GraphModule, inputs: Sequence[Any] = ()) -> dict[str, Any]:
-        """What inductor is given with a graph: its mode, and what its caches do not see by themselves.
+        """Return inductor's settings for a graph: its mode, and values for its cache keys.
 
         ``inputs`` are the fake inputs that it is traced with, where treefx makes them.
         """
@@ -67,13 +67,16 @@ class Inner:
 
 
 def calls_subgraphs(inner: Inner) -> bool:
-    """Whether a compiler compiles a subgraph once for all its calls; inductor does so in Python only."""
+    """Return whether a compiler compiles a subgraph once for all its calls.
+
+    Inductor does so in Python only.
+    """
     plain = not inner.records_graphs and not torch._inductor.config.cpp_wrapper
     return inner.name == "inductor" and plain
 
 
 def _run_between_graphs() -> dict[str, Any]:
-    """The setting that names operators to run between CUDA graphs; none in a PyTorch without it."""
+    """Return the setting for operators to run between CUDA graphs; none in older PyTorch."""
     named = getattr(torch._inductor.config, "custom_should_partition_ops", None)
     return {} if named is None else {"custom_should_partition_ops": [*named, *_UNTAGGED]}
 
@@ -95,17 +98,17 @@ def compile_inner(
         inner: By name "inductor", "aot_eager" or "eager".
         observe: Gets the forward and the backward graph as they are compiled.
         roles: "parameter", "buffer", "input" or "variable" of the first inputs. CUDA graphs read parameters and buffers
-            where they lie; what they read of other inputs is copied before every replay.
+            where they lie; other inputs are copied before every replay.
     """
     if inner.name == "eager":
         observe("forward", gm)
         return gm.forward
-    # The backward is compiled with the forward: what it demands of the sizes is known before anything runs.
+    # The backward is compiled with the forward: its guards on sizes are known before anything runs.
     eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with tracing(TracingContext(mode)), eagerly:
         if inner.name == "inductor":
             patches = {**inner.settings(gm, inputs), **_for_regions(gm)}
-            # What a subgraph returns may lie in others' memory: a backward must not write into what it gets.
+            # Results of a subgraph may alias others' memory: a backward must not write into its inputs.
             donated = torch._functorch.config.donated_buffer and not subgraphs(gm)
             with torch._functorch.config.patch(donated_buffer=donated):
                 compiled = compile_fx(gm, list(inputs), _observed_inductor(observe, inputs, roles), patches)
@@ -121,7 +124,9 @@ def compile_inner(
 
 
 def _for_regions(gm: fx.GraphModule) -> dict[str, Any]:
-    """Settings for a graph with subgraphs. A pass of the user's in that place stays, and costs cache hits.
+    """Return settings for a graph with subgraphs.
+
+    A pass of the user's in that place stays, and costs cache hits.
 
     Calls of one subgraph need operands of equal strides, which padding (done for GPUs only) gives some of them and not
     others; and inductor looks for padded results before it, where ``own_results`` has left None.
@@ -133,7 +138,7 @@ def _for_regions(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 class _CacheKey(CustomGraphPass):
-    """Does nothing to the graph, and puts into the key of inductor's caches what they do not see of it.
+    """Extend the key of inductor's caches by facts that they do not see of a graph.
 
     They look graphs up by their code, before the backward is derived: the rules of treefx's operators, the tags of
     checkpointing and the place of inputs in the autograd graph decide later. A pass of the user's in the same place is
@@ -150,7 +155,7 @@ class _CacheKey(CustomGraphPass):
             other(graph)
 
     def uuid(self) -> Any:
-        """Sources, tags, inputs, and what the user's passes say of themselves; None (no caching) if one is silent."""
+        """Return sources, tags, inputs, and the user's passes' ids; None disables caching."""
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._others]
         return None if None in others else (source_fingerprint(), self._tags, self._inputs, others)
 
@@ -170,7 +175,7 @@ def _observed_inductor(observe: Observer, inputs: Sequence[Any] = (), roles: Seq
 
 
 def _are_in_order(found: Sequence[Any], inputs: Sequence[Any], positions: Collection[int]) -> bool:
-    """Whether AOTAutograd has left inputs in their places: it takes out equal ones, and puts others in front."""
+    """Return whether AOTAutograd kept inputs in place: it drops equal ones and adds others."""
     return len(found) == len(inputs) and all(
         isinstance(found[i], Tensor) and (str(found[i].shape), found[i].dtype) == (str(x.shape), x.dtype)
         for i, x in enumerate(inputs)

@@ -1,4 +1,4 @@
-"""A lifted attention on packed tokens: queries, keys and values heads first, its score in packed indices."""
+"""Emit a lifted attention on packed tokens, heads first, with a score in packed indices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
 
 
 def _range(packer: Packer, query: Tensor, key: Tensor, expr: Expr) -> Range:
-    """The range of what a score reads: of products, |q.k| <= max |q| max |k|."""
+    """Bound the range of a score's operands: |q.k| <= max |q| max |k| for products."""
     if expr[0] == "dot":
         norms = [torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float64).amax() for x in (query, key)]
         largest = _ROUNDING * norms[0] * norms[1]
@@ -126,7 +126,7 @@ def _kernel_form(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
 
 
 def places(packer: Packer) -> Tensor:
-    """Where each token stands, [N]: its column or, where that differs from row to row, its depth."""
+    """Return each token's place, [N]: its column, or its depth where columns differ by row."""
     if not packer.own_positions:
         return packer.metadata.column
     return packer.once("depths", None, lambda: find_depths(packer.metadata.subtree_end))
@@ -136,7 +136,7 @@ def _kernel_load(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
     node, *indices = expr[1:]
     fact = fact_of(node)
     if fact.kind is Kind.INVARIANT:
-        value = packer.full(node)  # what the graph writes to later must not be saved for the backward
+        value = packer.full(node)  # later writes of the graph must not change values saved for the backward
         number = _number(buffers, value.clone() if node in packer.changed else value)
         return ("load", number, *[_kernel_form(packer, item, buffers) for item in indices])
     if fact.kind is Kind.ROW:

@@ -1,4 +1,7 @@
-"""Scores of a choice among keys, once per distinct token: [N, .., T], against the columns of its representative row."""
+"""Emit scores of a choice among keys once per distinct token: [N, .., T].
+
+Keys are the columns of its representative row.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ def _own_keys(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
 
 
 def own_keys(metadata: Metadata) -> Tensor:
-    """The tokens in the columns of each token's row, [N, T]; for padding that does not run, which is masked, itself."""
+    """Return the tokens in the columns of each token's row, [N, T].
+
+    For masked padding that does not run, the token itself.
+    """
     keys = metadata.token_of[metadata.row]
     itself = torch.arange(metadata.tokens, device=keys.device)[:, None]
     return torch.where(keys < 0, itself, keys)

@@ -1,4 +1,4 @@
-"""What losses pick from packed values, and values seen through a shift of positions."""
+"""Emit picks of losses from packed values, and values behind a shift of positions."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def _entries(packer: Packer, node: fx.Node) -> Tensor:
 
 
 def _surprise(packer: Packer, source: fx.Node, token_of: Tensor, target: Tensor) -> Tensor:
-    """Minus the picked log-probabilities. Picked from the logits where those are at hand: the [N, V] tensor of all
-    log-probabilities is then never written."""
+    """Return minus the picked log-probabilities, from logits where available.
+
+    The [N, V] tensor of all log-probabilities is then never written.
+    """
     tail = find_tail(source) if packer.absent else None
     if tail is not None:
         hidden, weight, bias = _entries(packer, tail.hidden), packer.full(tail.weight), packer.full(tail.bias)
@@ -80,7 +82,7 @@ def _surprise(packer: Packer, source: fx.Node, token_of: Tensor, target: Tensor)
 
 
 def _reduced(losses: Tensor, valid: Tensor, shape: Sequence[int], reduction: Any) -> tuple[Tensor, Tensor]:
-    """What ``nll_loss_forward`` returns without class weights: (loss, total weight)."""
+    """Return the results of ``nll_loss_forward`` without class weights: (loss, total weight)."""
     count = valid.sum().to(losses.dtype)
     if reduction == 0:
         return losses.reshape(shape), torch.zeros_like(count)

@@ -1,4 +1,4 @@
-"""How operators differ on packed tokens from the traced ones: sizes of views, constants beside tokens, expert slots.
+"""Emit packed forms of operators: sizes of views, constants at tokens, expert slots.
 
 An operator for which no emitter is registered runs as it was traced.
 """
@@ -163,7 +163,7 @@ def _first_operand_aligned(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
 @emits(lookup_laws.gather)
 def _gather(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    """A table is read as it is, of its copies for rows the first."""
+    """Read a table unchanged; of its copies for rows, use the first."""
     return packer.call(node) if lookup_laws.reads_table(node) else packer.call(node, align=fact.dims, only=[0])
 
 
@@ -192,7 +192,7 @@ def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
 @emits(placed_laws.masked_scatter)
 def _placed(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
-    """A distinct token takes the vector of its representative; all its rows' gradients go into that one."""
+    """Give a token its representative's vector; its rows' gradients all go into that one."""
     law = fact.law
     assert isinstance(law, placed_laws.Placed)
     if packer.native:

@@ -57,7 +57,7 @@ def _of_call(packer: Packer, node: fx.Node) -> Tensor:
 
 
 def _of_groups(packer: Packer, operand: Operand) -> Tensor:
-    """A packed value as [N, groups, features], what was repeated for heads left out."""
+    """Return a packed value as [N, groups, features], without repeats for heads."""
     dims = fact_of(operand.source).dims
     assert dims is not None
     repeated = next((factor for dim in dims for factor in dim if factor.repeated), None)

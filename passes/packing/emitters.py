@@ -1,6 +1,6 @@
-"""Who makes the packed form of what: emitters, found by the law of an operator or by the kind of what was proved of it.
+"""Register emitters of packed forms, by the law of an operator or of a fact.
 
-An emitter sees the graph through ``Packer`` alone; ``pack_tokens`` walks the graph and asks the registry.
+An emitter sees the graph through ``Packer`` alone; ``pack_tokens`` walks the graph and looks emitters up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Packer(Protocol):
-    """The forms of a graph's values, made on demand, and what is known of the call."""
+    """Provide forms of a graph's values, made on demand, and facts of the call."""
 
     tokens: Tokens
     native: bool
@@ -34,9 +34,9 @@ class Packer(Protocol):
     absent: frozenset[int]
     """Positions of logits that are not computed."""
     changed: dict[fx.Node, Any]
-    """Inputs that the graph writes to, and what it writes there."""
+    """Inputs that the graph writes to, and their new values."""
     hidden: list[Tensor]
-    """Whether masks hide what they are to hide, for the attentions where only the numbers of the call tell."""
+    """Whether masks hide all they should, for attentions where only the call's numbers decide."""
 
     @property
     def metadata(self) -> Metadata:
@@ -49,10 +49,13 @@ class Packer(Protocol):
         """The value once per distinct token."""
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
-        """What is made once per call and read by several emitters."""
+        """Make a value once per call for several emitters."""
 
     def call(self, node: fx.Node, *, align: Dims | None = None, only: Sequence[int] | None = None) -> Any:
-        """The node's own operator on packed operands; invariant ones aligned to ``align`` (at positions ``only``)."""
+        """Run the node's operator on packed operands; align invariant ones to ``align``.
+
+        ``only`` selects positions.
+        """
 
     def operand(self, item: Any, align: Dims | None = None) -> Any:
         """An operand of a packed operator: packed, or an invariant one aligned to ``align``."""
@@ -67,7 +70,7 @@ _FULL: dict[type, Emitter] = {}
 
 
 def emits(*laws: Any) -> Callable[[Emitter], Emitter]:
-    """Register what makes the packed form of operators by their law, or of facts by the type of theirs."""
+    """Register an emitter of packed forms, by law of operators or type of a fact's law."""
 
     def register(emitter: Emitter) -> Emitter:
         _EMITTERS.update(dict.fromkeys(laws, emitter))
@@ -77,7 +80,7 @@ def emits(*laws: Any) -> Callable[[Emitter], Emitter]:
 
 
 def emits_full(law: type) -> Callable[[Emitter], Emitter]:
-    """Register what makes the full form of facts whose law is of a type from packed values."""
+    """Register an emitter of full forms from packed values, by type of a fact's law."""
 
     def register(emitter: Emitter) -> Emitter:
         _FULL[law] = emitter
@@ -87,10 +90,10 @@ def emits_full(law: type) -> Callable[[Emitter], Emitter]:
 
 
 def find_emitter(node: fx.Node, fact: Fact) -> Emitter | None:
-    """What makes the packed form of a node; None for its own operator."""
+    """Return the emitter of a node's packed form; None for its own operator."""
     return _EMITTERS.get(type(fact.law)) or _EMITTERS.get(find_law(node.target))
 
 
 def find_full_emitter(fact: Fact) -> Emitter | None:
-    """What makes the full form of a node; None for its own operator."""
+    """Return the emitter of a node's full form; None for its own operator."""
     return _FULL.get(type(fact.law))

@@ -18,7 +18,7 @@ __all__ = ["keeping_graphs"]
 
 
 def keeping_graphs(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, a function of AOTAutograd, such that the graphs of its results may be kept."""
+    """Wrap ``compiled``, a function of AOTAutograd, so that graphs of results may be kept."""
     prepared = False
 
     def run(*args: Any) -> Any:
@@ -44,7 +44,7 @@ def _copy_donated(function: Any) -> None:
     """Let the backward write into copies of its donated arguments where the graph is kept."""
     metadata, backward = function.metadata, function._backward_impl
     donated = metadata.bw_donated_idxs
-    metadata.bw_donated_idxs = []  # AOTAutograd refuses to keep a graph unless this is what it knows of
+    metadata.bw_donated_idxs = []  # AOTAutograd refuses to keep a graph with donated buffers
     if not donated:
         return
 

@@ -1,4 +1,4 @@
-"""The Triton source that a rewritten attention runs as on a GPU: for the inspector, and for ``TREEFX_DUMP_DIR``."""
+"""Return the Triton source of a rewritten attention, for the inspector and dumps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["kernel_source_of", "write_kernel_sources"]
 
 
 def kernel_source_of(node: fx.Node) -> str:
-    """Return the plain form of the kernels of a tree attention, with the user's line; or why there are none.
+    """Return the plain kernels of a tree attention, with the user's line, or why none exist.
 
     Args:
         node: A call of ``treefx::tree_attention``, with ``meta["val"]`` on its operands.
@@ -40,14 +40,14 @@ def kernel_source_of(node: fx.Node) -> str:
 
 
 def write_kernel_sources(gm: fx.GraphModule) -> None:
-    """Write the kernels of a graph's attentions into the folder ``kernels`` of ``TREEFX_DUMP_DIR``, if it is set."""
+    """Write the kernels of a graph's attentions into ``kernels`` of ``TREEFX_DUMP_DIR``."""
     if not dumps_wanted():
         return
     packet = getattr(torch.ops.treefx, "tree_attention", None)
     for node in gm.graph.find_nodes(op="call_function", target=packet.default) if packet is not None else ():
         try:
             source = kernel_source_of(node)
-        except Exception as error:  # a dump never changes what runs
+        except Exception as error:  # a dump never changes a run
             source = f"# No kernel is generated: {type(error).__name__}: {error}"
         digest = hashlib.sha256(source.encode()).hexdigest()[:8]
         dump("kernels", f"{node.name}.{digest}.py", source)

@@ -57,7 +57,7 @@ def _packed_size(factor: Factor, tokens: Any, positions: int) -> Any:
 
 
 def packed_shape(dims: Dims, tokens: Any, positions: int) -> list[Any]:
-    """The shape of the packed form; ``positions`` is B * T, the number of positions of the traced graph."""
+    """Return the packed shape; ``positions`` is B * T, the traced graph's positions."""
     return [math.prod(_packed_size(factor, tokens, positions) for factor in dim) for dim in dims]
 
 
@@ -73,7 +73,7 @@ def gather_tokens(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
 
 
 def tokens_first(x: Tensor, dims: Dims, tokens: Any) -> Tensor:
-    """A packed value as [N, ...]: its token axis first, its row axis (of one) gone, the other factors in order."""
+    """Return a packed value as [N, ...]: tokens first, no row axis, other factors in order."""
     factors = factors_of(dims)
     split = x.reshape([_packed_size(factor, tokens, 1) for factor in factors])
     row, token = position_of(factors, Axis.ROW), position_of(factors, Axis.TOKEN)
@@ -86,7 +86,10 @@ def expand_rows(first: Tensor, dims: Dims, token_of: Tensor) -> Tensor:
 
 
 def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
-    """An invariant operand next to packed dimensions (right-aligned): read at the tokens' columns and at row 0."""
+    """Read an invariant operand at the tokens' columns and row 0.
+
+    It is right-aligned with packed dimensions.
+    """
     for position, dim in _wide_dims(x.shape, dims):
         rows = Axis.TOKEN not in {factor.axis for factor in dim}
         x = _at_first_row(x, position, dim) if rows else x.index_select(position, metadata.column)
@@ -102,7 +105,10 @@ def _at_first_row(x: Tensor, position: int, dim: tuple[Factor, ...]) -> Tensor:
 
 
 def at_own_row(x: Any, dims: Dims, metadata: Metadata) -> Any:
-    """A full value next to scores of dimensions ``dims`` (right-aligned): at each token's row and column, all keys."""
+    """Read a full value at each token's row and column, all keys, next to scores.
+
+    It is right-aligned with ``dims``.
+    """
     if not isinstance(x, Tensor):
         return x
     x = x.reshape([1] * (len(dims) - x.dim()) + list(x.shape))
@@ -119,7 +125,7 @@ def at_own_row(x: Any, dims: Dims, metadata: Metadata) -> Any:
 
 
 def _wide_dims(shape: Sequence[Any], dims: Dims) -> Iterator[tuple[int, tuple[Factor, ...]]]:
-    """The dimensions longer than one that stand next to rows and tokens of ``dims`` (right-aligned), and those."""
+    """Yield dimensions longer than one next to rows and tokens of ``dims``, with their factors."""
     for offset in range(1, min(len(shape), len(dims)) + 1):
         labelled = any(factor.axis is not Axis.PLAIN for factor in dims[-offset])
         if shape[-offset] != 1 and labelled:

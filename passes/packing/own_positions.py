@@ -1,9 +1,9 @@
 """Whether tokens are known by their place in their own row, wherever that row starts.
 
 A row that is padded on the left starts in a later column. Its tokens are those of a row without padding only if nothing
-that runs once per token reads the column itself: no table of positions by column, no mask that speaks of more than the
-distance of two columns. What the model computes of positions from the mask, and positions that the caller passes, tell
-tokens apart by value instead.
+that runs once per token reads the column itself: no table of positions by column, no mask that reads more than the
+distance of two columns. Positions that the model computes from the mask, or that the caller passes, distinguish tokens
+by value instead.
 
 Rows of 6 columns, ``.`` padding, with positions counted from each row's own start::
 
@@ -47,10 +47,10 @@ def find_own_positions(
         tokens: Its token axes.
         attentions: Its lifted attentions.
         live: The nodes that an output reads.
-        redundant: Conditions that all tokens of a call meet, and that nothing asks therefore.
+        redundant: Conditions that all tokens of a call meet, and that are therefore dropped.
 
     Returns:
-        Functions of the inputs in the order of the graph, to be compared by value (what calls of one step share is
+        Functions of the inputs in the order of the graph, to be compared by value (sharing of calls of one step is
         counted by values in this order); None where tokens are only known by their column.
     """
     if mixes(gm):  # convolutions and recurrences read padding before the row
@@ -76,7 +76,7 @@ class _Search:
         self._seen: set[fx.Node] = set()
 
     def check_packed(self, node: fx.Node) -> None:
-        """An operator that runs once per token: what it reads of the inputs, and next to which constants."""
+        """Check an operator that runs once per token: its reads of inputs and constants."""
         if isinstance(fact_of(node).law, Attention):  # its expressions say more
             return
         if reads_columns(node) or isinstance(fact_of(node).law, Choice):
@@ -86,14 +86,14 @@ class _Search:
                 self.check_prefix(operand)
 
     def check_prefix(self, node: fx.Node) -> None:
-        """A function of the inputs: one of the tokens alone, or values [B, T] that can be compared."""
+        """Check a function of the inputs: of tokens alone, or comparable values [B, T]."""
         if node in self._seen:
             return
         self._seen.add(node)
         if node in self.tokens.inputs:
             self.found[node] = None
             return
-        if impurity(node) is not None:  # what the graph computes cannot be compared
+        if impurity(node) is not None:  # values of the graph cannot be compared
             raise _ByColumn
         by_column = node.op != "call_function" or fact_of(node).law == ALONG_ROWS
         operands = list(_tensors(node.all_input_nodes))
@@ -110,7 +110,7 @@ class _Search:
     def _may_count_columns(self, node: fx.Node) -> bool:
         """Whether a constant has as many entries along some dimension as there are columns."""
         columns = self.tokens.columns
-        counts = (str(columns), str(columns * self.tokens.rows))  # a symbol is no number, whatever a batch gives it
+        counts = (str(columns), str(columns * self.tokens.rows))  # a symbol is no number, for any batch
         return columns > 1 and any(str(size) in counts for size in shape_of(node))
 
     def check_expression(self, expr: Expr) -> None:

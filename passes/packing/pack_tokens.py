@@ -3,7 +3,7 @@
 The rewritten graph is traced from an interpreter over the labelled one. Each value has up to two forms, made on demand:
 *packed* (the same operator on ``[1, N]``, views resized by their factors) and *full*. Lifted attention becomes
 ``treefx::tree_attention``; where no law is known the full form is made from expanded operands; losses pick from packed
-values; what the caller gets leaves packed and is expanded outside, if at all.
+values; results for the caller leave packed and are expanded outside, if at all.
 
 Before::
 
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Output:
-    """One output of the graph. ``dims`` is None where it leaves as the caller gets it; else it leaves as [N, ...]."""
+    """Describe one output; ``dims`` is None for the caller's form, else it leaves as [N, ...]."""
 
     dims: Dims | None = None
 
@@ -79,7 +79,7 @@ class PackingInterpreter:
     Args:
         gm: The labelled graph.
         tokens: Its token axes.
-        detached: Positions of outputs that nobody is expected to differentiate (they leave without gradient).
+        detached: Positions of outputs that leave without gradient.
         redundant: Conditions of attentions, on keys or on pairs, that hold for all tokens of the call.
         native: Whether the token ids come packed already, ``[1, N]``; other inputs are functions of the column.
         absent: Positions of logits that are not computed, because only losses read them (``vocab_tail``).
@@ -103,7 +103,7 @@ class PackingInterpreter:
         self.positions = tokens.rows * tokens.columns
         self.outputs: list[Output] = []
         self.hidden: list[Tensor] = []
-        """Whether masks hide what they are to hide, for the attentions where only the numbers of the call tell."""
+        """Whether masks hide all they should, for attentions where only the call's numbers decide."""
         self._forms = Forms()
         self.changed = changed_inputs(gm)
         self._live = live_nodes(gm, checks=not native)
@@ -118,7 +118,7 @@ class PackingInterpreter:
         return self._metadata
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
-        """The rewritten computation: the graph's inputs, then ``row, column, subtree_end, token_of``.
+        """Run the rewritten graph on its inputs, then ``row, column, subtree_end, token_of``.
 
         Where ``hidden`` is asked, its answer is one more result.
         """
@@ -146,7 +146,7 @@ class PackingInterpreter:
             self.packed(node)
 
     def _known(self, node: fx.Node) -> tuple[Any, ...]:
-        """What decides about the forms of a node beside the graph: what was proved, and what is known of the call."""
+        """Return facts that decide about a node's forms besides the graph: proofs and the call."""
         law = fact_of(node).law if node.op == "call_function" else None
         conditions = (*law.conditions, *law.padding) if isinstance(law, Attention) else ()
         redundant = [item in self.redundant for item in conditions]
@@ -155,7 +155,7 @@ class PackingInterpreter:
         return node.meta.get(FACT), described(node.meta.get("val")), redundant, *places, looks_behind
 
     def _common(self) -> list[Any]:
-        """What emitters read beside forms: the trie, and what they add to."""
+        """Return values that emitters read besides forms: the trie, and lists they extend."""
         return [*vars(self.metadata).values(), *self.hidden]
 
     def _named(self, name: str, node: fx.Node) -> Any:
@@ -171,14 +171,14 @@ class PackingInterpreter:
         return (*results, torch.stack(self.hidden).all()) if self.hidden else tuple(results)
 
     def _absent(self, item: fx.Node) -> tuple[Any, Output]:
-        """A stand-in for logits that nobody has read so far and the loss does without."""
+        """Return a stand-in for unread logits that the loss does without."""
         return self.metadata.column.new_zeros((), dtype=item.meta["val"].dtype), Output(fact_of(item).dims)
 
     def _output(self, item: Any) -> tuple[Any, Output]:
         if not isinstance(item, fx.Node):
             return item, Output()
         held = next((source for source, value in self.changed.items() if _is_same(item, value)), None)
-        if held is not None:  # changed in place: what the caller has is that tensor, and others may have it too
+        if held is not None:  # changed in place: the caller holds that tensor, and others may hold it too
             return self.full(held), Output()
         fact = fact_of(item)
         if is_packed_output(fact):
@@ -240,8 +240,10 @@ class PackingInterpreter:
         return fx.node.map_arg((node.args, dict(node.kwargs)), self._dense)
 
     def _dense(self, node: fx.Node) -> Any:
-        """A full value, dense in memory where it was in the trace: an expanded one may lie in another order, and some
-        operators (group norm) count on the order they were traced with."""
+        """Return a full value with the dense memory order of the trace.
+
+        An expanded one may lie in another order, and some operators (group norm) count on the traced one.
+        """
         value, traced = self.full(node), node.meta.get("val")
         if not isinstance(traced, Tensor):
             return value
@@ -261,7 +263,7 @@ class PackingInterpreter:
         return self.call(node)
 
     def _runs_packed(self, node: fx.Node) -> bool:
-        """Whether the operator itself runs on packed operands; functions of the inputs alone run in full."""
+        """Return whether an operator runs on packed operands; functions of inputs run in full."""
         fact = fact_of(node)
         if fact.kind is Kind.PACKED:
             return not isinstance(fact.law, Contracted)
@@ -283,12 +285,15 @@ class PackingInterpreter:
         return gather_tokens(self.full(node), fact.dims, self.metadata)
 
     def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
-        """What is made once per call and read by several emitters."""
+        """Make a value once per call for several emitters."""
         found: T = self._forms.make((name, of), make)
         return found
 
     def call(self, node: fx.Node, *, align: Dims | None = None, only: Sequence[int] | None = None) -> Any:
-        """The node's own operator on packed operands; invariant ones aligned to ``align`` (at positions ``only``)."""
+        """Run the node's operator on packed operands; align invariant ones to ``align``.
+
+        ``only`` selects positions.
+        """
 
         def aligned(item: fx.Node) -> Any:
             fact = fact_of(node)
@@ -323,7 +328,7 @@ def _made_of(source: fx.Node) -> set[fx.Node]:
 
 
 def _is_same(item: fx.Node, value: Any) -> bool:
-    """Whether an output is the new value of a changed input, or that without its gradient (changed under no_grad)."""
+    """Return whether an output is a changed input's new value, with or without gradient."""
     return item is value or (item.target is aten.detach.default and _undetached(item) is _undetached(value))
 
 

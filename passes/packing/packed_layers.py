@@ -1,8 +1,8 @@
 """Layers of the labelled graph, each rewritten or, where an equal one was, copied.
 
-What is written for a layer follows from its operators and operands and from what was proved of them: that is its key.
-The forms of others that it reads are those of its operands, of nodes that its key names, or made once for all. A layer
-that reads anything else is no example for others.
+The operators written for a layer follow from its operators and operands and from the proofs on them: that is its key.
+It may read forms of its operands, of nodes that its key names, or forms made once for all. A layer that reads anything
+else is no example for others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _MADE = ("full", "packed")
 
 
 class Forms(dict[_Key, Any]):
-    """Forms of values by name and node (or what else they are of), which others each of them was made of, and the nodes
-    whose facts were looked at for it."""
+    """Map names and nodes to forms, with the forms and the facts each was made of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class PackedLayers:
 
     Args:
         forms: Where the forms are.
-        known: What decides about what is written for a node, or what is read of it, beside the graph.
+        known: Further facts, outside of the graph, that decide about a node's form or its reads.
         visit: Makes the forms of a node that are surely wanted.
         form: A form of a node, made if need be.
         common: Other values that every layer may read.
@@ -108,7 +107,7 @@ class PackedLayers:
         results = [item for item in mine if item[1] in layer.results]
         named = others_in(key)
         looked = set[fx.Node]().union(*(self._forms.looked[item] for item in mine))
-        plain = looked <= {*own, *given, *named}  # what stands behind operands is in no key
+        plain = looked <= {*own, *given, *named}  # nodes behind operands are in no key
         plain = plain and all(name in _MADE or node in own for name, node in (*operands, *made))
         if plain and all(not isinstance(node, fx.Node) or node in named for _, node in others):
             values = [[self._forms[item] for item in items] for items in (operands, others, results)]

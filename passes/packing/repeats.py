@@ -1,4 +1,4 @@
-"""Packed values without the factor that they were repeated along (``repeat_kv``): nothing is repeated then."""
+"""Undo repeats of packed values (``repeat_kv``), so that nothing is repeated."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ aten = torch.ops.aten
 
 
 class Collapser:
-    """Remakes the movement operators behind a repeated factor with that factor left at one, so nothing is repeated."""
+    """Remake movement operators behind a repeated factor with that factor left at one."""
 
     def __init__(self, packer: Packer, factor: Factor) -> None:
         self.packer, self.factor = packer, factor
 
     def make(self, node: fx.Node) -> Tensor | None:
-        """The packed value without the repeated factor, or None where something else than movement made it."""
+        """Return the packed value without the factor; None if not made by movement alone."""
         dims = fact_of(node).dims
         assert dims is not None
         if not any(f.repeated and f.size == self.factor.size for dim in dims for f in dim):
             return self.packer.packed(node) if all(not f.repeated for dim in dims for f in dim) else None
-        # A form of this node: what stands behind it is looked at, and may be of another layer.
+        # A form of this node: its ancestors are read, and may belong to another layer.
         return self.packer.once(f"without {self.factor}", node, lambda: self._remade(node, dims))
 
     def _remade(self, node: fx.Node, dims: Dims) -> Tensor | None:

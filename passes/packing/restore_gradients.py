@@ -1,4 +1,4 @@
-"""The operators at the edge between packed and per-row values, and gradient restoration, their backward.
+"""Expand packed values to rows, and restore gradients in the backward.
 
 A packed value stands for all rows that share its tokens. Going out, ``treefx::expand`` and ``treefx::pick`` read it
 once per row; coming back, ``treefx::restore`` and ``treefx::restore_pick`` sum the gradients of all rows through a
@@ -28,7 +28,7 @@ __all__ = ["entries", "expand", "pick", "restorations"]
 @torch.library.custom_op("treefx::expand", mutates_args=())
 def expand(x: Tensor, token_of: Tensor) -> Tensor:
     """x [N, ...], token_of [...R] int64 -> [...R, ...]."""
-    result = x.new_empty([*token_of.shape, *x.shape[1:]])  # no view: what the caller gets, it may change in place
+    result = x.new_empty([*token_of.shape, *x.shape[1:]])  # no view: the caller may change it in place
     if not x.shape[0]:
         return result.zero_()
     flat = token_of.reshape(-1)
@@ -51,7 +51,7 @@ def restore(grad: Tensor, token_of: Tensor, like: Tensor) -> Tensor:
     """Sum per-row gradients [...R, ...] into the shape [N, ...] of ``like``."""
     rest = like.shape[1:]
     flat = token_of.reshape(-1)
-    total = grad.new_zeros([like.shape[0] + 1, *rest])  # the last one takes what belongs to no token
+    total = grad.new_zeros([like.shape[0] + 1, *rest])  # the last entry takes gradients without a token
     total.index_add_(0, torch.where(flat < 0, like.shape[0], flat), grad.reshape([flat.numel(), *rest]))
     return total[:-1].clone()
 
@@ -67,7 +67,7 @@ _LABELS = (torch.int64, torch.uint8)
 
 @torch.library.custom_op("treefx::entries", mutates_args=())
 def entries(target: Tensor, size: int, ignore_index: int | None) -> Tensor:
-    """Check the entries [0, size) that labels or indices name; -1 where a label is to be ignored.
+    """Check that labels or indices name entries [0, size); return -1 for ignored labels.
 
     A target that names no entry is an error, as in ``nll_loss`` and ``gather``. Other devices than the CPU get ``size``
     for it, which is no entry either: the kernel that reads it fails, without waiting for the device here.

@@ -1,4 +1,4 @@
-"""The end of a causal LM without its logits: LM head and log-probabilities, a few vocabulary entries at a time.
+"""Compute LM head and log-probabilities without logits, in chunks of the vocabulary.
 
 A loss picks one number out of each row of ``[N, V]`` logits. Where nothing else needs them, and they are large, linear
 and loss become one operator that walks over the vocabulary with an online log-sum-exp (Milakov and Gimelshein 2018,
@@ -132,7 +132,7 @@ class Tail:
 
 
 def find_tail(logprobs: fx.Node) -> Tail | None:
-    """The linear layer under log-probabilities that a loss picks from, or None for any other computation.
+    """Find the linear layer under log-probabilities that a loss picks from; else None.
 
     Read from the loss down: factors before a tanh are outside of it, those after it inside.
     """
@@ -196,7 +196,7 @@ class LossLogits:
 
 
 def logits_of_losses(picks: Sequence[fx.Node]) -> LossLogits | None:
-    """The logits behind a graph's losses, if each picks from those of one linear layer; None otherwise."""
+    """Return the logits behind a graph's losses, if all pick from one linear layer's."""
     sources = [node.args[0] for node in picks]
     tails = [find_tail(source) if isinstance(source, fx.Node) else None for source in sources]
     products = {tail.product for tail in tails if tail is not None}

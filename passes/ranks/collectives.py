@@ -1,14 +1,14 @@
-"""What ranks that share out the weights of a model tell each other, forward and backward.
+"""Define collectives of ranks that shard weights, forward and backward.
 
 A value is *whole* where every rank holds all of it, a *piece* where each holds a range of its features, *partial* where
-it is the sum over ranks of what they hold. Its gradient is whole where it is whole or partial, and a piece where it is
-a piece. So these four are each other's derivatives:
+it is the sum over the ranks' tensors. Its gradient is whole where it is whole or partial, and a piece where it is a
+piece. So these four are each other's derivatives:
 
 ===========================  ===================  ==============================  ============================
 operator                     from, to             forward                         backward
 ===========================  ===================  ==============================  ============================
-``treefx::sum_over_ranks``   partial, whole       sum over ranks                  the gradient as it is
-``treefx::same_on_ranks``    whole, read by each  the value as it is              sum over ranks
+``treefx::sum_over_ranks``   partial, whole       sum over ranks                  the gradient unchanged
+``treefx::same_on_ranks``    whole, read by each  the value unchanged             sum over ranks
 ``treefx::gather_pieces``    piece, whole         pieces one behind the other     the rank's piece
 ``treefx::own_piece``        whole, piece         the rank's piece                pieces one behind the other
 ===========================  ===================  ==============================  ============================
@@ -32,7 +32,7 @@ __all__ = ["gather_pieces", "own_piece", "same_on_ranks", "sum_over_ranks"]
 
 @torch.library.custom_op("treefx::sum_over_ranks", mutates_args=(), tags=NOT_CAPTURED)
 def sum_over_ranks(x: Tensor, group: str) -> Tensor:
-    """The sum of what the ranks of a process group (by name) hold, of the shape of ``x``."""
+    """Return the sum of the tensors of a process group's ranks, of the shape of ``x``."""
     ops = torch.ops._c10d_functional
     total: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group))
     return total
@@ -40,13 +40,13 @@ def sum_over_ranks(x: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("treefx::same_on_ranks", mutates_args=())
 def same_on_ranks(x: Tensor, group: str) -> Tensor:
-    """The value that all ranks hold, for what each of them computes by itself."""
+    """Return the value that all ranks hold, for separate computation on each."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("treefx::gather_pieces", mutates_args=(), tags=NOT_CAPTURED)
 def gather_pieces(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
-    """The pieces of all ranks one behind the other along ``dim``, which gets ``ranks`` times as long."""
+    """Concatenate the pieces of all ranks along ``dim``."""
     ops = torch.ops._c10d_functional
     first = x.movedim(dim, 0).contiguous()
     pieces: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(first, ranks, group))
@@ -56,7 +56,7 @@ def gather_pieces(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
 @torch.library.custom_op("treefx::own_piece", mutates_args=())
 def own_piece(x: Tensor, dim: int, ranks: int, group: str) -> Tensor:
     """Of ``ranks`` equal pieces along ``dim`` the one of this rank."""
-    found: Any = group  # a name, which has a type of its own there
+    found: Any = group  # a name, with its own type there
     rank = dist.get_rank(torch._C._distributed_c10d._resolve_process_group(found))
     size = x.shape[dim] // ranks
     return x.narrow(dim, rank * size, size).clone(memory_format=torch.contiguous_format)

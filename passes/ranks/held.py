@@ -1,4 +1,4 @@
-"""What a rank holds of a value of Dynamo's graph that is shared out over ranks."""
+"""Describe a rank's share of a DTensor in Dynamo's graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WRITING = {
 
 
 class Unfollowed(Exception):
-    """What ranks do cannot be followed; the message says which operator does it."""
+    """Raised when ranks cannot be followed; the message names the operator."""
 
 
 class Form(enum.Enum):
@@ -55,7 +55,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Held:
-    """What stands for a DTensor: a node of the new graph, and how. ``dim`` is that of a weight's range."""
+    """Hold a DTensor's node in the new graph, and its form; ``dim`` is a weight's range."""
 
     node: fx.Node
     form: Form
@@ -73,7 +73,7 @@ def is_shared_out(node: Any) -> bool:
 
 
 def placement_of(placements: Sequence[Any], dims: int) -> Any:
-    """The placement along the one dimension of a mesh, a shard's dimension counted from the front.
+    """Return the placement along the mesh's one dimension, with a shard's dimension >= 0.
 
     Raises:
         Unfollowed: It is of a kind that is not followed.
@@ -96,7 +96,7 @@ def ranks_of(value: DTensor) -> Ranks:
 
 
 def held_example(x: Any, form: Form) -> Any:
-    """An example of what a rank holds of a DTensor, in place of Dynamo's; whatever else it is stays."""
+    """Return an example of a rank's share of a DTensor; other examples stay."""
     if not isinstance(x, DTensor):
         return x
     own = x._local_tensor

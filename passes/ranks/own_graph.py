@@ -1,8 +1,8 @@
-"""Rewrite Dynamo's graph of a model whose weights are shared out over ranks for what one rank holds.
+"""Rewrite Dynamo's graph of a model with sharded weights to one rank's share.
 
 Dynamo leaves ``DTensor.from_local``, ``redistribute`` and ``to_local`` in its graph, and DTensors between them; which
 sums and gatherings ranks do is decided when it runs, and their derivative by autograd. Tracing such a graph takes the
-weights of the rank for constants. Here every value is followed by what a rank holds of it (``held``), and the sums
+weights of the rank for constants. Here every value is followed by the rank's share of it (``held``), and the sums
 become operators that later passes have laws for. Before, with a weight in two ranges::
 
     x: "DTensor(f64[4, 12, 32], R)" = from_local(hidden, mesh, (Replicate(),))
@@ -55,12 +55,12 @@ _ALONE = {
     torch.mul, torch.div, torch.neg, "to", "float", "double", "bfloat16", "half", "type_as", "contiguous", "add", "mul",
     "sub", "div", "neg", "clone", "detach",
 }  # fmt: skip
-"""What may read the rank's own tokens of a value (sequence parallelism): they work element by element."""
+"""Functions that may read the rank's own tokens (sequence parallelism): elementwise ones."""
 _EVEN = {
     F.silu, F.gelu, F.relu, operator.mul, operator.add, torch.mul, torch.add, torch.sigmoid, torch.tanh, "to", "float",
     "contiguous",
 }  # fmt: skip
-"""What may read pieces of features: element by element too, with no other operands than such pieces."""
+"""Functions that may read pieces of features: elementwise, with only such pieces as operands."""
 _DRAWS = ("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform")
 
 
@@ -79,18 +79,23 @@ class OwnGraph:
     ranks: int
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
-        """The inputs of a call: of a DTensor what this rank holds, so that its gradient is one like it."""
+        """Return the inputs of a call with DTensors replaced by this rank's share.
+
+        Gradients are then like it.
+        """
         return [args[i].to_local() if isinstance(args[i], DTensor) else args[i] for i in self.kept]
 
 
 def own_graph(gm: fx.GraphModule, roles: Sequence[str]) -> OwnGraph | str | None:
-    """The graph of this rank, or why it is not known; None for a graph without DTensors, or without token ids.
+    """Return this rank's graph, or why it is unknown.
 
-    What is left as it is keeps its collectives where passes of inductor find them (``overlap``).
+    None for a graph without DTensors, or without token ids.
+
+    Unchanged parts keep their collectives where passes of inductor find them (``overlap``).
 
     Args:
-        gm: Dynamo's graph, left as it is.
-        roles: What each placeholder is; those that come with the call are not followed in shards.
+        gm: Dynamo's graph, unchanged.
+        roles: Role of each placeholder; those that come with the call are not followed in shards.
     """
     if not any(is_shared_out(node) for node in gm.graph.nodes) or not _gets_ids(gm, roles):
         return None
@@ -108,7 +113,7 @@ def _gets_ids(gm: fx.GraphModule, roles: Sequence[str]) -> bool:
 
 
 class _Rewriting:
-    """One walk over a graph. ``env`` has what stands for each node: a node, or what is held of a DTensor.
+    """One walk over a graph. ``env`` maps each node to a node, or to the share of a DTensor.
 
     Args:
         gm: The graph.
@@ -122,7 +127,7 @@ class _Rewriting:
         """Plain tensors that have this rank's tokens in Dynamo's graph, and all of them here."""
         self.read: dict[fx.Node, fx.Node] = {}
         self.results: dict[fx.Node, list[Any]] = {}
-        """Of checkpointed bodies: what each of their results is."""
+        """Kinds of the results of checkpointed bodies."""
         self.bodies: dict[str, fx.GraphModule] = {}
 
     def run(self, roles: Sequence[str]) -> OwnGraph:
@@ -139,8 +144,10 @@ class _Rewriting:
         return OwnGraph(made, kept, self._group().count)
 
     def run_body(self, given: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
-        """A checkpointed body whose operands are of these kinds (``_kind``, or ``_MESH``): its graph, and the kinds of
-        its results."""
+        """Return a checkpointed body's graph for these kinds of operands, and its results' kinds.
+
+        Kinds are those of ``_kind``, or ``_MESH``.
+        """
         for node, kind in zip(self.gm.graph.find_nodes(op="placeholder"), given, strict=True):
             if kind is not _MESH:
                 self._take(node, self.graph.node_copy(node), kind)
@@ -161,7 +168,7 @@ class _Rewriting:
         return fx.GraphModule({name: self.bodies.get(name) or _attribute(self.gm, name) for name in names}, self.graph)
 
     def _kind(self, node: Any) -> Any:
-        """How a value is shared out: what is held of a DTensor, ``_OWN_TOKENS`` or None for a plain tensor."""
+        """Return how a value is sharded: ``Held``, ``_OWN_TOKENS``, or None for a plain tensor."""
         value = self.env.get(node)
         if isinstance(value, Held):
             return value
@@ -208,7 +215,7 @@ class _Rewriting:
             # One value stands here for several of Dynamo's that are copies of each other.
             raise Unfollowed(f"{_name(node)} changes a value in place")
         if not is_tensor(node) and node.target is not operator.getitem:
-            self.read.clear()  # It may turn gradients off or on: what was read without has none.
+            self.read.clear()  # It may turn gradients off or on: values read without have none.
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
             self._checkpoint(node)
         elif node.target is operator.getitem and node.args[0] in self.results:
@@ -238,7 +245,7 @@ class _Rewriting:
         return value if isinstance(value, Held) else Held(value, Form.WHOLE)
 
     def _made(self, node: fx.Node, held: Held) -> Held:
-        """What stands for a node, with the meta of that."""
+        """Return a node's share, with the meta of the node."""
         held.node.meta = {**node.meta, **held.node.meta}
         held.node.meta["example_value"] = held_example(example_of(node), held.form)
         return held
@@ -343,7 +350,7 @@ class _Rewriting:
         return self.graph.node_copy(node, self._plain)
 
     def _checkpoint(self, node: fx.Node) -> None:
-        """A checkpointed body: the same of its own graph, and of its operands without meshes."""
+        """Rewrite a checkpointed body, without the meshes among its operands."""
         name, operands = str(node.args[0].target), node.args[1:]  # type: ignore[union-attr]
         meshes = [isinstance(item, fx.Node) and _is_mesh(item) for item in operands]
         kinds = [_MESH if mesh else self._kind(item) for item, mesh in zip(operands, meshes, strict=True)]

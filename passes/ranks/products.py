@@ -1,11 +1,11 @@
-"""Products with a weight of which each rank has a range: which range of the result comes of it.
+"""Multiply by a weight of which each rank has a range; return the range of the result.
 
 With features in last place, x [.., C] and a weight w [F, C] of ``linear``:
 
 =========================  ==============  ===============================================================
-what a rank holds of x     range of w      what it holds of x w^T
+rank's share of x          range of w      its share of x w^T
 =========================  ==============  ===============================================================
-whole                      of rows F       a piece of the features, by a read of its own of x
+whole                      of rows F       a piece of the features, by a separate read of x
 a piece                    of columns C    a summand
 whole                      none (whole)    whole
 =========================  ==============  ===============================================================
@@ -30,15 +30,17 @@ __all__ = ["embedding", "linear", "read_by_each"]
 
 
 def read_by_each(graph: fx.Graph, known: dict[fx.Node, fx.Node], value: fx.Node, ranks: Ranks) -> fx.Node:
-    """A whole value for what each rank computes by itself; one node for all that read it, so that the summands of its
-    gradient are added up first and sent once."""
+    """Return a whole value for separate computation on ranks; one node for all readers.
+
+    The summands of its gradient are then added up first and sent once.
+    """
     if value not in known:
         known[value] = graph.call_function(torch.ops.treefx.same_on_ranks.default, (value, ranks.group))
     return known[value]
 
 
 def linear(graph: fx.Graph, known: dict[fx.Node, fx.Node], given: list[Any], ranks: Ranks) -> Held:
-    """``linear(x, w, b)``; ``given`` holds what is held of each, None for no bias."""
+    """Multiply: ``linear(x, w, b)``; ``given`` has the shares of each, None for no bias."""
     x, weight, bias = given
     if weight.form is not Form.WEIGHT:
         raise Unfollowed("linear by a weight that is not a parameter shared out over ranks")

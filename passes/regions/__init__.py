@@ -1,7 +1,7 @@
 """Equal layers of a rewritten graph, compiled once and called for each of them.
 
-In: a graph over distinct tokens. Out: the same with one subgraph per kind of layer, and the way back. What is done to
-the graphs that inductor makes of it, because it takes results of subgraphs for memory of their own, is here too.
+In: a graph over distinct tokens. Out: the same with one subgraph per kind of layer, and the way back. The corrections
+    of inductor's graphs, which assume that results of subgraphs own their memory, are here too.
 
 Order of imports, each only of what stands before an arrow::
 

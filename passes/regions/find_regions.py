@@ -1,7 +1,7 @@
-"""Find the layers of a graph that compute the same: their operators, what they read and what others read of them.
+"""Find layers of a graph with equal computation: operators, reads and readers.
 
 Two regions are equal if their operators are the same in the same order, with the same numbers and checkpoint tags, if
-what they read has the same shapes, strides, types and need of gradients in the same places, and if the same places of
+their operands have the same shapes, strides, types and need of gradients in the same places, and if the same places of
 them are read by others. One of them then stands for all.
 """
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 LEAST = 4
 """Fewer equal layers are not worth a subgraph: it is traced about three times, and a flat layer once."""
 LEAST_WEIGHTS = 2**18
-"""Layers with fewer numbers in their weights are small beside the call of a subgraph: a step of 4 layers of width 128
+"""Layers with fewer weights are cheap compared to the call of a subgraph: a step of 4 layers of width 128
 takes 1.05 of its time with calls, and one of 8 layers of width 256 no longer than without."""
 _WITHOUT_GRADIENT = {
     aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -34,7 +34,7 @@ def find_regions(gm: fx.GraphModule) -> list[list[Layer]]:
     """The kinds of layers that occur at least ``LEAST`` times, each with all that are equal.
 
     Args:
-        gm: A functional graph with ``meta["val"]`` on its nodes, whose inputs know whether they need gradients.
+        gm: A functional graph with ``meta["val"]`` on its nodes; its inputs have ``requires_grad``.
     """
     members: dict[str, list[fx.Node]] = {}
     for node in gm.graph.nodes:
@@ -51,7 +51,7 @@ def find_regions(gm: fx.GraphModule) -> list[list[Layer]]:
 
 
 def pays_off(kind: Sequence[Layer]) -> bool:
-    """Whether steps are no slower where equal layers are calls, by what was measured: large ones on the CPU."""
+    """Return whether calls of equal layers cost no time, by measurements: large ones on CPU."""
     inputs = [node.meta["val"] for node in kind[0].operands if node.op == "placeholder"]
     sized = [x for x in inputs if isinstance(x, Tensor) and all(isinstance(size, int) for size in x.shape)]
     on_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor))
@@ -59,7 +59,7 @@ def pays_off(kind: Sequence[Layer]) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a value is the same wherever it is computed: no random numbers, no changes, no subgraphs."""
+    """Return whether a value is repeatable: no random numbers, changes or subgraphs."""
     if node.op != "call_function":
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -104,7 +104,7 @@ def _line(node: fx.Node, number: Mapping[fx.Node, str], groups: dict[Any, int]) 
 
 
 def _read_value(node: fx.Node) -> tuple[Any, ...]:
-    """What compiled code takes for granted of an operand."""
+    """Return properties of an operand that compiled code depends on."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return (type(value), str(value.shape), str(value.stride()), value.dtype, value.device)
@@ -112,9 +112,11 @@ def _read_value(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _stands_alone(region: Layer) -> bool:
-    """Whether its operators may move to where its last one is, and no result is a view of an operand or another.
+    """Return whether a region's operators may move to its last one.
 
-    They may not if what they read is made of its own results, or if something in between is not pure.
+    No result may be a view of an operand or of another result.
+
+    They may not if they read functions of its results, or if an operator in between is not pure.
     """
     reached = set(region.results)
     for node in _between(region):
@@ -128,7 +130,7 @@ def _stands_alone(region: Layer) -> bool:
 
 
 def _between(region: Layer) -> Iterable[fx.Node]:
-    """What is computed between its operators, and is of others."""
+    """Yield other nodes between its operators."""
     inside, node = set(region.nodes), region.nodes[0]
     while node is not region.nodes[-1]:
         if node not in inside:
@@ -137,6 +139,6 @@ def _between(region: Layer) -> Iterable[fx.Node]:
 
 
 def _storage(node: fx.Node) -> Any:
-    """What tells the memory of a value apart; views have that of their base."""
+    """Return the identity of a value's memory; views have that of their base."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else object()

@@ -24,7 +24,10 @@ _TANGENT = "tangents"
 
 
 class LoadableSizes(CustomGraphPass):
-    """For ``joint_custom_post_pass``: fills of symbolic size in the backward of a subgraph take them from a tensor."""
+    """Take symbolic sizes of fills in a subgraph's backward from a tensor.
+
+    For ``joint_custom_post_pass``.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
         tangents = [node for node in graph.find_nodes(op="placeholder") if str(node.target).startswith(_TANGENT)]
@@ -38,7 +41,7 @@ class LoadableSizes(CustomGraphPass):
                 node.target, node.args = aten.new_full.default, (tangents[0], *node.args)
 
     def uuid(self) -> Any:
-        """What it does is part of treefx, whose sources are part of the key."""
+        """Return a constant: the pass is part of treefx, whose sources are part of the key."""
         return "treefx.regions"
 
 
@@ -51,7 +54,7 @@ def fill_freely(gm: fx.GraphModule) -> None:
 
 
 def _has_sizes(node: fx.Node) -> bool:
-    """Whether the size of a fill is computed, and everything that it takes from a tensor is given."""
+    """Return whether a fill's size is computed, with all its other properties given."""
     return bool(node.all_input_nodes) and {"dtype", "device"} <= node.kwargs.keys()
 
 

@@ -31,7 +31,7 @@ def call_regions(gm: fx.GraphModule, kinds: Sequence[Sequence[Layer]]) -> fx.Gra
         h1 = invoke_subgraph(region_0, h0, w1)[0];  h2 = invoke_subgraph(region_0, h1, w2)[0]
 
     Args:
-        gm: Left as it is.
+        gm: The graph, unchanged.
         kinds: From ``find_regions``.
 
     Returns:
@@ -52,7 +52,7 @@ def call_regions(gm: fx.GraphModule, kinds: Sequence[Sequence[Layer]]) -> fx.Gra
 
 
 def _order(graph: fx.Graph, regions: Sequence[Layer]) -> list[_Item] | None:
-    """Nodes and regions such that each comes after what it reads, otherwise as they stand; None if none is such."""
+    """Order nodes and regions so that each follows its operands, else as before; or None."""
     region_of: dict[fx.Node, Layer] = {node: region for region in regions for node in region.nodes}
 
     def item_of(node: fx.Node) -> _Item:
@@ -64,7 +64,10 @@ def _order(graph: fx.Graph, regions: Sequence[Layer]) -> list[_Item] | None:
 
 
 def _keeps_changes(order: Sequence[_Item], place: Mapping[_Item, int]) -> bool:
-    """Whether everything is on the same side of what is not pure (a random number, a change of an input) as before."""
+    """Return whether all nodes stay on the same side of impure nodes as before.
+
+    These are random numbers and changes of inputs.
+    """
     places = [place[item] for item in order]
     return all(
         max(places[:i], default=-1) < places[i] < min(places[i + 1 :], default=len(place) + places[i])
@@ -109,7 +112,7 @@ def _body(region: Layer) -> fx.Graph:
 
 
 def _call(graph: fx.Graph, region: Layer, name: str, new: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Write the call of a region; its results by what they replace."""
+    """Write the call of a region; return its results by the replaced nodes."""
     operands = [new[node] for node in region.operands]
     call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr(name), name, *operands))
     call.meta["val"] = tuple(node.meta["val"] for node in region.results)
@@ -133,18 +136,18 @@ def body_of(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
 
 
 def subgraphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """What a graph calls, each once."""
+    """Return the subgraphs that a graph calls, each once."""
     return list(dict.fromkeys(body_of(gm, call) for call in calls_of(gm)))
 
 
 def output_of(graph: fx.Graph) -> Sequence[Any]:
-    """What a graph returns."""
+    """Return the results of a graph."""
     results: Any = graph.output_node().args[0]
     return results  # type: ignore[no-any-return]
 
 
 def copy_without_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy that computes the same without subgraphs, for those who read or count operators.
+    """Copy a graph with the same computation but no subgraphs, for readers of operators.
 
     Layers have the fake values of their subgraph: equal ones share them, so bytes cannot be told from their storages.
     """
@@ -178,6 +181,6 @@ def _inline(graph: fx.Graph, body: fx.GraphModule, operands: Sequence[fx.Node], 
 
 
 def _attributes(gm: fx.GraphModule) -> dict[str, Any]:
-    """What the graph reads of its module, by name."""
+    """Return the attributes of the module that the graph reads, by name."""
     names = dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
     return {name: operator.attrgetter(name)(gm) for name in names}

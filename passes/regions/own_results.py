@@ -1,8 +1,8 @@
-"""Results of subgraphs with memory of their own, which is what inductor takes all of them for.
+"""Give results of subgraphs separate memory, which inductor assumes.
 
-Partitioned for a backward, a subgraph also returns what it keeps: its operands among it, or views of what it returns
-anyway. Inductor (of torch 2.11 and 2.13) gives the memory of a result away after its last use, whatever else lies in
-it: a layer then overwrites what another has kept, and gradients are wrong although the loss is right.
+Partitioned for a backward, a subgraph also returns its saved values: operands among them, or views of other results.
+Inductor (of torch 2.11 and 2.13) reuses the memory of a result after its last use, even if other values alias it: a
+layer then overwrites values that another has saved, and gradients are wrong although the loss is right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["borrowed_results", "own_results"]
 
 
 def own_results(gm: fx.GraphModule) -> None:
-    """Let a graph read what its subgraphs return of others' memory where it lies.
+    """Read aliased results of subgraphs from their original memory.
 
     Before, where a region keeps its operand and a view of its result for the backward::
 
@@ -78,7 +78,7 @@ def _read_outside(call: fx.Node, borrowed: Mapping[int, fx.Node], outside: _Outs
 
 
 class _Outside:
-    """Writes values of a subgraph behind one of its calls: operands, results, and views of them."""
+    """Write values of a subgraph behind one of its calls: operands, results, and views."""
 
     def __init__(self, call: fx.Node, body: fx.GraphModule, owned: Mapping[fx.Node, int]) -> None:
         self.graph, self.call, self.owned = call.graph, call, owned
@@ -102,12 +102,12 @@ class _Outside:
         view = self.graph.node_copy(node, self._known.__getitem__)
         args, kwargs = fx.node.map_arg((view.args, view.kwargs), lambda item: item.meta["val"])
         make: Any = node.target
-        view.meta["val"] = make(*args, **kwargs)  # a view of what is read here, not of what the subgraph reads
+        view.meta["val"] = make(*args, **kwargs)  # a view of the value here, not of the subgraph's
         return view
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value whose memory a value lies in: itself, unless it is a view."""
+    """Return the value that owns a value's memory: itself, unless it is a view."""
     for source in node.all_input_nodes:
         if _storages(node) & _storages(source):
             root = _root(source)

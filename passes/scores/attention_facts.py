@@ -1,7 +1,7 @@
-"""From a matched attention to its lifted form: which value is query, key and value, and one expression for the score.
+"""Lift a matched attention: query, key, value, and one expression for the score.
 
 Causality is proved for the score's value, not for the shape of a mask: with the key in the query's future the score
-must come out masked, whatever subgraph made it so.
+must be masked, for any subgraph behind it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WORDS: dict[Any, str] = {
     aten.add.Tensor: "adds attention probabilities to others before the values (multiply each by the values)",
     aten.sigmoid.default: "attention weights that no softmax makes (sigmoid attention)",
 }
-"""What is done to attention probabilities instead of a softmax, in words."""
+"""Operator in place of a softmax -> its name in words."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,17 @@ class Attention(Lifted):
     sinks: Expr | None = None
     """The logit, per head, of an entry behind the keys that takes weight and has no value."""
     doubt: tuple[Expr, Expr] | None = None
-    """A masked and a visible score whose distance only the numbers of a call can prove
+    """A masked and a visible score with a distance that only the numbers of a call can prove
     (``treefx.passes.scores.hidden``)."""
 
     def reads(self) -> list[fx.Node]:
-        """Query, key, value and what the score reads: not the masks it was made from."""
+        """Return query, key, value and the score's loads, without the masks it was made from."""
         expressions = [self.score, *self.conditions, *self.padding, *([self.sinks] if self.sinks is not None else [])]
         loads = [item[1] for expression in expressions for item in walk(expression) if item[0] == "load"]
         return [self.query, self.key, self.value, *loads]
 
     def tells_apart(self) -> list[Expr]:
-        """The score and what it asks of pairs."""
+        """Return the score and its conditions on pairs."""
         return [self.score, *self.conditions]
 
     def hides(self) -> tuple[Expr, ...]:
@@ -138,7 +138,7 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
     """Lift bmm - softmax - bmm, given the operands of the second product.
 
     Raises:
-        NoLaw: What lies between the products is not a softmax of a causal score of single queries and keys.
+        NoLaw: The operators between the products are no softmax of a causal score of single queries and keys.
     """
     dims = fact_of(probabilities).dims or ()
     index = digits_of(dims)
@@ -161,7 +161,7 @@ def lift_products(probabilities: fx.Node, value: fx.Node) -> Attention:
 
 
 def _normalised(node: fx.Node, index: Index, columns: int) -> tuple[Expr, Expr | None]:
-    """The score whose softmax a node is, and the logit of its sink, if it has one."""
+    """Return the score under a softmax, and the logit of its sink, if it has one."""
     if is_quotient(node):
         score, sinks = lift_quotient(node, index)
         return score, None if sinks is None else _checked_sink(sinks)
@@ -177,7 +177,7 @@ def _normalised(node: fx.Node, index: Index, columns: int) -> tuple[Expr, Expr |
 
 
 def _unshifted(node: fx.Node, dim: int) -> fx.Node:
-    """The score before a number per query was subtracted from it (its maximum, say), which no softmax notices."""
+    """Return the score before a shift per query (its maximum, say), which softmax ignores."""
     while node.target is aten.sub.Tensor and not node.kwargs:
         source, shift = node.args
         assert isinstance(source, fx.Node)
@@ -221,7 +221,7 @@ def _uncast(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
 
 
 def digits_of(dims: Dims) -> Index:
-    """The digits of a value's own dimensions: row, query and key columns, and the head split over its factors."""
+    """Return the digits of a value's dimensions: row, columns, and head over its factors."""
     heads = [factor for dim in dims for factor in dim if factor.axis is Axis.PLAIN]
     return tuple(
         tuple(_digit(factor, heads) for factor in dim if factor.size > 1 or factor.axis is Axis.PLAIN) for dim in dims
@@ -251,7 +251,7 @@ def prove(
 ) -> Attention:
     """Prove the score causal and take it apart.
 
-    ``safe`` tells of a softmax that gives zero where all scores are -inf.
+    ``safe`` marks a softmax that gives zero where all scores are -inf.
     """
     constants = constants_of(node)
     score, shifted = _without_numbers_of_batch(score, sinks)
@@ -299,7 +299,7 @@ def _without_numbers_of_batch(score: Expr, sinks: Expr | None) -> tuple[Expr, bo
 
 
 def tables_of(score: Expr, constants: Constants, columns: int, heads: int) -> Tables:
-    """What is known of the values that a score loads; segments where rows are taken to be packed with them."""
+    """Return facts on values that a score loads; segments where rows may be packed."""
     segments = constants.segments
     note_segments(score, segments)
     counting, compared = (

@@ -1,4 +1,6 @@
-"""Laws of operators that end an attention: softmax-bmm over its scores, and scaled_dot_product_attention.
+"""Define laws of operators that end an attention: softmax-bmm and SDPA.
+
+SDPA is ``scaled_dot_product_attention``.
 
 They need the lifter, so they are registered from here; ``treefx.passes.labels.laws`` knows none of it.
 """
@@ -63,7 +65,7 @@ def attention(call: Call) -> Fact:
 
 @law(torch.ops.treefx.segments)
 def segments(call: Call) -> Fact:
-    """Numbers of the segments of the one row there is; they are not read where there are several."""
+    """Label numbers of the segments of a single row; with several rows they are not read."""
     rows, columns = shape_of(call.node)
     return Fact(Kind.PREFIX, ((Factor(Axis.ROW, rows),), (Factor(Axis.TOKEN, columns),)), law=ALONG_ROWS)
 

@@ -1,7 +1,7 @@
-"""Numbers of the batch, such as its columns T, in scores that hold for batches of all sizes.
+"""Handle numbers of the batch (columns T) in scores that hold for all batch sizes.
 
-ALiBi is written both as ``slope * key`` and as ``slope * (key + 1 - T)``. What all keys of a query have in common no
-softmax notices, so the number is left out; where it says more than that, sizes have to be known.
+ALiBi is written both as ``slope * key`` and as ``slope * (key + 1 - T)``. A softmax ignores terms shared by all keys of
+a query, so the number is left out; in any other use, sizes have to be known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reads_batch(expr: Expr) -> bool:
 
 
 def without_shifts(score: Expr) -> Expr:
-    """A score without the numbers of the batch that are added to all visible keys of a query alike."""
+    """Drop numbers of the batch that are added to all visible keys of a query alike."""
     op, operands = score[0], score[1:]
     if op == "size":
         return const(0)

@@ -1,4 +1,6 @@
-"""Keys that a query chooses by scores of their own: top-k over the keys of its row (an indexer's sparse attention).
+"""Lift choices of keys: top-k over the keys of a query's row by separate scores.
+
+For instance, an indexer's sparse attention.
 
 A choice is a function of the query's prefix if every key that tree attention does not see has a *constant* for a score:
 keys of the future, and padding that is left out. Rows that share a query then choose alike, among the same numbers in
@@ -49,7 +51,7 @@ _BY_COLUMN = "a choice of keys names columns of the row, which segments of one r
 
 @dataclass(frozen=True)
 class Choice(Lifted):
-    """Each query's choice among the keys of its row, by scores that hold nothing of the keys it may not see.
+    """Describe each query's choice among its row's keys, by scores without hidden keys.
 
     ``conditions`` and ``padding`` say which keys take part, as those of an attention do.
     """
@@ -123,7 +125,7 @@ def _prove(scores: fx.Node, dims: Dims) -> Choice:
 
 
 def _check_constant(masked: Expr) -> None:
-    """Check that masked scores are one number, whatever the call holds.
+    """Check that masked scores are one number in all calls.
 
     Raises:
         NoLaw: They are several, such as scores to which a weak fill is added: the order of keys that a query may not
@@ -138,7 +140,7 @@ def _check_constant(masked: Expr) -> None:
 
 
 def _lift(node: Any, index: Index) -> Expr:
-    """The score of a choice: masks as they are read, and ("dot", node, ()) for what they hide."""
+    """Lift the score of a choice: masks, and ("dot", node, ()) for the values they hide."""
     if not isinstance(node, fx.Node):
         return const(node)
     if fact_of(node).kind is not Kind.SCORE:
@@ -164,7 +166,7 @@ def _operand(item: Any, index: Index) -> Expr:
 
 
 def _unmasked(node: fx.Node, index: Index) -> Expr:
-    """What no mask has met, read at the query and the key themselves: made of packed values and constants."""
+    """Return unmasked values at query and key: functions of packed values and constants."""
     behind = [item for one in scores_behind(node) for item in _tensors(one)]
     if any(fact_of(item).kind in (Kind.PREFIX, Kind.ROW) for item in behind):
         raise NoLaw(f"chooses keys by scores that pass through {node.target}")
@@ -176,7 +178,8 @@ def _unmasked(node: fx.Node, index: Index) -> Expr:
     return ("dot", node, ())
 
 
-# What runs once per token ---------------------------------------------------------------------------------------------
+# Operators per token
+# ---------------------------------------------------------------------------------------------------
 
 
 def scores_behind(scores: fx.Node) -> Iterator[fx.Node]:
@@ -191,7 +194,7 @@ def scores_behind(scores: fx.Node) -> Iterator[fx.Node]:
 
 
 def _check_runs(node: fx.Node) -> None:
-    """Check that an operator on scores runs on [N, .., T]: each token's against the columns of its row."""
+    """Check that an operator on scores runs on [N, .., T]: each token against its row."""
     fact = fact_of(node)
     if isinstance(fact.law, OwnKeys | WeighsKeys):
         return

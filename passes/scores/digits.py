@@ -1,4 +1,4 @@
-"""Index digits: a position along a dimension, spelt as one digit per factor, so that views regroup and never divide."""
+"""Write positions as one digit per factor, so that views regroup and never divide."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def split_digit(digit: Digit, lower: int) -> tuple[Digit, Digit]:
 
 
 def offset_of_keys(digits: Sequence[Digit]) -> int | None:
-    """How far behind its key an index stands: 0 for the key itself; None if it is something else."""
+    """Return how far behind its key an index stands: 0 for the key; else None."""
     expr = combined(digits)
     if expr == ("ck",) or not digits:
         return 0
@@ -45,7 +45,7 @@ def offset_of_keys(digits: Sequence[Digit]) -> int | None:
 
 
 def of_head(digit: Digit) -> bool:
-    """Whether a digit tells of the head alone."""
+    """Return whether a digit depends on the head alone."""
     return not any(item[0] in ("b", "cq", "ck") for item in walk(digit[0]))
 
 

@@ -1,4 +1,4 @@
-"""What flash attention means, as one score: its mask, its segments, its window, softcap and sinks.
+"""Express flash attention as one score: mask, segments, window, softcap and sinks.
 
 Its window counts the kept tokens of a row, or the places of a segment: columns are these where rows keep one run.
 """
@@ -30,7 +30,7 @@ def lift_flash(node: fx.Node) -> Attention:
     """Lift a ``treefx::flash``.
 
     Raises:
-        NoLaw: It is not causal, or its numbers do not tell in advance what it does with mask, segments and window.
+        NoLaw: It is not causal, or its numbers do not determine mask, segments and window in advance.
     """
     call = FlashCall(*node.args)  # type: ignore[arg-type]
     rows, heads, columns, features = shape_of(call.query)

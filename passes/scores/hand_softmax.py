@@ -1,8 +1,8 @@
-"""Softmaxes written by hand: exp(s) / sum exp(s), and those with one more term below the fraction.
+"""Recognise handwritten softmaxes: exp(s) / sum exp(s), also with one more term below.
 
-A term exp(z) beside the sum is a logit z that takes weight and has no value, an attention sink: softmax-1, or
-off-by-one, is one of logit 0. Whatever number m of the query is subtracted from the scores (their maximum), a fraction
-is the same as long as the term has it too: exp(s - m) / (exp(z - m) + sum exp(s - m)).
+A term exp(z) next to the sum is a logit z that takes weight and has no value, an attention sink: softmax-1, or
+off-by-one, is one of logit 0. For any number m of the query subtracted from the scores (their maximum), the fraction is
+the same if the term has it too: exp(s - m) / (exp(z - m) + sum exp(s - m)).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def lift_quotient(node: fx.Node, index: Index) -> tuple[Expr, Expr | None]:
 
 
 def _beside_the_sum(total: fx.Node, weights: fx.Node, index: Index) -> Any:
-    """What is added to the sum of the weights over all keys; None for nothing."""
+    """Return the term added to the sum of the weights over all keys; None for none."""
     added: Any = None
     if total.target is aten.add.Tensor and not total.kwargs:
         first, second = total.args[:2]
@@ -68,7 +68,7 @@ def _is_sum_of(total: Any, weights: fx.Node, index: Index) -> bool:
 
 
 def _logarithm(weights: fx.Node, index: Index) -> tuple[Expr, fx.Node | None]:
-    """The score whose exponential a weight is, and what every score of a query is less by."""
+    """Return the score whose exponential a weight is, and the number subtracted from it."""
     if weights.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and weights.args[2] == 0:
         inner, mask = weights.args[:2]
         assert isinstance(inner, fx.Node) and isinstance(mask, fx.Node)
@@ -91,7 +91,7 @@ def _is_per_query(scores: fx.Node, shift: fx.Node) -> bool:
 
 
 def _same_value(node: Any) -> Any:
-    """Whatever is subtracted from all logits of a query gets no gradient in exact arithmetic."""
+    """Skip detach: in exact arithmetic, a shift of all logits of a query has no gradient."""
     while isinstance(node, fx.Node) and node.target in (aten.detach.default, aten.alias.default):
         node = node.args[0]
     return node

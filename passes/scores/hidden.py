@@ -1,14 +1,14 @@
-"""What a masked score needs to count as hidden: that its weight is zero next to the scores a query does see.
+"""Prove that a masked score hides: its weight is zero next to a visible score.
 
 Tree attention never computes the masked pairs of a query and a key, such as those with its future. A model gives them a
 low score, or adds a low number to theirs, and softmax rounds their weight to exactly zero iff
 
     masked score - best visible score <= -GAP
 
-Both sides are bounded by interval arithmetic over the lifted score. Its unknowns, the products q.k and what it loads,
-count as finite numbers of their type whose squares are finite too (``LARGEST``). That proves -inf, ``finfo.min`` and
-whatever is as low. Weaker fills, such as -1e4 or -1e9, hide next to ordinary scores alone: the same inequality is then
-part of the graph, with |q.k| <= max |q| max |k| of the call (``pack_tokens``); where it fails the call runs on rows.
+Both sides are bounded by interval arithmetic over the lifted score. Its unknowns, the products q.k and its loads, count
+as finite numbers of their type with finite squares (``LARGEST``). That proves -inf, ``finfo.min`` and fills as low.
+Weaker fills, such as -1e4 or -1e9, hide next to ordinary scores alone: the same inequality is then part of the graph,
+with |q.k| <= max |q| max |k| of the call (``pack_tokens``); where it fails the call runs on rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from treefx.passes.scores.score_algebra import Relation, Tables, decide, select
 __all__ = ["LARGEST", "Range", "bounded", "interval", "is_hidden", "reads_keys", "residue", "unknown", "zero"]
 
 GAP = 746.0
-"""Scores this far below another have no weight beside it: exp(-746) is zero in float64, and in all narrower types."""
+"""Scores this far below another have no weight next to it: exp(-746) is zero in float64, and in all narrower types."""
 LARGEST = 2.0**60
 """Products q.k and biases count as smaller: the squares of larger ones, which gradients sum up, leave float32."""
 
@@ -38,8 +38,10 @@ Leaf = Callable[[Expr], Range]
 
 
 def residue(expr: Expr, relation: Relation, tables: Tables) -> Expr:
-    """A score under a relation of columns: decided choices taken, others ``("either", x, y)``, constants as
-    ``("range", low, high)``; what is left are the numbers of the call."""
+    """Decide choices of a score under a relation of columns; the call's numbers are left.
+
+    Open choices become ``("either", x, y)``, constants ``("range", low, high)``.
+    """
     if expr[0] in ("const", "dot"):
         return expr
     if expr[0] == "where":
@@ -62,16 +64,17 @@ def is_hidden(masked: Expr, visible: Expr, leaf: Leaf) -> Tensor:
     return torch.isneginf(highest) | (highest - lowest <= -GAP)
 
 
-# What is known of the numbers of a call -------------------------------------------------------------------------------
+# Known bounds of a call's numbers
+# ---------------------------------------------------------------------------------------
 
 
 def zero(expr: Expr) -> Range:
-    """Nothing but what the model itself adds: is this a mask at all?"""
+    """Return zero for all numbers but the model's own: is this a mask at all?"""
     return _pair(0.0, 0.0)
 
 
 def unknown(expr: Expr) -> Range:
-    """All that the type of a value allows, up to ``LARGEST``; all numbers where it may itself hold a mask's fill."""
+    """Return the range of a type up to ``LARGEST``; all numbers for possible mask fills."""
     node: fx.Node | None = expr[1] if expr[0] in ("dot", "load") else None
     if node is None:
         return _pair(0.0, 2.0**31)  # a column, a row or a head
@@ -88,7 +91,7 @@ def bounded(low: Tensor, high: Tensor) -> Range:
 
 
 def _holds_a_fill(node: fx.Node) -> bool:
-    """Whether a value that is loaded as it is may have been masked before, element by element."""
+    """Return whether a value that is loaded unchanged may have been masked before."""
     if fact_of(node).kind is Kind.INVARIANT and node.op != "call_function":
         return False
     stack, visited = [node], {node}
@@ -111,7 +114,7 @@ def _pair(low: float, high: float) -> Range:
 
 
 def interval(expr: Expr, leaf: Leaf) -> Range:
-    """Lowest and highest value of a residue; ``leaf`` tells those of products, loads and indices."""
+    """Return bounds of a residue; ``leaf`` bounds products, loads and indices."""
     op = expr[0]
     if op in ("const", "range"):
         return _pair(float(expr[1]), float(expr[-1]))
@@ -131,7 +134,7 @@ def _sum(x: Range, y: Range) -> Range:
 
 
 def _add(x: Tensor, y: Tensor) -> Tensor:
-    """What is masked with -inf stays so, whatever is added."""
+    """Add, and keep -inf of a mask under any addition."""
     return torch.where(torch.isneginf(x) | torch.isneginf(y), -math.inf, x + y)
 
 
@@ -168,5 +171,5 @@ _TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not"}
 
 
 def reads_keys(expr: Expr) -> bool:
-    """Whether a masked score still holds numbers of its key, which a key that does not run would not tell."""
+    """Return whether a masked score still reads its key, which may not run."""
     return any(item[0] == "dot" or (item[0] == "load" and item[2:3] == (("ck",),)) for item in walk(expr))

@@ -90,7 +90,7 @@ def _same(node: fx.Node, source: fx.Node, index: Index) -> Index:
 
 
 def _move_detach(node: fx.Node, source: fx.Node, index: Index) -> Index | None:
-    """Only what has no gradient is the same without its gradient."""
+    """Pass detach only on values without gradient."""
     return None if fact_of(source).learned else index
 
 
@@ -269,7 +269,7 @@ def _reversed_difference(node: fx.Node, index: Index) -> Expr:
 
 
 def _alpha(node: fx.Node) -> Any:
-    """The factor of what is added or subtracted: after the operands where one of them is a number."""
+    """Return the factor of an addition or subtraction, behind the operands if one is a number."""
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
 
 
@@ -328,7 +328,7 @@ def _scalar(node: fx.Node, index: Index) -> Expr:
 
 
 def _joined_keys(node: fx.Node, index: Index) -> Expr:
-    """Scores with more logits before or behind the keys (attention sinks), read at a key or at one of those."""
+    """Lift scores joined with more logits (attention sinks), read at a key or at a sink."""
     pieces: Any = node.args[0]
     dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(index)  # type: ignore[arg-type]
     if fact_of(node).kind is not Kind.SCORE or dim != len(index) - 1 or not index[dim]:
@@ -375,7 +375,7 @@ _POINTWISE: dict[Any, str] = {
 
 
 def element_operands(node: fx.Node) -> list[Any]:
-    """What an element of a node is made of, where that is one element of each of its operands; else nothing."""
+    """Return the operands that an element of a node reads element by element; else nothing."""
     known = node.op == "call_function" and (
         node.target in _MOVES or node.target in _ELEMENTS or node.target in _POINTWISE
     )
@@ -383,7 +383,7 @@ def element_operands(node: fx.Node) -> list[Any]:
 
 
 def _product(node: fx.Node, index: Index) -> Expr:
-    """q.k, or beta * input + alpha * q.k; heads may be part of the query axis, in front of the tokens."""
+    """Lift q.k, or beta * input + alpha * q.k; heads may lead the query axis."""
     groups = tuple(digit for digit in index[1] if digit[0] != ("cq",))
     in_order = index[1] in (groups, (*groups, *index[1][-1:])) and all(of_head(digit) for digit in groups)
     if not in_order or [d[0] for d in index[2]] not in ([("ck",)], []):

@@ -1,4 +1,4 @@
-"""Leaves of lifted expressions: values of the graph that are read at the query's or the key's own token."""
+"""Lift leaves: values of the graph read at the query's or the key's own token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["load", "load_maybe"]
 
 
 def _invariant_position(node: fx.Node, dim: int, digits: Sequence[Digit]) -> Expr:
-    """The position along one dimension of an invariant value; rows are all alike there or it cannot be read."""
+    """Return the position along a dimension of an invariant, if rows are all alike there."""
     if not any(item == ("b",) for digit in digits for item in walk(digit[0])):
         return combined(digits)
     if not is_uniform(node, dim):
@@ -80,7 +80,7 @@ def _given_mask(known: GivenMask, parts: Sequence[fx.Node], index: Index, segmen
 
 
 def load(node: fx.Node, index: Index) -> Expr:
-    """Read a value of the graph at the index; a per-row value only at the query's or the key's own token."""
+    """Read a value at the index; a per-row value only at the query's or key's token."""
     if node.target is operator.getitem:
         raise NoLaw(f"the mask is built by {node.args[0]}")
     fact = fact_of(node)
@@ -107,7 +107,7 @@ def load(node: fx.Node, index: Index) -> Expr:
 
 
 def _at_token(dims: Dims, index: Index) -> tuple[Expr, list[Expr]]:
-    """The column of the token that a value is read at, the query's or the key's, and its plain indices."""
+    """Return the column of the token at which a value is read, and its plain indices."""
     token: Expr | None = None
     rest: list[Expr] = []
     for dim, digits in zip(dims, index, strict=True):

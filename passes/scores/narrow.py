@@ -1,4 +1,6 @@
-"""Numbers of few bits: operators whose results wrap around or are rounded, which a formula of whole numbers is not.
+"""Find operators of narrow numbers, whose results wrap around or are rounded.
+
+A formula of whole numbers does neither.
 
 ``(columns * 40).to(torch.uint8)`` is no product where columns pass six; ``mask.to(torch.uint8) * causal`` is one. In
 bfloat16, column 257 is not after column 256.
@@ -31,20 +33,20 @@ _WHOLE = {
     "cq", "ck", "b", "head", "add", "sub", "mul", "neg", "abs", "min", "max", "floordiv", "mod", "int", "float",
     "where", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not",
 }  # fmt: skip
-"""What makes whole numbers of whole numbers."""
+"""Operators from whole numbers to whole numbers."""
 _OF_32_BITS = {aten.mul.Tensor, aten.mul.Scalar, aten.pow.Tensor_Scalar, aten._to_copy.default}
-"""What leaves 32 bits although its operands are columns."""
+"""Operators that may leave 32 bits on columns."""
 _MAKES_OTHERS = _OF_32_BITS | {
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar,
     aten.neg.default, aten.abs.default, aten.arange.default, aten.arange.start, aten.arange.start_step,
 }  # fmt: skip
 """All others give numbers that their operands have."""
 _KNOWN = 2.0**62
-"""Bounds below are those of a formula; others are only what 64 bits hold."""
+"""Bounds below this are those of a formula; larger ones only come from 64 bits."""
 
 
 def may_wrap_around(node: fx.Node) -> bool:
-    """Whether an integer operator may leave the range of its dtype, for all that is known of its operands."""
+    """Return whether an integer operator may leave its dtype's range, by known bounds."""
     dtype: Any = getattr(node.meta.get("val"), "dtype", None) if node.op == "call_function" else None
     watched = _MAKES_OTHERS if dtype in _NARROW else _OF_32_BITS if dtype is torch.int32 else frozenset()
     if node.target not in watched:
@@ -56,8 +58,10 @@ def may_wrap_around(node: fx.Node) -> bool:
 
 
 def compares_rounded(node: fx.Node, operands: Sequence[Expr]) -> bool:
-    """Whether an operator compares what ``operands`` make of columns or integers of inputs, in a type that rounds it:
-    ``columns * 0.1`` in all, the columns themselves in half precision."""
+    """Return whether an operator compares columns or integers in a type that rounds them.
+
+    ``columns * 0.1`` in all types, the columns themselves in half precision.
+    """
     types = {item.meta["val"].dtype for item in node.all_input_nodes} if node.target in _COMPARISONS else set()
     if not any(dtype.is_floating_point for dtype in types) or any(
         item[0] == "dot" for x in operands for item in walk(x)
@@ -67,7 +71,7 @@ def compares_rounded(node: fx.Node, operands: Sequence[Expr]) -> bool:
 
 
 def _counts(expr: Expr) -> bool:
-    """Whether an expression calculates with columns, or with integers other than zeros and ones."""
+    """Return whether an expression computes with columns, or integers other than 0 and 1."""
     expr = as_loaded(expr)
     if expr[0] == "load":
         dtype = expr[1].meta["val"].dtype

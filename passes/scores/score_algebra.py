@@ -31,7 +31,7 @@ Relation = str  # "future" | "past" | "other"
 
 @dataclass(frozen=True)
 class Tables:
-    """What is known of the values that an expression loads."""
+    """Hold facts on the values that an expression loads."""
 
     evaluate: Callable[[Expr], torch.Tensor | None]
     """Evaluates an expression of constants on the grid [head, query column, key column], or returns None."""
@@ -59,7 +59,7 @@ def const(value: Any) -> Expr:
 
 
 def as_loaded(expr: Expr) -> Expr:
-    """A choice between one and zero by an input that is one or zero (``loads``), as that input; others as they are."""
+    """Write a choice of one and zero by a 0/1 input (``loads``) as that input."""
     if expr[0] != "where" or expr[1][0] != "ne" or expr[2:] != (const(1), const(0)):
         return expr
     loaded: Expr = expr[1][1]
@@ -67,7 +67,7 @@ def as_loaded(expr: Expr) -> Expr:
 
 
 def affine(expr: Expr, consecutive: frozenset[Any] = frozenset()) -> dict[str, float] | None:
-    """``expr`` as coefficients of the index symbols, ``"1"`` and one unknown start per consecutive source; or None."""
+    """Return ``expr`` as coefficients of index symbols and unknown starts; or None."""
     expr = as_loaded(expr)
     op = expr[0]
     if op == "const":
@@ -170,7 +170,7 @@ def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool |
 
 
 def _compares_segments(expr: Expr, tables: Tables) -> bool:
-    """Whether a condition asks if query and key are of one segment."""
+    """Return whether a condition compares the segments of query and key."""
     sides = [as_loaded(item) for item in expr[1:]]
     if expr[0] not in ("eq", "ne") or any(side[0] != "load" or side[1] not in tables.segments for side in sides):
         return False
@@ -257,7 +257,7 @@ _FOLDS: dict[str, Callable[..., Any]] = {
 
 
 def fold(expr: Expr) -> Expr:
-    """Fold constants, also those in the branches of a choice; drop additions of zero and factors of one."""
+    """Fold constants, also in branches of a choice; drop zero summands and unit factors."""
     op, arguments = expr[0], expr[1:]
     if op not in _FOLDS:
         return expr
@@ -329,7 +329,7 @@ _CARRYING = ("mul", "div", "max")
 
 
 def _carries(op: str, other: Expr, position: int) -> bool:
-    """Whether what is masked stays so next to another operand: a positive factor, or a clamp at a fill."""
+    """Return whether a mask survives an operand: a positive factor, or a clamp at a fill."""
     if other[0] != "const" or (op == "div" and position == 2):
         return False
     return _is_fill(other) if op == "max" else float(other[1]) > 0
@@ -372,7 +372,7 @@ def conjuncts(condition: Expr) -> list[Expr]:
 
 
 def canonical_window(condition: Expr, tables: Tables) -> Expr:
-    """A condition on ``cq - ck`` alone as ``cq - ck < W``, the form kernels know; others as they are."""
+    """Write a condition on ``cq - ck`` alone as ``cq - ck < W``, the kernels' form."""
     if condition[0] not in _COMPARISONS:
         return condition
     form = affine(("sub", condition[1], condition[2]), tables.consecutive)

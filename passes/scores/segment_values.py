@@ -1,4 +1,4 @@
-"""Values [B, T] of the inputs that tell segments apart: which of them there are, and which a lifted score goes by."""
+"""Find values [B, T] that separate segments, and those that a lifted score reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ __all__ = ["along_segments", "note_segments"]
 
 
 def along_segments(tokens: Tokens, sources: Sources, admits: Callable[[fx.Node, frozenset[fx.Node]], bool]) -> Improve:
-    """What ``label_tokens`` asks of each fact where rows are packed: any function of the inputs [B, T] has its number
-    at each token, whatever it was made of, since tokens are told apart by these numbers (``own_positions``)."""
+    """Return the hook of ``label_tokens`` for packed rows.
+
+    Any function of the inputs [B, T] has its number at each token, since tokens are keyed by these numbers
+    (``own_positions``).
+    """
     shape = [str(tokens.rows), str(tokens.columns)]
     dims = ((Factor(Axis.ROW, tokens.rows),), (Factor(Axis.TOKEN, tokens.columns),))
 
@@ -35,7 +38,7 @@ def along_segments(tokens: Tokens, sources: Sources, admits: Callable[[fx.Node, 
 
 
 def note_segments(score: Expr, segments: Segments) -> None:
-    """Note the values [B, T] by which a score tells segments apart, and those by which it may count inside them."""
+    """Note values [B, T] by which a score separates segments, or counts inside them."""
     compared = [item for item in map(_compared, walk(score)) if item is not None]
     at_queries, at_keys = ({*_loads(score, column)} for column in ("cq", "ck"))
     segments.compared.update(dict.fromkeys(compared))

@@ -1,8 +1,8 @@
 """Rows and columns as symbols, so that one analysis and one compilation serve every batch.
 
-The environment answers for a hint, a prime that is like no other size, and records what the answer depends on; the run
-time checks that at every call. What had to know a size itself has recorded that it *is* the hint: such an analysis is
-good for nothing else and is not used.
+The environment answers for a hint, a prime that is like no other size, and records the guards of the answer; the run
+time checks them at every call. Code that specialises on a size has recorded that it *is* the hint: such an analysis
+holds for no other size and is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_HINT = 13
 _TABLE = 1024
 """Constants are evaluated for at least so many columns, where a smaller batch sees a corner of the same."""
 Values = Mapping[Any, int]
-"""What a call gives to the symbols of an environment."""
+"""Values of an environment's symbols in a call."""
 
 
 class Specialised(Exception):
@@ -84,7 +84,7 @@ class BatchSizes(TokenCount):
         return {symbol: tensors[i].shape[d] for symbol, (i, d) in self._where.items()}
 
     def values(self, tensors: Sequence[Tensor]) -> dict[Any, int]:
-        """What a call gives to the symbols; ``tensors`` are those among its inputs."""
+        """Return the values of the symbols in a call; ``tensors`` are those among its inputs."""
         return {self._made[symbol]: size for symbol, size in self._sizes(tensors).items()}
 
     def symbol(self, of: sympy.Symbol) -> Any:
@@ -120,36 +120,36 @@ class BatchSizes(TokenCount):
         return strided_fake(x, [self.size(size) for size in shape], None, 0, self.mode)
 
     def fake_beside(self, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """A fake input for a value made beside the graph, its sizes named by those of the call."""
+        """Return a fake input for a value made outside of the graph, with the call's sizes."""
         sizes = self._sizes(inputs)
         rows, columns = sizes.get(ROWS, 0), sizes.get(COLUMNS, 0)
         self.inputs.append(self.like(x, [name_size(size, d, rows, columns) for d, size in enumerate(x.shape)]))
         return self.inputs[-1]
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Raise ``Specialised`` if what was recorded does not hold for the call that the hints stand for."""
+        """Raise ``Specialised`` if a guard fails for the call that the hints stand for."""
         values = self.values(_tensors(inputs))
         for guard in self.guards:
             if guard.expr.free_symbols <= values.keys() and not bool(guard.expr.xreplace(values)):
                 raise Specialised(str(guard.expr), self)
 
     def keys(self, tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-        """What compiled code takes for granted of the inputs of a call, sizes of the batch by name."""
-        pairs = zip(tensors, self.inputs, strict=False)  # there may be more: values made beside the graph
+        """Return properties of inputs that compiled code depends on, with batch sizes by name."""
+        pairs = zip(tensors, self.inputs, strict=False)  # there may be more: values made outside of the graph
         return [
             (type(x), str(fake.shape), x.dtype, x.device, *autograd_key(x)) if has_symbols(fake) else tensor_key(x)
             for x, fake in pairs
         ]
 
     def laid_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of a call as compiled code takes them: those with sizes of the batch contiguous."""
+        """Return a call's tensors in compiled code's layout: contiguous with batch sizes."""
         if len(self._symbolic) != len(self.inputs):  # one was made since
             self._symbolic = [has_symbols(fake) for fake in self.inputs]
         pairs = zip(tensors, self._symbolic, strict=True)
         return [x.contiguous() if symbolic else x for x, symbolic in pairs]
 
     def table_columns(self, columns: SymInt, tensors: Sequence[Tensor]) -> int:
-        """For how many columns constants are evaluated, so that what they prove holds for as many; recorded."""
+        """Return and record the number of columns for which constants are evaluated."""
         actual = int(columns.node.expr.xreplace(self.values(tensors)))
         bound = bound_sympy(columns.node.expr, self.var_to_range).upper
         wanted = max(_TABLE, 1 << (actual - 1).bit_length())
@@ -182,7 +182,7 @@ def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def _prime(near: int, taken: set[int]) -> int:
-    """A prime at or below a size, which tables of the model bound from above; above it where there is none left."""
+    """Return a prime at or below a size, bounded by tables of the model; else above it."""
     start = max(near, _LEAST_HINT)
     candidates = itertools.chain(range(start, _LEAST_HINT - 1, -1), itertools.count(start + 1))
     found = next(n for n in candidates if n not in taken and sympy.isprime(n))
@@ -191,7 +191,7 @@ def _prime(near: int, taken: set[int]) -> int:
 
 
 def _number(size: int, hint: int, columns: int, taken: set[int]) -> int:
-    """A prime for a number of the caller's, on the same side of the hint of the columns as the number of them."""
+    """Return a prime for a caller's number, on the same side of the columns' hint."""
     inside = [n for n in range(hint - 1, 2, -1) if size <= columns and n not in taken and sympy.isprime(n)]
     found = inside[0] if inside else _prime(max(size, hint + 1), taken)
     taken.add(found)

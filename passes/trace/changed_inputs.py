@@ -1,7 +1,7 @@
 """Inputs that a graph changes are read once, before the change.
 
 AOTAutograd leaves one ``copy_`` per changed input at the end of the forward. Its partitioner may then save that input
-for the backward, which makes values of it once more out of what the ``copy_`` has left there: in PyTorch's own
+for the backward, which recomputes values of it from the result of the ``copy_``: in PyTorch's own
 backends, a counter that is raised twice in one forward gives wrong gradients.
 
 Before::
@@ -25,7 +25,7 @@ __all__ = ["read_changed_inputs_once"]
 
 @torch.library.custom_op("treefx::as_read", mutates_args=())
 def as_read(x: Tensor) -> Tensor:
-    """A copy of ``x``. No partitioner makes results of foreign operators again, and no pass takes them for nothing."""
+    """Copy ``x`` by an opaque operator, which no partitioner or pass removes or repeats."""
     return x.clone()
 
 
@@ -42,7 +42,7 @@ as_read.register_autograd(_backward)
 
 
 def read_changed_inputs_once(gm: fx.GraphModule) -> None:
-    """Let all readers of an input that ``gm`` writes to read one copy of it; ``gm`` is functional ATen."""
+    """Make all readers of a written input of ``gm`` read one copy; ``gm`` is functional."""
     for copy in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         source = copy.args[0]
         readers = [user for user in source.users if user is not copy]

@@ -1,7 +1,7 @@
-"""Keep the user's own ``autograd.Function`` whole: Dynamo's two bodies become one registered operator.
+"""Keep the user's ``autograd.Function`` whole: two bodies become one operator.
 
-Both bodies are traced to functional ATen for the shapes of the call. Sizes among their inputs and among what they save
-are numbers then, in-place operators are gone, and what the bodies compute can be read off (``gradient_laws``).
+Both bodies are traced to functional ATen for the shapes of the call. Sizes among their inputs and saved values are
+numbers then, in-place operators are gone, and the bodies' computation can be read off (``gradient_laws``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def call_custom_function(
     Args:
         trace: Traces a Python function over fake tensors to functional ATen.
         forward: Maps the inputs to ``(outputs, saved)``.
-        backward: Maps gradients of the outputs and what was saved to gradients of the inputs.
+        backward: Maps gradients of the outputs and the saved values to gradients of the inputs.
         inputs: Tensors and numbers.
         non_differentiable_idx: The outputs that the user says have no gradient.
         dirty_idx: The outputs that are inputs changed in place.
@@ -66,14 +66,14 @@ def _example(x: Tensor) -> Tensor:
 
 @dataclass
 class _Traced:
-    """A body as a graph, and the structure of what it returns with the tensors in their places."""
+    """Hold a body as a graph, and the structure of its results."""
 
     gm: fx.GraphModule
     result: Any
 
 
 class _Bodies:
-    """Traces both bodies; ``outputs`` are examples of what the user's function returns."""
+    """Trace both bodies; ``outputs`` are examples of the user's results."""
 
     def __init__(self, trace: Trace, forward: fx.GraphModule, backward: fx.GraphModule, inputs: list[Any]) -> None:
         mode = active_fake_mode()
@@ -127,7 +127,7 @@ class _Bodies:
 
 
 def _erase_changes(backward: fx.GraphModule, gradients: int) -> None:
-    """Leave out what a backward writes into its incoming gradients, which nobody else sees."""
+    """Drop a backward's writes into its incoming gradients, which are not seen outside."""
     unseen = backward.graph.find_nodes(op="placeholder")[:gradients]
     for copy in backward.graph.find_nodes(op="call_function", target=aten.copy_.default):
         if copy.args[0] not in unseen:
@@ -139,7 +139,7 @@ def _erase_changes(backward: fx.GraphModule, gradients: int) -> None:
 
 
 def _drop_empty_views(gm: fx.GraphModule) -> None:
-    """Leave out views of a value's own shape, such as ``x.view_as(x)`` for a forward that returns its input."""
+    """Drop views of a value's own shape, such as ``x.view_as(x)`` for a returned input."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.view.default):
         source: Any = node.args[0]
         if source.meta["val"].shape == node.meta["val"].shape:

@@ -1,4 +1,4 @@
-"""Fake tensors for the inputs of a call: the properties that tracing and AOTAutograd read of an input.
+"""Make fake tensors with the properties of inputs that tracing and AOTAutograd read.
 
 AOTAutograd treats an input that the graph changes in place by its place in the autograd graph: the gradient of a leaf
 does not pass the change. A fake leaf in place of a result of another operator would lose that gradient.
@@ -22,7 +22,7 @@ def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor, no inference tensor: AOTAutograd copies ``requires_grad``, which those do not let it set."""
+    """Make a fake outside of inference mode, so that AOTAutograd can set ``requires_grad``."""
     fake = mode.from_tensor(x, static_shapes=True)
     return strided_fake(x, x.shape, x.stride(), x.storage_offset(), mode) if fake.is_inference() else fake
 
@@ -30,7 +30,9 @@ def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
 def strided_fake(
     x: Tensor, sizes: Sequence[Any], strides: Sequence[Any] | None, offset: Any, mode: FakeTensorMode
 ) -> Tensor:
-    """A fake of an input with other numbers: of the same type, device, conjugation and place in the autograd graph.
+    """Make a fake of an input with other sizes.
+
+    Type, device, conjugation and place in the autograd graph stay.
 
     Args:
         x: The input.

@@ -1,4 +1,4 @@
-"""What a compiled graph depends on, as short texts: keys of caches."""
+"""Fingerprint a graph's dependencies as short texts: keys of caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST_CONSTANT = 4096
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
-    """The same text for graphs that compute the same from the same lines of the user, whatever their nodes are called.
+    """Return equal texts for equal computation from equal lines, for any node names.
 
     Two graphs with a constant of more than a few thousand numbers, or with a submodule, never have the same.
     """
@@ -38,12 +38,12 @@ def _target(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def tensor_key(x: Tensor) -> tuple[Any, ...]:
-    """What compiled code takes for granted of a tensor."""
+    """Return properties of a tensor that compiled code depends on."""
     return (type(x), tuple(x.shape), x.stride(), x.dtype, x.device, *autograd_key(x))
 
 
 def autograd_key(x: Tensor) -> tuple[bool, ...]:
-    """What AOTAutograd takes for granted of an input beside its type and sizes.
+    """Return properties of an input that AOTAutograd depends on, besides type and sizes.
 
     A change in place passes gradients to an input that is no leaf, and none to a leaf. The caches of inductor on disk
     do not look at that.
@@ -66,7 +66,7 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def recompute_tags(gm: fx.GraphModule) -> list[tuple[int, int]]:
-    """Which nodes are recomputed in the backward, and in which group, by place in the graph and its subgraphs.
+    """Return which nodes are recomputed in the backward, and in which group, by place.
 
     They are no part of the graph's code, which is all that caches of AOTAutograd look at.
     """
@@ -84,7 +84,7 @@ def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
 
 @functools.cache
 def source_fingerprint() -> str:
-    """Changes with any source of treefx: they decide what becomes of a graph after it was looked up."""
+    """Hash all sources of treefx, which decide how a graph is rewritten after a lookup."""
     digest = hashlib.sha256(torch.__version__.encode())
     for folder in (Path(errors.__file__).parent, Path(__file__).parents[1], Path(kernels.__file__).parent):
         for path in sorted(folder.rglob("*")):

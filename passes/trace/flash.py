@@ -1,7 +1,7 @@
-"""Flash attention of transformers, whole: one operator of everything its function is called with.
+"""Keep transformers' flash attention whole: one operator of all its arguments.
 
-``treefx::flash`` stands for that function, whichever kernel it calls in the end; where the graph runs on rows, it still
-does. What the function finds out by looking at numbers, one call after the other, is written down here:
+``treefx::flash`` stands for that function, with any kernel; where the graph runs on rows, it calls it. The function's
+branches on numbers, one after the other, are:
 
 ==============================  ============================================================================
 a mask with padding             the kept tokens of each row see each other; zeros at the others
@@ -39,7 +39,7 @@ def register_kernel(name: str, kernel: Kernel) -> None:
 
 
 class FlashCall(NamedTuple):
-    """The arguments of ``treefx::flash``: as the function of transformers takes them, but for heads first.
+    """Hold the arguments of ``treefx::flash``, as in transformers but heads first.
 
     Shapes: query [B, H, T, D], key and value [B, Hkv, T, D], mask bool [B, T], positions int [1, T], ends of segments
     int [S + 1] from 0 to T, sinks [H]; ``segments`` [1, T] is for proofs alone. None where there is none.
@@ -85,9 +85,11 @@ def _(*call: Any) -> Tensor:
     schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def flash_backward(grad: Tensor, *of: Any) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value and sinks (empty where there are none) of a ``FlashCall``.
+    """Return the gradients of query, key, value and sinks of a ``FlashCall``.
 
-    The forward runs once more, under autograd: what a kernel keeps for its backward is known to the kernel alone.
+    Sinks are empty where there are none.
+
+    The forward runs once more, under autograd: only the kernel knows its saved values.
     """
     given = FlashCall(*of)
     learned = [name for name in ("query", "key", "value", "sinks") if getattr(given, name) is not None]
@@ -124,7 +126,10 @@ flash.register_autograd(_backward, setup_context=_setup_context)
 
 @torch.library.custom_op("treefx::segments", mutates_args=())
 def segments(positions: Tensor | None, ends: Tensor | None, columns: int) -> Tensor:
-    """A number per segment of one row, int64 [1, columns]: cut at ``ends``, or where positions are lowest."""
+    """Number the segments of one row, int64 [1, columns].
+
+    Cuts are at ``ends``, or where positions are lowest.
+    """
     if ends is not None:
         column = torch.arange(columns, device=ends.device, dtype=ends.dtype)
         return torch.searchsorted(ends[1:].contiguous(), column, right=True)[None]
@@ -154,7 +159,7 @@ def has_flash(gm: fx.GraphModule) -> bool:
 
 
 _OF_LENGTHS = {torch.cumsum, torch._C._nn.pad, torch.cat, "cumsum", "to", "int", "long"}
-"""What ends are made of lengths with."""
+"""Functions from lengths to ends."""
 
 
 def ends_of_segments(gm: fx.GraphModule) -> set[fx.Node]:
@@ -183,7 +188,7 @@ def _says_lengths(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What reads a value, and as what: in the body of a checkpoint it has another name."""
+    """Yield readers of a value, and its name there: a checkpoint's body renames it."""
     for user in node.users:
         if user.target is torch.ops.higher_order.tag_activation_checkpoint:
             body: Any = user.args[0]
@@ -196,7 +201,7 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def call_flash(call: FlashCall, known: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-    """A call as passes read it: with its segments, and with the zeros that the function leaves at padding.
+    """Write a call with its segments, and with the function's zeros at padding.
 
     Args:
         call: In a graph of Dynamo.
@@ -213,7 +218,7 @@ def call_flash(call: FlashCall, known: dict[int, tuple[Tensor, Tensor]]) -> Tens
 
 
 def read_equal_once(gm: fx.GraphModule, equal: Sequence[tuple[int, int]]) -> None:
-    """Let flash attention in a traced graph read one of two inputs that hold the same: positions of pairs."""
+    """Read one of two equal inputs in flash attention; inputs are positions of pairs."""
     given = gm.graph.find_nodes(op="placeholder")
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.treefx.flash.default):
         for later, earlier in equal:
@@ -246,7 +251,7 @@ _answers: dict[Callable[[Tensor], Any], tuple[weakref.ref[Tensor], int, Any]] = 
 
 
 def _remembered(question: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """What every layer asks of the same tensor, and waits for: asked once."""
+    """Cache an answer on a tensor that every layer reads, to synchronize once."""
     if x.is_inference():
         return question(x)
     known = _answers.get(question)
@@ -275,6 +280,9 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def _empty(query: Tensor, features: int) -> Tensor:
-    """What ``treefx::flash`` returns for a query: [B, H, T, features] that lies in memory as [B, T, H, features]."""
+    """Return an empty result of ``treefx::flash`` for a query.
+
+    [B, H, T, features] that lies in memory as [B, T, H, features].
+    """
     rows, heads, columns, _ = query.shape
     return query.new_empty(rows, columns, heads, features).transpose(1, 2)

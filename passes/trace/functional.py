@@ -1,6 +1,6 @@
-"""A function without operations in place, as AOTAutograd makes one: what it does to its inputs comes last, as copies.
+"""Make a function without in-place operations; changes of inputs come last, as copies.
 
-``torch.func.functionalize`` does the same, but asks for sizes as numbers on its way through C++ code such as ``linear``
+``torch.func.functionalize`` does the same, but specialises sizes on its way through C++ code such as ``linear``
 with a bias, so that a symbolic size becomes the hint without a word.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["functionalised"]
 
 
 def functionalised(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of tensors without operations in place; inputs that it changed get their new values at the end.
+    """Return the functional form; changed inputs get their new values at the end.
 
     Raises:
         NotImplementedError: An input became another tensor (``x.data = y``, ``x.set_()``, ``x.t_()``).

@@ -1,8 +1,9 @@
-"""TRL's LM head on a GPU by the kernels of LM head and loss: without a sort of pairs, without a wait for the device.
+"""Run TRL's LM head on a GPU by the head-loss kernels, without pairs or synchronizing.
 
-``treefx::head`` calls a registered function on each distinct pair of token and target, whose number the host waits for.
-TRL's ``ChunkedLogProbFunction`` is known by its name and arguments: log-probabilities, and entropies, of all targets
-follow from sums over each distinct token. Other results of it, other functions, and other devices keep the pairs.
+``treefx::head`` calls a registered function on each distinct pair of token and target, and the host synchronizes on
+their number. TRL's ``ChunkedLogProbFunction`` is known by its name and arguments: log-probabilities, and entropies, of
+all targets follow from sums over each distinct token. Other results of it, other functions, and other devices keep the
+pairs.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class FusedHead:
         return HeadLoss(one, two, three, picked, targets, self.scale, self.softcap, 0), row
 
     def forward(self, *given: Any) -> list[Tensor]:
-        """Return log-probabilities [R], and entropies [R] of the distributions that they are taken from."""
+        """Return log-probabilities [R], and entropies [R] of their distributions."""
         from treefx.kernels.head_loss import fused
 
         problem, row = self._problem(*given)
@@ -68,7 +69,7 @@ class FusedHead:
         return [*found, loss_of_picks(rows.entropy(lse), row, torch.zeros_like(chosen))] if self.entropy else found
 
     def backward(self, grads: Sequence[Tensor | None], wanted: Sequence[bool], *given: Any) -> list[Tensor]:
-        """Return the gradients of hidden, weight and bias; an empty tensor for one that is not wanted."""
+        """Return the gradients of hidden, weight and bias; an empty tensor for unwanted ones."""
         from treefx.kernels.head_loss import fused
 
         problem, row = self._problem(*given)

@@ -1,12 +1,12 @@
-"""LM heads that libraries score without logits: one operator, once per distinct pair of token and target.
+"""Run LM heads that score without logits once per distinct pair of token and target.
 
 ``treefx::head`` stands for an ``autograd.Function`` of hidden states, the head's weight and bias, and targets, that
 gives numbers per row: log-probabilities, entropies, and the like. It calls that function, on each pair of a row and its
 target once, and leaves out targets that are ``UNSCORED``: their numbers are zero. Where ``fused_heads`` has a form of
 the function for the device, that runs instead.
 
-A library scores all positions and puts zeros (or another number) where nothing was to be scored. ``tell_masks`` tells
-the operator so.
+A library scores all positions and puts zeros (or another number) at unscored positions. ``tell_masks`` pushes that mask
+into the operator.
 
 Before::
 
@@ -38,7 +38,7 @@ from treefx.passes.trace.fused_heads import FusedHead, fused_head
 __all__ = ["UNSCORED", "Head", "copy_graph", "head", "register_head", "tell_masks"]
 
 UNSCORED = -(2**62)
-"""The target of a row that nobody reads. The -100 of a caller is not that: the function itself is given it."""
+"""The target of an unused row. The -100 of a caller is passed to the function unchanged."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Head:
     Attributes:
         function: An ``autograd.Function`` of hidden [N, H], weight [V, H], bias [V] or None and targets int64 [N],
             which gives a tuple of tensors [N], or None, each row's numbers of that row alone.
-        settings: What else it is called with.
+        settings: its further arguments.
         autocast: The dtype that autocast was on with, if it was.
     """
 
@@ -64,13 +64,13 @@ class Head:
         return found
 
     def fused_form(self, hidden: Tensor, weight: Tensor) -> FusedHead | None:
-        """The form that runs without pairs on this device; None for a weight that is gathered later, of no rows yet."""
+        """Return the form without pairs on this device; None for a weight that is gathered later."""
         whole = weight.shape[1:] == hidden.shape[1:]
         return fused_head(self.function, self.settings, self.autocast, hidden) if whole else None
 
     @functools.lru_cache(256)
     def example(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """What it gives for one row of a type: which results there are, their types, and which have a gradient."""
+        """Return the results for one row of a type: their number, types and gradients."""
         with unset_fake_temporarily(), autograd_recorded(), torch.inference_mode(mode=False):
             one = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
             return tuple(self(one, one, None, torch.zeros(1, dtype=torch.int64)))
@@ -90,8 +90,10 @@ def register_head(made: Head) -> str:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The distinct pairs of token and target that are scored: rows of hidden and targets [P], and the places [R] of
-    all pairs among them, ``P`` where nothing is scored."""
+    """Hold the distinct scored pairs of token and target, and the places of all pairs.
+
+    Rows of hidden and targets [P]; places [R] are ``P`` where nothing is scored.
+    """
 
     row: Tensor
     target: Tensor
@@ -151,8 +153,8 @@ def head_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of hidden, weight and bias; an empty tensor for one that is not ``wanted``.
 
-    The gradients of equal pairs are summed first; the forward runs once more, under autograd: what the function keeps
-    for its backward is known to itself alone.
+    The gradients of equal pairs are summed first; the forward runs once more, under autograd: only the function knows
+    its saved values.
     """
     form = _HEADS[key].fused_form(hidden, weight)
     if form is not None:
@@ -176,7 +178,7 @@ def _gradients(
     grads: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of hidden, weight and bias where each row is scored; None for those not asked for, or zero."""
+    """Return gradients of hidden, weight and bias; None for unrequested or zero ones."""
     with autograd_recorded():
         leaves = [None if x is None else x.detach().requires_grad_(use) for x, use in zip(tensors, wanted, strict=True)]
         hidden, weight, bias = leaves
@@ -191,7 +193,7 @@ def _gradients(
 
 
 def _of_pairs(grad: Tensor | None, pairs: _Pairs) -> Tensor | None:
-    """A result's gradient per distinct pair; None where it is zero, as of what is only logged."""
+    """Return a result's gradient per distinct pair; None if zero, as of logged values."""
     if grad is None or not bool(grad.any()):
         return None
     return grad.new_zeros(len(pairs.row) + 1).index_add_(0, pairs.place, grad)[:-1]
@@ -228,10 +230,10 @@ _HEAD = {torch.ops.treefx.head, torch.ops.treefx.head.default, head}
 
 
 def tell_masks(gm: fx.GraphModule) -> fx.GraphModule:
-    """Let heads in a graph of Dynamo leave out what is overwritten behind them.
+    """Push masks into heads of a Dynamo graph: outputs that are overwritten are not scored.
 
     Returns:
-        The graph itself if there is no such head, or a copy: Dynamo needs its own graph as it is.
+        The graph itself if there is no such head, or a copy: Dynamo needs its own graph unchanged.
     """
     if not any(_mask_behind(node) for node in gm.graph.nodes if node.target in _HEAD):
         return gm
@@ -248,7 +250,7 @@ def tell_masks(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph of Dynamo that may be changed: Dynamo needs its own as it is."""
+    """Copy a graph of Dynamo for changes: Dynamo needs its own unchanged."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, new))
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -260,14 +262,14 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _mask_behind(node: fx.Node) -> fx.Node | None:
-    """The mask outside of which all results of a head are overwritten, if it is made before the head."""
+    """Return the mask outside of which a head's results are overwritten, if made before it."""
     masks = {mask for result in node.users for mask in _masks_of(result)}
     mask = masks.pop() if len(masks) == 1 else None
     return mask if mask in itertools.takewhile(lambda other: other is not node, node.graph.nodes) else None
 
 
 def _masks_of(result: fx.Node) -> Iterator[fx.Node | None]:
-    """The masks outside of which a result is overwritten by what reads it; None for what does not."""
+    """Yield masks outside of which readers overwrite a result; None for other readers."""
     for user in result.users:
         if user.target == "detach":
             yield from _masks_of(user)

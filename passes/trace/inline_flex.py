@@ -1,4 +1,4 @@
-"""Write ``flex_attention`` out as products and a softmax, so that it is found like any other attention.
+"""Write ``flex_attention`` as products and a softmax, like any other attention.
 
 The operator's own kernel is opaque. Its two functions, of the score and of the mask, are functions of single numbers;
 called on aranges that broadcast against each other they become the ordinary subgraphs that ``lift_mask`` reads. Block
@@ -29,10 +29,12 @@ def flex_attention(
     score_buffers: tuple[Any, ...] = (),
     mask_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator's arguments and results: output [B, H, T, Dv], log-sum-exp and maximum [B, H, T] in powers of two.
+    """Map the operator's arguments to output, log-sum-exp and maximum.
+
+    Output [B, H, T, Dv], the others [B, H, T] in powers of two.
 
     Shapes: query [B, H, T, D], key [B or 1, Hkv, S, D], value [B or 1, Hkv, S, Dv]. Where a function does more with a
-    buffer than reading single elements, the operator is called as it is.
+    buffer than reading single elements, the operator is called unchanged.
     """
     groups = query.shape[1] // key.shape[1]
     keys, values = (_repeated(x, groups, query.shape[0]) for x in (key, value))
@@ -77,7 +79,7 @@ def _whole(item: Any) -> Any:
 
 
 class _Elementwise(fx.Interpreter):
-    """Runs a function of single numbers on tensors that broadcast; every operator of single numbers is pointwise."""
+    """Run a scalar function on broadcast tensors; every scalar operator is pointwise."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is operator.getitem and isinstance(args[0], _Buffer):

@@ -1,7 +1,7 @@
-"""Write an associative scan out as slices, concatenations and calls of its combine function.
+"""Write an associative scan as slices, concatenations and calls of its combine function.
 
-``torch._higher_order_ops.associative_scan`` (the selective scan of Mamba and Jamba) is an operator of its own that
-cannot be traced under functionalisation. Written out it is ordinary, and can be proved causal.
+``torch._higher_order_ops.associative_scan`` (the selective scan of Mamba and Jamba) is an operator that cannot be
+traced under functionalisation. Written out it is ordinary, and can be proved causal.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Elements = list[Tensor]
 
 
 def associative_scan(combine: fx.GraphModule, elements: Sequence[Tensor], others: Sequence[Any]) -> Elements:
-    """The inclusive scan along dimension 0 (Blelloch 1990): pairs are combined, scanned, and filled in between.
+    """Scan along dimension 0, inclusively (Blelloch 1990): combine pairs, scan, fill in.
 
     Args:
         combine: Maps the elements of a left and a right slice, then ``others``, to combined elements. If it is not
-            pointwise, the operator is called as it is.
+            pointwise, the operator is called unchanged.
         elements: Tensors [T, ...].
-        others: What the combine function reads beside its elements.
+        others: Further inputs of the combine function.
     """
     if not is_pointwise_body(combine):
         kept: Elements = torch.ops.higher_order.associative_scan(combine, elements, others)

@@ -1,4 +1,4 @@
-"""Calls of recurrence libraries, whole: one operator, whichever library stands behind it.
+"""Keep calls of recurrence libraries whole: one operator for all libraries.
 
 transformers binds ``chunk_gated_delta_rule`` and ``chunk_kda`` of flash-linear-attention, ``causal_conv1d_fn`` of
 causal-conv1d, ``mamba_chunk_scan_combined`` and ``selective_scan_fn`` of mamba_ssm to its models where these packages
@@ -6,13 +6,13 @@ are installed, and bodies of plain PyTorch elsewhere. ``treefx::library`` stands
 
 =====================  ==========================================================================================
 a graph of rows        runs the library's function
-a graph that is packed  reads what ``read_call`` says: a convolution or a recurrence (``treefx::row_scan``), which
+a packed graph          takes the form of ``read_call``: a convolution or a recurrence (``treefx::row_scan``), which
                        take the tree parent as the token before
 without such a form    runs the library's function on rows; a causal law proves that its result may be read once
                        per distinct token
 =====================  ==========================================================================================
 
-Each reading is what transformers' own PyTorch body of the function computes, for any number of tokens.
+Each form equals transformers' own PyTorch body of the function, for any number of tokens.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """One call of a library: what it does with the tensors it is given.
+    """Hold one call of a library and its arguments.
 
     Attributes:
         name: of the function, a key of ``KINDS``.
-        function: as the model calls it: transformers' wrapper, which leaves out what the library does not take.
+        function: as the model calls it: transformers' wrapper, which drops unsupported arguments.
         library: module and name of the library's function.
         body: transformers' PyTorch form of it.
         positional: arguments by position: ``Given``, or a value.
         named: arguments by name, likewise.
         takes: the names of all arguments that the library's function has.
-        inner: of a function that fuses a recurrence with what surrounds it, the call of the recurrence alone.
+        inner: of a function that fuses a recurrence with other operators, the call of the recurrence alone.
     """
 
     name: str
@@ -95,12 +95,12 @@ class LibraryCall:
 
     @property
     def kind(self) -> Kind:
-        """What is known of the function."""
+        """Return the facts on the function."""
         return KINDS[self.name]
 
     @property
     def key(self) -> str:
-        """The same in every process that calls the same function of the same package in the same way."""
+        """Return the same key in every process for the same call of the same package."""
         return f"{self.library}{self.positional}{self.named} by {self.body.__module__}"
 
     def arguments(self, tensors: Sequence[Any]) -> dict[str, Any]:
@@ -127,11 +127,11 @@ class LibraryCall:
 _CALLS: weakref.WeakValueDictionary[str, LibraryCall] = weakref.WeakValueDictionary()
 """By key, as long as a graph of Dynamo holds the call."""
 _NEWEST: deque[LibraryCall] = deque(maxlen=64)
-"""Calls of graphs that Dynamo is tracing, or whose compiled backward may still run."""
+"""Calls of graphs in Dynamo's trace, or with a compiled backward that may still run."""
 
 
 def register_call(call: LibraryCall) -> LibraryCall:
-    """Register a call for graphs that ``hold_calls`` is called with; returns the registered one."""
+    """Register a call for graphs under ``hold_calls``; return the registered one."""
     _NEWEST.append(_CALLS.setdefault(call.key, call))
     return _NEWEST[-1]
 
@@ -158,7 +158,7 @@ def _(tensors: list[Tensor], key: str) -> Tensor:
 
 @torch.library.custom_op("treefx::library_backward", mutates_args=(), tags=NOT_CAPTURED)
 def library_backward(grad: Tensor, tensors: list[Tensor], key: str) -> list[Tensor]:
-    """The gradients of all tensors that are floating point, in order; the forward runs again under autograd."""
+    """Return gradients of all floating-point tensors in order; rerun the forward."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
     learned = [x for x in leaves if x.requires_grad]
     with autograd_enabled():
@@ -207,7 +207,8 @@ def read_call(tensors: Sequence[Tensor], key: str) -> Tensor:
     return call.kind.read(call.arguments(tensors), torch.ops.treefx.row_scan)
 
 
-# What functions compute -----------------------------------------------------------------------------------------------
+# Semantics of functions
+# -------------------------------------------------------------------------------------------------
 
 
 def _like(name: str) -> Callable[[Arguments], Tensor]:
@@ -240,7 +241,10 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
 
 
 def _delta_rule(given: Arguments, scan: Scan) -> Tensor:
-    """``chunk_gated_delta_rule``: query, key [B, T, G, D], value [B, T, H, E], g, beta [B, T, H] -> [B, T, H, E]."""
+    """Compute ``chunk_gated_delta_rule``.
+
+    query, key [B, T, G, D], value [B, T, H, E], g, beta [B, T, H] -> [B, T, H, E].
+    """
     names = ("query", "key", "value", "g", "beta")
     dtype = torch.promote_types(torch.float32, given["query"].dtype)
     query, key, value, g, beta = (given[name].to(dtype) for name in names)
@@ -251,7 +255,10 @@ def _delta_rule(given: Arguments, scan: Scan) -> Tensor:
 
 
 def _state_space(given: Arguments, scan: Scan) -> Tensor:
-    """``mamba_chunk_scan_combined``: x [B, T, H, P], dt [B, T, H], A [H], B, C [B, T, G, N] -> [B, T, H, P]."""
+    """Compute ``mamba_chunk_scan_combined``.
+
+    x [B, T, H, P], dt [B, T, H], A [H], B, C [B, T, G, N] -> [B, T, H, P].
+    """
     x: Tensor = given["hidden_states"]
     dtype = torch.promote_types(torch.float32, x.dtype)
     dt = steps_of(given).to(dtype)
@@ -263,7 +270,7 @@ def _state_space(given: Arguments, scan: Scan) -> Tensor:
 
 
 def steps_of(given: Arguments) -> Tensor:
-    """The step sizes of a state space recurrence [B, T, H]: with their bias, positive and within their limits."""
+    """Return a state space recurrence's steps [B, T, H]: with bias, positive, in limits."""
     dt: Tensor = given["dt"]
     if given.get("dt_bias") is not None:
         dt = dt + given["dt_bias"].to(dt.dtype)
@@ -279,7 +286,9 @@ def _fused_state_space(given: Arguments, scan: Scan) -> Tensor:
 
 
 def unfused(given: Arguments, state_space: Callable[[Arguments], Tensor]) -> Tensor:
-    """``mamba_split_conv1d_scan_combined``: convolution, scan, gated norm and projection of zxbcdt [B, T, ...].
+    """Compute ``mamba_split_conv1d_scan_combined`` of zxbcdt [B, T, ...].
+
+    Convolution, scan, gated norm and projection.
 
     The last dimension of zxbcdt is the gate z, then x, B and C, which the convolution reads, then dt. Unlike
     the parts that transformers runs where the package is missing, nothing is set to zero at padding behind the

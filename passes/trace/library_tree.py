@@ -1,4 +1,4 @@
-"""A library's own recurrence kernel along a tree: ``treefx::library_tree``, a call of the library per level.
+"""Run a library's recurrence kernel along a tree: ``treefx::library_tree``, by level.
 
 flash-linear-attention and mamba_ssm start sequences from given states and return final ones, so that a forest runs
 level by level (``tree_levels``), every node from its parent's state. Where the operator ``tree_scan`` has the
@@ -50,9 +50,9 @@ class Leveled:
     """How a function runs level by level.
 
     Attributes:
-        step: runs one level of a call; takes the call, and what a ``Step`` takes.
+        step: runs one level of a call; takes the call, and the arguments of a ``Step``.
         of_tokens: the operands [B, T, ...] that have a value per token; the others have none.
-        like: the operand whose shape the result has.
+        like: the operand with the shape of the result.
         needs: arguments by which the library takes and returns states.
         padded: whether the nodes of a level are padded to the longest.
     """
@@ -120,13 +120,13 @@ _LEVELED = {
 
 
 def leveled(call: LibraryCall) -> Leveled | None:
-    """How a call runs level by level; None where its function, or this release of the library, has no states."""
+    """Return how a call runs by level; None where the function or release has no states."""
     found = _LEVELED.get(call.name)
     return found if found is not None and found.needs <= call.takes else None
 
 
 def call_library(tensors: Sequence[Tensor], key: str) -> Tensor:
-    """The result of a call as passes read it: whole where it runs level by level, else in operators."""
+    """Return the result of a call for passes: whole where it runs by level, else operators."""
     call = call_of(key)
     is_kept = call.kind.read is None or tensors[0].device.type in _KEPT_WHOLE
     if is_kept and leveled(call) is not None:
@@ -138,7 +138,7 @@ def call_library(tensors: Sequence[Tensor], key: str) -> Tensor:
 
 
 def find_inner(name: str, implementation: Any, given: Mapping[str, Any]) -> LibraryCall | None:
-    """The call of the recurrence alone, of a function that fuses it with what surrounds it.
+    """Return the call of the recurrence alone, of a function that fuses it with others.
 
     Args:
         name: of the fused function.
@@ -220,7 +220,7 @@ def _tree_scan(subtree_end: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, 
 
 @torch.library.custom_op("treefx::library_tree_backward", mutates_args=(), tags=NOT_CAPTURED)
 def library_tree_backward(grad: Tensor, tensors: list[Tensor], subtree_end: Tensor, key: str) -> list[Tensor]:
-    """The gradients of all tensors that are floating point, in order; the forward runs again under autograd."""
+    """Return gradients of all floating-point tensors in order; rerun the forward."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
     learned = [x for x in leaves if x.requires_grad]
     with autograd_enabled():

@@ -75,9 +75,9 @@ def _(
 class Function:
     """An ``autograd.Function`` for inputs of one shape, its bodies in functional ATen.
 
-    ``forward`` maps the inputs to outputs and then what is saved, ``backward`` gradients of the outputs and what was
-    saved to those gradients of inputs that there are. ``saved`` says where each saved value comes from: ("input", i) or
-    ("result", i). What the forward made is kept, never made again: it may hold random numbers.
+    ``forward`` maps the inputs to outputs and then the saved values, ``backward`` gradients of the outputs and the
+    saved values to the existing gradients of inputs. ``saved`` says where each saved value comes from: ("input", i) or
+    ("result", i). Results of the forward are kept, never recomputed: they may hold random numbers.
     """
 
     forward: fx.GraphModule
@@ -95,7 +95,7 @@ _NEWEST: deque[Function] = deque(maxlen=64)
 
 
 def register_function(function: Function) -> str:
-    """Register a function for graphs that `hold_functions` is called with; returns a hash of what it computes."""
+    """Register a function for graphs under `hold_functions`; return a hash of it."""
     parts = (fingerprint(function.forward), fingerprint(function.backward), function.outputs, function.saved)
     key = hashlib.sha256(repr((*parts, function.differentiated)).encode()).hexdigest()[:16]
     _NEWEST.append(_FUNCTIONS.setdefault(key, function))
@@ -120,7 +120,7 @@ def gradients_of(key: str) -> int:
 
 
 def is_pointwise_body(body: fx.GraphModule) -> bool:
-    """Whether a body is made of pointwise operators alone: it is run on one shape under a recorder."""
+    """Return whether a body is all pointwise, by a run on one shape under a recorder."""
     examples = [
         node.meta.get("example_value", node.meta.get("val")) for node in body.graph.find_nodes(op="placeholder")
     ]
@@ -167,7 +167,7 @@ def _run(body: fx.GraphModule, *values: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("treefx::custom_function", mutates_args=(), tags=NOT_CAPTURED)
 def custom_function(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    """Apply a registered ``autograd.Function``: its outputs, and then what it saved."""
+    """Apply a registered ``autograd.Function``; return its outputs, then its saved values."""
     return _run(_FUNCTIONS[key].forward, *inputs)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of the inputs as symbols: which are rows, which are columns, and what a call gives them.
+"""Name sizes of inputs by symbols: rows, columns, and their values in a call.
 
 Dynamo has a symbol for every size that may change; two of them are the rows B and the columns T of the batch, and most
 others are these again, or one more or less. A *pattern* names the sizes of all inputs in B and T, so that calls of one
@@ -40,8 +40,8 @@ class Pattern:
     """The sizes of all inputs of a graph in ``ROWS`` and ``COLUMNS`` (and ``SEGMENTS``).
 
     ``inputs`` holds, per placeholder, the shape of a tensor as expressions and numbers, or one for a number. A number
-    of the caller's has a symbol of its own: a vector that only its size is asked of, or a size of other inputs that
-    the graph calculates with (how many labels there are, which the caller gives too).
+    of the caller has a separate symbol: a vector of which only the size is read, or a size of other inputs that the
+    graph computes with (how many labels there are, which the caller gives too).
     """
 
     inputs: tuple[Any, ...]
@@ -67,11 +67,11 @@ def _leaves(inputs: Sequence[Any]) -> list[Any]:
 
 
 def pattern_of(gm: fx.GraphModule, roles: Sequence[str], args: Sequence[Any]) -> Pattern | None:
-    """The pattern of a call of Dynamo's graph; None where no size of the batch is a symbol in it.
+    """Return the pattern of a call of Dynamo's graph; None without symbolic batch sizes.
 
     Args:
         gm: Dynamo's graph; a size that is a number in it stays one.
-        roles: What each placeholder is: rows and columns are those of the first integer "input" [B, T].
+        roles: Role of each placeholder: rows and columns are those of the first integer "input" [B, T].
         args: One value per placeholder.
     """
     ids = next((x for x, role in zip(args, roles, strict=True) if role == "input" and _may_be_ids(x)), None)
@@ -118,21 +118,21 @@ def _has_symbols(inputs: Sequence[Any]) -> bool:
 
 
 def _numbers_of_caller(known: _Inputs, args: Sequence[Any]) -> dict[int, sympy.Symbol]:
-    """Symbols of the numbers that the graph calculates with, by their value: other inputs have such a size too."""
+    """Return symbols of numbers the graph computes with, by value; other inputs share them."""
     read = [i for i, expr in known.sizes.items() if expr is not None]
     return {args[i]: _number(i) for i in read} | {args[i].shape[0]: _number(i) for i in known.numbers}
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What Dynamo's graph says of its placeholders, by position.
+    """Hold the graph's facts on its placeholders, by position.
 
     Attributes:
         tensors: Those that are tensors.
         moving: The shapes of those with a symbol among their sizes, but for ``numbers``.
         ends: Those that say where segments end.
         numbers: Those that only their size is asked of.
-        sizes: The expressions of those that are numbers with symbols; None if nobody reads them.
+        sizes: The expressions of those that are numbers with symbols; None if unused.
     """
 
     tensors: frozenset[int]
@@ -146,7 +146,7 @@ _known: weakref.WeakKeyDictionary[fx.GraphModule, _Inputs] = weakref.WeakKeyDict
 
 
 def _known_inputs(gm: fx.GraphModule) -> _Inputs:
-    """Asked once, as Dynamo's graph stays as it is."""
+    """Find the inputs once: Dynamo's graph never changes."""
     if gm not in _known:
         _known[gm] = _find_inputs(gm)
     return _known[gm]
@@ -180,7 +180,7 @@ def _may_be_ids(x: Any) -> bool:
 def name_size(
     size: int, dim: int, rows: int, columns: int, numbers: Mapping[int, sympy.Symbol] = MappingProxyType({})
 ) -> Any:
-    """A size in rows and columns, else as a number of the caller's, else as it is.
+    """Write a size in rows and columns, else as a caller's number, else unchanged.
 
     Where several names fit, the first dimension counts rows and the others columns.
     """
@@ -193,7 +193,7 @@ def name_size(
 
 
 def inline_sizes(gm: fx.GraphModule) -> None:
-    """Write sizes into the operators that take them, as the symbols they are, and erase what computed them.
+    """Write sizes into operators as symbols, and erase the nodes that computed them.
 
     Asking a tensor for its size then does not count as reading it, and laws see sizes where numbers are.
     """
@@ -227,7 +227,7 @@ def _size_or_node(node: fx.Node) -> Any:
 
 
 def is_number_input(node: fx.Node) -> bool:
-    """Whether Dynamo's graph asks an input only for its number: with dynamic=True it passes the model's floats so."""
+    """Return whether Dynamo's graph only reads an input by ``item``, as floats when dynamic."""
     return bool(node.users) and all(_asks_for_number(user, node) for user in node.users)
 
 

@@ -1,4 +1,4 @@
-"""Attention sinks that are written as a factor on the result: one more logit of the softmax.
+"""Read attention sinks that are factors of the result as logits of the softmax.
 
 A sink takes weight and has no value. The score laws read it where it is a logit (gpt_oss); Granite writes it behind the
 attention. Before, with scores S [B, H, T, K]::
@@ -22,7 +22,7 @@ __all__ = ["FACTOR", "join_sink_factors"]
 
 aten = torch.ops.aten
 FACTOR = "treefx_sink_factor"
-"""Marks a softmax whose sink was a factor: without it, a query that sees no key had no number."""
+"""Marks a softmax with a factor sink: without it, a query without keys had no number."""
 _SAME = {aten._to_copy.default, aten.clone.default}
 _LAYOUT = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
 _UNSQUEEZED = {aten.unsqueeze.default}
@@ -84,7 +84,7 @@ def _lse_and_sinks(factor: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _softmax_of(out: fx.Node, scores: Any) -> fx.Node | None:
-    """The softmax of these scores, if a product of it with values is what a result is, and nothing else reads it."""
+    """Return the softmax of these scores if a result is its product with values alone."""
     product = _behind(out, _SAME | _LAYOUT, alone=True)
     if product.target is not aten.bmm.default:
         return None
@@ -100,7 +100,7 @@ def _softmax_of(out: fx.Node, scores: Any) -> fx.Node | None:
 
 
 def _behind(node: Any, through: Collection[Any], *, alone: bool = False) -> fx.Node:
-    """What a node is made of by operators that only move or convert it; ``alone``: of which nothing else is made."""
+    """Skip operators that only move or convert a node; ``alone``: with one reader each."""
     while node.target in through and (not alone or len(node.users) == 1) and node.meta["val"].is_floating_point():
         node = node.args[0]
     found: fx.Node = node

@@ -45,7 +45,7 @@ _ADVICE = (
     ("torch._prims_common", "", "are_strides_like_channels_last_or_false"),
 )
 _NAMES: dict[str, Any] = {**SYMPY_INTERP}
-"""What the code of a condition may name, apart from sizes."""
+"""Names available to the code of a condition, apart from sizes."""
 _DEPTH = 8
 """How many callers up a question of ``_ADVICE`` is looked for; they ask through two or three functions of inductor."""
 _MULTIPLES = {"cuda": 64}
@@ -53,11 +53,11 @@ _MULTIPLES = {"cuda": 64}
 _SIZES_PER_OCTAVE = 8
 """Lengths between a power of two and the next in ``PackedSize(few=True)``: filler adds at most an eighth."""
 _REMEMBERED = 64
-"""Calls whose sizes are remembered to meet the conditions or not: SymPy takes long to evaluate them."""
+"""Cached calls by whether their sizes meet the conditions: SymPy evaluates slowly."""
 
 
 def common_multiple(inputs: Sequence[Any]) -> int:
-    """Return the divisor of all packed rows of a graph with these inputs; rows of a plan's parts have none."""
+    """Return the divisor of all packed rows of a graph; rows of a plan's parts have none."""
     devices = {x.device.type for x in inputs if isinstance(x, Tensor) and x.dim()}
     return min((_MULTIPLES.get(device, 1) for device in devices), default=1)
 
@@ -83,7 +83,7 @@ class PackedSize:
 
 
 class SizeConditions(ShapeEnv):
-    """The shape environment of one compilation, which answers for what others expect and records conditions alone."""
+    """Provide a compilation's shape environment that records conditions alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class SizeConditions(ShapeEnv):
         self._conditions: dict[Any, _Condition] = {}
 
     def holds(self, values: Mapping[Any, int]) -> bool:
-        """Whether everything recorded so far that speaks of these symbols alone holds for these values."""
+        """Return whether all recorded conditions on these symbols alone hold for values."""
         key = (tuple(values.items()), len(self.guards))
         found = self._admitted.get(key)
         if found is None:
@@ -119,7 +119,7 @@ class SizeConditions(ShapeEnv):
         *,
         forcing_spec: bool = False,
     ) -> sympy.Basic:
-        """Answer a question about sizes for the hint; record it only if the answer is a condition of the code."""
+        """Answer a question on sizes for the hint; record only conditions of the code."""
         ask = functools.partial(
             super().evaluate_expr, orig_expr, hint, fx_node, size_oblivious, fallback_value, forcing_spec=forcing_spec
         )
@@ -132,7 +132,7 @@ class SizeConditions(ShapeEnv):
 
 
 class _Condition:
-    """A condition on sizes as Python's code: SymPy takes up to a third of a millisecond to put numbers into one.
+    """Hold a condition on sizes as Python code, which is much faster than SymPy.
 
     Attributes:
         names: Of the symbols that it speaks of.
@@ -158,7 +158,7 @@ class _Condition:
 
 
 class TokenCount(SizeConditions):
-    """The shape environment of one compilation, whose first symbol is the number of distinct tokens N.
+    """Provide a compilation's shape environment with N, the number of distinct tokens.
 
     Args:
         largest: The largest N expected. The hint is the next prime, a size like no other dimension: being equal to
@@ -182,16 +182,16 @@ class TokenCount(SizeConditions):
         return fakes
 
     def _promise(self) -> None:
-        """Record the divisors of N. Inductor derives none from another, so each power of two is recorded."""
+        """Record the divisors of N: each power of two, as inductor derives none."""
         before = len(self.guards)
         for power in range(1, self.multiple.bit_length()):
             torch._check(self.count % (1 << power) == 0)  # type: ignore[no-untyped-call]
-            # inductor of PyTorch 2.11 asks with sympy's own remainder, which no guard speaks of
+            # inductor of PyTorch 2.11 uses sympy's own remainder, which no guard mentions
             self.axioms[sympy.Mod(self.count.node.expr, 1 << power)] = sympy.S.Zero
         self._promised.update(guard.expr for guard in self.guards[before:])
 
     def further(self, dtypes: Sequence[torch.dtype], device: torch.device, mode: FakeTensorMode) -> list[Tensor]:
-        """Fake vectors of a further size, a symbol of its own; call it after ``vectors``."""
+        """Return fake vectors of a further size with a new symbol; call it after ``vectors``."""
         hint = self.hint
         for _ in self._symbols:
             hint = int(sympy.nextprime(hint))
@@ -209,9 +209,9 @@ class TokenCount(SizeConditions):
         return fakes
 
     def admits(self, tokens: int, *further: int, given: Mapping[Any, int] | None = None) -> bool:
-        """Whether everything recorded so far holds for this many tokens and for further sizes, in the order made.
+        """Return whether all recorded conditions hold for these tokens and further sizes.
 
-        Nobody else checks it. ``given`` are the values of other symbols.
+        No other code checks it. ``given`` are the values of other symbols.
         """
         if tokens % self.multiple:
             return False
@@ -233,7 +233,7 @@ def add_count_input(gm: fx.GraphModule, count: Any, name: str = "tokens") -> Non
 
 
 def _is_asked_by(wanted: frozenset[CodeType]) -> bool:
-    """Whether one of these functions asks the question."""
+    """Return whether one of these functions is on the stack of the question."""
     frame = sys._getframe(2)
     for _ in range(_DEPTH):
         if frame.f_code in wanted:
@@ -246,7 +246,7 @@ def _is_asked_by(wanted: frozenset[CodeType]) -> bool:
 
 @functools.cache
 def _helper_code() -> frozenset[CodeType]:
-    """PyTorch 2.11 asks for the helper by asserting what it has found for the hint."""
+    """Return the helper's code, which PyTorch 2.11 calls by asserting the hint's answer."""
     return frozenset(_code_of(*_ADVICE[0]))
 
 
@@ -256,7 +256,7 @@ def _advice_code() -> frozenset[CodeType]:
 
 
 def _code_of(module: str, owner: str, function: str) -> Iterator[CodeType]:
-    """The code of a function or a method, nothing where this version of torch has none: its questions are recorded."""
+    """Yield the code of a function or method; nothing where this torch has none."""
     place: Any = importlib.import_module(module)
     found = getattr(getattr(place, owner, None) if owner else place, function, None)
     code = getattr(found, "__code__", None)

@@ -24,7 +24,7 @@ _TYPES = "token_type_ids"
 
 
 def read_types_as_zeros(gm: fx.GraphModule, zero: Collection[int]) -> None:
-    """Let zeros stand for token types that are zero throughout: masks that read them are those of a causal model.
+    """Read all-zero token types as zeros, so that masks with them are causal.
 
     A type of image tokens makes the attention of a block of them bidirectional. Text has no such block, and its zeros
     are no values of a call any more: calls with others have another analysis (``InputValues`` is part of its key).

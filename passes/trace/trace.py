@@ -63,7 +63,7 @@ def trace_forward(gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMod
     """Return the functional ATen graph of ``gm``.
 
     Args:
-        gm: Dynamo's graph; left as it is.
+        gm: Dynamo's graph, unchanged.
         inputs: One value per placeholder: fake tensors of ``mode``, or numbers.
         mode: The fake tensor mode of the inputs.
 
@@ -89,14 +89,14 @@ def trace_function(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cached cast would hand one trace the tensors of another
     try:
-        # Nobody runs the code of a graph that further passes change, so it is not made each time (lazy).
+        # The code of a graph that further passes change is never run, so it is not generated each time (lazy).
         lazy, preserved = _use_lazy_graph_module(True), fx_traceback.preserve_node_meta()
         with torch.no_grad(), mode, preserved, enable_python_dispatcher(), lazy:
             gm = make_fx(traced, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     finally:
         torch.set_autocast_cache_enabled(cached)
     assert isinstance(gm, fx.GraphModule)
-    # Also random numbers that nobody reads: with them a second run would count as another one.
+    # Also unused random numbers: with them a second run would count as different.
     gm.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     if any(len(node.args) != 2 for node in gm.graph.find_nodes(op="call_function", target=operator.mul)):
         raise NotImplementedError("torch wrote a product of several sizes as one of two, which would lose a factor")
@@ -106,7 +106,7 @@ def trace_function(
 
 
 class _ForwardTracer(fx.Interpreter):
-    """Runs Dynamo's graph; the operators named in the module docstring are handled here, all others run as they are."""
+    """Run Dynamo's graph; handle the operators of the module docstring, run all others."""
 
     def __init__(
         self, gm: fx.GraphModule, grad_enabled: bool = True, segments: dict[int, tuple[Tensor, Tensor]] | None = None
@@ -140,7 +140,7 @@ class _ForwardTracer(fx.Interpreter):
         return super().run_node(n)
 
     def _run_layer(self, layer: Layer) -> None:
-        """Put the values of a layer into ``env``, from where ``fx.Interpreter`` takes those that are there."""
+        """Put the values of a layer into ``env``, where ``fx.Interpreter`` finds them."""
         given = [from_fun(self.env[node]) for node in layer.operands]
         devices = {"cpu", *(x.device.type for x in given if isinstance(x, Tensor))}
         state = self._state(devices)
@@ -162,7 +162,7 @@ class _ForwardTracer(fx.Interpreter):
             self.copies.remember(key, layer, mark, operands, (), results)
 
     def _state(self, devices: set[str]) -> tuple[Any, ...]:
-        """What decides about operators beside their operands."""
+        """Return the state that decides about operators besides their operands."""
         casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in sorted(devices)]
         return self.grad_enabled, torch.is_inference_mode_enabled(), *self.batch_levels, len(self.segments), *casts
 
@@ -218,7 +218,7 @@ class _ForwardTracer(fx.Interpreter):
         return target(*args[:position], level, *args[position + 1 :])
 
     def _inline_checkpoint(self, args: tuple[Any, ...]) -> Any:
-        """Run a checkpointed body in place; the partitioner reads the tags and recomputes it in the backward."""
+        """Run a checkpointed body in place; the partitioner recomputes it by its tags."""
         body, identity = copy.deepcopy(args[0]), next(_checkpoint_ids)
         for node in body.graph.nodes:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -232,9 +232,9 @@ def _detach(x: Tensor) -> Tensor:
 
 @functools.cache
 def _with_attention_whole(function: FunctionType) -> FunctionType:
-    """A function of ``torch.nn.functional`` (multi-head attention) that calls ours where it calls attention itself.
+    """Copy a function of ``torch.nn.functional`` to call our attention.
 
-    A copy: the original is what other threads run meanwhile. It knows itself by its name: where a mode watches the
+    A copy: other threads run the original meanwhile. It knows itself by its name: where a mode watches the
     functions that are called, it hands itself over to that and is called again.
     """
     names: dict[str, Any] = {**function.__globals__, _ATTENTION_NAME: _call_attention}

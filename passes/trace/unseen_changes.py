@@ -1,4 +1,4 @@
-"""Changes in place that autograd does not see: under ``torch.no_grad``, or through ``x.detach()`` and ``x.data``.
+"""Find in-place changes that autograd misses: under ``no_grad``, ``detach`` or ``.data``.
 
 Such a change gives a value other numbers and leaves its gradient as if nothing had happened. A functional graph has no
 words for that (there, the new value is a function of the old one, with a derivative or none), so it is refused by name.
@@ -40,21 +40,23 @@ def check_changes(node: fx.Node, grad_enabled: bool) -> None:
 
 
 def seen_by_autograd(nodes: Iterable[fx.Node]) -> tuple[bool, ...]:
-    """Which values have gradients, as Dynamo saw them: what decides about a change beside the operators."""
+    """Return which values have gradients in Dynamo's trace, which decides about a change."""
     examples = map(_example, nodes)
     return tuple(x is not None and x.requires_grad for x in examples)
 
 
 def changed_by(gm: fx.GraphModule, positions: Collection[int]) -> tuple[fx.Node, fx.Node] | None:
-    """Find the first operator in Dynamo's graph that writes into an input what some inputs or their sizes determine.
+    """Find the first operator that writes a function of some inputs into an input.
+
+    Sizes of these inputs count as well.
 
     Args:
         gm: Dynamo's graph.
         positions: Those inputs, among all placeholders.
 
     Returns:
-        The operator and the placeholder it changes, such as a buffer that counts tokens. None if there is none: what a
-        counter of steps holds depends on no input.
+        The operator and the placeholder it changes, such as a buffer that counts tokens. None if there is none: a
+        counter of steps depends on no input.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     changeable = {memory_of(node): node for node in placeholders if memory_of(node) is not None}
@@ -89,7 +91,7 @@ def changed_in_place(node: fx.Node) -> Tensor | None:
 
 
 def _storage(x: Tensor) -> int:
-    """The memory of a tensor, also of one inside of ``torch.vmap``, which has none of its own."""
+    """Return the memory of a tensor, also inside of ``torch.vmap``, where it has none."""
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)

@@ -1,6 +1,6 @@
-"""One call of a compiled graph, from its inputs to its outputs.
+"""Run one call of a compiled graph, from its inputs to its outputs.
 
-In: the inputs of a call and what the passes found out. Out: its outputs, and a record of the call (``report``).
+In: the inputs of a call and the analyses of the passes. Out: its outputs, and a record of the call (``report``).
 
 Order of imports, each only of what stands before an arrow::
 

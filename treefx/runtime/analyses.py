@@ -1,4 +1,4 @@
-"""What is known of a graph, shape by shape: its analyses, and why some calls run ordinarily."""
+"""Keep the analyses of a graph by shape, and reasons why calls run ordinarily."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ __all__ = ["Analyses"]
 
 _DYNAMO = "Dynamo traced them as numbers (dynamic=False, or a dimension marked static)"
 _MANY_SHAPES = (
-    "one graph of this model compiles anew for every number of rows and columns ({why}); it keeps {limit} of "
+    "one graph of this model recompiles for every number of rows and columns ({why}); it keeps {limit} of "
     "them (option max_shapes), and runs others without sharing until they come again. Pad batches to a few lengths "
     "(pad_to_multiple_of), or keep more"
 )
 _NESTED = "{} is a nested or sparse tensor, which has no columns; give the model padded rows or one packed row"
 _CACHED = (
-    "the call continues from a cache of its rows, as generation does: nothing is analysed, and it runs as it is; "
+    "the call continues from a cache of its rows, as generation does: nothing is analysed, and it runs unchanged; "
     "without the cache (use_cache=False) it would be packed"
 )
 _WRAPPED = (
@@ -67,11 +67,11 @@ class Analyses:
 
     Args:
         gm: Dynamo's graph.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
         passes: The passes.
         config: The options.
         records: Where to report.
-        unfollowed: Why it is not known what one rank computes, of a graph that ranks share.
+        unfollowed: Why one rank's computation is unknown, of a graph that ranks share.
         cached: Whether the graph continues from the cache of an earlier call.
     """
 
@@ -105,7 +105,7 @@ class Analyses:
 
     @property
     def latest(self) -> Analysis | None:
-        """The analysis of the newest shape that may run packed; of the last refused one where there is none."""
+        """Return the analysis of the newest shape that may run packed, or of the last refusal."""
         found = self._batches.shapes or self._shapes.shapes
         return found[-1].analysis if found else self._refused
 
@@ -114,7 +114,7 @@ class Analyses:
 
         ``sizes`` are the number of tokens (and sizes of a cut) that the first one found for these inputs did not serve.
         """
-        if self._has_no_tokens and not self._origins(args):  # of whatever shape: nothing tells tokens apart
+        if self._has_no_tokens and not self._origins(args):  # for any shape: no input distinguishes tokens
             return _NO_TOKENS
         if self._is_cached:
             self._records.report.has_tokens = True
@@ -145,14 +145,14 @@ class Analyses:
         return replace(values, tokens=tokens, vectors=frozenset(known) - tokens)
 
     def _origins(self, args: Sequence[Any]) -> dict[int, bool]:
-        """Inputs of a call on rows that another graph has made: whether of tokens, or as vectors of a tower."""
+        """Return inputs of a call on rows made by another graph: tokens, or vectors of a tower."""
         if not self._vectors or current_forest() is not None:
             return {}
         found = {i: origin_of(args[i]) for i in self._vectors}
         return {i: origin.per_token for i, origin in found.items() if origin is not None}
 
     def _of_sizes(self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues) -> Shape | Refusal:
-        """What is known of calls of these very sizes."""
+        """Return the shape or refusal for calls of exactly these sizes."""
         filled = zip(self.filled(args), self._roles, strict=True)
         inputs = [x for x, role in filled if role in ("input", "variable") or not isinstance(x, Tensor)]
         key = (values, *[layout_of(x) if isinstance(x, Tensor) else x for x in inputs])
@@ -168,7 +168,7 @@ class Analyses:
         return shape
 
     def _warn_of_shapes(self) -> None:
-        """Say once why more shapes come than are kept, and what to do."""
+        """Warn once that more shapes come than are kept, with the way out."""
         if not self._has_warned:
             self._has_warned = True
             text = _MANY_SHAPES.format(limit=self._config.max_shapes, why=self._why_numbers)
@@ -182,7 +182,7 @@ class Analyses:
     def _of_batches(
         self, args: Sequence[Any], tensors: Sequence[Tensor], values: InputValues, sizes: Sequence[int] = ()
     ) -> Shape | None:
-        """What is known of calls with as many rows and columns as they like; None if sizes have to be known."""
+        """Return the shape for any number of rows and columns; None if sizes must be known."""
         pattern = pattern_of(self._gm, self._roles, self.filled(args)) if current_forest() is None else None
         if pattern is None:
             return None
@@ -211,7 +211,7 @@ class Analyses:
     def _analyse(
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None = None, sizes: Sequence[int] = ()
     ) -> list[Shape | Refusal]:
-        """What there is for calls like this one: rows as they are and, before, rows packed with segments."""
+        """Return candidates for a call: packed rows with segments first, then plain rows."""
         with self._retries.attempt("the graph could not be traced"):
             return self._find_shapes(args, values, batch, sizes)
 
@@ -237,7 +237,7 @@ class Analyses:
     def attempt(
         self, args: Sequence[Any], values: InputValues, batch: Pattern | None, *, segmented: bool = False
     ) -> Analysis | Refusal:
-        """Trace and label the graph, or say why that failed; what is known of shapes stays what it is."""
+        """Trace and label the graph, or return a refusal; known shapes stay unchanged."""
         tensors, roles = self.tensors(args), self._tensor_roles(args)
         try:
             analysis = analyse(self._gm, self.filled(args), roles, values, self._passes, batch, segmented=segmented)
@@ -260,8 +260,10 @@ class Analyses:
     def _segmented(
         self, rows: Analysis, args: Sequence[Any], values: InputValues, batch: Pattern | None, sizes: Sequence[int]
     ) -> Shape | None:
-        """The analysis that takes rows to be packed, where masks tell segments apart and every attention stays inside
-        one."""
+        """Return the analysis that takes rows to be packed sequences.
+
+        Masks must separate segments, and every attention must stay inside one.
+        """
         if not rows.segments.speak or current_forest() is not None:
             return None
         found = self.attempt(args, values, batch, segmented=True)
@@ -290,7 +292,10 @@ class Analyses:
         return shape
 
     def _sizes_asked(self, analysis: Analysis, args: Sequence[Any]) -> Refusal | None:
-        """Why rows and columns have to be numbers, if less is computed on rows then: recurrences are read there."""
+        """Return why rows and columns must be numbers, if that saves work on rows.
+
+        Recurrences are read only with known sizes.
+        """
         if analysis.batch is None or not analysis.expansions or not self._gains_by_sizes(analysis, args):
             return None
         reason = f"sizes have to be known: {_listed(analysis.expansions)}"
@@ -328,19 +333,19 @@ class Analyses:
 
 
 def _gains(analysis: Analysis) -> tuple[Any, ...]:
-    """What runs packed or is contracted, as far as two analyses of a graph may differ there."""
+    """Return the packed or contracted operators, by which two analyses of a graph can differ."""
     expansions = {(item.op, item.line, item.contracted) for item in analysis.expansions}
     return expansions, len(analysis.attentions), analysis.recurrences
 
 
 def _first_code(items: Sequence[Expansion]) -> str:
-    """The code of the first operator that does not merely read what another one computed on rows."""
+    """Return the code of the first operator that does not only read another's rows."""
     first = next((item for item in items if item.reason != MEETS_ROWS), items[0])
     return first.code
 
 
 def _listed(items: Sequence[Expansion]) -> str:
-    """Operators, reasons and lines, without operators that only read what an earlier one computed on rows."""
+    """List operators, reasons and lines, without operators that only read others' rows."""
     first = next((i for i, item in enumerate(items) if item.reason != MEETS_ROWS), len(items))
     causes = [item for i, item in enumerate(items) if i <= first or item.reason != MEETS_ROWS]
     lines = ["" if item.line is None else f" ({item.line})" for item in causes]
@@ -348,7 +353,10 @@ def _listed(items: Sequence[Expansion]) -> str:
 
 
 def _inputs_of_vectors(gm: fx.GraphModule, roles: Sequence[str]) -> list[int]:
-    """Positions of the inputs that may be vectors: floats of two dimensions or more that come with the call."""
+    """Return the positions of inputs that may be vectors.
+
+    These are floats of two dimensions or more that come with the call.
+    """
     nodes = zip(gm.graph.find_nodes(op="placeholder"), roles, strict=True)
     given = [(i, node.meta.get("example_value")) for i, (node, role) in enumerate(nodes) if role in _OF_CALL]
     return [i for i, x in given if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1]
@@ -361,6 +369,6 @@ def _find_strange(gm: fx.GraphModule, unfollowed: str | None) -> Reason | None:
         if isinstance(x, Tensor) and x.layout is not torch.strided:
             return Reason(Cause.INPUT, _NESTED.format(node.name))
         if is_traceable_wrapper_subclass(x):
-            unknown = unfollowed or "what its parts are for is not known here"
+            unknown = unfollowed or "the roles of its parts are unknown here"
             return Reason(Cause.INPUT, _WRAPPED.format(node.name, type(x).__name__, unknown))
     return None

@@ -14,9 +14,9 @@ _log = logging.getLogger("treefx")
 
 
 def announce(graph: ReportingGraph, report: GraphReport) -> None:
-    """Log what the first compiled call of a model ran: ratio, coverage in FLOPs, seconds.
+    """Log the first compiled call of a model: ratio, coverage in FLOPs, seconds.
 
-    Does nothing but note that it was called where the logger ``treefx`` is above INFO, as it is by default.
+    Above level INFO of the logger ``treefx``, the default, it only notes the call.
     """
     report.steps.is_announced = True
     if not _log.isEnabledFor(logging.INFO):
@@ -25,6 +25,6 @@ def announce(graph: ReportingGraph, report: GraphReport) -> None:
     name = "a model" if owner is None else getattr(owner, "__qualname__", type(owner).__name__)
     try:
         text = find_view("describe_first_call")(graph, report, name)
-    except Exception as error:  # a line of the log never changes what runs
+    except Exception as error:  # a line of the log never changes a run
         text = f"{name} was compiled; its figures failed: {type(error).__name__}: {error}"
     _log.info("%s", text)

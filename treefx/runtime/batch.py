@@ -1,4 +1,4 @@
-"""The trie of one call: which positions of a ``[B, T]`` batch are the same token, as tensors for the compiled graph."""
+"""Build the trie of one call: equal positions of a ``[B, T]`` batch, as tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Batch:
 
 _Content = tuple[list[Tensor] | None, ...]
 _MadeFor = tuple[PackedSize | None, torch.device]
-"""What length the packed row is filled up to, and where its metadata lie."""
+"""Padded length of the packed row, and the device of its metadata."""
 _recent: deque[tuple[_Content, _MadeFor, Batch]] = deque(maxlen=4)
 _remembering = threading.Lock()
 
@@ -73,7 +73,7 @@ def build_batch(
         places: [B, T] values that tell tokens apart in place of their columns, where rows without gaps start in
             different ones; None if only the same columns may share.
         starts: bool [B, T], where segments begin: these are then the rows, of which each keeps one run of columns.
-        size: What length to fill the packed row up to; None for as few tokens as graphs are made for.
+        size: Padded length of the packed row; None for as few tokens as graphs are made for.
         device: Where the batch is wanted; None for that of the keys.
     """
     made_for = size, keys[0].device if device is None else device
@@ -100,7 +100,7 @@ def build_batch(
 def find_unshared(
     keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor] | None = None
 ) -> Prefixes | None:
-    """Their prefixes, if rows share none because all begin with different tokens: no trie is needed to see that.
+    """Return the prefixes if all rows begin with different tokens; no trie is needed then.
 
     The arguments are those of `build_batch`. None where two rows begin alike: they may share a prefix.
     """
@@ -146,7 +146,7 @@ def _build(keys: Sequence[Tensor], keep: Tensor | None, places: Sequence[Tensor]
     rows, width = columns[0].shape
     kept = None if keep is None else on_host(keep).numpy()
     counts = None if kept is None else kept.sum(1)
-    if kept is None or (kept[:, :-1] >= kept[:, 1:]).all():  # what is dropped stands at the ends of rows
+    if kept is None or (kept[:, :-1] >= kept[:, 1:]).all():  # dropped positions stand at the ends of rows
         trie = build_trie(combine_keys(columns), counts)
         row, column, token_of = trie.row, trie.index, trie.token_of
         prefixes = number_prefixes(columns)
@@ -169,7 +169,7 @@ def _known(numbers: Codes) -> Prefixes:
 
 
 def _build_segments(keys: Sequence[Tensor], keep: Tensor | None, starts: Tensor, made_for: _MadeFor) -> Batch:
-    """The trie whose rows are segments; row and column of a token stay those of a place where it stands."""
+    """Build the trie with segments as rows; a token keeps one of its rows and columns."""
     columns, width = _arrays(keys), starts.shape[1]
     codes = combine_keys(columns).reshape(-1)
     places = np.arange(codes.size) if keep is None else np.flatnonzero(on_host(keep).numpy())
@@ -196,7 +196,7 @@ def _prefixes_of_segments(columns: Sequence[np.ndarray], first: np.ndarray) -> C
 
 
 def _has_no_gaps(kept: np.ndarray) -> bool:
-    """Whether what every row keeps is one run of columns."""
+    """Return whether every row keeps one run of columns."""
     starts = np.diff(kept.astype(np.int8), axis=1, prepend=0) == 1
     return bool((starts.sum(1) <= 1).all())
 
@@ -221,7 +221,7 @@ def _tensors(
 
 
 def pad_batch(batch: Batch, multiple: int) -> Batch:
-    """Companions that nobody reads behind the tokens, so that ranks can share them out evenly."""
+    """Append padding tokens, which no query sees, so that ranks get equally many."""
     row, column, end, token_of = batch.metadata
     missing = -len(row) % multiple
     if not missing:
@@ -236,7 +236,7 @@ def forest_batch(
 ) -> Batch:
     """The metadata of the native level: the packed row of a forest is the only row.
 
-    Nothing is expanded there, so ``token_of`` is read by nobody. It has the ``rows`` and ``columns`` that the graph was
+    Nothing is expanded there, so ``token_of`` is unused. It has the ``rows`` and ``columns`` that the graph was
     compiled for: inductor checks the sizes of all inputs, in PyTorch 2.11 also of those without a use. ``size`` is that
     of ``build_batch``.
     """
@@ -246,6 +246,6 @@ def forest_batch(
 
 
 def keys_of(batch: Batch) -> Sequence[Tensor] | None:
-    """The inputs that a trie was built of, for the inspector; None where it was not built lately."""
+    """Return the inputs of a trie, for the inspector; None for older tries."""
     with _remembering:
         return next((content[0] for content, _, known in _recent if known is batch), None)

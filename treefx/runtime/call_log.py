@@ -33,7 +33,7 @@ class LoggedCall(NamedTuple):
 
 @dataclass
 class CallLog:
-    """Calls that are over, and what is known of the one under way."""
+    """Hold finished calls, and the known facts of the running one."""
 
     calls: deque[LoggedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS - 1))
     seconds: float | None = None

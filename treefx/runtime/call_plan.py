@@ -1,4 +1,4 @@
-"""Which tokens of a call run: from its tensors to the trie of its rows, or to the reason why it runs on rows.
+"""Plan a call: from its tensors to the trie of its rows, or to a reason for rows.
 
 Rows that a compiled graph gets and rows that a converted model gets are planned here. Nothing is counted, compiled or
 remembered.

@@ -1,4 +1,4 @@
-"""One graph of Dynamo at run time: what a call is, and which way it runs."""
+"""Dispatch the calls of one Dynamo graph to a way of running."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from treefx.runtime.whole.parameter_changes import changes_first
 
 __all__ = ["CompiledGraph"]
 
-_WHOLE = "under treefx.use(forest) the model must be one whole graph, because nobody sees what runs beside it, but "
+_WHOLE = "under treefx.use(forest) the model must be one whole graph, as code outside of it cannot be checked, but "
 _WHERE = "call it on a padded batch without treefx.use (TORCH_LOGS=graph_breaks shows the line)"
 
 _ON_TREE = {torch.ops.treefx.tree_attention, torch.ops.treefx.tree_attention.default}
 
 
 class CompiledGraph:
-    """What the backend returns to Dynamo. Called with the graph's inputs, returns its outputs.
+    """Run a graph for Dynamo: called with its inputs, return its outputs.
 
     Args:
         gm: Dynamo's graph, never changed.
@@ -85,7 +85,7 @@ class CompiledGraph:
 
     @property
     def analysis(self) -> Analysis | None:
-        """What the passes found out last, for the inspector: of a shape that runs packed, or else of a refused one."""
+        """Return the last analysis, for the inspector: of a packed shape, or of a refused one."""
         return self._analyses.latest
 
     def __call__(self, *given: Any) -> Any:
@@ -131,7 +131,7 @@ class CompiledGraph:
         if by_column is None:
             inputs = [x for x, role in zip(args, self.roles, strict=True) if role == "input"]
             raise wrong_row(forest, [x.shape for x in inputs if isinstance(x, Tensor)])
-        # Sizes of shards are made of the number of columns, so a graph over ranks shows nothing of what it means.
+        # Sizes of shards derive from the number of columns, so a graph over ranks proves nothing about it.
         if self._own is None and not shape.analysis.expansions and not shape.analysis.picks:
             self._counts.check(args, by_column, forest, shape.analysis.known)
         tensors = self._analyses.tensors

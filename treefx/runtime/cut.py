@@ -1,4 +1,4 @@
-"""The row of one part, and what crosses its cuts, as a call of a compiled graph takes and hands it out."""
+"""Pass a part's row, with the keys and values at its cuts, to a compiled graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treefx.passes.cuts.boundary_kv import CutGraph, GivenBack, Ranks, Run, Stan
 __all__ = ["ContextRow", "Cut", "CutRow", "EdgeSubset", "Exchange", "PartRow", "PartTokens", "forest_as"]
 
 _SMALLEST = 2
-"""Compiled graphs are made for sizes of at least two; smaller ones are filled up with what nobody sees."""
+"""Compiled graphs take sizes of at least two; smaller ones are padded with unseen tokens."""
 
 Vectors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """lo, hi int32 [P], the boundary's columns int64 [P], the outgoing tokens int64 [Q]; on the device."""
@@ -32,18 +32,18 @@ def forest_as(kind: type[Any], forest: Forest, **more: Any) -> Any:
 
 @dataclass(eq=False)
 class Cut:
-    """What one run of a part takes and hands out at its cuts.
+    """Hold the inputs and outputs at the cuts of one run of a part.
 
     Attributes:
-        run: what it runs for.
-        vectors: what the graph knows of its boundary and of what leaves it.
+        run: purpose of the run.
+        vectors: tensors that describe the boundary and the outgoing tokens to the graph.
         gather: gives the boundary's K/V, [1, P, heads, width], for each fake one that the graph declares.
         parents: gives int64 [N], [P] and [1]: parents of the own tokens and of the boundary's, as places in the own
             tokens followed by the boundary, N + P at roots; and that number.
-        taken: what was gathered; leaves that receive gradients where the run has any.
+        taken: gathered K/V; leaves that receive gradients if the run has any.
         handed: K/V of the outgoing tokens, [1, Q, heads, width] each.
-        changes: inputs that the model changes in place (counters of steps), and what it writes there. All parts of a
-            step read what was there before, so the run leaves it there.
+        changes: inputs that the model changes in place (counters of steps), and their new values. All parts of a step
+            read the old values, so the run keeps these.
     """
 
     run: Run
@@ -60,7 +60,7 @@ class Cut:
         return len(self.vectors[0]), len(self.vectors[3])
 
     def call(self, run: Callable[..., Any], given: Sequence[Any], graph: CutGraph) -> Sequence[Any]:
-        """Run a compiled graph with its boundary on what the uncut graph is given; return what that would return."""
+        """Run a compiled graph with its boundary; return the results of the uncut graph."""
         self.taken = self.gather(graph.caches)
         if self.run == "train":
             self.taken = [x.requires_grad_() for x in self.taken]
@@ -90,7 +90,9 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """What one rank's part takes from the others and hands to them, in every attention, while all of them run.
+    """Exchange K/V of one rank's part with the others in every attention.
+
+    All ranks run at the same time.
 
     Attributes:
         run: the ranks.
@@ -112,7 +114,7 @@ class Exchange:
         return len(self.vectors[0]), len(self.vectors[3])
 
     def call(self, run: Callable[..., Any], given: Sequence[Any], graph: CutGraph) -> Sequence[Any]:
-        """Run a compiled graph among the others on what the uncut graph is given; return what that would return."""
+        """Run a compiled graph together with other ranks; return the uncut graph's results."""
         parents = self.parents() if graph.reads_parents else ()
         results: Sequence[Any] = run(*given, *self.vectors, self.order, self.counts, *parents, *self.sizes)
         return results
@@ -120,20 +122,24 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CutRow(EdgeSubset):
-    """The packed row of some tokens: `tokens`, `depth` and `subtree_end` are theirs, and those of what fills the row up
-    behind them, seen by nobody (`PartTokens.sizes`).
+    """Hold the packed row of some tokens, with their `tokens`, `depth` and `subtree_end`.
 
-    `edges` are those whose source is one of them, with the source counted in the row.
+    Padding tokens behind them are seen by none of them (`PartTokens.sizes`).
+
+    `edges` are those with a source among them, and the source is an index into the row.
 
     Attributes:
-        cut: what the run takes and hands out.
+        cut: inputs and outputs at the cuts.
     """
 
     cut: Cut | Exchange
 
     @property
     def deepest(self) -> int:
-        """Depth of the uncut forest's deepest token: parts of one forest share their compiled code."""
+        """Return the depth of the uncut forest's deepest token.
+
+        Parts of one forest share their compiled code.
+        """
         return self.uncut.deepest
 
 
@@ -149,7 +155,7 @@ class ContextRow(CutRow):
     """The packed row of the tokens that one rank runs of a forest that lies on several.
 
     Models run on it under ``treefx.use`` as on any forest, on all ranks at once; ``treefx.edge_logprobs`` and
-    ``treefx.losses`` take it as one, and sum over the ranks to what they are for the whole.
+    ``treefx.losses`` take it as one, and sum over the ranks to their values for the whole.
     """
 
     cut: Exchange
@@ -157,14 +163,16 @@ class ContextRow(CutRow):
 
 @dataclass(frozen=True, eq=False)
 class PartTokens:
-    """The tokens of a part, those it sees outside, and those that leave it; int64 on the CPU, packed indices.
+    """Hold the tokens of a part, its boundary, and its outgoing tokens.
+
+    int64 on the CPU, packed indices.
 
     Attributes:
         forest: the uncut forest, on the model's device.
         host: the same on the CPU.
         own: [n], strictly ascending, at least one.
         outside: the boundary, ascending: ancestors of own tokens that are not own.
-        leaving: own tokens whose keys and values others read, in the order in which they are handed out.
+        leaving: own tokens with keys and values that other parts read, in the order of the outputs.
         ranks: how many share the tokens of the row out among them, equally many each.
     """
 
@@ -177,12 +185,12 @@ class PartTokens:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Lengths N' and P of the row and of its boundary, with what fills them up."""
+        """Return the padded lengths N' and P of the row and of its boundary."""
         row = max(_SMALLEST * self.ranks, len(self.own))  # a rank's own tokens are a size of the graph too
         return row + -row % self.ranks, max(_SMALLEST, len(self.outside))
 
     def vectors(self) -> Vectors:
-        """What the graph is told of the boundary and of what leaves."""
+        """Return the tensors that describe the boundary and the outgoing tokens."""
         host, own, outside, nothing = self.host, self.own, self.outside, torch.zeros(1, dtype=torch.int64)
         lo = _padded(torch.searchsorted(own, outside), nothing).to(torch.int32)
         hi = _padded(torch.searchsorted(own, host.subtree_end[outside].to(torch.int64)), nothing).to(torch.int32)
@@ -205,8 +213,10 @@ class PartTokens:
         return [send(x, self.forest.device) for x in (*filled, nothing)]
 
     def row(self, chosen: Tensor, cut: Cut | Exchange | None) -> EdgeSubset:
-        """The packed row, a `CutRow` where there is a cut; ``chosen`` are the edges whose source is own, int64 on the
-        CPU."""
+        """Return the packed row, a `CutRow` where there is a cut.
+
+        ``chosen`` are the edges with an own source, int64 on the CPU.
+        """
         forest, host, own = self.forest, self.host, self.own
         device, more = forest.device, self.sizes[0] - len(own)
         depth = torch.cat([host.depth[own], host.depth.new_zeros(more)])

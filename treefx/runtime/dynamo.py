@@ -1,6 +1,6 @@
-"""What treefx asks of Dynamo, so that models and trainers as they are leave it as one graph.
+"""Configure Dynamo so that unmodified models and trainers trace to one graph.
 
-Positions that nobody reads and inputs that tell tokens apart are found in one graph; a break between the embedding and
+Unused positions and inputs that distinguish tokens are found in one graph; a break between the embedding and
 the blocks leaves graphs without token ids, which run ordinarily.
 """
 
@@ -32,7 +32,7 @@ _CACHES = re.compile(r"\b(past_key_values?|cache_params)\b")
 
 @functools.cache
 def keep_graphs_whole() -> None:
-    """Apply all patches, once per process, and substitute what would cut a graph in two."""
+    """Apply all patches, once per process, and substitute functions that break graphs."""
     trace_instead(LEAVES_OUT, scores_all)
     substitute_called(note_towers)
     for called in (check_instead, deepstack_instead, direct_call_instead, flash_instead, recurrence_instead):
@@ -43,7 +43,7 @@ def keep_graphs_whole() -> None:
 
 
 def why_cut(gm: fx.GraphModule) -> str | None:
-    """Why Dynamo ended a graph before the function it comes from did; None where it is the last of that function."""
+    """Return why Dynamo ended a graph before its function ended; None for the last graph."""
     ending = getattr(gm, "compile_subgraph_reason", None)
     if ending is None or not ending.graph_break:
         return None
@@ -51,7 +51,9 @@ def why_cut(gm: fx.GraphModule) -> str | None:
 
 
 def reads_cache(gm: fx.GraphModule, roles: list[str]) -> bool:
-    """True if a graph continues from keys and values, or states, that an earlier call left in a cache.
+    """Return whether a graph continues from a cache of an earlier call.
+
+    The cache holds keys and values, or states.
 
     Dynamo names each input after the argument that it comes from; transformers passes caches by few names. Learned
     prefixes come by the same names, but require gradients.
@@ -61,13 +63,13 @@ def reads_cache(gm: fx.GraphModule, roles: list[str]) -> bool:
 
 
 def _source_name(node: fx.Node) -> str:
-    """The expression by which a call reaches an input, such as ``L['past_key_values'].layers[0].keys``."""
+    """Return the expression of an input, such as ``L['past_key_values'].layers[0].keys``."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", "")
     return str(name() if callable(name) else name)  # a method before PyTorch 2.12
 
 
 def role_of(node: fx.Node, example: Any) -> str:
-    """Whether an input is a parameter, a buffer of the model, or comes with the call, and is then to be learned."""
+    """Classify an input: a parameter, a buffer of the model, or an argument of the call."""
     if isinstance(example, torch.nn.Parameter):
         return "parameter"
     learned = isinstance(example, torch.Tensor) and example.requires_grad

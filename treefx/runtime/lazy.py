@@ -1,7 +1,7 @@
-"""Outputs that are expanded to rows only when somebody looks at them.
+"""Expand outputs to rows lazily, when the caller reads them.
 
-A model returns its logits beside the loss, and most training steps never read them. ``LazyRows`` stands for such a
-``[B, T, ...]`` output: it has shape, dtype and ``requires_grad``, and is computed from its packed value at the first
+A model returns its logits together with the loss, and most training steps never read them. ``LazyRows`` stands for such
+a ``[B, T, ...]`` output: it has shape, dtype and ``requires_grad``, and is computed from its packed value at the first
 operation that touches it. Its gradient, if one ever arrives, comes from running the graph once more with that output
 differentiable; the graph remembers, and the next call is compiled that way from the start.
 """
@@ -72,7 +72,7 @@ class Deferred:
 
 
 class LazyRows(Tensor):
-    """A tensor on rows that does not exist yet. Every operation on it first makes it a plain tensor."""
+    """Stand for a tensor on rows that is computed by the first operation on it."""
 
     deferred: Deferred
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -81,7 +81,7 @@ class LazyRows(Tensor):
     def __new__(cls, deferred: Deferred) -> LazyRows:
         make = torch.Tensor._make_wrapper_subclass
         result = make(cls, deferred.shape, dtype=deferred.dtype, device=deferred.device)
-        torch._C._set_throw_on_mutable_data_ptr(result)  # C++ that asks for the address gets an error, not zero
+        torch._C._set_throw_on_mutable_data_ptr(result)  # C++ that takes the address gets an error, not zero
         return result
 
     def __init__(self, deferred: Deferred) -> None:
@@ -134,14 +134,17 @@ class LazyRows(Tensor):
         array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
         return array.copy() if copy else array
 
-    # What follows never reaches __torch_dispatch__: it asks for memory, which only the plain tensor has.
+    # These methods bypass __torch_dispatch__: they need memory, which only the plain tensor has.
 
     def data_ptr(self) -> int:
         """The address of the value."""
         return self.rows.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory of the value; what traces a function of this tensor looks at its metadata alone."""
+        """Return the memory of the value.
+
+        Code that traces a function of this tensor reads its metadata alone.
+        """
         return super().untyped_storage() if TracingContext.try_get() is not None else self.rows.untyped_storage()
 
     def is_shared(self) -> bool:

@@ -1,8 +1,8 @@
-"""What tensors between two graphs of one model are made of: which of their vectors are one function of one thing.
+"""Note the origin of tensors that one graph of a model passes to the next.
 
 Dynamo cuts a model in two where a vision tower reads sizes on the host, and the graph behind the cut gets vectors in
-place of token ids. Equal bits would not do to share them: a projection that starts at zero gives equal vectors for all
-images, and another gradient for each. So the graph that makes vectors leaves a note here: tokens ``[B, T, ...]`` whose
+place of token ids. Equal bits do not suffice to share them: a projection that starts at zero gives equal vectors for
+all images, and another gradient for each. So the graph that makes vectors notes it here: tokens ``[B, T, ...]`` whose
 keys agree on their prefixes, or vectors ``[n, ...]`` of equal numbers, are the same function of equal inputs. The
 gradient of the parameters behind such copies needs the sum over them alone, which may go into one of them.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Origin:
-    """What a tensor is made of.
+    """Describe the origin of a tensor.
 
     Attributes:
         per_token: Whether its first two dimensions are rows and columns; else the first one counts vectors.
@@ -49,8 +49,8 @@ _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_tokens(x: Tensor, keys: Sequence[Tensor]) -> None:
-    """Note that tokens of x [B, T, ...] are one where all of some keys [B, T] agree on their prefixes."""
-    if any(item.is_inference() for item in (x, *keys)):  # what is written to them cannot be seen
+    """Note that tokens of x [B, T, ...] are equal where keys [B, T] agree on prefixes."""
+    if any(item.is_inference() for item in (x, *keys)):  # changes of these cannot be detected
         return
     versions = [key._version for key in keys]
 
@@ -61,7 +61,10 @@ def note_tokens(x: Tensor, keys: Sequence[Tensor]) -> None:
 
 
 def note_vectors(x: Tensor, find: Callable[[], Tensor | None]) -> None:
-    """Note that vectors of x [n, ...] are one where their numbers [n] are equal; None if these are unknown by then."""
+    """Note that vectors of x [n, ...] are equal where their numbers [n] are equal.
+
+    `find` returns None if these are unknown by then.
+    """
 
     def found() -> Sequence[Tensor] | None:
         numbers = find()
@@ -72,7 +75,7 @@ def note_vectors(x: Tensor, find: Callable[[], Tensor | None]) -> None:
 
 
 def origin_of(x: Any) -> Origin | None:
-    """What a tensor is made of, where that is known and its own gradient is not looked at.
+    """Return the origin of a tensor, if it is known and its own gradient is unused.
 
     Gradients of a tensor that a caller keeps, or hangs a hook on, are wanted for each copy, which a sum does not give.
     """
@@ -85,7 +88,7 @@ def origin_of(x: Any) -> Origin | None:
 
 
 def numbers_of_vectors(given: Sequence[Any]) -> Tensor | None:
-    """int64 [n], the numbers of vectors in several tensors, one after another; None if these are not known."""
+    """Return int64 [n], the numbers of vectors in several tensors; None if unknown."""
     origins = [origin_of(x) for x in given]
     found = [None if origin is None or origin.per_token else origin.find() for origin in origins]
     return torch.cat([keys[0] for keys in found if keys]) if all(found) else None
@@ -115,11 +118,13 @@ class _Guarded(torch.autograd.Function):
 
 
 def guarded(x: Tensor) -> Tensor:
-    """A value of another graph whose gradient will be that of all rows in one, for a backward that refuses to show it.
+    """Wrap a value of another graph so that its backward refuses to show its gradient.
+
+    The gradient is that of all rows in one.
 
     Raises:
         UnsupportedError: In the backward, where a hook or ``retain_grad`` came after the call, or
-            ``torch.autograd.grad`` asks for this gradient.
+            ``torch.autograd.grad`` takes this gradient.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
@@ -131,7 +136,7 @@ _guarded: Callable[..., Any] = _Guarded.apply
 
 
 def _is_only_captured(node: Any) -> bool:
-    """Whether a running ``torch.autograd.grad`` takes what arrives at a node, and runs nothing behind it."""
+    """Return whether ``torch.autograd.grad`` captures a node's gradient and stops there."""
     behind = [following for following, _ in node.next_functions if following is not None]
     return bool(behind) and not any(map(_will_run, behind))
 
@@ -139,5 +144,5 @@ def _is_only_captured(node: Any) -> bool:
 def _will_run(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf whose gradient is taken
+    except RuntimeError:  # a leaf of the requested gradients
         return True

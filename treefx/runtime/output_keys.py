@@ -1,4 +1,4 @@
-"""What tells the tokens of a graph's outputs apart, for the graphs of the same model that Dynamo cut off behind it."""
+"""Note the keys of a graph's outputs for later graphs of a model that Dynamo cut."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def is_per_token(dims: Dims) -> bool:
 
 
 def note_of_outputs(analysis: Analysis) -> Callable[[Sequence[Any], Sequence[Any]], None] | None:
-    """For a graph that embeds tokens, or puts vectors of images between them: notes the keys of its outputs in a call.
+    """Return a function that notes the keys of a graph's outputs in a call.
+
+    For graphs that embed tokens, or put vectors of images between them.
 
     None where a key would have to be made of the bits of vectors, or of pixels: the graph behind may not want it.
     """
@@ -51,7 +53,7 @@ def note_of_outputs(analysis: Analysis) -> Callable[[Sequence[Any], Sequence[Any
 
 
 def _joined_vectors(gm: fx.GraphModule, tokens: Tokens) -> dict[int, list[int]]:
-    """Outputs that are vectors of a tower from several inputs, one after another, and the positions of these inputs."""
+    """Map outputs that join vectors of a tower from several inputs to these inputs."""
     inputs = gm.graph.find_nodes(op="placeholder")
     items: Any = next(iter(gm.graph.find_nodes(op="output"))).args[0]
     joins = torch.ops.aten.cat.default

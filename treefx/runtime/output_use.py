@@ -11,7 +11,7 @@ __all__ = ["OutputUse"]
 
 
 class OutputUse:
-    """Which packed outputs of a graph its callers have read, and which they have differentiated.
+    """Record which packed outputs of a graph its callers have read and differentiated.
 
     Args:
         lazy: Whether that is to be learned; all of them, from the first call on, where it is not.
@@ -25,8 +25,10 @@ class OutputUse:
         """Whether a call has run."""
 
     def settle(self, analysis: Analysis) -> None:
-        """All outputs are in use if that is not learned, without a loss of its own, where a second run would have other
-        effects, and where a checkpoint compares one with the first: reading in between must not change what it saves.
+        """Mark all outputs as used where use is not learned.
+
+        That is: without a loss, where a second run would have other effects, and where a checkpoint compares one with
+        the first: reading in between must not change its saved tensors.
         """
         if _in_checkpoint() or not self.settled and self._are_always_used(analysis):
             self.read |= set(analysis.packed_outputs)
@@ -42,6 +44,9 @@ class OutputUse:
 
 
 def _in_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint(use_reentrant=False)`` runs the model, for the first time or again."""
+    """Return whether a non-reentrant checkpoint runs the model.
+
+    That is ``torch.utils.checkpoint(use_reentrant=False)``, for the first time or again.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__

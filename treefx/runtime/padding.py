@@ -1,8 +1,8 @@
-"""Padding: which positions no query ever sees, whether anybody reads what is computed there, and whether it may go.
+"""Find padding that no query sees and no result uses, and decide whether it may go.
 
-Padding is one proved thing. A position whose key fails a condition in every attention (each may have its own) changes
-no other position. It may be left out if nobody reads its own outputs either; a loss says so by its ignored targets.
-Any other condition on keys stays a condition: it is left out of the graph only where all tokens that run meet it.
+Padding is proved. A position with a key that fails a condition in every attention (each may have its own) changes no
+other position. It may be left out if its own outputs are unused too; a loss marks that by its ignored targets. Any
+other condition on keys stays a condition: it is left out of the graph only where all tokens that run meet it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _OTHER_ORIGIN = (
 
 
 class Padding:
-    """Answers for the calls of one analysis, computed eagerly from the inputs alone: a few small operators.
+    """Answer questions on padding for the calls of one analysis, from the inputs alone.
 
-    What is asked of one call is asked of one ``Grid``, which computes nothing twice.
+    All questions on a call share one ``Grid``, which computes nothing twice.
     """
 
     def __init__(self, analysis: Analysis) -> None:
@@ -60,8 +60,9 @@ class Padding:
         """Whether it depends on the token ids."""
 
     def seen(self, grid: Grid) -> Tensor | None:
-        """bool [B, T], False where no query of any attention sees the position, nor chooses among keys that hold it;
-        None if there is no such position.
+        """Return bool [B, T], False at positions that no attention sees; None without any.
+
+        No query may choose among keys that hold the position, either.
 
         In a model that only has causal mixers, nothing says so, and all positions are.
         """
@@ -76,7 +77,7 @@ class Padding:
         return None if bool(seen.all()) else seen
 
     def _met(self, grid: Grid, conditions: Sequence[Expr], heads: int = 1) -> Tensor:
-        """bool [B, T], whether a position as a key (seen by itself, in all heads) meets all the conditions."""
+        """Return bool [B, T]: whether a position, as its own key, meets all conditions."""
         met = [grid.keys(condition, heads).all(0).reshape(grid.rows, grid.columns) for condition in conditions]
         return torch.stack(met).all(0)
 
@@ -85,16 +86,16 @@ class Padding:
         return self._met(grid, conditions) if conditions else grid.everywhere()
 
     def needed(self, grid: Grid, seen: Tensor) -> Tensor:
-        """bool [B, T], the positions that have to run: seen or read themselves, or read on the way by a mixer."""
+        """Return bool [B, T]: the positions that run, seen or read, also by a mixer."""
         wanted = seen | self.read(grid) if self._analysis.attentions else self.read(grid)
         return self.reached(wanted)
 
     def reached(self, wanted: Tensor) -> Tensor:
-        """Where mixers are contracted, all positions before a wanted one too: a mixer may read its row's whole past."""
+        """Add all positions before a wanted one, if a mixer may read its row's past."""
         return wanted.flip(1).to(torch.int8).cummax(1).values.flip(1).to(torch.bool) if self._mixes else wanted
 
     def read(self, grid: Grid) -> Tensor:
-        """bool [B, T], the positions whose own outputs something inside the graph reads."""
+        """Return bool [B, T]: the positions with outputs that the graph itself reads."""
         if self._readings is None:
             return grid.everywhere()
         read = ~grid.everywhere()
@@ -106,7 +107,7 @@ class Padding:
 
     @cached_property
     def _readings(self) -> list[tuple[fx.Node, fx.Node, int]] | None:
-        """What losses pick from, by which targets, which of them ignored; None where others may read positions too."""
+        """Return losses' inputs, targets and ignored targets; None with other readers."""
         if any(not item.contracted for item in self._analysis.expansions) or self._analysis.returns_reindexed:
             return None
         found = []
@@ -121,7 +122,7 @@ class Padding:
         return found
 
     def check_lookups(self, grid: Grid) -> None:
-        """Make sure that the indices of lookups are in range at all positions: also where padding does not run.
+        """Check that indices of lookups are in range at all positions, padding included.
 
         Other devices than the CPU are not waited for: they fail there, as a lookup out of range does.
 
@@ -140,9 +141,9 @@ class Padding:
                 )
 
     def own_positions(self, grid: Grid, redundant: frozenset[Expr]) -> list[Tensor] | None:
-        """The values [B, T] that tell tokens apart where rows start in different columns, if they can share then.
+        """Return values [B, T] that distinguish tokens of rows in different columns, or None.
 
-        What is read by ``redundant`` conditions alone does not.
+        Values that only ``redundant`` conditions read are left out.
         """
         if redundant not in self._own_positions:
             self._own_positions[redundant] = self._analysis.find_own_positions(redundant)
@@ -162,10 +163,10 @@ class Padding:
         return [value.expand(grid.rows, grid.columns) for value in values]
 
     def redundant(self, grid: Grid, keep: Tensor | None, *, native: bool = False) -> frozenset[Expr]:
-        """The conditions that hold for all tokens that run, and so need not be asked of any pair.
+        """Return the conditions that hold for all running tokens, and need no mask of pairs.
 
-        Such are conditions on keys that all kept positions meet, and ``x[query] == x[key]`` whose x is the same at all
-        kept positions of a row (one document). In the native level the token ids are packed, not in ``args``.
+        Such are conditions on keys that all kept positions meet, and ``x[query] == x[key]`` with the same x at all kept
+        positions of a row (one document). In the native level the token ids are packed, not in ``args``.
         """
         kept = grid.everywhere() if keep is None else keep
         of_keys, of_values = self._asked if not native else self._asked_without_ids
@@ -174,7 +175,7 @@ class Padding:
 
     @cached_property
     def _asked(self) -> tuple[list[Expr], list[Expr]]:
-        """The conditions that inputs alone decide: those on keys, and those that compare one value at query and key."""
+        """Return conditions that inputs alone decide: on keys, and equality of one value."""
         attentions = self._analysis.attentions
         asked = dict.fromkeys(item for attention in attentions for item in attention.conditions + attention.padding)
         known = [item for item in asked if not _is_learned(item)]
@@ -192,9 +193,11 @@ class Padding:
         return self._analysis.tokens.ids in {*loads, *ancestors(*loads)}
 
     def is_defined(self, grid: Grid, keep: Tensor | None, starts: Tensor | None = None) -> bool:
-        """Whether the attention of every kept position (bool [B, T]) is what tree attention computes.
+        """Return whether tree attention computes the attention of every kept position.
 
-        Where segments have ``starts``, a query sees keys of its own alone.
+        Kept positions are bool [B, T].
+
+        With ``starts`` of segments, a query only sees keys of its segment.
 
         A query that sees nothing is a convention of the original: zero for hard masks in
         scaled_dot_product_attention, which tree attention shares; NaN or a mean over past and future elsewhere, which
@@ -220,7 +223,7 @@ def _is_learned(condition: Expr) -> bool:
 
 
 def _is_met_by_itself(expr: Expr) -> bool:
-    """Whether a condition holds wherever query and key are one token: for windows and documents, of any values."""
+    """Return whether a condition always holds where query and key are one token."""
     if expr[0] in ("and", "or"):
         return (all if expr[0] == "and" else any)(_is_met_by_itself(item) for item in expr[1:])
     if expr[0] == "lt":  # a window
@@ -236,7 +239,7 @@ def _of_itself(expr: Expr) -> Expr:
 
 
 def _compares_one_value(condition: Expr) -> bool:
-    """Whether a condition is ``load(x, query) == load(x, key)`` of one [B, T] or [1, T] value of the inputs."""
+    """Return whether a condition is ``x[query] == x[key]``, x [B, T] or [1, T]."""
     if condition[0] != "eq" or _is_learned(condition) or any(side[0] != "load" for side in condition[1:]):
         return False
     (_, left, *before, at_left), (_, right, *also_before, at_right) = condition[1:]
@@ -245,7 +248,7 @@ def _compares_one_value(condition: Expr) -> bool:
 
 
 class Grid:
-    """Evaluates lifted conditions and functions of inputs on the real inputs of one call, each once.
+    """Evaluate conditions and functions of inputs on the inputs of one call, each once.
 
     Positions are flat, row * T + column.
 
@@ -283,7 +286,10 @@ class Grid:
         return torch.ones(self.rows, self.columns, dtype=torch.bool, device=self.device)
 
     def value(self, node: Any) -> Any:
-        """The full value of a node that no parameter takes part in, the same as in the graph (``purity``)."""
+        """Return the full value of a node without parameters, the same as in the graph.
+
+        See ``purity``.
+        """
         if not isinstance(node, fx.Node):
             return node
         if node not in self._values:
@@ -310,7 +316,10 @@ class Grid:
         return _positions_first(self.value(node), fact.dims, self.sizes)
 
     def numbers(self, node: fx.Node) -> Sequence[Tensor]:
-        """Numbers [B, T] that are all equal where an input's tokens are one, by their bits or by what made them."""
+        """Return numbers [B, T] that are equal where an input's tokens are.
+
+        Equality is by their bits or by their origin.
+        """
         if node not in self._numbers:
             self._numbers[node] = self._find_numbers(node)
         return self._numbers[node]
@@ -330,7 +339,7 @@ class Grid:
         return [value.detach() if own else number_tokens(value, dims)]
 
     def keys(self, condition: Expr, heads: int = 1) -> Tensor:
-        """A condition on the key, where the query is the key itself, bool [heads, B * T], or [1, B * T]."""
+        """Evaluate a condition with query = key, bool [heads, B * T], or [1, B * T]."""
         heads = heads if heads > 1 and _asks_of_heads(condition) else 1
         if (condition, heads) not in self._keys:
             flat = torch.arange(self.rows * self.columns, device=self.device)
@@ -349,8 +358,10 @@ class Grid:
         return [on_host(x) for x in values] if self._on_host else values
 
     def past(self, queries: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Whether each column is not after the query's (nor of another segment), bool [queries, T]; ``queries`` is
-        [queries, 1]."""
+        """Return bool [queries, T]: whether each column is not after the query's.
+
+        Nor of another segment; ``queries`` is [queries, 1].
+        """
         past = torch.arange(self.columns, device=self.device) <= queries % self.columns
         if starts is None:
             return past
@@ -363,7 +374,10 @@ class Grid:
         return self._evaluate(condition, queries, keys, heads)
 
     def _evaluate(self, condition: Expr, queries: Tensor, keys: Tensor, heads: int) -> Tensor:
-        """bool [heads, Q, K], or [1, Q, K] where all heads agree; Q = 1 where ``queries`` is a vector."""
+        """Return bool [heads, Q, K], or [1, Q, K] where all heads agree.
+
+        Q = 1 where ``queries`` is a vector.
+        """
         buffers: list[Tensor] = []
         resolved = self._resolve(condition, buffers)
         count = heads if heads > 1 and _asks_of_heads(condition) else 1

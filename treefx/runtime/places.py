@@ -1,4 +1,4 @@
-"""Numbers that tell tokens apart by the vectors of images that stand in place of their embeddings.
+"""Number tokens by the image vectors that stand in place of their embeddings.
 
 Before, two rows with an image of two patches each (``#`` is one id, whose places take the vectors in order)::
 
@@ -33,13 +33,13 @@ _OF_IMAGES: Dims = (*OF_TOKENS, (Factor(Axis.PLAIN, -1),))
 def number_places(
     law: Placed, images: Images | None, value: Callable[[fx.Node], Any], sizes: Mapping[Any, int]
 ) -> Tensor:
-    """int64 [B, T]: equal at places whose vectors are one, -1 where the embedding of the token stands.
+    """Return int64 [B, T]: equal at places with equal vectors, -1 at embedded tokens.
 
     Args:
-        law: Where vectors stand, and whose.
+        law: The places and sources of vectors.
         images: The images behind them; without, each vector is known by its place alone and is shared with none.
         value: Gives the full value of a function of the inputs.
-        sizes: What the call gives to symbols.
+        sizes: Values of symbols in the call.
 
     Raises:
         RuntimeError: There are more places than vectors, which eager mode refuses as well.

@@ -13,7 +13,7 @@ __all__ = ["Cause", "Reason"]
 
 
 class Cause(Enum):
-    """What keeps a call on rows; code decides by this, people read the text."""
+    """Name the reason for a call on rows; code decides by this, people read the text."""
 
     NO_TOKENS = "no token ids in the graph"
     NO_ATTENTION = "no attention in the graph"
@@ -41,10 +41,10 @@ class Reason:
 
     Attributes:
         cause: by which code decides.
-        text: for people; "" for a graph without token ids, of which nothing is said.
+        text: for people; "" for a graph without token ids, which is not reported.
         operator_code: the code of the operator that the text names, where it names one.
-        note: of a graph without attention: notes, of the tensors and the results of a call, by what the tokens of its
-            outputs are told apart, for the graphs behind it.
+        note: of a graph without attention: notes the keys of its outputs for later graphs, from the tensors and the
+            results of a call.
     """
 
     cause: Cause
@@ -57,7 +57,10 @@ class Reason:
 
     @property
     def code(self) -> str:
-        """The stable code, see ``treefx.reason_codes``: that of an operator is more exact than that of the call."""
+        """Return the stable code, see ``treefx.reason_codes``.
+
+        The code of an operator is more exact than that of the call.
+        """
         return self.operator_code or code_of_cause(self.cause.name)
 
     @property

@@ -1,4 +1,4 @@
-"""Where the calls of one graph report, and what the inspector sees of them."""
+"""Collect reports of one graph's calls for the inspector."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Records"]
 
 
 class Records:
-    """The reports of one graph, the one of this thread's call current, and the graphs that ran.
+    """Hold the reports of one graph, this thread's call current, and the graphs that ran.
 
     Args:
         gm: Dynamo's graph.
@@ -43,7 +43,7 @@ class Records:
         self.report.count_call()
 
     def count_rows(self, raw_tokens: int, tokens: int, prefixes: Prefixes | None, ids: Tensor | None = None) -> None:
-        """A call of rows, and what it runs; calls without gradients (a reference model, sampling) are of no step."""
+        """Count a call of rows; calls without gradients (sampling) belong to no step."""
         self.report.raw_tokens, self.report.tokens = raw_tokens, tokens
         self.report.distinct_tokens = None if prefixes is None else len(prefixes)
         version, self._current.version = getattr(self._current, "version", None), None  # a call may run twice
@@ -76,7 +76,7 @@ class Records:
         log_compiled(executable)
 
     def show(self, executable: Executable) -> None:
-        """Let the inspector see what runs."""
+        """Publish the running graphs to the inspector."""
         for stage in ("rewritten", "forward", "backward"):
             self._graphs.pop(stage, None)
         self._graphs.update(executable.graphs)

@@ -1,4 +1,4 @@
-"""What treefx did, graph by graph: the facts behind ``treefx.inspect``."""
+"""Record facts of each graph, for ``treefx.inspect``."""
 
 from __future__ import annotations
 
@@ -43,15 +43,18 @@ Parameters: TypeAlias = MutableMapping[Tensor, None]
 NO_ATTENTION = "the graph has no attention or recurrence, so that running it on distinct tokens would not pay"
 """Why a graph with token ids runs on rows that holds little but lookups."""
 NO_IDS = (
-    "no input [B, T] of the graph is looked up in an embedding, so nothing tells which positions are the same "
-    "token; ids [T] without a dimension of rows run as they are (ids[None] is a row)"
+    "no input [B, T] of the graph is looked up in an embedding, so no input shows which positions are the same "
+    "token; ids [T] without a dimension of rows run unchanged (ids[None] is a row)"
 )
-"""Why a graph with weights runs as it is, where no graph break explains it."""
+"""Why a graph with weights runs unchanged, where no graph break explains it."""
 
 
 @dataclass
 class GraphReport:
-    """One graph of Dynamo. Counters grow over calls; the token figures are those of the last call."""
+    """Report one graph of Dynamo.
+
+    Counters grow over calls; the token figures are those of the last call.
+    """
 
     has_tokens: bool = False
     raw_tokens: int = 0
@@ -63,7 +66,7 @@ class GraphReport:
     rows: CallRows | None = None
     """The token ids of the last call, where it ran on rows for a reason: counted when they are asked for."""
     head_tokens: int | None = None
-    """Positions that the LM head of a converted model ran on in the last call; None where nobody counts them."""
+    """Positions that the LM head of a converted model ran on in the last call; None if not counted."""
     rows_of_call: int = 0
     """Which call ``rows`` are of, counted from 1."""
     attention_layers: int = 0
@@ -77,11 +80,11 @@ class GraphReport:
     reason: Reason | None = None
     """Why the last call did not run packed, or None. Low sharing is a choice, not a reason."""
     ran: str = "nothing"
-    """"packed", "ordinary" or "nothing": what the last call ran."""
+    """"packed", "ordinary" or "nothing": the kind of the last run."""
     way: Literal["rows", "forest", "converted"] = "rows"
-    """What the last call was given: rows [B, T] to a compiled graph, a forest, or rows to a converted model."""
+    """The last call's input: rows [B, T] to a compiled graph, a forest, or rows to a converted model."""
     feeds_others: bool = False
-    """Whether the last call had no attention, and left to graphs behind it by what its tokens are told apart."""
+    """Whether the last call had no attention, and noted its tokens' keys for later graphs."""
     cut: str | None = None
     """The graph break that keeps token ids or attention away from the graph; None without one."""
     calls_on_rows: int = 0
@@ -109,7 +112,7 @@ class GraphReport:
     """The model in the record of the run; None where there is none."""
 
     def count_call(self) -> None:
-        """Count a call and note its place among all calls; log the one before it, whose figures are complete now."""
+        """Count a call and note its number; log the previous one, whose figures are complete."""
         if self.calls:
             self.log.calls.append(self.logged())
         self.log.seconds, self.log.compiles_before = None, self.compiles
@@ -128,7 +131,7 @@ class GraphReport:
         self.rows, self.rows_of_call = rows, self.calls if rows is not None else 0
 
     def note_analysis(self, analysis: Analysis) -> None:
-        """Note what an analysis proved of the graph that is about to run."""
+        """Note the proofs of an analysis of the graph about to run."""
         self.has_tokens = True
         self.attention_layers = len(analysis.attentions) + analysis.attentions_on_rows
         self.attention_rewritten, self.recurrences_rewritten = len(analysis.attentions), analysis.recurrences
@@ -136,13 +139,16 @@ class GraphReport:
         self.expansions = [{**asdict(item), "code": item.code} for item in analysis.expansions]
 
     def note_block(self) -> None:
-        """Note that the graph got the distinct tokens and their tree: the report of the converted model has figures."""
+        """Note that the graph got distinct tokens and their tree.
+
+        The report of the converted model has the figures.
+        """
         self.ran, self.way, self.reason, self.has_tokens = "packed", "converted", None, False
         self.attention_layers = self.attention_rewritten = self.recurrences_rewritten = self.products_on_rows = 0
         self.expansions = []
 
     def note_rows(self, reason: Reason | None) -> None:
-        """Note that the call runs every row: for a reason, or (None) because its rows share too little.
+        """Note that the call runs every row: for a reason, or (None) because it shares too little.
 
         Figures of the tokens stay only in the second case, where the call counted them before.
         """
@@ -157,7 +163,7 @@ class GraphReport:
 
     @property
     def counts(self) -> Counts | None:
-        """The tokens of the last call and how many are distinct; counts them where that was left to do."""
+        """Return tokens and distinct tokens of the last call, counted lazily."""
         if self.ran == "packed":
             return Counts(self.raw_tokens, self.tokens) if self.tokens else None
         if self.distinct_tokens is not None:
@@ -190,7 +196,7 @@ class Reports:
         """Also of models that are gone, where the run is recorded."""
 
     def of(self, parameters: Sequence[Tensor]) -> GraphReport:
-        """The report of the model whose parameters these are; the first one stands for the model."""
+        """Return the report of the model with these parameters; the first one identifies it."""
         known = self._by_model.get(parameters[0]) if parameters else self._without_parameters
         if known is not None:
             return known
@@ -214,7 +220,7 @@ class Reports:
 
 
 class ReportingGraph(Protocol):
-    """What the backend returns to Dynamo for one graph, as the inspector sees it."""
+    """Define the inspector's view of a graph that the backend returned to Dynamo."""
 
     config: Config
 
@@ -229,7 +235,7 @@ class ReportingGraph(Protocol):
 
 @dataclass(eq=False)
 class KeptGraph:
-    """What is read of hooks, without their model."""
+    """Hold the facts of hooks without their model."""
 
     config: Config
     reports: list[GraphReport]
@@ -253,7 +259,7 @@ def register(graph: ReportingGraph, kept: ReportingGraph | None = None) -> None:
 
     Args:
         graph: Of Dynamo, or the hooks of a converted model.
-        kept: What stands for it in the record of the run, where it holds the model.
+        kept: Replacement in the record of the run, if the graph holds the model.
     """
     _graphs[:] = [ref for ref in _graphs if ref() is not None]
     _graphs.append(weakref.ref(graph))
@@ -262,7 +268,7 @@ def register(graph: ReportingGraph, kept: ReportingGraph | None = None) -> None:
 
 
 def models_of_the_run() -> list[tuple[str, list[Run]]]:
-    """The models of a recorded run: their classes, and what ran with each in the order it was compiled."""
+    """List the models of a recorded run: their classes, and their runs in order."""
     found: dict[ModelKey, list[Run]] = {}
     for graph in RECORD.graphs:
         for report in graph.reports:
@@ -272,7 +278,7 @@ def models_of_the_run() -> list[tuple[str, list[Run]]]:
 
 
 def find(parameters: Iterable[Tensor]) -> list[Run]:
-    """What ran with any of the given tensors, in the order it was compiled."""
+    """List runs with any of the given tensors, in order of compilation."""
     wanted = list(parameters)
     alive = [graph for ref in _graphs if (graph := ref()) is not None]
     return [

@@ -1,6 +1,7 @@
-"""Graphs and reports of all models of a process, also of those that are gone when it ends: ``treefx run --report``.
+"""Keep graphs and reports of all models of a process: ``treefx run --report``.
 
-Elsewhere reports go with their models, and graphs with what Dynamo keeps. Nothing here holds a parameter or a model.
+Elsewhere reports are freed with their models, and graphs with Dynamo's caches. Nothing here holds a parameter or a
+model.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RunRecord:
         self._count = itertools.count()
 
     def key_of(self, parameters: Iterable[Tensor], name: str = "") -> ModelKey | None:
-        """The model with any of these parameters, or the compiled object that is being called; None if this is off.
+        """Return the key of a model by parameters or compiled object; None if this is off.
 
         Args:
             parameters: Of one graph.

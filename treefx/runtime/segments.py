@@ -1,4 +1,4 @@
-"""Segments of a call: whether its values are such as the masks of the graph take them to be, and where each begins."""
+"""Find segments of a call, and check its values against the masks of the graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["find_starts", "has_gaps"]
 
 
 def find_starts(analysis: Analysis, grid: Grid) -> Tensor | None:
-    """Where segments start, bool [B, T]; None where the rows of a call are no segments, or one each.
+    """Return the starts of segments, bool [B, T]; None if rows are single segments or none.
 
-    All values that masks compare must change at the same places and never come back to what they were (and be the
-    column of that place where the caller's mask gives them), and those that they count by must go up by one elsewhere.
+    All values that masks compare must change at the same places and never return to an earlier value (and be the column
+    of that place where the caller's mask gives them), and those that they count by must go up by one elsewhere.
 
     Args:
         analysis: One that takes rows to be packed.
@@ -38,14 +38,17 @@ def find_starts(analysis: Analysis, grid: Grid) -> Tensor | None:
 
 
 def _begins(x: Tensor, starts: Tensor) -> bool:
-    """Whether each segment has the number of its first column, or that behind the last one: it then sees nothing."""
+    """Return whether each segment has the number of its first column, or the one behind it.
+
+    In the latter case it sees nothing.
+    """
     width = x.shape[1]
     column = torch.arange(width, device=x.device)
     return bool(((x == column) | (x == width) | ~starts).all())
 
 
 def has_gaps(starts: Tensor, keep: Tensor) -> bool:
-    """Whether what some segment keeps is more than one run of columns.
+    """Return whether a segment keeps more than one run of columns.
 
     Args:
         starts: bool [B, T], where segments start.
@@ -64,5 +67,5 @@ def _changes(x: Tensor) -> Tensor:
 
 
 def _comes_again(x: Tensor, changes: Tensor) -> bool:
-    """Whether two runs of one row are of the same value: there are then fewer values than runs."""
+    """Return whether two runs of a row have one value: fewer values than runs."""
     return not torch.equal(_changes(x.sort(1).values).sum(1), changes.sum(1))

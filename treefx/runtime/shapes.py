@@ -1,8 +1,8 @@
-"""What is known and compiled for batches of all sizes, or of one, shared by all graphs of Dynamo that compute the same.
+"""Cache compiled cases for all sizes or one, shared by graphs with equal computation.
 
-Dynamo captures a model anew when it finds that a size changes, and may from then on take the new graph for batches that
-the old one was compiled for. The two become equal graphs as soon as their sizes are filled in or named; so shapes are
-kept by what the graph computes, and a batch like one seen before compiles nothing, whichever graph it comes through.
+Dynamo recaptures a model when a size changes, and may then use the new graph for batches that the old one was compiled
+for. The two become equal graphs as soon as their sizes are filled in or named; so the cache is keyed by the
+computation, and a repeated batch compiles nothing, through any graph.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Executable:
     """A compiled variant, good for the numbers of tokens that its conditions admit.
 
     Attributes:
-        rewritten: What was compiled.
+        rewritten: The rewritten graph.
         graphs: Its stages for the inspector: "rewritten", and "forward" and "backward" as the inner compiler got them.
         run: The compiled function of tensors, metadata of the batch and number of tokens.
-        seconds: What each pass that rewrote or compiled it took.
+        seconds: Seconds of each pass that rewrote or compiled it.
     """
 
     def __init__(self, analysis: Analysis, variant: Variant, args: Sequence[Tensor], passes: Sequence[Pass]) -> None:
@@ -63,12 +63,12 @@ class Executable:
 
 
 class Shape:
-    """An analysis, and what was compiled from it.
+    """Hold an analysis, and the code compiled from it.
 
     Args:
-        analysis: Of a graph whose token axes are known.
+        analysis: Analysis of a graph with known token axes.
         args: The tensors it was made with; the values of some buffers among them may have entered a proof.
-        outputs: What callers use of the graph.
+        outputs: Callers' use of the graph's outputs.
         key: Equal for graphs and tensors that compiled code cannot tell apart.
     """
 
@@ -88,7 +88,10 @@ class Shape:
         return find_starts(self.analysis, self.grid(self.analysis.known.with_parts(args), on_host=True)) is not None
 
     def serves(self, args: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-        """Whether code compiled from the analysis may run this many tokens: all its graphs answer for one hint."""
+        """Return whether code of the analysis may run this many tokens.
+
+        All its graphs were made for one hint.
+        """
         batch = self.analysis.batch
         return batch is None or batch.count is None or batch.admits(*sizes, given=batch.values(args))
 
@@ -98,7 +101,7 @@ class Shape:
 
     @property
     def rewrites(self) -> list[Rewritten]:
-        """What was rewritten so far, in no particular order."""
+        """Return the rewritten graphs, in no particular order."""
         return [item.rewritten for found in list(self._executables.values()) for item in found]
 
     def executable(
@@ -109,7 +112,10 @@ class Shape:
         passes: Sequence[Pass],
         compiled: Callable[[Executable], None],
     ) -> Executable:
-        """What runs a variant for a number of tokens (and sizes of a cut); ``compiled`` is told of a new one."""
+        """Return the executable of a variant for a number of tokens (and sizes of a cut).
+
+        ``compiled`` is called with a new one.
+        """
         known = self._executables.setdefault((variant, *process_state()), [])
         values = self.analysis.values(args)
         found = _admitting(known, sizes, values)
@@ -141,7 +147,10 @@ class Unfit(Exception):
 
 
 class Outgrown(Exception):
-    """Compiled code asked something of the number of tokens that does not hold in a call: it needs another analysis."""
+    """Raised when compiled code guarded a token count that a call violates.
+
+    The call needs another analysis.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(sizes)
@@ -154,14 +163,14 @@ def _admitting(known: Sequence[Executable], sizes: Sequence[int], values: Mappin
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a shape does not run packed, and what that was proved with."""
+    """Hold why a shape does not run packed, and the proof."""
 
     reason: Reason
     proof: Proof = field(default_factory=Proof)
     unless: BatchSizes | None = None
     """Conditions under which it does not hold; without, it holds for all calls of its key."""
     within: BatchSizes | None = None
-    """Conditions under which alone it holds: those of an analysis beside it, which other sizes have not seen."""
+    """Conditions under which alone it holds: those of a second analysis, untested for other sizes."""
 
     def admits(self, args: Sequence[Tensor]) -> bool:
         """Whether it holds for a call of its key."""
@@ -171,7 +180,7 @@ class Refusal:
 
 
 class KnownShapes:
-    """What is known for the shapes of one graph: shapes and refusals, each as long as its proof holds.
+    """Cache shapes and refusals of one graph, each as long as its proof holds.
 
     Where there are as many shapes as may be, a further one is refused when it comes for the first time (of shapes that
     never come again none would pay for its compilation), and takes the place of the one that was used the longest time
@@ -194,7 +203,7 @@ class KnownShapes:
         return [item for known in list(self._known.values()) for item in known if isinstance(item, Shape)]
 
     def find(self, key: tuple[Any, ...], args: Sequence[Tensor], sizes: Sequence[int] = ()) -> Shape | Refusal | None:
-        """What is known for a key, for the buffers among these tensors, and for a number of tokens if one is given."""
+        """Look up a key for these tensors, and for a number of tokens if one is given."""
         known = self._known.get(key, ())
         admitting = [item for item in known if item.admits(args) and item.proof.holds(args)]
         found = next((x for x in admitting if not sizes or isinstance(x, Shape) and x.serves(args, sizes)), None)
@@ -216,7 +225,7 @@ class KnownShapes:
         *,
         always: bool = False,
     ) -> Shape | Refusal:
-        """Find out about a key: all there is, the best first, the last for calls that no other one admits.
+        """Analyse a key: return all candidates, best first, the last for any other call.
 
         ``always`` analyses a shape however many were refused.
         """
@@ -266,7 +275,7 @@ def layout_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def proof_of(analysis: Analysis, args: Sequence[Tensor]) -> Proof:
-    """What an analysis of these tensors has read of them."""
+    """Return the values of these tensors that an analysis has read."""
     return Proof(args, () if analysis.constants is None else analysis.constants.read)
 
 
@@ -281,9 +290,9 @@ def share_shape(
     Args:
         analysis: A new analysis.
         args: The tensors of the call.
-        sizes: What it has to serve, if a number of tokens (and sizes of a cut) is known.
+        sizes: Sizes it has to accept, if a number of tokens (and sizes of a cut) is known.
         outputs: For a new shape.
-        settings: What else decides about the compiled code: options, facts proved from the inputs.
+        settings: Further inputs of compilation: options, facts proved from the inputs.
     """
     keys = map(tensor_key, args) if analysis.batch is None else analysis.batch.keys(args)
     key = (fingerprint(analysis.gm), tuple(analysis.roles), analysis.segmented, *keys, *process_state(), *settings)
@@ -297,5 +306,5 @@ def share_shape(
 
 
 def forget_shapes() -> None:
-    """Share nothing that was compiled so far; ``torch.compiler.reset`` asks for it."""
+    """Drop all shared compiled code; called by ``torch.compiler.reset``."""
     _shapes.clear()

@@ -1,13 +1,13 @@
-"""What the calls of one optimizer step share, over all of them: what a trainer's order of rows lost.
+"""Count sharing over all calls of an optimizer step, and the loss by order of rows.
 
 A call computes its own distinct tokens once. Rows that share a prefix but come in different calls of a step compute it
 once a call. Here the distinct prefixes of all calls of a step are counted together, as if they had been one call.
 
-A step ends where the parameters change, so that nobody has to mark it: PyTorch tells of the steps of all its optimizers
-(some fused ones leave the versions of tensors as they are), and counts other changes in place (``Tensor._version``).
-A call of the very tensor of an earlier call of the step is left out: no optimizer step came between the two, and no
-order of rows would merge them. What changes weights behind PyTorch's back (``parameter.data``) is not seen; then, and
-in steps of more than `MOST_TOKENS` tokens, what is counted are pieces of that size.
+A step ends where the parameters change, so no caller has to mark it: PyTorch reports the steps of all its optimizers
+(some fused ones leave the versions of tensors unchanged), and counts other changes in place (``Tensor._version``). A
+call of the very tensor of an earlier call of the step is left out: no optimizer step came between the two, and no order
+of rows would merge them. Changes behind PyTorch's back (``parameter.data``) are not seen; then, and in steps of more
+than `MOST_TOKENS` tokens, pieces of that size are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from treefx.runtime.kept.optimizer_clock import steps_taken
 __all__ = ["MOST_TOKENS", "StepSharing", "Steps", "steps_of", "version_of"]
 
 MOST_TOKENS = 2**22
-"""Distinct tokens that are remembered of one step: eight bytes each, or what tells them apart where none is shared."""
+"""Most distinct tokens remembered of a step: eight bytes each, or their keys if none is shared."""
 
 
 _MOST_INPUTS = 64
@@ -86,7 +86,7 @@ class _Window:
         return False
 
     def sharing(self) -> StepSharing:
-        """Counted when somebody asks: it numbers and sorts the prefixes."""
+        """Count lazily: it numbers and sorts the prefixes."""
         distinct = np.unique(np.concatenate([prefixes.numbers for prefixes in self.prefixes]))
         self.prefixes = [Prefixes(len(distinct), lambda: distinct)]
         return StepSharing(self.calls, self.raw_tokens, self.tokens, len(distinct), self.repeats)
@@ -128,7 +128,7 @@ class Steps:
         now.prefixes.append(prefixes)
 
     def last(self, version: int) -> StepSharing | None:
-        """The last step that is complete, or the one under way if there is none; None if nothing was counted."""
+        """Return the last complete step, or the running one; None if nothing was counted."""
         complete = self._now is not None and self._now.version != version
         window = self._now if complete or self._before is None else self._before
         return None if window is None else window.sharing()
@@ -145,7 +145,7 @@ _by_model: MutableMapping[Tensor, Steps] = WeakIdKeyDictionary()
 
 
 def steps_of(parameters: Sequence[Tensor]) -> Steps:
-    """Those of the model whose first parameter this is: all its graphs count together."""
+    """Return the step counts of a model by its first parameter; its graphs count together."""
     if not parameters:
         return Steps()
     return _by_model.setdefault(parameters[0], Steps())

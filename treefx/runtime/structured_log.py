@@ -1,4 +1,4 @@
-"""Artifacts of compilations for PyTorch's structured log: ``TORCH_TRACE=folder``, read by tlparse.
+"""Write artifacts to PyTorch's structured log: ``TORCH_TRACE=folder``, for tlparse.
 
 Calls of a compiled graph may come long after Dynamo has captured it, so these records name no frame of Dynamo.
 """
@@ -18,7 +18,7 @@ __all__ = ["log_compiled"]
 
 
 def log_compiled(executable: Executable) -> None:
-    """Log what was decided of a graph, the graphs that were compiled, and the distinct kernels of its attentions."""
+    """Log decisions on a graph, its compiled graphs, and its attentions' distinct kernels."""
     if not trace_log.handlers:
         return
     analysis = executable.rewritten.analysis

@@ -1,8 +1,8 @@
-"""One number per token in place of all that an input holds of it: equal where, and only where, the bits are equal.
+"""Number tokens by all bits of an input: equal numbers iff equal bits.
 
-An input ``[B, T, ...]`` or ``[k, B, T]`` (recorded expert routes, vectors, planes of positions) tells tokens apart as
-ids do. Each token's bits are hashed in one pass over memory, then tokens of equal hashes are compared bit by bit; where
-two of them differ the hashes are made again with other factors.
+An input ``[B, T, ...]`` or ``[k, B, T]`` (recorded expert routes, vectors, planes of positions) distinguishes tokens as
+ids do. Each token's bits are hashed in one pass over memory, then tokens of equal hashes are compared bit by bit; after
+a collision the hashes are recomputed with other factors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _CHUNK = 1 << 22
 
 
 def number_tokens(x: Tensor, dims: Dims) -> Tensor:
-    """Values [B, T] that are equal where the bits of an input's tokens are; of one number per token, that number.
+    """Return values [B, T] that are equal iff the bits of an input's tokens are.
+
+    For an input of one number per token, that number.
 
     0.0 and -0.0 differ, as do NaNs of other bits; an input without any number is equal at all tokens.
 

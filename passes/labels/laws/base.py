@@ -1,4 +1,4 @@
-"""Token-wise laws: for each operator, how the labelled dimensions of its result follow from those of its operands.
+"""Define token-wise laws: labelled dimensions of results from those of operands.
 
 A law is a function ``(call) -> Fact``; its docstring is one sentence of mathematics. It holds for values computed
 once per distinct token exactly as for values computed on rows, because no law lets an element depend on another
@@ -88,7 +88,10 @@ _FAMILIES: list[tuple[Callable[[Any], bool], Law]] = []
 
 
 def law(*targets: Any, of: Kind | None = None) -> Callable[[Law], Law]:
-    """Register a law for operators, of a kind of operands where one is given; a packet stands for all its overloads."""
+    """Register a law for operators, or for a kind of operands.
+
+    A packet stands for all its overloads.
+    """
 
     def register(function: Law) -> Law:
         for target in targets:
@@ -121,7 +124,7 @@ def find_law(target: Any, of: Kind | None = None) -> Law | None:
 
 
 def aligned(call: Call, node: fx.Node, dims: Dims) -> None:
-    """Check that an invariant operand may take part next to labelled dimensions (right-aligned).
+    """Check that an invariant operand fits next to labelled dimensions (right-aligned).
 
     Along a token axis it is read at the token's column; along a row axis it must not vary.
 
@@ -143,5 +146,5 @@ def aligned(call: Call, node: fx.Node, dims: Dims) -> None:
 
 
 def reads_columns(node: fx.Node) -> bool:
-    """Whether a labelled operator reads an invariant operand at its tokens' columns: ``aligned`` found one."""
+    """Return whether a labelled operator reads an invariant operand at columns of tokens."""
     return _AT_COLUMNS in node.meta

@@ -1,4 +1,4 @@
-"""Laws of a mixture of experts: sort the (token, choice) slots by expert, multiply by groups, and undo the sort.
+"""Define laws of mixtures of experts: sort slots, grouped products, inverse sort.
 
 The sort mixes tokens, but only as a permutation: every slot keeps its token, and the inverse permutation restores the
 order. The histogram of experts is a statistic of the batch; nothing but a grouped product may read it, since packed and
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class SlotRole(enum.Enum):
-    """What a one-dimensional value over slots holds."""
+    """Name the content of a one-dimensional value over slots."""
 
     ORDER = "slot -> token * choices + choice"
     TOKEN = "slot -> token"
@@ -61,7 +61,7 @@ def statistic(call: Call) -> bool:
 
 @law(aten.sort)
 def sort(call: Call) -> Fact:
-    """A sort of all slots by expert is a permutation of slots: of those of the tokens that run, so it runs packed."""
+    """Label a sort of all slots by expert: a permutation of slots, so it runs packed."""
     source = call.node_arg(0)
     dims = call.dims(source)
     if len(dims) != 1 or not algebra.has_tokens(dims[0]):
@@ -88,7 +88,7 @@ def floor_divide(call: Call) -> Fact:
 
 @law(aten.index)
 def index(call: Call) -> Fact:
-    """Reading through an order, its tokens or its inverse moves between tokens and slots; or a table lookup."""
+    """Label reads through an order, its tokens or its inverse; or a table lookup."""
     source, indices = call.node.args[:2]
     assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
     given = [item for item in indices if isinstance(item, fx.Node)]
@@ -147,7 +147,7 @@ def histogram(call: Call) -> Fact:
 
 
 def of_statistic(call: Call) -> Fact:
-    """Running sums and casts of a statistic are statistics; a grouped product reads one as its offsets."""
+    """Label running sums and casts of a statistic; a grouped product reads one as offsets."""
     target = call.node.target
     if is_grouped(target):
         return _grouped_product(call)

@@ -1,6 +1,6 @@
-"""Laws of operators that run along features: gates, order statistics, windows of indices, norms over groups.
+"""Define laws along features: gates, order statistics, windows of indices, group norms.
 
-Each of them reads one token, so what it makes of a plain dimension is made once per distinct token.
+Each of them reads one token, so its plain dimensions are computed once per distinct token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def complex_(call: Call) -> Fact:
 
 @law(aten.log_sigmoid_forward)
 def log_sigmoid(call: Call) -> Fact:
-    """y[n] = log sigmoid(x[n]); the second result is kept for the backward, in whatever shape the device likes."""
+    """Label y[n] = log sigmoid(x[n]).
+
+    The second result is kept for the backward, in a device-dependent shape.
+    """
     part = pointwise(call)
     return Fact(part.kind, parts=(part, Fact(Kind.ROW, learned=part.learned)), learned=part.learned)
 
@@ -57,7 +60,7 @@ def bucket(call: Call) -> Fact:
 
 @law(aten.cummax, aten.cummin)
 def running_extreme(call: Call) -> Fact:
-    """The largest or smallest element so far along a plain dimension, and where it stands."""
+    """Label the running maximum or minimum along a plain dimension, and its place."""
     part = call.result(_resized(call, 1))
     return Fact(part.kind, parts=(part, part), learned=part.learned)
 
@@ -91,7 +94,7 @@ def _reduced(call: Call, position: int) -> Dims:
 
 @law(aten.index_fill, aten.index_add, aten.index_copy)
 def write(call: Call) -> Fact:
-    """x[n] with the entries at invariant indices of a plain dimension written over or added to."""
+    """Label x[n] with entries at invariant indices of a plain dimension replaced or added to."""
     target, dim, index = call.node.args[:3]
     assert isinstance(target, fx.Node) and isinstance(dim, int)
     values = [node for node in call.operands if node not in (target, index)]
@@ -106,7 +109,7 @@ def write(call: Call) -> Fact:
 
 
 def _same_elsewhere(left: Dims, right: Dims, dim: int) -> None:
-    """Check that two values run over the same tokens everywhere but along the plain dimension ``dim``."""
+    """Check that two values run over the same tokens, except along the plain dimension."""
     left, right = (algebra.resize(dims, dim, 1) for dims in (left, right))
     if any(not algebra.same_tokens(a, b) for a, b in zip(left, right, strict=True)):
         raise NoLaw("pairs different tokens")
@@ -137,7 +140,7 @@ def group_norm(call: Call) -> Fact:
 
 @law(aten._native_batch_norm_legit_no_training)
 def running_norm(call: Call) -> Fact:
-    """A normalisation by running statistics: the numbers of a channel, a plain second dimension."""
+    """Label a normalisation by running statistics of a channel, a plain second dimension."""
     source, *parameters = (item for item in call.node.args[:5] if isinstance(item, fx.Node))
     if any(call.labelled(item) for item in parameters):
         raise NoLaw("pairs different tokens")

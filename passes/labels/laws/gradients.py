@@ -1,8 +1,8 @@
-"""The law of gradients: what an operator's backward must be for the operator to run once per distinct token.
+"""State the law of gradients: which backwards allow one run per distinct token.
 
 A token that m rows share gets the sum g = g_1 + ... + g_m of their gradients, and its operator's backward b runs once,
 on g. The rows would have run it m times and added up: b(g_1) + ... + b(g_m). Both agree for all gradients if and only
-if b is **linear**, and b must not **count**: what it divides by may not be a number of tokens.
+if b is **linear**, and b must not **count**: its divisors may not be numbers of tokens.
 
 The derivatives of PyTorch's own operators are linear by nature, since a derivative is a linear map; one of them counts
 (``embedding(scale_grad_by_freq=True)``). A backward that the user wrote may be anything: its operators are read one by
@@ -34,7 +34,7 @@ _FILLED = {
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether PyTorch says that an operator of its own is a function of single elements.
+    """Return whether PyTorch tags its own operator as a function of single elements.
 
     An operator of another library may say so too, but nothing is known of its backward.
     """
@@ -50,7 +50,7 @@ def counts_tokens(node: fx.Node) -> str | None:
 
 @functools.lru_cache(1024)
 def custom_function_reason(key: str) -> str | None:
-    """Why a user's ``autograd.Function`` cannot run once per distinct token; None where it can."""
+    """Return why a user's ``autograd.Function`` cannot run once per distinct token, or None."""
     forward, backward = bodies_of(key)
     if any(draws(node.target) for body in (forward, backward) for node in body.graph.nodes):
         return "is an autograd.Function that draws random numbers for every row"
@@ -65,7 +65,7 @@ def custom_function_reason(key: str) -> str | None:
 
 
 def _is_pointwise_body(body: fx.GraphModule) -> bool:
-    """Whether all values have the shape of the inputs, and each element is made of elements at its place."""
+    """Return whether all values have the inputs' shape and read elements at their own place."""
     shapes = [tuple(node.meta["val"].shape) for node in body.graph.find_nodes(op="placeholder")]
     if not shapes or any(shape != shapes[0] for shape in shapes):
         return False
@@ -175,7 +175,7 @@ def _filled(node: fx.Node, packet: Any) -> _Degree:
 
 
 def _sum(args: list[_Degree]) -> _Degree:
-    """x + y, x - y and a choice between them are linear if both are; so is one of them beside zero."""
+    """Combine x + y, x - y and choices: linear if both are, or one of them and zero."""
     if _OTHER in args:
         return _OTHER
     if _LINEAR in args:

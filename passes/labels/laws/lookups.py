@@ -31,7 +31,7 @@ def embedding(call: Call) -> Fact:
 
 @law(aten.embedding_renorm)
 def renormalised_table(call: Call) -> Fact:
-    """The table with the rows that the batch looks up cut to a norm: a parameter changes, by what the batch holds."""
+    """Refuse a table whose rows a batch rescales to a norm: it changes a parameter."""
     raise NoLaw("rescales rows of the table in place (max_norm); max_norm=None keeps the table")
 
 
@@ -44,7 +44,7 @@ def _lookup(call: Call, table: Any, index: Any) -> Fact:
 
 @law(aten.index_select)
 def index_select(call: Call) -> Fact:
-    """A row of an invariant table per token, along the first dimension; or invariant indices of a plain one."""
+    """Label a row of an invariant table per token, or invariant indices of a plain dimension."""
     table, dim, index = call.node.args[:3]
     if call.labelled(table) and not call.labelled(index):
         assert isinstance(table, fx.Node) and isinstance(dim, int)
@@ -80,7 +80,7 @@ def gather(call: Call) -> Fact:
 
 
 def reads_table(node: fx.Node) -> bool:
-    """Whether a gather reads an invariant value along the dimension in which its index has the tokens."""
+    """Return whether a gather reads an invariant along the dimension with the tokens."""
     source, dim, index = node.args[:3]
     assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
     dims = fact_of(index).dims
@@ -88,7 +88,7 @@ def reads_table(node: fx.Node) -> bool:
 
 
 def _entries(call: Call, table: fx.Node, dims: Dims, dim: int) -> Fact:
-    """y[n, i] = x[index[n, i], i], of a table that is the same for all rows: sines and cosines by position, say."""
+    """Label y[n, i] = x[index[n, i], i] of an invariant table: sines by position, say."""
     for d, factors in enumerate(dims):
         axes = {factor.axis for factor in factors} - {Axis.PLAIN}
         if d != dim and axes and (axes != {Axis.ROW} or not is_uniform(table, d)):
@@ -97,7 +97,10 @@ def _entries(call: Call, table: fx.Node, dims: Dims, dim: int) -> Fact:
 
 
 def _is_table_of_pairs(source: Dims, index: Dims, dim: int) -> bool:
-    """Whether an invariant index [.., T, T] picks a feature of each query for each key (by their distance, say)."""
+    """Return whether an invariant index [.., T, T] picks a feature per query and key.
+
+    By their distance, say.
+    """
     shape = [algebra.extent(item) for item in source]
     tokens = [factor.axis for factor in source[-2]] if len(source) > 2 else []
     same = [algebra.extent(item) for item in index[:-1]] == shape[:-1] and not algebra.has_tokens(source[-1])
@@ -106,7 +109,10 @@ def _is_table_of_pairs(source: Dims, index: Dims, dim: int) -> bool:
 
 @law(aten.scatter, aten.scatter_add)
 def scatter(call: Call) -> Fact:
-    """x[n, index[n, i]] = y[n, i] along a plain dimension; an invariant x is read at the token's column."""
+    """Label x[n, index[n, i]] = y[n, i] along a plain dimension.
+
+    An invariant x is read at the token's column.
+    """
     source, dim, index, *values = call.node.args[:4]
     assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
     if not all(call.labelled(item) for item in (index, *values) if isinstance(item, fx.Node)):

@@ -27,7 +27,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Pick:
-    """Entries of a packed value picked per row and token; ``ignore_index`` marks targets that nobody reads."""
+    """Hold entries of a packed value picked per row and token.
+
+    ``ignore_index`` marks unused targets.
+    """
 
     ignore_index: int | None
 
@@ -48,7 +51,10 @@ def find_sink(call: Call) -> Fact | None:
 
 
 def _nll_loss(call: Call, dims: Dims | None) -> Fact:
-    """loss = - sum_i w_i x[i, target_i]; the class dimension is the last of two, or the second of more."""
+    """Label loss = - sum_i w_i x[i, target_i].
+
+    The class dimension is the last of two, or the second of more.
+    """
     source, target, weight = call.node_arg(0), *call.node.args[1:3]
     if weight is not None or not isinstance(target, fx.Node) or fact_of(target).kind is Kind.PACKED:
         raise NoLaw("a weighted loss, or targets made of hidden states")

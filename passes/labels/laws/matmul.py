@@ -1,4 +1,7 @@
-"""Laws of matrix products; those with attention probabilities are in ``treefx.passes.scores.attention_laws``."""
+"""Define laws of matrix products without attention probabilities.
+
+The others are in ``treefx.passes.scores.attention_laws``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """The law of a product per token of some vectors with all keys of its row: keys are repeated for each query."""
+    """Mark a product of a token's vectors with all keys of its row, repeated per query."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ def bmm(call: Call) -> Fact:
 
 
 def _repeats_keys(a: Dims, b: Dims) -> bool:
-    """Whether vectors of one token [B * T, n, D] meet all keys of its row, repeated for each query [B * T, D, T]."""
+    """Return whether vectors of one token meet all keys of its row, repeated per query.
+
+    Vectors are [B * T, n, D], keys [B * T, D, T].
+    """
     queries, keys = [f.axis for f in a[0]], [f.axis for f in b[0]]
     repeated = keys == [Axis.ROW, Axis.PLAIN] and b[0][1].repeated and queries == [Axis.ROW, Axis.TOKEN]
     if not repeated or [f.size for f in a[0]] != [f.size for f in b[0]] or [f.axis for f in b[2]] != [Axis.TOKEN]:
@@ -105,13 +111,16 @@ def _repeats_keys(a: Dims, b: Dims) -> bool:
 
 
 def _weighs_keys(a: Dims, b: Dims) -> bool:
-    """Whether a token's scores [B * T, heads, T] are summed over heads, with its weights [B * T, n, heads]."""
+    """Return whether a token's scores [B * T, heads, T] are summed with weights over heads.
+
+    Weights are [B * T, n, heads].
+    """
     tokens = token_axes((a[0],)) == {Axis.ROW, Axis.TOKEN}
     return tokens and not algebra.has_tokens(a[1]) and algebra.is_keys(b[2])
 
 
 def _of_scores(call: Call) -> Fact:
-    """What is made of attention scores is for those to say who lift them."""
+    """Leave functions of attention scores to the laws that lift them."""
     found = find_law(call.node.target, of=Kind.SCORE)
     if found is None:
         raise NoLaw("multiplies attention scores")
@@ -119,7 +128,10 @@ def _of_scores(call: Call) -> Fact:
 
 
 def ends_in_tokens(dim: tuple[Factor, ...]) -> bool:
-    """Whether a dimension runs over tokens, for each of some heads (query groups merged with the queries)."""
+    """Return whether a dimension runs over tokens, for each of some heads.
+
+    Query groups may be merged with the queries.
+    """
     return [f.axis for f in dim][-1:] == [Axis.TOKEN] and not algebra.has_tokens(dim[:-1])
 
 
@@ -135,7 +147,10 @@ def _add(call: Call, dims: Dims) -> Fact:
 
 
 def _batched_by_invariant(call: Call, left: fx.Node, right: fx.Node) -> Dims:
-    """One operand is invariant: the other's batch may hold rows only where the invariant one does not vary."""
+    """Label a product with an invariant operand.
+
+    The other's batch may hold rows only where the invariant one does not vary.
+    """
     a, b = call.dims(left), call.dims(right)
     if algebra.has_tokens(a[2]) or algebra.has_tokens(b[1]):
         raise NoLaw("contracts over the tokens")

@@ -22,7 +22,10 @@ LEARNED = Fact(Kind.INVARIANT, learned=True)
 
 @law(aten.slice_scatter, aten.select_scatter)
 def overwrite(call: Call) -> Fact:
-    """x with y written over a part of a plain dimension; an invariant one of them is read at the token's column."""
+    """Label x with y written over a part of a plain dimension.
+
+    An invariant one of them is read at the token's column.
+    """
     target, piece = call.node_arg(0), call.node_arg(1)
     dim = call.arg(2, "dim", 0) % len(shape_of(target))
     selects = call.node.target is aten.select_scatter.default
@@ -41,7 +44,7 @@ def overwrite(call: Call) -> Fact:
 
 @law(aten.slice)
 def slice_(call: Call) -> Fact:
-    """A slice of a plain dimension is a plain dimension; one that keeps everything changes nothing."""
+    """Label a slice of a plain dimension; a slice of all changes nothing."""
     source = call.node_arg(0)
     dims, dim = call.dims(source), call.arg(1, "dim", 0)
     size = shape_of(call.node)[dim]
@@ -87,7 +90,7 @@ def split(call: Call) -> Fact:
 
 
 def nonempty_pieces(node: fx.Node) -> list[fx.Node]:
-    """What ``cat`` or ``stack`` joins, without the empty vectors that ``cat`` skips (a cache with no token yet)."""
+    """Return the pieces of ``cat`` or ``stack`` without the empty vectors that ``cat`` skips."""
     pieces: Any = node.args[0]
     return [piece for piece in pieces if tuple(shape_of(piece)) != (0,)]
 

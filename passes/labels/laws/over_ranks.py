@@ -1,4 +1,4 @@
-"""Laws of what ranks that share out the weights of a model tell each other: nothing of it mixes tokens."""
+"""Define laws of collectives over ranks that shard weights: none mixes tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ law(_ops.sum_over_ranks, _ops.same_on_ranks)(pointwise)
 
 @law(_ops.gather_pieces)
 def gather_pieces(call: Call) -> Fact:
-    """y[n] is x[n] of all ranks one behind the other along a plain dimension: they have the same tokens."""
+    """Label the concatenation over ranks of x[n], which have the same tokens."""
     dims, dim, ranks = call.dims(call.node_arg(0)), int(call.arg(1, "dim")), int(call.arg(2, "ranks"))
     return call.result(algebra.resize(dims, dim, algebra.extent(dims[dim]) * ranks))
 

@@ -1,4 +1,4 @@
-"""The law of ``masked_scatter``: vectors of images in place of the embeddings of some tokens.
+"""Define the law of ``masked_scatter``: image vectors in place of embeddings.
 
 The source holds one vector per place, in the order of the places over all rows, so a place is known by its number. That
 number, or the image that stands there (``treefx.passes.labels.images``), becomes part of the identity of the token.

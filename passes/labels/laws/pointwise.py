@@ -43,7 +43,7 @@ def lerp(call: Call) -> Fact:
 
 
 def _unlabelled(dims: Dims, target: Dims) -> Dims:
-    """An invariant operand's dimensions, those that run beside tokens taken as size one."""
+    """Return an invariant operand's dimensions, with size one for those next to tokens."""
     rank = len(target)
     kept = []
     for position, dim in enumerate(dims):
@@ -53,7 +53,7 @@ def _unlabelled(dims: Dims, target: Dims) -> Dims:
 
 
 def _pointwise_score(call: Call, labelled: list[fx.Node]) -> Fact:
-    """Scores may meet anything of their own shape: the lifter reads and proves it element by element."""
+    """Label scores with operands of their own shape, which the lifter reads and proves."""
     scores = [node for node in labelled if fact_of(node).kind is Kind.SCORE]
     own = algebra.broadcast([call.dims(node) for node in scores])
     shape = tuple(call.node.meta["val"].shape)
@@ -64,7 +64,7 @@ def _pointwise_score(call: Call, labelled: list[fx.Node]) -> Fact:
 
 @law(torch.ops.treefx.custom_function)
 def custom_function(call: Call) -> Fact:
-    """A user's autograd.Function whose bodies are pointwise, forward and backward, and its backward linear."""
+    """Label a user's autograd.Function with pointwise bodies and a linear backward."""
     reason = custom_function_reason(str(call.node.args[1]))
     if reason is not None:
         raise NoLaw(reason)

@@ -1,4 +1,4 @@
-"""Laws of operators along plain dimensions: reductions, softmaxes, selections, normalisations."""
+"""Define laws along plain dimensions: reductions, softmaxes, selections, norms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ aten = torch.ops.aten
 
 
 def check_statistic(call: Call) -> None:
-    """Check that a statistic of attention scores (their maximum over the keys) goes back to scores alone.
+    """Check that a statistic of attention scores only goes back to scores.
+
+    For instance, their maximum over the keys.
 
     Raises:
         NoLaw: The operator makes something else of it.
@@ -65,7 +67,7 @@ def _where(given: Any, rank: int) -> set[int]:
     aten.flip, aten.roll, aten.logcumsumexp,
 )  # fmt: skip
 def along_dimension(call: Call) -> Fact:
-    """A function along plain dimensions that keeps the shape. A softmax over keys is left to the lifter."""
+    """Label a function along plain dimensions; a softmax over keys is left to the lifter."""
     source = call.node_arg(0)
     dims = call.dims(source)
     given = call.arg(2, "dims") if call.node.target is aten.roll.default else call.arg(1, "dim")
@@ -83,7 +85,10 @@ def along_dimension(call: Call) -> Fact:
 
 
 def _is_causal_sum(call: Call, dim: tuple[Factor, ...]) -> bool:
-    """A running sum over a row's own tokens reads the past alone: it stays prefix-determined where computed in full."""
+    """Return whether a running sum over a row's tokens reads the past alone.
+
+    It stays prefix-determined where computed in full.
+    """
     whole = [factor.axis for factor in dim] == [Axis.TOKEN]
     return whole and call.result(()).kind is Kind.PREFIX
 

@@ -1,4 +1,4 @@
-"""Packed values seen through an index: logits that the loss shifts or flattens before it picks from them.
+"""Label packed values behind an index: logits that a loss shifts or flattens.
 
 ``logits[:, :-1]`` is no function of single tokens on ``[B, T]``, but it is ``entries[index]`` with packed
 ``entries`` [N, V] and ``index = token_of[:, :-1]``. Slices and views of the token dimensions act on the index,
@@ -30,13 +30,13 @@ _SCALINGS = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 
 @dataclass(frozen=True)
 class Reindexed:
-    """The value is ``entries[index]``, and its operator acts on one of them. All dimensions but the last are tokens."""
+    """Describe a value ``entries[index]``; all dimensions but the last are tokens."""
 
     on_index: bool
 
 
 def find_reindexed(call: Call) -> Fact | None:
-    """The fact of an operator on logits, or on such a value, that keeps this form; None for any other operator."""
+    """Return the fact of an operator that keeps an index form of logits; else None."""
     source = call.node.args[0] if call.node.args else None
     if not isinstance(source, fx.Node) or not all(node is source or _is_number(node) for node in call.operands):
         return None
@@ -79,7 +79,10 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def token_index(node: fx.Node, start: Tensor, sizes: Mapping[Any, int] | None = None) -> Tensor:
-    """The index of a value, replayed on a ``[B, T]`` table such as ``token_of``; beside the graph, for given sizes."""
+    """Replay the index of a value on a ``[B, T]`` table such as ``token_of``.
+
+    Outside of the graph, for given sizes.
+    """
     law = fact_of(node).law
     if not isinstance(law, Reindexed):
         return start
@@ -95,7 +98,10 @@ def token_index(node: fx.Node, start: Tensor, sizes: Mapping[Any, int] | None = 
 
 
 def reindexed_entries(node: fx.Node, base: Callable[[fx.Node], Tensor], number: Callable[[Any], Any]) -> Tensor:
-    """The packed entries [N, V] of a value; ``base`` gives those of the logits it comes from, ``number`` a factor."""
+    """Return the packed entries [N, V] of a value.
+
+    ``base`` gives those of its logits, ``number`` a factor.
+    """
     law = fact_of(node).law
     if not isinstance(law, Reindexed):
         return base(node)

@@ -269,10 +269,10 @@ def test_an_attention_function_that_does_more_is_refused(monkeypatch: pytest.Mon
         return 1.01 * out, weights
 
     monkeypatch.setitem(names, "eager_attention_forward", gated)
-    refuses(model, "computes something beside attention")
+    refuses(model, "computes more than attention")
 
 
-@pytest.mark.parametrize(("factor", "why"), [(1.01, "computes something beside attention"), (None, "TypeError: mine")])
+@pytest.mark.parametrize(("factor", "why"), [(1.01, "computes more than attention"), (None, "TypeError: mine")])
 def test_a_registered_function_is_compared_whatever_its_name(
     factor: float | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,9 @@
-"""Models whose backbone runs on distinct tokens in Python: eager, sharded, or compiled block by block.
+"""Run backbones on distinct tokens in Python: eager, sharded, or compiled by block.
 
-In: a model of transformers. Out: the same model; hooks at the module that takes the ids hand it the packed row of a
-call, and attention reads the tree. What it returns is rows to its callers and stays packed (``packed_rows``): LM head
-and log-probabilities run on distinct tokens (``row_laws``, ``row_views``), and whatever else reads it is given rows.
-What may run so is proved on a copy without weights (``skeleton``), as the backend proves it: rows are traced and
+In: a model of transformers. Out: the same model; hooks at the module that takes the ids pass it the packed row of a
+    call, and attention reads the tree. Its output is rows to its callers and stays packed (``packed_rows``): LM head
+    and log-probabilities run on distinct tokens (``row_laws``, ``row_views``), and all other readers get rows.
+    Exactness is proved on a copy without weights (``skeleton``), as the backend proves it: rows are traced and
 labelled, and masks lifted (``planner``, ``frame``, ``sizes``).
 
 Order of imports, each only of what stands before an arrow::

@@ -1,4 +1,4 @@
-"""The attentions of one traced model: what each computes, checked once, and stated for each call."""
+"""Hold the attentions of a traced model: checked once, stated for each call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Found:
     written: Mapping[str, Written]
 
     def stated(self, grid: Grid) -> dict[str, Stated]:
-        """What each computes in a call."""
+        """Return the scores of all attentions for a call."""
         return {
             name: Stated(x.score, reads_of(x, grid), x.scale, x.softcap, x.heads, x.has_sinks)
             for name, x in self.written.items()
@@ -52,7 +52,7 @@ class Attentions:
         self._known: weakref.WeakKeyDictionary[Shape, dict[frozenset[Expr], Found]] = weakref.WeakKeyDictionary()
 
     def of(self, shape: Shape, redundant: frozenset[Expr] = frozenset()) -> Found:
-        """What each attention module computes, where some conditions are not asked.
+        """Return the score of each attention module, without redundant conditions.
 
         Raises:
             UnsupportedError: A score is none that can be stated.
@@ -69,7 +69,7 @@ class Attentions:
         return known[redundant]
 
     def check(self, shape: Shape, grid: Grid) -> None:
-        """Check that the function of each module computes its score and nothing beside.
+        """Check that the function of each module computes its score and nothing else.
 
         Raises:
             UnsupportedError: One computes something else.
@@ -99,7 +99,10 @@ class Attentions:
 
 
 def _made_up(plane: tuple[str, Any]) -> Tensor:
-    """Numbers of five tokens of one sequence: truths are true, places count, others come in runs."""
+    """Make numbers of five tokens of one sequence, by the kind of plane.
+
+    Truths are true, places count, others come in runs.
+    """
     kind, source = plane
     place = torch.arange(5, dtype=torch.int32)
     if kind == "place":

@@ -1,4 +1,4 @@
-"""Branches of a model's own code on the size of a batch: on the packed row they must go as they went on rows."""
+"""Check branches on the size of a batch: the packed row must take the branches of rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Branches"]
 
 
 class Branches:
-    """What Dynamo has noted of sizes while it traced a graph.
+    """Hold Dynamo's guards on sizes from tracing a graph.
 
     Args:
         gm: Dynamo's graph; this is called where Dynamo calls a backend.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
     """
 
     def __init__(self, gm: fx.GraphModule, roles: list[str]) -> None:
@@ -31,7 +31,7 @@ class Branches:
         self._rows, self._columns = ({symbol for symbol in found if symbol is not None} for found in (rows, columns))
 
     def not_taken(self, tokens: int) -> str | None:
-        """What held for rows and does not hold for one row of so many tokens; None if all does."""
+        """Return a guard that held for rows and fails for one row of so many tokens, or None."""
         if self._fixed is not None:
             return f"a size is {self._fixed}"
         sizes = dict.fromkeys(self._rows, 1) | dict.fromkeys(self._columns, tokens)

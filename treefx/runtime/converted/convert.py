@@ -30,23 +30,23 @@ def convert(
 
     For models that do not reach one whole graph: sharded (``fully_shard``), in tensor or sequence parallelism
     (``parallelize_module``; PyTorch 2.13 compiles blocks of these for one size alone), compiled block by block, with
-    adapters, or in a trainer that calls the backbone itself. Convert before or after any of these. Calls stay as they
-    are: rows ``[B, T]`` with a mask, padded on either side, or packed rows whose positions restart. The backbone gets
-    the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the tree.
+    adapters, or in a trainer that calls the backbone itself. Convert before or after any of these. Calls stay
+    unchanged: rows ``[B, T]`` with a mask, padded on either side, or packed rows whose positions restart. The backbone
+        gets the distinct tokens as one row, and its attention (transformers' functions, any implementation) runs on the
+        tree.
 
     The backbone's outputs are expanded to rows ``[B, T, H]``; LM head and loss run on these. With ``pack_lm_head`` they
     are expanded when they are read: an LM head, caps, temperatures, softmaxes, and log-probabilities and entropies that
     are gathered of them (``cross_entropy``, ``log_softmax`` and ``gather``, ``logsumexp``) are computed once per
-    distinct token, and ``treefx.inspect(model).stats["head_tokens"]`` counts what the head ran on. Other functions, and
-    compiled ones, get rows. Gradients are those of rows either way.
+    distinct token, and ``treefx.inspect(model).stats["head_tokens"]`` counts the positions of the head. Other
+    functions, and compiled ones, get rows. Gradients are those of rows either way.
 
-    The first call of each kind proves, on a copy without weights, that the model computes on a tree what it computes on
-    rows. Without a proof the model runs on rows, and a warning names what stands against it: dropout, a hook below the
-    module that takes the ids, a tensor of tokens that its forward keeps in an attribute, a list or a buffer. Tensors
-    that depend on weights alone may be kept. Calls with a cache, a mask of four dimensions, embeddings in place of ids
-    or attention probabilities among the outputs run on rows, and so do batches that share too little;
-    ``treefx.inspect(model)`` says which and why. ``past_key_values`` of an output is None unless the call says
-    ``use_cache=True``.
+    The first call of each kind proves, on a copy without weights, that results on a tree equal those on rows. Without a
+    proof the model runs on rows, and a warning names the obstacle: dropout, a hook below the module that takes the ids,
+    a tensor of tokens that its forward keeps in an attribute, a list or a buffer. Tensors that depend on weights alone
+    may be kept. Calls with a cache, a mask of four dimensions, embeddings in place of ids or attention probabilities
+    among the outputs run on rows, and so do batches that share too little; ``treefx.inspect(model)`` says which and
+    why. ``past_key_values`` of an output is None unless the call says ``use_cache=True``.
 
     A second call of ``convert`` changes the options. ``treefx.unconvert`` undoes the first. Each attention module of a
     converted model gets a copy of its forward from the first packed call on; other models are not changed. Call the
@@ -56,12 +56,12 @@ def convert(
         model: A model of transformers, or one that holds one (PEFT).
         min_sharing: Positions of a batch per distinct token below which a call runs on rows.
         padding: Padding that sees no key, in front of a row or a whole window behind it, never runs; its hidden states
-            come back as zero. "auto": other padding runs, and what is computed there is exact. "drop": none runs.
+            come back as zero. "auto": other padding runs, with exact results. "drop": none runs.
         pack_lm_head: Compute LM head and log-probabilities on distinct tokens. Hidden states and logits then
             have no memory of rows until they are read. Ask for gradients of them (hooks, ``retain_grad``) before
             something is computed of them, and change them in place with PyTorch's functions alone, not through DLPack
             and not in a function that inductor compiles.
-        on_unsupported: What happens without a proof. "expand" and "fallback": the call runs on rows. "error": it
+        on_unsupported: Reaction to a missing proof. "expand" and "fallback": the call runs on rows. "error": it
             raises.
         lazy_outputs: The old name of ``pack_lm_head``.
 
@@ -70,8 +70,8 @@ def convert(
 
     Raises:
         ConfigError: No module of the model takes ids and holds attentions of transformers, or a bad option.
-        UnsupportedError: At a call with ``on_unsupported="error"``: there is no proof; the message names what stands
-            against it. At a first call: code that no trace shows has kept a tensor of distinct tokens.
+        UnsupportedError: At a call with ``on_unsupported="error"``: there is no proof; the message names the obstacle.
+            At a first call: code that no trace shows has kept a tensor of distinct tokens.
 
     Example:
         >>> treefx.convert(model)
@@ -98,7 +98,7 @@ def convert(
 
 
 def unconvert(model: nn.Module) -> nn.Module:
-    """Undo ``treefx.convert``: remove its hooks and attributes, and give attention modules their own forward back.
+    """Undo ``treefx.convert``: remove its hooks and attributes, and restore forwards.
 
     Call it between steps: blocks under checkpoints run again in the backward of a packed call.
 

@@ -1,7 +1,7 @@
-"""What stands around the blocks, tried out: on the packed row each block must get what it gets on rows, token by token.
+"""Test the code around the blocks: inputs on the packed row must equal those on rows.
 
 Blocks are proved by their graph (``sizes``); the code between them and the ids (embedding, positions, masks) decides
-from shapes and arguments in Python, and is run here on a few made-up rows with blocks that only note what they get. It
+from shapes and arguments in Python, and runs here on a few made-up rows with blocks that only record their inputs. It
 shows that positions left out are those of columns, that positions passed are the ones used, and that the tree reaches
 every block.
 """
@@ -31,13 +31,16 @@ _WEIGHTS = 16
 
 
 def packed_inputs(given: Mapping[str, Any], ids: Tensor, positions: Tensor, tree: Tensor) -> dict[str, Any]:
-    """The arguments of the module that takes the ids, for the packed row; ids and positions are [N]."""
+    """Return the arguments of the module that takes the ids, for the packed row.
+
+    Ids and positions are [N].
+    """
     changed = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": tree, "use_cache": False}
     return {**given, **changed}
 
 
 def blocks_of(model: nn.Module, attention: Mapping[str, nn.Module]) -> set[str]:
-    """The names of the blocks: what stands in a list of modules and holds an attention.
+    """Return the names of the blocks: entries of module lists that hold an attention.
 
     Raises:
         UnsupportedError: An attention stands in no list.
@@ -58,7 +61,7 @@ _FAILS = "the code around the blocks fails on a tree: {}: {}"
 
 
 def check_frame(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) -> None:
-    """Run a skeleton on made-up rows and on their packed row, and compare what the blocks get and what comes out.
+    """Run a skeleton on made-up rows and on their packed row; compare blocks and results.
 
     Args:
         owner: A skeleton of the module that takes the ids; its weights are undefined, and some are overwritten.
@@ -92,7 +95,7 @@ def _calls(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     masked, placed = given.get("attention_mask") is not None, given.get("position_ids") is not None
     ids = ids if masked else torch.where(ids == 0, torch.tensor([[9, 8, 0, 0, 0, 0]]), ids)
     row, column, end = (torch.tensor(x) for x in (_ROW, _COLUMN, _END))
-    if not masked:  # what was padding stands before the tree
+    if not masked:  # former padding stands before the tree
         first = torch.arange(_PADDING)
         row, column = torch.cat([first * 0, row]), torch.cat([first, column])
         end = torch.cat([first * 0 + len(row), end + _PADDING])
@@ -105,7 +108,10 @@ def _calls(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _noted(owner: nn.Module, blocks: set[str], inputs: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """What each block gets, and what the owner returns: blocks hand on the hidden states they get."""
+    """Record the inputs of each block and the owner's results.
+
+    Blocks pass on the hidden states they get.
+    """
     notes: list[tuple[Any, ...]] = []
 
     def noting(name: str) -> Any:
@@ -156,14 +162,20 @@ def cache_matters(owner: nn.Module, blocks: set[str], given: Mapping[str, Any]) 
 
 
 def _masks(note: tuple[Any, ...]) -> list[Any]:
-    """What of the arguments of a block may be a mask: no hidden states, no rotations. No BlockMask equals another."""
+    """Return the arguments of a block that may be masks: no hidden states, no rotations.
+
+    No BlockMask equals another.
+    """
     leaves = tree_flatten(note[1:], is_leaf=lambda x: type(x).__name__ == "BlockMask")[0]
     tensors = [x.tolist() for x in leaves if isinstance(x, Tensor) and x.dim() == 4]
     return tensors + [object() for x in leaves if type(x).__name__ == "BlockMask"]
 
 
 def _agree(on_rows: list[Any], on_tree: list[Any], tree: Tensor, is_block: bool) -> bool:
-    """Whether a block gets on the packed row what it gets on rows, with the tree where there was a mask."""
+    """Return whether a block's inputs on the packed row equal those on rows.
+
+    Masks are replaced by the tree.
+    """
     expected, shape = tree_flatten(on_rows)
     got, other = tree_flatten(on_tree)
     trees = [x is tree or (isinstance(x, Tensor) and x.dtype == tree.dtype and torch.equal(x, tree)) for x in got]

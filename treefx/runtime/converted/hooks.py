@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import treefx.runtime.converted.row_views  # noqa: F401 - registers what is computed of packed rows
+import treefx.runtime.converted.row_views  # noqa: F401 - registers functions of packed rows
 from treefx.config import Config
 from treefx.errors import UnsupportedError
 from treefx.forests.context import current_forest, raised_on_forest
@@ -37,7 +37,7 @@ from treefx.runtime.ways.watch import EVERY_ROW, warn_of_rows
 __all__ = ["Hooks", "expanded"]
 
 _PER_POSITION = ("input_ids", "attention_mask", "position_ids")
-"""What a batch is made of, each [B, T]; positions may be [1, T]."""
+"""The inputs of a batch, each [B, T]; positions may be [1, T]."""
 _FOR_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict")
 _SAYS_NOTHING = {*_FOR_OUTPUTS, "num_items_in_batch"}
 """Arguments that no value of the backbone depends on."""
@@ -50,7 +50,7 @@ _UNREAD = Reason(Cause.VALUES, "a position that sees no key is read by the loss:
 
 
 class _Call(threading.local):
-    """What one call leaves for the hook behind it, in each thread."""
+    """Pass values of one call from hook to hook, in each thread."""
 
     labels: Tensor | None = None
     token_of: Tensor | None = None
@@ -66,7 +66,7 @@ class Hooks:
     """Hooks of a converted model.
 
     Args:
-        model: What the user converted.
+        model: The user's model.
         owner: The module in it that takes the ids.
         config: Options of the planner.
         is_strict: Whether a model that is not proved raises; else it runs on rows.
@@ -122,7 +122,7 @@ class Hooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember what the loss of the call predicts."""
+        """Remember the labels of the call's loss."""
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._call.labels = {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
 
@@ -162,7 +162,7 @@ class Hooks:
             warn_of_rows(report, EVERY_ROW, reason.text, self.config.min_sharing, self.model)
 
     def _put_in_order(self) -> Reason | None:
-        """Why this call runs on rows: a hook on the owner would get the packed row, which the next call mends."""
+        """Return why this call runs on rows: a hook on the owner would get the packed row."""
         hooks: Any = self.owner._forward_pre_hooks
         after: Any = self.owner._forward_hooks
         ours, behind = (next((key for key, x in d.items() if _is_of(x, self)), None) for d in (hooks, after))
@@ -215,7 +215,7 @@ class Hooks:
         return _UNREAD if unread else found if found.shares else None
 
     def _mixes_sequences(self, rows: Mapping[str, Any], positions: Tensor) -> bool:
-        """Whether the model as written lets sequences of a packed row see each other, because it makes a cache."""
+        """Return whether the original model mixes sequences of a packed row, by making a cache."""
         restart = positions.shape[1] > 1 and bool((positions.diff(dim=1) != 1).any())
         return restart and _makes_cache(self.owner, rows.get("use_cache")) and self._planner.cache_matters(rows)
 
@@ -249,7 +249,7 @@ class Hooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_call(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Expand what the module returns to rows; other hooks get the arguments of the caller."""
+        """Expand the module's output to rows; other hooks get the arguments of the caller."""
         given, self._call.kwargs = self._call.kwargs, MappingProxyType({})
         if self._call.token_of is not None:
             kwargs.clear()
@@ -258,7 +258,7 @@ class Hooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Expand what the module returns to rows."""
+        """Expand the module's output to rows."""
         expect_trees(False)
         call = self._call
         token_of, call.token_of = call.token_of, None
@@ -274,14 +274,14 @@ class Hooks:
         return expanded(output, token_of, self._rows if self.config.lazy_outputs else expand)
 
     def _rows(self, x: Tensor, token_of: Tensor) -> Tensor:
-        """Hidden states [N, H] on rows that stay packed; one token more stands for dropped padding."""
+        """Wrap hidden states [N, H] as packed rows; one token more is dropped padding."""
         count, self._call.has_counted = (None if self._call.has_counted else self._count_head), True
         if bool((token_of < 0).any()):
             x, token_of = torch.cat([x, x.new_zeros(1, *x.shape[1:])]), torch.where(token_of < 0, len(x), token_of)
         return packed_rows(x, token_of, count=count)
 
     def _count_head(self, weight: Tensor | None, positions: int) -> None:
-        """Add up what a weight was multiplied with, which may be a part at a time; adapters have weights beside."""
+        """Count the positions that a weight multiplied, which may be a part at a time."""
         key = None if weight is None else tuple(weight.shape)
         self._heads[key] = self._heads.get(key, 0) + positions
         self._report.head_tokens = max(self._heads.values())
@@ -295,7 +295,7 @@ _PROOF = (
     "was not proved: {}. "
 )
 _REFUSED = _PROOF + (
-    "Change what is named (set dropout to 0, say), or take on_unsupported='expand', which runs such calls on rows"
+    "Change the named part (set dropout to 0, say), or take on_unsupported='expand', which runs such calls on rows"
 )
 _CACHED = Reason(
     Cause.SEGMENTS,
@@ -324,7 +324,7 @@ def _is_of(hook: Any, hooks: Hooks) -> bool:
 
 
 def _makes_cache(owner: Any, asked: Any) -> bool:
-    """Whether a model makes a cache in a call, as the argument, its configuration and its checkpoints say it."""
+    """Return whether a model makes a cache, by argument, configuration and checkpoints."""
     use = getattr(getattr(owner, "config", None), "use_cache", False) if asked is None else asked
     return bool(use) and not (owner.training and getattr(owner, "gradient_checkpointing", False))
 
@@ -338,7 +338,7 @@ def _count_rows(given: Mapping[str, Any]) -> int:
 
 
 def _reads(labels: Tensor, dropped: Tensor) -> bool:
-    """Whether a loss reads what stands at a dropped position [B, T]: the label of the next one is not -100."""
+    """Return whether a loss reads a dropped position: its next label is not -100."""
     return bool((dropped[:, :-1] & (labels[:, 1:] != _IGNORED)).any())
 
 
@@ -347,7 +347,7 @@ def _counts_columns(positions: Tensor, columns: int) -> bool:
 
 
 def _why_rows(given: Mapping[str, Any], config: Any) -> Reason | None:
-    """Why a call runs on rows whatever the model; None if nothing speaks against it."""
+    """Return why a call of any model runs on rows; None if there is no reason."""
     ids, mask, positions = (given.get(name) for name in _PER_POSITION)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
         return Reason(Cause.INPUT, "the call gives no input_ids [B, T]")
@@ -359,7 +359,7 @@ def _why_rows(given: Mapping[str, Any], config: Any) -> Reason | None:
         return Reason(Cause.INPUT, "the call gives position_ids that are not [B, T]")
     asked = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if asked is None else asked:
-        return Reason(Cause.INPUT, "the call asks for attention probabilities (output_attentions)")
+        return Reason(Cause.INPUT, "the call requests attention probabilities (output_attentions)")
     others = [name for name, x in given.items() if name not in _PER_POSITION and name not in _SAYS_NOTHING]
     others = [name for name in others if any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(given[name]))]
     if not others:
@@ -373,8 +373,11 @@ def expanded(
     on_rows: Callable[[Tensor, Tensor], Tensor] = expand,
     known: dict[int, tuple[Tensor, Tensor]] | None = None,
 ) -> Any:
-    """An output of the packed row on rows [B, T], hidden states by ``on_rows``; containers keep their type, and what is
-    one tensor (the last hidden state, which is also the last of the hidden states) stays one, as ``known`` tells."""
+    """Map an output of the packed row to rows [B, T], hidden states by ``on_rows``.
+
+    Containers keep their type, and one tensor (the last hidden state, also the last of the hidden states) stays one, by
+    ``known``.
+    """
     known = {} if known is None else known
     if output is None:
         return None

@@ -1,4 +1,6 @@
-"""Values that a forward leaves in objects of the caller: attributes, lists, globals, variables of closures.
+"""Find values that a forward leaves in objects of the caller.
+
+These are attributes, lists, globals, variables of closures.
 
 Dynamo traces such changes and would apply them after its graph. Here they are read from its record while it calls the
 backend: of a tensor that is kept, the node of the graph; of a size, that it is one.
@@ -59,7 +61,7 @@ def kept_values(root: str) -> list[Kept]:
 
 
 def _changes(variable: VariableTracker, effects: Any, root: str) -> Iterator[tuple[str, Any]]:
-    """What was written to an object, and the name of the place."""
+    """Yield values written to an object, with the names of the places."""
     path = _path(variable.source, root)
     attributes = effects.store_attr_mutations.get(variable, {})
     for name, value in attributes.items():
@@ -118,7 +120,7 @@ def name_of(node: fx.Node, root: str = "module") -> str:
 
 
 def outputs_of(gm: fx.GraphModule) -> Any:
-    """What a graph returns, position by position."""
+    """Return the results of a graph, position by position."""
     return next(iter(gm.graph.find_nodes(op="output"))).args[0]
 
 

@@ -1,4 +1,4 @@
-"""That the attention function of a module computes attention, and nothing beside it."""
+"""Check that the attention function of a module computes attention and nothing else."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _OWN_KERNELS = ("transformers.integrations.flash_attention", "transformers.integ
 
 
 def check_function(module: nn.Module, stated: Stated, planes: Sequence[Tensor], name: str) -> None:
-    """Compare the attention function that a module calls with tree attention, on random numbers.
+    """Compare a module's attention function with tree attention, on random numbers.
 
-    What surrounds the two products in a model file (a sink, a cap, a gate) is part of that function; tree attention
-    takes the place of all of it. A bias stands in the mask that the function gets, or the function adds it: both are
-    tried. Only transformers' own FlashAttention and flex_attention, which may not run here, are taken at its word.
+    Code around the two products in a model file (a sink, a cap, a gate) is part of that function; tree attention
+    replaces all of it. A bias stands in the mask that the function gets, or the function adds it: both are tried. Only
+    transformers' own FlashAttention and flex_attention, which may not run here, are taken at its word.
 
     Args:
         module: An attention module of a skeleton; its sinks are overwritten.
-        stated: What it is proved to compute.
+        stated: Its proved score.
         planes: Numbers of made-up tokens, of one sequence, in the order of the planes.
         name: For messages.
 
@@ -50,11 +50,11 @@ def check_function(module: nn.Module, stated: Stated, planes: Sequence[Tensor], 
             ) from error
     same = (torch.allclose(got.double(), item.double(), rtol=_TOLERANCE, atol=_TOLERANCE) for item in expected)
     if not any(same):
-        raise UnsupportedError(f"the attention function of {name} computes something beside attention")
+        raise UnsupportedError(f"the attention function of {name} computes more than attention")
 
 
 def _both(function: Any, module: Any, stated: Stated, planes: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """What the function computes with a bias in its mask and without, and what tree attention computes."""
+    """Compute the function with and without a bias in its mask, and tree attention."""
     sinks = getattr(module, "sinks", None) if stated.has_sinks else None
     if sinks is not None:
         sinks.copy_(torch.randn(sinks.shape))
@@ -78,7 +78,7 @@ def _both(function: Any, module: Any, stated: Stated, planes: Sequence[Tensor]) 
 
 
 def _masks(stated: Stated, heads: int, buffers: Sequence[Tensor]) -> list[Tensor]:
-    """The pairs that are hidden, as a mask, and the same with what the score adds to the product where it adds any."""
+    """Return the hidden pairs as a mask, and the same with additive terms of the score."""
     place = torch.arange(_TOKENS)
     given = {
         "dot": torch.zeros(()), "q": place[:, None], "k": place[None], "head": torch.arange(heads)[:, None, None],

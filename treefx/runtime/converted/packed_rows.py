@@ -1,9 +1,9 @@
-"""Rows that stay packed: a tensor ``[B, T, ...]`` that is kept as one value per distinct token.
+"""Keep rows packed: a tensor ``[B, T, ...]`` stored as one value per distinct token.
 
-A backbone on distinct tokens hands back ``PackedRows``. What is computed from them token by token (an LM head, a cap, a
-log-softmax) is computed once per distinct token and is packed again; ``row_laws`` says which functions that are. What
-gathers numbers per row (the log-probability of a label) expands those numbers alone. Everything else meets a tensor
-whose values are expanded at that moment, and whose gradient is the sum over rows::
+A backbone on distinct tokens returns ``PackedRows``. Token-wise functions of them (an LM head, a cap, a log-softmax)
+run once per distinct token, with a packed result; ``row_laws`` lists these functions. Functions that gather numbers per
+row (the log-probability of a label) expand those numbers alone. All other functions get a tensor with values expanded
+at that moment, and its gradient is the sum over rows::
 
     packed [N, H] --lm_head, log_softmax--> [N, V] --gather(label)--> numbers of rows [B, T]
            \\                                                             (backward: treefx::restore_pick)
@@ -49,11 +49,11 @@ def by_law(functions: Iterable[Any]) -> Callable[[Law], Law]:
 
 
 class Held:
-    """A packed value [N, ...], and what was computed of all of it for some of its rows.
+    """Hold a packed value [N, ...], and cached functions of all of it.
 
     Args:
         packed: The value.
-        origin: What it is the same values of, without history.
+        origin: The value it equals, without history.
     """
 
     def __init__(self, packed: Tensor, origin: Held | None = None) -> None:
@@ -63,7 +63,7 @@ class Held:
 
     @property
     def origin(self) -> Held:
-        """What all that are the same values without history have in common."""
+        """Return the common origin of all equal values without history."""
         return self if self._origin is None else self._origin.origin
 
     def detached(self) -> Held:
@@ -83,7 +83,7 @@ class _Family:
         """Members of which others hold the memory, and their versions then."""
 
     def others(self, member: PackedRows) -> list[PackedRows]:
-        """The living members beside one."""
+        """Return the other living members."""
         self.members = [ref for ref in self.members if ref() is not None]
         return [found for ref in self.members if (found := ref()) is not None and found is not member]
 
@@ -93,7 +93,7 @@ class _Family:
             self.count(weight, positions)
 
     def check(self, member: PackedRows) -> None:
-        """Raise if another member was changed by somebody who held its memory."""
+        """Raise if another member was changed through its shared memory."""
         for ref, before in self.read:
             other = ref()
             if other is not None and other.deferred is not member.deferred and _plainly(version, other) != before:
@@ -112,7 +112,10 @@ _HOOKED = (
 
 
 class PackedRows(LazyRows):
-    """A tensor [*lead, ...] that is kept as ``held.packed`` [N, ...] and ``token_of`` int64 [*lead]."""
+    """Store a tensor [*lead, ...] as ``held.packed`` [N, ...] and ``token_of``.
+
+    ``token_of`` is int64 [*lead].
+    """
 
     held: Held
     token_of: Tensor
@@ -122,9 +125,9 @@ class PackedRows(LazyRows):
     node: Any
     """The ``grad_fn`` that leads to the packed value and nowhere else."""
     hooked: bool
-    """Whether somebody waits for the gradient on rows."""
+    """Whether a hook or ``retain_grad`` needs the gradient on rows."""
     taken: PackedRows | None = None
-    """What it is about to become."""
+    """Its next form."""
     behind: PackedRows | None = None
     """The same, where the gradient of the packed value passes FSDP's function."""
 
@@ -145,7 +148,7 @@ class PackedRows(LazyRows):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the packed value is what this tensor is, in value and in gradient."""
+        """Return whether the packed value equals this tensor, in value and in gradient."""
         if self.deferred.ready or self.hooked:
             return False
         self.family.check(self)
@@ -223,7 +226,10 @@ class PackedRows(LazyRows):
         return repr(self.expanded)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The value as a NumPy array, to be read only while there are views of it, which would not see a change."""
+        """Return the value as a NumPy array.
+
+        Read it only while there are views of it, which would not see a change.
+        """
         array = super().numpy(force=force)
         if any(x.deferred is not self.deferred for x in self.family.others(self)):
             array.flags.writeable = False
@@ -241,7 +247,7 @@ def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def version(x: Tensor) -> int:
-    """How often a tensor was changed in place; -1 where nobody counts."""
+    """Return how often a tensor was changed in place; -1 under inference mode."""
     return -1 if x.is_inference() else x._version
 
 
@@ -261,7 +267,7 @@ def _same(x: PackedRows) -> PackedRows:
 
 
 def _shared(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[PackedRows, bool]]:
-    """The packed rows whose memory a function hands on or writes into, and which of the two."""
+    """Return packed rows with memory that a function returns or writes, and which of the two."""
     found = []
     for i, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
@@ -323,8 +329,7 @@ _OF_FSDP = "torch.distributed.fsdp"
 
 
 def _behind_fsdp(x: PackedRows) -> PackedRows:
-    """FSDP2 puts an identity in front of a module, whose backward reduces the module's gradients: put it on the packed
-    value."""
+    """Move FSDP2's identity, which reduces a module's gradients, to the packed value."""
     node = _plainly(lambda y: y.grad_fn, x)
     made = getattr(type(node), "_forward_cls", None)
     if made is None or made.__name__ != "RegisterPostBackwardFunction" or not made.__module__.startswith(_OF_FSDP):
@@ -342,7 +347,10 @@ def _behind_fsdp(x: PackedRows) -> PackedRows:
 
 @by_law([Tensor.register_hook, Tensor.retain_grad])
 def _hook(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A hook gets the gradient on rows, so nothing is computed by law from here on; FSDP's only asks for the moment."""
+    """Register a hook, which gets the gradient on rows; laws no longer apply then.
+
+    FSDP's hook needs only the moment.
+    """
     x = args[0]
     hook = kwargs.get("hook", args[1] if len(args) > 1 else None)
     if x.is_packed and (getattr(hook, "__module__", None) or "").startswith(_OF_FSDP):

@@ -1,5 +1,7 @@
-"""What a call of the module that takes the ids is to run: its rows traced and proved as the backend does it, on a
-skeleton, and the tree of the call built by what was proved."""
+"""Plan calls of the module that takes the ids: trace and prove rows, build the tree.
+
+Rows are traced on a skeleton and proved as by the backend.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ __all__ = ["Plan", "Planner", "without_compiled_name"]
 class Plan:
     """How to run one call on its distinct tokens.
 
-    ``batch`` says which these are, on the CPU; ``tree`` is what its attentions get, ``variant`` what each computes.
+    ``batch`` holds these, on the CPU; ``tree`` is the input of its attentions, ``variant`` their scores.
     """
 
     batch: Batch
@@ -67,7 +69,7 @@ class Plan:
 
 
 class _Planned(Exception):
-    """Ends a call of the traced skeleton, which never runs: a plan, or why the call runs on rows."""
+    """End a call of the traced skeleton, which never runs, with a plan or a reason."""
 
     def __init__(self, found: Plan | Reason) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Planner:
         """A plan for a call with these arguments, or why it runs on rows.
 
         Raises:
-            UnsupportedError: The model is not proved to compute on a tree what it computes on rows.
+            UnsupportedError: Results on a tree are not proved to equal those on rows.
         """
         on_cpu = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in given.items()}
         on_cpu["use_cache"] = False
@@ -140,7 +142,10 @@ class Planner:
             self._refused[kind, gradients, _settings(self._owner)] = reason
 
     def cache_matters(self, given: Mapping[str, Any]) -> bool:
-        """Whether a cache changes the masks of a packed row, as far as the made-up row of ``cache_matters`` shows."""
+        """Return whether a cache changes the masks of a packed row.
+
+        It is tested on the made-up row of ``cache_matters``.
+        """
         key = _kind_of(given)
         with lasting():
             self._renew()
@@ -152,7 +157,7 @@ class Planner:
         return any([refresh(copied, module) for module, copied in self._pairs])
 
     def _renew(self) -> list[nn.Module]:
-        """Make the skeleton, again if the modules of the model are others than those it was made of."""
+        """Make the skeleton, again if the modules of the model have changed."""
         modules = list(self._owner.modules())
         if modules != self._known:
             self._copy = skeleton(self._owner)
@@ -183,7 +188,7 @@ class Planner:
 
             return run
 
-        setattr(treefx, "compiler_name", "treefx")  # what Dynamo traces for the backend, it traces here too
+        setattr(treefx, "compiler_name", "treefx")  # Dynamo traces here as for the backend
         return treefx
 
 
@@ -198,7 +203,10 @@ def without_compiled_name(name: str) -> str:
 
 
 def _own_code(module: nn.Module) -> Any:
-    """A function that calls a module, with code of its own: Dynamo counts compilations by code."""
+    """Make a function with separate code that calls a module.
+
+    Dynamo counts compilations by code.
+    """
 
     def call(**inputs: Any) -> Any:
         return module(**inputs)
@@ -220,7 +228,10 @@ def _settings(owner: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_of_weights(node: fx.Node) -> bool:
-    """Whether a value is the same on rows and on the packed row: it depends on no token and on no size of the batch."""
+    """Return whether a value is the same on rows and on the packed row.
+
+    It depends on no token and on no size of the batch.
+    """
     waiting, seen = [node], set[fx.Node]()
     while waiting:
         item = waiting.pop()
@@ -260,7 +271,7 @@ class _Graph:
         self._attentions, self._variants = Attentions(attention), variants
         self._branches = Branches(gm, roles)
         self._proofs: weakref.WeakKeyDictionary[Shape, str] = weakref.WeakKeyDictionary()
-        """What stands against a shape, which graphs of other models may share; "" where it is proved."""
+        """Obstacles of shapes, which graphs of other models may share; "" where a shape is proved."""
 
     def plan(self, args: Sequence[Any]) -> Plan | Reason:
         """A plan, or why the call runs on rows."""
@@ -273,7 +284,7 @@ class _Graph:
         tensors = shape.analysis.known.with_parts(self._analyses.tensors(args))
         policy = Policy(self._config.min_sharing, "positions", self._keep, ranks=split_over(self._owner))
         found = plan_call(shape, tensors, policy)
-        assert not isinstance(found, Unshared), "which only a policy that counts tokens asks for"
+        assert not isinstance(found, Unshared), "only a policy that counts tokens returns it"
         if isinstance(found, Reason):
             return found
         branch = self._branches.not_taken(found.batch.size)
@@ -302,10 +313,10 @@ class _Graph:
         )  # fmt: skip
 
     def _keep(self, shape: Shape, grid: Grid, starts: Tensor | None) -> Any:
-        """The positions that others see, and those that have to run; None where that is all of them.
+        """Return positions that others see, and positions that run; None for all of them.
 
-        A padded position runs if it sees a key: what the model gives there the caller may read. One that sees none
-        (before a row, or a window behind it) has no value of its own, and does not run.
+        A padded position runs if it sees a key: the caller may read its result. One that sees none (before a row, or a
+        window behind it) has no defined value, and does not run.
         """
         seen = shape.padding.seen(grid)
         if seen is None:
@@ -359,7 +370,7 @@ class _Graph:
             self._written_to.add(name)
 
     def _check_kept(self, analysis: Analysis) -> set[int]:
-        """Positions of outputs that are kept and do not depend on tokens; raise if another one is kept."""
+        """Return positions of kept outputs that do not depend on tokens; raise for others."""
         outputs: list[Any] = outputs_of(self._gm)
         found = set()
         for item in self._kept:

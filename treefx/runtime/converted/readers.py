@@ -1,7 +1,7 @@
-"""Find code that reads values inside of the backbone, where a converted model has one per distinct token.
+"""Find code that reads values inside the backbone, which has one per distinct token.
 
 Two kinds are found on the model itself: hooks below the module that takes the ids, and attributes of modules that a
-call has changed. ``kept_values`` finds what a trace shows.
+call has changed. ``kept_values`` finds those in a trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HARMLESS = (
     "transformers.integrations.deepspeed", "transformers.integrations.tensor_parallel", "transformers.modeling_utils",
     "transformers.utils.output_capturing", "treefx.",
 )  # fmt: skip
-"""Libraries whose hooks move weights, shard, or collect what the model returns."""
+"""Libraries with hooks that move weights, shard, or collect the model's results."""
 _OWN = {"_parameters", "_buffers", "_modules", "_compiled_call_impl", "training", *_HOOKS}
 _CONTAINERS = (list, dict, set, deque)
 
@@ -40,7 +40,7 @@ def find_hook(modules: Sequence[nn.Module]) -> str | None:
     """Name a hook that would read or change values of distinct tokens; None if there is none.
 
     Args:
-        modules: The module that takes the ids, whose hooks see rows, and all modules below it.
+        modules: The module that takes the ids, with hooks on rows, and all modules below it.
     """
     for attribute, kind in _HOOKS.items():
         for hook in _global_hooks(attribute):
@@ -91,10 +91,10 @@ def _path(owner: nn.Module, module: nn.Module) -> str:
 
 
 class Attributes:
-    """The attributes and buffers of modules at one moment, to find those that have changed since.
+    """Hold attributes and buffers of modules at one moment, to find later changes.
 
     Args:
-        owner: The module whose modules are meant.
+        owner: The root of the modules.
     """
 
     def __init__(self, owner: nn.Module) -> None:
@@ -104,7 +104,7 @@ class Attributes:
         ]
 
     def changed(self) -> Iterator[str]:
-        """Dotted names of attributes that have got other tensors, and of buffers that were changed in place."""
+        """Yield names of attributes with other tensors, and of buffers changed in place."""
         for name, module, before in self._before:
             for key, value in _attributes(module):
                 known, copied = before.get(key, (None, None))

@@ -1,4 +1,4 @@
-"""What is computed of packed rows once per distinct token, function by function.
+"""Define functions of packed rows that run once per distinct token.
 
 =====================  ==============================================================================================
 functions              law
@@ -64,7 +64,7 @@ def _by_token(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-    """What a function gives for packed values, and the places of tokens in that."""
+    """Return a function's result for packed values, and the places of tokens in it."""
     first = rows_among(args, kwargs)[0]
     if first.token_of.numel() >= len(first.packed):
         return _with(func, args, kwargs, lambda x: x.packed), first.token_of
@@ -88,8 +88,8 @@ def _for_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The packed result of all tokens, for rows that are read a few at a time.
 
     A loop over rows meets a shared token once per row. Its result is kept with the packed value, unless no gradient is
-    asked for: then the caller's loop keeps nothing either, and means to. References are weak: what keeps a result must
-    not be kept by it.
+    recorded: then the caller's loop keeps nothing either, on purpose. References are weak: a result must not keep its
+        keeper alive.
     """
     held = [x.held for x in rows_among(args, kwargs)]
     keeps = torch.is_grad_enabled() and any(x.packed.requires_grad for x in held)
@@ -110,7 +110,7 @@ def _for_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _key(item: Any) -> Any:
-    """What tells an argument from another one, also from itself after a change in place; 0.0 is not -0.0."""
+    """Return a key of an argument that changes with its value; 0.0 is not -0.0."""
     if isinstance(item, PackedRows):
         return weakref.ref(item.held)
     return (item, version(item)) if isinstance(item, Tensor) else (type(item), str(item), item)
@@ -152,7 +152,10 @@ _POINTWISE = (
 
 @by_law(named(*_POINTWISE))
 def _pointwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """With numbers, and with tensors that say nothing of positions: not more dimensions than a token has."""
+    """Apply pointwise functions with numbers, or with tensors without positions.
+
+    The latter have at most a token's dimensions.
+    """
     rows = rows_among(args, kwargs)
     features = rows[0].packed.dim() - 1
     plain = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not isinstance(x, PackedRows)]
@@ -210,7 +213,10 @@ for _name, _place in _LAST.items():
 
 
 def picked(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
-    """Entries of packed values [N, V] by pairs of token and index; the function's own answer for an index outside."""
+    """Pick entries of packed values [N, V] by pairs of token and index.
+
+    An index outside gets the function's own result.
+    """
     if bool(((index < 0) | (index >= x.packed.shape[1])).any()):
         return NotImplemented
     x.family.used |= x.packed.requires_grad
@@ -220,7 +226,7 @@ def picked(x: PackedRows, token_of: Tensor, index: Tensor) -> Any:
 
 @by_law(named("gather", "take_along_dim"))
 def _gather(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Along the last dimension: the log-probability of a label, which differs from row to row at a shared token."""
+    """Gather along the last dimension: log-probabilities of labels, which differ by row."""
     names = ("dim", "index") if "gather" in func.__name__ else ("indices", "dim")
     given = {**dict(zip(("input", *names), args, strict=False)), **kwargs}
     x, dim, index = given.get("input"), given.get("dim"), given.get("index", given.get("indices"))
@@ -234,7 +240,10 @@ def _gather(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @by_law([F.cross_entropy, F.nll_loss])
 def _nll(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of labels of rows: log-probabilities on distinct tokens, one entry per row, reduced as the function does it."""
+    """Compute the loss of labels of rows from log-probabilities on distinct tokens.
+
+    One entry per row, reduced as by the function.
+    """
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, target, ignored = given["input"], given["target"], given.get("ignore_index", -100)

@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 
 def _taken(x: PackedRows, take: Callable[[Tensor], Tensor], packed: Tensor | None = None) -> PackedRows:
-    """Some of the positions: in the same memory if a tensor with an entry per position hands on its own."""
+    """Take some positions, in the same memory if the function returns a view."""
     places, held = take(x.places), x.held if packed is None else packed
     if places.untyped_storage().data_ptr() == x.places.untyped_storage().data_ptr():
         return packed_rows(held, take(x.token_of), (x.family, places))
@@ -39,7 +39,7 @@ def _taken(x: PackedRows, take: Callable[[Tensor], Tensor], packed: Tensor | Non
 
 @by_law([Tensor.__getitem__])
 def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Positions, by slices, masks or indices; features by slices; or entries of [R, V] by pairs."""
+    """Index positions by slices, masks or indices; features by slices; pairs of [R, V]."""
     x, key = args
     if not isinstance(x, PackedRows) or not x.is_packed:
         return NotImplemented
@@ -57,7 +57,7 @@ def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _split_key(key: tuple[Any, ...], x: PackedRows) -> tuple[tuple[Any, ...] | None, Any]:
-    """The part of a key that says which positions, and that which says which features; None if they cannot be told."""
+    """Split a key into positions and features; None if they cannot be separated."""
     if not all(map(_is_known, key)) or x.packed.dim() != 2:
         return None, None
     taken = [item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1 for item in key]
@@ -74,7 +74,7 @@ def _split_key(key: tuple[Any, ...], x: PackedRows) -> tuple[tuple[Any, ...] | N
 
 
 def _is_known(item: Any) -> bool:
-    """Whether it is a number, a slice, or an index or a mask of which the dimensions can be told."""
+    """Return whether a key is a number, a slice, or an index or mask of known dimensions."""
     if isinstance(item, list):
         return all(isinstance(x, Integral) and not isinstance(x, bool) for x in item)
     if isinstance(item, Tensor):
@@ -122,7 +122,7 @@ _ALONG = {
     "select": (1, None),
     "narrow": (1, None),
 }
-"""Functions that cut along a dimension: where that stands among their arguments, and what it is if left out."""
+"""Functions that cut along a dimension: its place among the arguments, and its default."""
 
 
 def _law_of_cut(place: int, default: int | None) -> Callable[..., Any]:
@@ -166,8 +166,10 @@ _FUNCTIONAL = {
 
 @by_law(_FUNCTIONAL)
 def _change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another packed value, for all tensors that share the memory; where they have other positions too, beside the old
-    one."""
+    """Change the packed value of all tensors that share the memory.
+
+    Tensors with other positions keep the old value next to it.
+    """
     x, *others = args
     if not isinstance(x, PackedRows) or rows_among(others, kwargs) or not x.is_packed:
         return NotImplemented
@@ -186,7 +188,7 @@ def _change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _partly(other: PackedRows, x: PackedRows, fresh: Held) -> tuple[Held, Tensor]:
-    """What a tensor is after a change of another one in the same memory."""
+    """Return a tensor's value after a change of another one in the same memory."""
     hit = torch.isin(other.places.contiguous(), x.places.contiguous())  # it fails for some slices
     if bool(hit.all()):
         return fresh if other.packed.requires_grad else fresh.detached(), other.token_of
@@ -195,6 +197,9 @@ def _partly(other: PackedRows, x: PackedRows, fresh: Held) -> tuple[Held, Tensor
 
 
 def _follows(other: PackedRows, x: PackedRows) -> bool:
-    """Whether the change of one is that of the other, in history too: what is detached changes values alone."""
+    """Return whether a change of one tensor applies to the other, in history too.
+
+    Detached tensors change values alone.
+    """
     history = x.packed.requires_grad or not other.packed.requires_grad
     return history and other.is_packed and other.held.origin is x.held.origin

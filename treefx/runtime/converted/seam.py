@@ -48,14 +48,17 @@ UNWRAPPED = "_old_forward"
 _NAME = "ALL_ATTENTION_FUNCTIONS"
 _GET, _GET_READING = "get_interface", "treefx_get_interface"
 _SCORES = "treefx_scores"
-"""Attribute of an attention module: what it computes, by the size of the tree that it is given."""
+"""Attribute of an attention module: its scores, by the size of the tree."""
 _ORIGINAL = "treefx_original"
 """Attribute of a forward that reads trees: the forward that it is a copy of."""
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One buffer of a score: a plane of the tree by its number, float32 by its bits or int32, or a table."""
+    """Describe one buffer of a score: a plane of the tree, or a table.
+
+    Planes are known by number, float32 by bits or int32.
+    """
 
     plane: int
     is_float: bool
@@ -78,7 +81,7 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class Stated:
-    """What one attention of the model is proved to compute, beside being causal.
+    """Hold the proved score of one attention of the model, which is causal.
 
     Attributes:
         score: In packed indices, its loads in the order of ``reads``.
@@ -126,7 +129,7 @@ def tree_of(subtree_end: Tensor, planes: Sequence[Tensor], size: int | None = No
 
     Args:
         subtree_end: int32 [N].
-        planes: int32 [N] each, what scores read of tokens.
+        planes: int32 [N] each, values of tokens that scores read.
         size: How many entries there are; the last one is repeated.
     """
     rows = [subtree_end, *planes]
@@ -135,7 +138,10 @@ def tree_of(subtree_end: Tensor, planes: Sequence[Tensor], size: int | None = No
 
 
 def is_tree(mask: Any, query: Any) -> bool:
-    """Whether an attention mask is a tree: a mask of one row of queries has no second entry in front."""
+    """Return whether an attention mask is a tree.
+
+    A mask of one row of queries has no second entry in front.
+    """
     return (
         isinstance(mask, Tensor)
         and isinstance(query, Tensor)
@@ -152,7 +158,7 @@ def is_tree(mask: Any, query: Any) -> bool:
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model, by name, whose forward takes its attention function from transformers."""
+    """Find modules, by name, that take their attention function from transformers."""
     return {name: module for name, module in model.named_modules() if _globals_of(module) is not None}
 
 
@@ -174,7 +180,7 @@ def eager_or_other(module: nn.Module) -> Callable[..., Any]:
 
 
 def install(module: nn.Module, stated: Stated, size: int) -> None:
-    """Let an attention module compute tree attention by a score where it is given a tree of this size.
+    """Make an attention module compute tree attention for trees of this size.
 
     Raises:
         UnsupportedError: Its forward cannot be copied.
@@ -221,12 +227,12 @@ def _function_of(forward: Any, module: nn.Module) -> types.FunctionType:
 
 @functools.lru_cache(maxsize=64)
 def _reading(function: types.FunctionType) -> types.FunctionType:
-    """A copy of a forward that calls ``treefx_get_interface`` where the original calls ``get_interface``."""
+    """Copy a forward with calls of ``treefx_get_interface`` in place of ``get_interface``."""
     code, cells = function.__code__, function.__closure__
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         code = code.replace(co_names=tuple(_GET_READING if name == _GET else name for name in code.co_names))
-    else:  # a decorator: the copy of what it wraps takes its place among the variables that the wrapper closes over
+    else:  # a decorator: the copy of the wrapped function replaces it in the wrapper's closure
         if not isinstance(inner, types.FunctionType) or not any(_contents(cell) is inner for cell in cells or ()):
             raise UnsupportedError(_WRAPPED.format(function.__qualname__, "decorated function"))
         cells = tuple(types.CellType(_reading(inner)) if _contents(cell) is inner else cell for cell in cells or ())
@@ -251,7 +257,7 @@ def _get_interface(functions: Any, name: Any, default: Any) -> Any:
 
 
 def reads_trees(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention function that computes tree attention where its mask is a tree, and else is the given one."""
+    """Wrap an attention function to compute tree attention if its mask is a tree."""
     return functools.partial(_attention, function)
 
 
@@ -260,7 +266,10 @@ _ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
 
 
 def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An attention function: query [B, H, T, D], key, value [B, Hkv, T, D] -> [B, T, H, D] and probabilities."""
+    """Compute attention: query [B, H, T, D], key, value [B, Hkv, T, D] -> [B, T, H, D].
+
+    Probabilities are the second result.
+    """
     given = dict(zip(_ARGUMENTS, args, strict=False))
     given.update(kwargs)
     if not is_tree(given.get("attention_mask"), given.get("query")):
@@ -286,7 +295,7 @@ def expect_trees(has_tree: bool) -> None:
 
 
 def _check_rows(module: Any, mask: Any, query: Any) -> None:
-    """Raise if a call should have a tree: its mask was made of one, or the block has made another one.
+    """Raise if a call should have a tree: its mask was derived from one.
 
     A mask made of a tree has several entries in front for one row of queries. Compiled code is not asked for more.
     """
@@ -314,13 +323,15 @@ def attend_on_tree(
     is_causal: bool | None = None,
     **others: Any,
 ) -> Tensor:
-    """Tree attention as the scores of the module say it; arguments as transformers hands them to attention functions.
+    """Compute tree attention by the scores of the module.
+
+    Arguments are those of transformers' attention functions.
 
     Returns:
         [1, N, H, D] in the dtype of the query.
 
     Raises:
-        UnsupportedError: The call asks for something else than was proved of the module.
+        UnsupportedError: The call differs from the proved score of the module.
     """
     stated: Stated | None = getattr(module, _SCORES, {}).get(tree.shape[0])
     if stated is None:
@@ -356,10 +367,10 @@ _HEADS = (
     "with {}, as under tensor parallelism: which of the heads these are is not known. Call treefx.unconvert(model)"
 )
 _OTHER = (
-    "under treefx.convert an attention must compute what was proved of it, but {} asks for scale {}, softcap {}, sinks "
-    "{} and dropout {}, and scale {}, softcap {}, sinks {} were proved of it; convert the model again after its "
-    'attention was changed, or load it with attn_implementation="eager" where the attention it was proved with leaves '
-    "out what is asked for (SDPA a soft cap)"
+    "under treefx.convert an attention must keep its proved score, but {} is called with scale {}, softcap {}, sinks "
+    "{} and dropout {}, and scale {}, softcap {}, sinks {} were proved; convert the model again after its "
+    'attention was changed, or load it with attn_implementation="eager" where the attention of the proof leaves '
+    "an option out (SDPA a soft cap)"
 )
 
 

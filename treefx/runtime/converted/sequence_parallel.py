@@ -1,4 +1,4 @@
-"""Tokens that ranks share out: under sequence parallelism all of them must get equally many."""
+"""Pad tokens for sequence parallelism: all ranks must get equally many."""
 
 from __future__ import annotations
 

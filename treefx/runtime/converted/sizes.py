@@ -1,4 +1,4 @@
-"""Sizes of the batch inside blocks, by proof: a packed row has other numbers of rows and columns than the rows have.
+"""Prove that blocks do not use sizes of the batch, which differ on a packed row.
 
 A block may use the sizes of its inputs to reshape them or to allocate memory: on the packed row the sizes differ, and
 each token gets the same values. It may not compute with them. Three kinds of operators do:
@@ -46,7 +46,7 @@ _KEEPING = {
 }  # fmt: skip
 """Operators that move entries and compute nothing of several; pointwise ones are known by their tag."""
 _LOOKUPS = {aten.index.Tensor, aten.index_select.default, aten.embedding.default}
-"""Operators that read a table at indices: with an index per column, each column of the result is made of its own."""
+"""Operators that read a table at indices: each column of the result depends on its own index."""
 _RESHAPING = {aten.view.default, aten._unsafe_view.default}
 
 _OF_SLOTS = {aten.index_put.default}
@@ -54,7 +54,7 @@ _OF_SLOTS = {aten.index_put.default}
 
 
 def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
-    """Check that no block computes with a size of the batch, and that none mixes or counts columns itself.
+    """Check that no block computes with a size of the batch, or mixes or counts columns.
 
     Raises:
         UnsupportedError: One does.
@@ -65,7 +65,10 @@ def check_blocks(analysis: Analysis, blocks: set[str]) -> None:
 
 
 def module_of(node: fx.Node) -> str:
-    """The name, inside of the module that takes the ids, of the module whose code made a node; "" for itself."""
+    """Return the name of the module that made a node; "" for the module that takes the ids.
+
+    Names are relative to it.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     path = next(reversed(list(stack.values())), ("", None))[0]
     return str(path).rpartition("]")[2].lstrip(".")
@@ -115,7 +118,7 @@ class _Search:
                 raise UnsupportedError(_COUNTS.format(maker.target, module_of(maker)))
 
     def _loses_size(self, node: fx.Node) -> bool:
-        """Whether a size of the batch is among what an operator takes, and not among the sizes of its result."""
+        """Return whether an operator takes a size of the batch that its result has not."""
         fact = fact_of(node)
         if fact.kind is Kind.INVARIANT:
             value = node.meta.get("val")
@@ -126,7 +129,7 @@ class _Search:
         return any(_symbols(size) & self._sizes for size in plain) or self._moves_by_size(node)
 
     def _moves_by_size(self, node: fx.Node) -> bool:
-        """Whether features are chosen or moved by a number that is a size: ``x[..., T]``, ``x.roll(T, -1)``."""
+        """Return whether a size selects or moves features: ``x[..., T]``, ``x.roll(T, -1)``."""
         if node.target is aten.slice.Tensor and fact_of(node).dims == fact_of(node.args[0]).dims:  # type: ignore[arg-type]
             return False
         types = ("int", "Optional[int]", "List[int]") if node.target is aten.roll.default else ("int", "Optional[int]")
@@ -136,7 +139,7 @@ class _Search:
         )
 
     def _taken(self, node: fx.Node) -> set[Any]:
-        """The sizes of the batch among the numbers and among the sizes of the operands of a constant."""
+        """Return the sizes of the batch in the numbers and operands of a constant."""
         fills = node.target in DTYPE_ONLY or node.target in SHAPE_ONLY
         values = [_value(item) for item in tree_leaves((node.args, node.kwargs))]
         found = self._among(values)
@@ -152,7 +155,10 @@ class _Search:
     # Constants with an entry per column ------------------------------------------------------------------------------
 
     def _counter(self, node: fx.Node) -> fx.Node | None:
-        """What first made a constant with an entry per column, or mixed those of one, if a block did."""
+        """Return the operator of a block that first made or mixed a constant per column.
+
+        None if the constant comes from outside.
+        """
         waiting, seen = [node], set[fx.Node]()
         while waiting:
             item = waiting.pop()
@@ -172,7 +178,7 @@ class _Search:
         return any(isinstance(x, Tensor) and bool(self._sizes_of(x)) for x in tree_leaves(value))
 
     def _is_everywhere(self, node: fx.Node) -> bool:
-        """Whether a constant is proved to have the same values at all rows and columns, whatever their number."""
+        """Return whether a constant is proved equal at all rows and columns, for any sizes."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return False

@@ -1,4 +1,4 @@
-"""A copy of a module for tracing: the same code and settings, no hooks, and parameters that hold nothing.
+"""Copy a module for tracing: same code and settings, no hooks, empty parameters.
 
 Sharding, checkpoints and compiled blocks leave marks on a model that a trace of its rows must not meet: hooks that
 gather weights from other ranks, classes made by FSDP, graphs of other backends. The copy has none of them. Memory of
@@ -19,7 +19,7 @@ from treefx.runtime.converted.seam import UNWRAPPED, original_of
 __all__ = ["Buffers", "UNWRAPPED", "WRAPPERS", "refresh", "skeleton", "wrapped_in"]
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where what ``torch.compile`` and PyTorch's ``checkpoint_wrapper`` return for a module holds it."""
+"""Attributes in which ``torch.compile`` and ``checkpoint_wrapper`` hold the wrapped module."""
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -40,11 +40,14 @@ _OWN = {
     "treefx_hooks",
     "treefx_scores",
 }
-"""What a copy does not share with its original."""
+"""Attributes that a copy does not share with its original."""
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """Copy a module and everything in it; parameters are on the CPU with undefined values, buffers keep theirs."""
+    """Copy a module and everything in it.
+
+    Parameters are on the CPU with undefined values, buffers keep theirs.
+    """
     return _Copy().of(module)
 
 
@@ -55,7 +58,7 @@ def wrapped_in(module: nn.Module) -> nn.Module | None:
 
 
 def refresh(copied: nn.Module, module: nn.Module) -> bool:
-    """Give a copy the settings that its original has now: training, a dropout's probability, an adapter's switch.
+    """Update the settings of a copy: training, probability of dropout, switch of an adapter.
 
     Returns:
         Whether any has changed.
@@ -69,7 +72,7 @@ def refresh(copied: nn.Module, module: nn.Module) -> bool:
 
 
 class Buffers:
-    """Gives the buffers of a copy the values that those of the original have now, where these were changed.
+    """Update changed buffers of a copy from the original.
 
     Args:
         pairs: Modules and their copies.
@@ -96,7 +99,7 @@ class Buffers:
 
 
 class _Copy:
-    """One copy: what occurs twice in the original (tied weights) does so in the copy."""
+    """Make one copy; modules and weights that occur twice do so in the copy."""
 
     def __init__(self) -> None:
         self._modules: dict[int, nn.Module] = {}
@@ -141,7 +144,7 @@ class _Copy:
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """The class as written: ``fully_shard`` puts one of its own in front."""
+    """Return the original class: ``fully_shard`` inserts a subclass."""
     found = type(module)
     index = getattr(found, "_orig_cls_mro_index", None)
     if index is None and found.__name__.startswith("FSDP") and len(found.__mro__) > 2:
@@ -150,7 +153,7 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def _bind_methods(module: nn.Module, made: nn.Module) -> None:
-    """Methods that were put on the original are those of the copy; what accelerate has wrapped is unwrapped."""
+    """Bind methods that were put on the original to the copy, without accelerate's wrappers."""
     if UNWRAPPED in made.__dict__:
         made.__dict__["forward"] = made.__dict__[UNWRAPPED]
     for name, value in made.__dict__.items():

@@ -1,4 +1,4 @@
-"""The scores of a model's attentions that its calls have stated, told apart by the size of the tree."""
+"""Keep the scores that calls of a model have stated, by the size of the tree."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ class Variant:
     _moved: dict[torch.device, Mapping[str, Stated]] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device) -> Mapping[str, Stated]:
-        """The scores with their tables on a device, the same objects each time: compiled blocks go by them."""
+        """Return the scores with their tables on a device, the same objects each time.
+
+        Compiled blocks guard on them.
+        """
         if device not in self._moved:
             self._moved[device] = {name: stated.on(device) for name, stated in self.scores.items()}
         return self._moved[device]
 
 
 class Variants:
-    """All that calls of one model have stated: a block that a checkpoint runs again finds those of its own call."""
+    """Keep all stated scores of one model, so that a checkpoint's recomputation finds its own."""
 
     def __init__(self) -> None:
         self._known: list[Variant] = []

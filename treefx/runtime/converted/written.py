@@ -1,4 +1,4 @@
-"""From lifted attentions to scores of the kernels: what a score reads of tokens and of the model, and its expression.
+"""Translate lifted attentions to scores of the kernels, with planes and tables.
 
 A lifted score speaks of columns and of values of the traced graph. On the packed row each value per token that it
 reads becomes a *plane*: one number per distinct token, gathered at the token's row and column like its position.
@@ -55,12 +55,12 @@ class Written:
 
     Attributes:
         score: In packed indices.
-        reads: What its buffers are: ``("plane", number, is_float)`` or ``("table", node, False)``.
+        reads: Sources of its buffers: ``("plane", number, is_float)`` or ``("table", node, False)``.
         scale, softcap: The numbers around the product q.k, which the model hands to its attention function.
         heads: The number of query heads.
         has_sinks: Whether one logit per head takes weight and has no value.
-        conditions: What it asks of pairs, in columns, on keys too.
-        of_keys: Those of them that are asked of keys alone.
+        conditions: Its conditions on pairs, in columns, on keys too.
+        of_keys: Those of them on keys alone.
     """
 
     score: Score
@@ -79,13 +79,15 @@ class Written:
 
 
 def write(attention: Attention, redundant: Collection[Expr], layout: Layout) -> Written:
-    """Write the score of a lifted attention; conditions that all tokens of a call meet are ``redundant``.
+    """Write the score of a lifted attention, without ``redundant`` conditions.
+
+    All tokens of a call meet the latter.
 
     Raises:
-        UnsupportedError: It reads what no plane and no table holds, or its mask may not hide what it is to hide.
+        UnsupportedError: It reads a value outside of planes and tables, or its mask may not hide all it should.
     """
     if attention.doubt is not None:
-        raise UnsupportedError("the fill of a mask is finite and may not hide what is below it")
+        raise UnsupportedError("the fill of a mask is finite and may not hide scores below it")
     scale, softcap = _around_product(attention.score)
     asked = [item for item in attention.conditions + attention.padding if item not in redundant]
     of_keys = tuple(sorted((item for item in asked if reads_key_alone(item)), key=repr))
@@ -156,7 +158,7 @@ def window_of(condition: Expr) -> int | None:
 
 
 def _around_product(score: Expr) -> tuple[float, float | None]:
-    """Scale and softcap of a score: ``scale * q.k``, capped or not, beside which anything may be added."""
+    """Return scale and softcap of a score: ``scale * q.k``, capped or not, plus any terms."""
     match score:
         case ("dot", *_):
             return 1.0, None
@@ -226,7 +228,7 @@ def _in_32_bits(x: Tensor) -> Tensor | None:
 
 
 def reads_of(written: Written, grid: Grid) -> tuple[Read, ...]:
-    """What the score reads in a call: numbers of planes, and tables with their values."""
+    """Return the values that the score reads in a call: planes by number, and tables."""
     return tuple(
         Read(source + 1, is_float, None) if kind == "plane" else Read(0, False, _table(source, grid))
         for kind, source, is_float in written.reads

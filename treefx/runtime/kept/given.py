@@ -1,8 +1,7 @@
-"""What a call was given, kept for the outputs that are computed after it.
+"""Keep the inputs of a call for outputs that are computed after it.
 
-An output that nobody has read so far may be computed, or differentiated, by running the graph once more. That is the
-call's output only with the call's weights and inputs: token ids and masks are copied, of the others it is noticed when
-they have changed.
+An unread lazy output may be computed, or differentiated, by running the graph once more. That is the call's output only
+with the call's weights and inputs: token ids and masks are copied, changes of the others are detected.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Given:
     Args:
         args: As they came.
         roles: "parameter", "buffer" or "input" of each.
-        names: What the graph calls them.
+        names: Names of the graph's inputs.
         watched: Positions of the parameters of which some numbers are kept.
     """
 
@@ -47,7 +46,7 @@ class Given:
         self._time = now()
 
     def check(self, what: str) -> None:
-        """Make sure that the graph still computes what it did.
+        """Raise if the graph would compute something else by now.
 
         Raises:
             UnsupportedError: An argument has changed since.
@@ -57,7 +56,7 @@ class Given:
             raise UnsupportedError(
                 f"{what} for the first time must come before the weights and inputs of the call change, but "
                 f"{self._roles[changed]} {self._names[changed]} has changed since (an optimizer step, or another batch "
-                "in the same tensor?). Positions under the padding, and large logits, are left out until somebody "
+                "in the same tensor?). Positions under the padding, and large logits, are left out until the caller "
                 "reads them, and computed by running the graph again. Read the output before the step "
                 "(logits = out.logits.clone()), or compile with options={'lazy_outputs': False}, which computes all "
                 "outputs within the call"
@@ -82,7 +81,7 @@ class Given:
 
 
 def name_of_input(node: fx.Node) -> str:
-    """What the user calls an input of Dynamo's graph: ``layers.0.weight``, or ``input_ids``."""
+    """Name an input of Dynamo's graph as the user does: ``layers.0.weight``, ``input_ids``."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", None)
     parts = re.findall(r"\['(\w+)'\]|\.(?!_)(\w+)", str(name() if callable(name) else name))
@@ -91,13 +90,16 @@ def name_of_input(node: fx.Node) -> str:
 
 
 def _versions(args: Sequence[Any]) -> list[Any]:
-    """How often each tensor was written to, and where plain ones lie; in one call, as models have many parameters."""
+    """Return versions of all tensors, and addresses of plain ones, in one pass.
+
+    Models have many parameters.
+    """
     counted = [None if not isinstance(x, Tensor) or x.is_inference() else x._version for x in args]
     return [(x.data_ptr() if type(x) in _PLAIN else None, count) for x, count in zip(args, counted, strict=True)]
 
 
 def _copy(x: Any) -> Any:
-    """The same values in memory of their own, with the same strides, for small integers; anything else as it is."""
+    """Copy a small-integer tensor with its strides; return anything else unchanged."""
     if type(x) is not Tensor or x.is_floating_point() or x.is_complex() or x.numel() == 0:
         return x
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -2,7 +2,7 @@
 
 ``p.data -= lr * p.grad``, the step of many loops without an optimizer, changes every weight and no version. Comparing
 all weights would cost a copy of the model; a few numbers of its smallest trained parameters (norms, biases, adapters),
-whose gradients are dense, cost one launch per dtype. A write that spares them all is not seen.
+which have dense gradients, cost one launch per dtype. A write that spares them all is not seen.
 """
 
 from __future__ import annotations

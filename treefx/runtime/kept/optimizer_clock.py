@@ -33,7 +33,7 @@ _of_parameter: MutableMapping[Tensor, _Steps] = WeakIdKeyDictionary()
 
 
 def now() -> int:
-    """A time, counted in steps and questions, later than all steps so far."""
+    """Return a time, counted in steps and questions, later than all earlier steps."""
     return next(_clock)
 
 

@@ -1,4 +1,4 @@
-"""What compiled code takes for granted of the process, beside its inputs."""
+"""Key compiled code by the state of the process that it depends on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["process_state"]
 
 
 def process_state() -> tuple[Any, ...]:
-    """A key: what was compiled under one state never runs under another.
+    """Return a key: code compiled under one state never runs under another.
 
-    Dynamo guards all of it, but it does not see every call: an output that is read late runs the graph again, and
+    Dynamo guards all of it, but it does not see every call: reading a lazy output runs the graph again, and
     gradients may be off then. Autocast is no part of it, because its casts are in the traced graph; nor is inference
     mode, in which nothing is compiled.
     """

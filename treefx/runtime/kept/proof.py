@@ -1,11 +1,11 @@
-"""What was read of a model's buffers to prove something, and whether they still say the same.
+"""Hold the buffer values that a proof has read, and check that they still hold.
 
-A buffer of up to 16 MiB is compared by content at every call, whatever wrote it, and whichever model it belongs to. Of
-a larger one, address and version are compared. So this is what cannot be seen, here and wherever versions alone are
-asked (``treefx.runtime.kept.given`` looks at some numbers too): that a *large* tensor was written in a way that counts
-no version, which is through ``.data``, a NumPy array or a DLPack capsule that shares its memory, a kernel that takes
-raw pointers, or anything under ``torch.inference_mode`` if the tensor was made under it. ``torch.compiler.reset()``
-forgets every proof.
+A buffer of up to 16 MiB is compared by content at every call, for any writer and any model. Of a larger one, address
+and version are compared. So one change is not detected, here and wherever only versions are compared
+(``treefx.runtime.kept.given`` looks at some numbers too): that a *large* tensor was written in a way that counts no
+version, which is through ``.data``, a NumPy array or a DLPack capsule that shares its memory, a kernel that takes raw
+pointers, or anything under ``torch.inference_mode`` if the tensor was made under it. ``torch.compiler.reset()`` forgets
+every proof.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Proof:
 
     Args:
         args: The tensors of the call that it was made in.
-        read: Positions of those whose values entered it.
+        read: Positions of the tensors with values that entered it.
     """
 
     def __init__(self, args: Sequence[Any] = (), read: Iterable[int] = ()) -> None:
@@ -84,7 +84,10 @@ def _see(x: Tensor) -> _Seen:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bytes of a tensor, eight at a time where they allow it: equal bits, not equal numbers (NaN, -0.0)."""
+    """Return the bytes of a tensor, eight at a time where they allow it.
+
+    Equal bits, not equal numbers (NaN, -0.0).
+    """
     with torch.no_grad():
         flat = x.detach().contiguous().view(-1)
         whole = flat.numel() * flat.element_size() % 8 == 0
@@ -92,5 +95,5 @@ def bits(x: Tensor) -> Tensor:
 
 
 def version_of(x: Tensor) -> tuple[int, int | None]:
-    """Where a tensor lies, and how often it was written to (None: it was made under inference mode, nobody counts)."""
+    """Return a tensor's address and version; None as version under inference mode."""
     return x.data_ptr(), None if x.is_inference() else x._version

@@ -1,4 +1,4 @@
-"""When to try again what failed for a reason that may have passed: no memory, a file that could not be written."""
+"""Retry failures that may pass: no memory, a file that could not be written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _LONGEST = 10
 
 
 class NotNow(UnsupportedError):
-    """An analysis or a compilation failed for a reason that may pass; a later call tries again."""
+    """Raised when an analysis or compilation failed for a reason that may pass.
+
+    A later call tries again.
+    """
 
 
 class Retries:
-    """Tries of one thing: again at the next call, then after 1, 3, 7, ... others, so that what stays costs little."""
+    """Space out retries of one thing: the next call, then after 1, 3, 7, ... others."""
 
     def __init__(self) -> None:
         self._failures, self._waiting, self._reason = 0, 0, ""
@@ -34,7 +37,7 @@ class Retries:
         """Try something.
 
         Args:
-            what: could not be done, for the message.
+            what: The failed action, for the message.
 
         Raises:
             NotNow: it failed for a reason that may pass, now or a few calls ago.

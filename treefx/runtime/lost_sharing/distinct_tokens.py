@@ -36,7 +36,7 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class CallRows:
-    """Token ids [B, T] of a call, its mask and positions where it has any; counted when they are asked for.
+    """Hold token ids [B, T] of a call, its mask and positions; count lazily.
 
     Two tokens count as one where their prefixes of ids agree: other inputs may tell them apart, so that the number of
     distinct tokens is a lower bound.
@@ -49,10 +49,13 @@ class CallRows:
 
     @classmethod
     def find(cls, named: Mapping[str, Any]) -> CallRows | None:
-        """The rows among the inputs of a call; None without token ids, or where a cache holds earlier tokens."""
+        """Find the rows among the inputs of a call.
+
+        None without token ids, or where a cache holds earlier tokens.
+        """
         tensors = {name: x for name, x in named.items() if type(x) is Tensor and not x.is_meta}
         ids = _find_ids(tensors)
-        if ids is None:  # [T] without a dimension of rows, whose positions tell sequences apart
+        if ids is None:  # [T] without a dimension of rows; positions separate its sequences
             flat = {name: x[None] for name, x in tensors.items() if x.dim() == 1}
             ids = _find_ids({name: x for name, x in flat.items() if name.endswith(_FLAT_IDS)})
             tensors |= flat
@@ -63,7 +66,10 @@ class CallRows:
         return cls(ids, mask, positions, _versions(ids, mask, positions))
 
     def reach(self, values: Iterable[Any]) -> bool:
-        """Whether hidden states of the tokens are among the inputs of a graph: those of images have other sizes."""
+        """Return whether hidden states of the tokens are among a graph's inputs.
+
+        Those of images have other sizes.
+        """
         rows, columns = self.ids.shape
         leading = [tuple(x.shape[:2]) for x in values if isinstance(x, Tensor) and x.is_floating_point()]
         return any(sizes == (rows, columns) or sizes[:1] == (rows * columns,) for sizes in leading)

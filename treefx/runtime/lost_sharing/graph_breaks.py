@@ -84,14 +84,17 @@ def find_break(gm: fx.GraphModule) -> Break | None:
 
 
 def object_of_entry() -> Any:
-    """What the caller compiled and called: a module or a function; None if the stack does not show it."""
+    """Return the compiled module or function of the caller; None if not on the stack."""
     entry = _entry()
     function = None if entry is None else entry.f_locals.get("fn")
     return getattr(function, "__self__", function)
 
 
 def call_of_entry() -> Mapping[str, Any]:
-    """The arguments of the call of the compiled object, and of the functions that run uncompiled in it, by name."""
+    """Return the arguments of the compiled object's call by name.
+
+    Arguments of functions that run uncompiled in it are included.
+    """
     found: dict[str, Any] = {}
     for frame in _frames():
         local = frame.f_locals
@@ -131,7 +134,10 @@ def _entry() -> FrameType | None:
 
 
 def _uncompiled() -> list[FrameType]:
-    """The frames between the compilation under way and the entry of the compiled object, innermost first."""
+    """List the frames between the compilation and the entry of the compiled object.
+
+    Innermost first.
+    """
     found: list[FrameType] = []
     for frame in _frames():
         if is_entry(frame):
@@ -142,7 +148,7 @@ def _uncompiled() -> list[FrameType]:
 
 
 def _compiled_instead() -> str | None:
-    """The module whose forward Dynamo compiles now, if a frame calls it; None if it resumes the caller."""
+    """Return the module whose forward Dynamo compiles now; None if it resumes the caller."""
     first = next(iter(_uncompiled()), None)
     if first is None or not _is_call(first, _MODULE_CALL):
         return None
@@ -151,7 +157,7 @@ def _compiled_instead() -> str | None:
 
 
 def _recorded(frame: FrameType) -> Break | None:
-    """What Dynamo recorded of its last analysis of the function of a frame, or what an earlier call found."""
+    """Return Dynamo's record of its last analysis of a frame's function, or an earlier one."""
     code = frame.f_code
     name = _name(code.co_name, frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None)
     last = _last_metrics(code)
@@ -189,7 +195,7 @@ def _first_line(reason: Any) -> str:
 
 
 def _plain(name: str) -> str:
-    """The name of a function without what Dynamo adds to that of its rest."""
+    """Return the name of a function without Dynamo's suffix for resumed code."""
     return name.removeprefix(_RESUMED).rpartition("_at_")[0] if name.startswith(_RESUMED) else name
 
 

@@ -27,7 +27,10 @@ _warned: MutableMapping[Any, None] = weakref.WeakKeyDictionary()
 
 
 def is_warned(owner: Any) -> bool:
-    """Whether a compiled object had its warning; False for None and for what cannot be remembered."""
+    """Return whether a compiled object had its warning.
+
+    False for None and for objects without weak references.
+    """
     try:
         return owner is not None and owner in _warned
     except TypeError:
@@ -39,7 +42,7 @@ def warn_once(owner: Any, what: str, reason: str, counts: Counts, code: str = ""
 
     Args:
         owner: the module or function that the user compiled or converted; None warns in any case.
-        what: what runs on rows, with ``{}`` for the object's name.
+        what: the part that runs on rows, with ``{}`` for the object's name.
         reason: why, with the user's line.
         counts: the tokens of the call.
         code: of the reason, see ``treefx.reason_codes``.

@@ -1,4 +1,4 @@
-"""Count what the calls of a model share, and leave the calls as they are.
+"""Count the shared tokens of a model's calls, and leave the calls unchanged.
 
 ``treefx.observe``, ``treefx run --observe`` and ``options={"observe": True}`` lead here.
 

@@ -1,4 +1,4 @@
-"""``treefx.observe(model)``: one hook in front of the model, which reads and never changes."""
+"""Install one read-only hook in front of the model: ``treefx.observe(model)``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _WRAPPED = ("module", "_orig_mod")
 
 
 def observe(model: nn.Module) -> nn.Module:
-    """Count what the calls of a model share, and leave the calls as they are.
+    """Count the shared tokens of a model's calls, and leave the calls unchanged.
 
     Nothing is compiled and no number changes: before each call with gradients, a hook copies the token ids to the
     host. ``treefx.observed(model)`` gives the figures at any time. Of a model in a wrapper (DistributedDataParallel,
-    LightningModule), the outermost module that is called with token ids counts. Observe what ``torch.compile``
-    returned, not the model it was given.
+    LightningModule), the outermost module that is called with token ids counts. Observe the result of
+    ``torch.compile``, not its argument.
 
     Args:
         model: Any model; twice is allowed.
@@ -102,7 +102,7 @@ class _Hook:
 
     def __init__(self) -> None:
         self._at: weakref.ref[nn.Module] | None = None
-        """The module whose calls count, known from the first call with ids on."""
+        """The observed module, known from the first call with ids on."""
         self._names: list[str] = []
         self._parameters: list[weakref.ref[Tensor]] = []
         self._observer: Observer | None = None
@@ -146,9 +146,9 @@ class _Hook:
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """A model, and what it wraps: one module in the other, as long as the inner one has all the parameters.
+    """Yield a model and the modules it wraps, while the inner one has all the parameters.
 
-    Not what ``torch.compile`` wraps, whose hooks would be traced.
+    Modules below ``torch.compile`` are left out: their hooks would be traced.
     """
     count = len([*model.parameters()])
     yield model

@@ -26,7 +26,7 @@ class HostCopies:
     arrived: Any = None
 
     def wait(self) -> None:
-        """Wait until all tensors have arrived: for nothing, where the step has gone on since the copies began."""
+        """Wait until all tensors have arrived; usually the copies have long finished."""
         if self.arrived is not None:
             self.arrived.synchronize()
 

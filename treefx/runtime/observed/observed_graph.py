@@ -16,7 +16,7 @@ __all__ = ["ObservedGraph"]
 
 
 class ObservedGraph:
-    """What the backend returns to Dynamo: runs the captured graph operator by operator.
+    """Run the captured graph operator by operator, for Dynamo.
 
     Args:
         gm: Dynamo's graph, never changed.

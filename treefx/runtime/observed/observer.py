@@ -33,13 +33,13 @@ _LIBRARIES = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[2
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides in a trainer which rows come in one call.
+    """Hold a trainer's settings that decide which rows come in one call.
 
     Attributes:
         trainer: Its name.
         batch: The setting of the number of rows, or tokens, of a call, with its value.
         order: The setting of the order of rows, with its value.
-        way_out: What keeps rows that share prefixes together.
+        way_out: The remedy that keeps rows with shared prefixes together.
         samples: Whether rows are drawn from the model for few steps, so that none can move to another step.
     """
 
@@ -69,7 +69,7 @@ class Observer:
         self.failure = ""
         """Why calls are not counted any more."""
         self.seconds = 0.0
-        """What observing has taken on the host."""
+        """Seconds of observing on the host."""
         self.sample: list[ObservedCall] = []
         """The calls of the last step that is over."""
         self.began = self.ended = time.perf_counter()
@@ -123,7 +123,10 @@ class Observer:
         self._pending = call
 
     def _is_repeated(self, ids: Tensor) -> bool:
-        """Whether an earlier call of the step got this tensor: no order of rows would merge the two."""
+        """Return whether an earlier call of the step got this tensor.
+
+        No order of rows would merge the two.
+        """
         if ids.is_inference():
             return False
         if any(known() is ids and version == ids._version for known, version in self._seen):
@@ -170,7 +173,10 @@ _all: deque[Observer] = deque(maxlen=_MOST_MODELS)
 
 
 def observer_of(parameter: Tensor | None, name: str, model: nn.Module | None = None) -> Observer:
-    """The observer of the model with this first parameter; it outlives the model, as the last sixteen do."""
+    """Return the observer of the model with this first parameter.
+
+    It outlives the model, as the last sixteen do.
+    """
     found = None if parameter is None else _by_parameter.get(parameter)
     if found is None:
         found = Observer(name, model)
@@ -181,7 +187,7 @@ def observer_of(parameter: Tensor | None, name: str, model: nn.Module | None = N
 
 
 def observers(parameters: Iterable[Tensor] | None = None) -> list[Observer]:
-    """Those of the process, the oldest first; with parameters, those of models that have any of them."""
+    """List observers, the oldest first; with parameters, those of their models."""
     if parameters is None:
         return list(_all)
     found = (_by_parameter.get(parameter) for parameter in parameters)

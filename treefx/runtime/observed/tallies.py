@@ -25,8 +25,8 @@ class StepTally:
         calls: Calls with gradients, without those that got the tensor of an earlier one.
         rows: Sequences of all calls.
         raw_tokens: Of all rows.
-        call_tokens: Distinct tokens of each call, summed: what treefx would run on the calls as they come.
-        step_tokens: Distinct tokens of the step: what treefx would run if all rows came in one call.
+        call_tokens: Distinct tokens of each call, summed: the work of treefx on the calls unchanged.
+        step_tokens: Distinct tokens of the step: the work of treefx if all rows came in one call.
         suffix_tokens: Distinct tokens with one row through them.
         suffix_without_loss: Of these, how many no loss predicts; None where the calls do not say so.
         seconds: To the beginning of the next step; None of the last one.
@@ -89,7 +89,7 @@ class Epoch:
     ends: set[int] = field(default_factory=set)
 
     def add(self, step: DistinctTokens, ends: list[Codes]) -> None:
-        """Add a step, unless one of its rows is that of an earlier step: later epochs can share nothing with it."""
+        """Add a step, unless it repeats a row of an earlier step, as later epochs do."""
         if self.is_over:
             return
         rows = {int(end) for each in ends for end in each}
@@ -111,7 +111,7 @@ class Totals:
     """Sums over all steps of a run.
 
     Attributes:
-        with_loss_known: Suffix tokens of the steps whose calls say which tokens carry loss.
+        with_loss_known: Suffix tokens of steps with known loss positions.
     """
 
     steps: int = 0

@@ -90,7 +90,7 @@ class ObservedCall:
         return {self.names[role]: tensor for role, tensor in self.copies.tensors.items()}
 
     def flat(self) -> tuple[Ints, Ints, Bools | None]:
-        """Token ids [raw] row after row, where each sequence starts in them, and which tokens carry loss.
+        """Return token ids [raw] row after row, the starts of sequences, and loss positions.
 
         A packed row is several sequences: one begins where positions return.
         """
@@ -141,7 +141,10 @@ def takes_ids(named: Mapping[str, Any]) -> bool:
 
 
 def read_call(named: Mapping[str, Any]) -> tuple[ObservedCall, Tensor] | None:
-    """Copy the ids, masks, positions and labels of a call, and find its tensor of ids; None where it has none."""
+    """Copy ids, masks, positions and labels of a call, and find its tensor of ids.
+
+    None without ids.
+    """
     rows = CallRows.find(named)
     if rows is None or rows.ids.numel() == 0:
         return None

@@ -1,7 +1,9 @@
-"""Proof that a graph computes nothing from the number of columns of a forest's row, which no row has by itself.
+"""Prove that a graph does not use the number of columns of a forest's row.
 
-With the number as a symbol the graph shows what is computed from it (``treefx.passes.labels.column_counts``). What
-Python decided by it, while Dynamo captured the graph, is in Dynamo's guards: each has to hold for every row by itself.
+No row has that number by itself.
+
+With the number as a symbol, the graph shows values computed from it (``treefx.passes.labels.column_counts``). Branches
+of Python on it, while Dynamo captured the graph, are in Dynamo's guards: each has to hold for every row by itself.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ __all__ = ["ColumnCounts"]
 
 _KEPT = 64
 _SMALLEST = 2
-"""Dynamo compiles a graph of its own for one column; a row of one token predicts nothing."""
+"""Dynamo compiles a separate graph for one column; a row of one token predicts nothing."""
 _WAY_OUT = (
-    "there it is the number of the forest's distinct tokens, and each row has a number of its own. Compute it from "
+    "there it is the number of the forest's distinct tokens, and each row has its own number. Compute it from "
     "position_ids, or call the model on a padded batch without treefx.use"
 )
 _COMPUTES = "under treefx.use(forest) the model computes with the number of columns of its inputs ({}), but {}"
@@ -53,11 +55,11 @@ _UNKNOWN = (
 
 
 class ColumnCounts:
-    """Looks at what a graph computes from the number of columns, once, and at what it decides by it, row by row.
+    """Check a graph's use of the number of columns once, and its guards row by row.
 
     Args:
         gm: Dynamo's graph.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
         analyses: Its analyses.
     """
 
@@ -67,16 +69,16 @@ class ColumnCounts:
         self._known: Bounded[Any, BatchSizes | str] = Bounded(_KEPT)
 
     def check(self, args: Sequence[Any], by_column: Sequence[Any], forest: Forest, known: InputValues) -> None:
-        """Raise if the packed row of a forest does not give what its rows give by themselves.
+        """Raise if a forest's packed row would give other results than its rows.
 
         Args:
             args: The inputs of the call.
             by_column: The same as functions of the column.
             forest: The forest, or a part of it.
-            known: What the values of ``by_column`` prove.
+            known: Proofs from the values of ``by_column``.
 
         Raises:
-            UnsupportedError: The graph computes with the number of columns, or what it computes cannot be seen.
+            UnsupportedError: The graph computes with the number of columns, or its use cannot be determined.
         """
         whole = forest.uncut if isinstance(forest, EdgeSubset) else forest
         lengths = sorted({max(length, _SMALLEST) for length in whole.row_offsets.diff().tolist()})
@@ -96,7 +98,7 @@ class ColumnCounts:
                 raise UnsupportedError(_DECIDES.format("while it is traced", length, _WAY_OUT))
 
     def _look(self, by_column: Sequence[Any], known: InputValues, pattern: Pattern) -> BatchSizes | str:
-        """The sizes of the graph with columns as a symbol and the conditions on them, or the text of a refusal."""
+        """Return the graph's sizes with symbolic columns and conditions, or a refusal's text."""
         found = self._analyses.attempt(by_column, known, pattern)
         if isinstance(found, Refusal):
             number = next((node for node in self._gm.graph.nodes if _is_number(node)), None)
@@ -110,7 +112,10 @@ class ColumnCounts:
         return found.batch
 
     def _has_fixed_columns(self, args: Sequence[Any], count: int) -> bool:
-        """Whether Dynamo has a number for the columns of some input, from the start or by what the model did."""
+        """Return whether Dynamo has a constant for the columns of some input.
+
+        From the start, or by the model's use.
+        """
         nodes = self._gm.graph.find_nodes(op="placeholder")
         rows = [
             node.meta["example_value"].shape[1]

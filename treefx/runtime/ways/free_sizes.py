@@ -1,7 +1,7 @@
-"""The sizes that Dynamo left symbolic, for a compilation of its graph as it is.
+"""Provide Dynamo's symbolic sizes to a compilation of its unchanged graph.
 
 Dynamo's own environment is closed once its frame is compiled. This one has the same symbols with the values of a call
-as hints, and records what the inner compiler asks of them: code compiled with it serves the calls for which that holds.
+as hints, and records the inner compiler's guards on them: code compiled with it accepts the calls for which they hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FreeSizes", "Sizes", "Symbols", "share_memory"]
 
 _SYMBOLIC = (SymInt, SymFloat, SymBool)
 Sizes = Mapping[sympy.Symbol, int]
-"""What a call gives to Dynamo's symbols."""
+"""Values of Dynamo's symbols in a call."""
 
 
 class Symbols:
@@ -33,7 +33,7 @@ class Symbols:
         gm: Dynamo's graph.
 
     Attributes:
-        are_known: Whether numbers among the inputs say what all of them are. Those of subclasses of tensors, and of
+        are_known: Whether numbers among the inputs determine all of them. Those of subclasses of tensors, and of
             sizes that depend on values, are Dynamo's own; of a size that is no number among the inputs, caches of
             compiled code forget the conditions.
     """
@@ -52,25 +52,28 @@ class Symbols:
         self.are_known = of_sizes and all(map(_is_plain, examples))
 
     def values(self, args: Sequence[Any]) -> Sizes:
-        """What a call gives them; ``args`` has one value per placeholder."""
+        """Return their values in a call; ``args`` has one value per placeholder."""
         return {symbol: int(_numbers(args[i])[j]) for symbol, (i, j) in self._where.items()}
 
     def fixed(self, args: Sequence[Any]) -> list[Any]:
-        """What compiled code takes for granted of a call, beside what Dynamo asks of all its calls."""
+        """Return constants that compiled code assumes of a call, besides Dynamo's own guards."""
         if self._where:
             return [args[i] for i in self._constant]
         return [tuple(x.shape) if isinstance(x, Tensor) else x for x in args]
 
 
 def share_memory(args: Sequence[Any]) -> bool:
-    """Whether inputs of a call other than parameters lie in one memory: what is written to one, others then see."""
+    """Return whether inputs other than parameters share memory, so that writes alias."""
     tensors = [x for x in args if _is_strided(x) and not isinstance(x, torch.nn.Parameter)]
     places = [place for place in (_place(x.untyped_storage()) for x in tensors) if place]
     return len(set(places)) < len(places)
 
 
 def _place(storage: torch.UntypedStorage) -> int:
-    """Where memory lies; memory without contents (of fake tensors, or on the meta device) lies nowhere."""
+    """Return the address of memory; memory without contents has none.
+
+    That is memory of fake tensors, or on the meta device.
+    """
     return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
 
 
@@ -107,7 +110,7 @@ class FreeSizes(SizeConditions):
         return fake.shape[0].node.expr
 
     def serves(self, values: Sizes) -> bool:
-        """Whether what was recorded holds for a call."""
+        """Return whether the recorded guards hold for a call."""
         return self.holds({self._made[symbol]: size for symbol, size in values.items()})
 
     def fakes(self, gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:

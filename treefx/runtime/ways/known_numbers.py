@@ -1,8 +1,8 @@
 """Numbers that Dynamo passes as tensors, as constants of a graph.
 
-With sizes as symbols Dynamo passes the floats of a model as tensors without dimensions, and the graph asks them for
-their number. An inner compiler that Dynamo calls gets that number with them; one that is called with tensors alone has
-a number of which it knows nothing, and an attention cannot be scaled by it.
+With sizes as symbols Dynamo passes the floats of a model as tensors without dimensions, and the graph reads their
+number by ``item``. An inner compiler that Dynamo calls gets that number with them; one that is called with tensors
+alone has a number of which it knows nothing, and an attention cannot be scaled by it.
 
 Before, with ``scale`` an input::
 
@@ -27,7 +27,7 @@ __all__ = ["number_inputs", "with_numbers"]
 
 
 def number_inputs(gm: fx.GraphModule) -> Sequence[int]:
-    """The positions of the inputs that a graph of Dynamo only asks for their number."""
+    """Return the positions of inputs that a Dynamo graph only reads by ``item``."""
     return [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number_input(node)]
 
 
@@ -61,7 +61,7 @@ def _write(item: fx.Node, number: float) -> None:
 
 
 def _write_inside(gm: fx.GraphModule, call: fx.Node, known: Mapping[fx.Node, float]) -> None:
-    """Give a checkpointed part that knows its numbers to its call: another call of it may have others."""
+    """Write a checkpointed part's numbers into its call; another call may have others."""
     part: Any = call.args[0]
     inside = {i: known[x] for i, x in enumerate(call.args[1:]) if isinstance(x, fx.Node) and x in known}
     name = f"{call.name}_{part.target}"

@@ -1,4 +1,4 @@
-"""How many logits a step holds at once before LM head and loss run in chunks of the vocabulary."""
+"""Decide how many logits a step holds at once before LM head and loss run in chunks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ def most_logits(setting: int | Literal["auto"], dtype: torch.dtype, device: torc
 
 @functools.lru_cache(maxsize=16)
 def _free_bytes(device: torch.device) -> int:
-    """The free memory of a device at the first step: a later change of the answer would compile the other form."""
+    """Return the free memory of a device at the first step.
+
+    A later change of the answer would compile the other form.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -51,12 +51,12 @@ _SEVERAL = (
 
 
 class NativeRun:
-    """Runs a graph whose inputs are those of a forest.
+    """Run a graph on the packed row of a forest.
 
     Args:
         gm: Dynamo's graph.
-        roles: What each placeholder is.
-        packed: What runs a variant.
+        roles: Role of each placeholder.
+        packed: Runs a variant.
         records: Where to report.
         size: Of packed rows. Its ranks share the graph, which may take for granted that they can divide its columns.
     """
@@ -69,9 +69,11 @@ class NativeRun:
         self._columns = 0
 
     def by_column(self, args: Sequence[Any], forest: Forest) -> list[Any] | None:
-        """The inputs of a native call as functions of the column, or None for a graph without the packed row.
+        """Return the inputs of a native call as functions of the column.
 
-        Where Dynamo left the length symbolic, they are as long as the deepest path so far rounded up, not as the
+        None for a graph without the packed row.
+
+        Where Dynamo left the length symbolic, they are as long as the deepest path of all calls rounded up, not as the
         forest: one compilation then serves all forests that are no deeper.
         """
         count = forest.num_tokens
@@ -119,7 +121,10 @@ class NativeRun:
         )
 
     def _check_values(self, args: Sequence[Any], count: int) -> None:
-        """Raise if an input has several values for each token of the packed row: a forest knows ids and depths."""
+        """Raise if an input has several values for each token of the packed row.
+
+        A forest knows ids and depths.
+        """
         given = list(zip(self._gm.graph.find_nodes(op="placeholder"), args, self._roles, strict=True))
         has_ids = any([role == "input" and isinstance(x, Tensor) and x.shape == (1, count) for _, x, role in given])
         if not has_ids or "parameter" not in self._roles:
@@ -130,7 +135,7 @@ class NativeRun:
                 raise UnsupportedError(_SEVERAL.format(name=name_of_input(node), shape=list(shape)))
 
     def _check_changes(self, positions: tuple[int, ...]) -> None:
-        """Raise if the model changes a buffer by what the inputs at some positions hold."""
+        """Raise if the model changes a buffer by the values of some inputs."""
         if positions not in self._counts:
             found = changed_by(self._gm, positions)
             self._counts[positions] = None if found is None else _describe(*found)
@@ -149,8 +154,10 @@ def _describe(operator: fx.Node, changed: fx.Node) -> str:
 
 
 def _check_sight(shape: Shape, by_column: Sequence[Any], position: int, forest: Forest) -> None:
-    """Raise if a token sees no key where the model then takes a mean over its row's past and future, which no forest
-    has; ``position`` is that of the token ids. A part's tokens are asked with all of their paths."""
+    """Raise if a token sees no key where the model then averages its row's past and future.
+
+    No forest has these; ``position`` is that of the token ids. Tokens of a part are checked with all of their paths.
+    """
     if not shape.padding.may_blind:
         return
     whole = forest.uncut if isinstance(forest, CutRow) else forest
@@ -173,14 +180,19 @@ def wrong_row(forest: Forest, shapes: Sequence[Sequence[int]]) -> ForestError:
 
 
 def _capacity(forest: Forest, ranks: int) -> int:
-    """Columns to compile for: the longest path rounded up to a power of two, and to what the ranks can divide."""
+    """Return the columns to compile for.
+
+    The longest path is rounded up to a power of two, and to a multiple of the ranks.
+    """
     columns = max(16, 1 << forest.deepest.bit_length())
     return columns + -columns % ranks
 
 
 def _columnar(value: Tensor, forest: Forest, columns: int) -> Tensor:
-    """An input of the native level as a function of the column: positions, a mask of ones, or token ids, which are none
-    and become a number that proves nothing of them."""
+    """Return an input of the native level as a function of the column.
+
+    Inputs are positions, a mask of ones, or token ids; the latter become a number that proves nothing about them.
+    """
     if torch.equal(value[0].cpu().long(), forest.depth.cpu().long()):
         return torch.arange(columns, device=value.device, dtype=value.dtype)[None]
     if bool((value == 1).all()):

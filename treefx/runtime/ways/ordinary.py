@@ -1,4 +1,4 @@
-"""The ordinary compiled graph: what the inner compiler alone would have run."""
+"""Compile the ordinary graph with the inner compiler alone."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from treefx.torch_patches.compiling import compiling
 __all__ = ["Ordinary"]
 
 _OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-"""What compiling raises where sizes depend on values (``tensor_split`` by a tensor): Dynamo cuts the graph there."""
+"""Errors of compiling sizes that depend on values (``tensor_split`` by a tensor): Dynamo breaks there."""
 
 
 class Ordinary:
-    """Compiles Dynamo's graph as it is with the inner compiler, when first needed.
+    """Compile Dynamo's unchanged graph with the inner compiler, when first needed.
 
     Once per state of the process, and again for other numbers of the model (too many of them run uncompiled) and for
-    sizes that no code so far serves: those that Dynamo left symbolic may be any for which holds what the compiler
-    asked, others are as they were. Where a call's inputs do not say what all symbols are (nested tensors), inputs lie
-    in one memory, or too many sizes need code of their own, Dynamo looks at them.
+    sizes that no compiled code accepts: symbolic ones may have any value under the compiler's guards, others are
+    constant. Where a call's inputs do not determine all symbols (nested tensors), inputs share memory, or too many
+    sizes need separate code, Dynamo compiles the call.
 
     Args:
         gm: Dynamo's graph.
@@ -68,7 +68,7 @@ class Ordinary:
         if not self._symbols.are_known or share_memory(args):
             return self._left_to_dynamo(numbers)
         values = self._symbols.values(args)
-        free = {symbol: size for symbol, size in values.items() if size > 1}  # code for one row is code of its own
+        free = {symbol: size for symbol, size in values.items() if size > 1}  # code for one row is specialized
         single = [(symbol.name, size) for symbol, size in values.items() if size <= 1]
         known = self._compiled.setdefault((*process_state(), *numbers, *single, *self._symbols.fixed(args)), [])
         run = _serving(known, free)
@@ -87,7 +87,7 @@ class Ordinary:
         return run
 
     def _left_to_dynamo(self, numbers: tuple[float, ...]) -> Callable[..., Any]:
-        """Dynamo once more, on a graph of its own: it looks at all inputs, and compiles when it is called."""
+        """Return Dynamo on a separate graph: it guards all inputs, and compiles when called."""
         if numbers not in self._by_dynamo:
             self._records.count_ordinary(0.0)
             gm, options = self._with_numbers(numbers), self._inner.settings(self._gm) or None
@@ -106,7 +106,7 @@ class Ordinary:
 
     def _compile(self, args: Sequence[Any], sizes: FreeSizes, numbers: tuple[float, ...]) -> Callable[..., Any]:
         started, gm = time.perf_counter(), self._with_numbers(numbers)
-        # The backward is compiled with the forward: what it demands of the sizes is known before anything runs.
+        # The backward is compiled with the forward: its guards on sizes are known before anything runs.
         eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
         with tracing(TracingContext(sizes.mode)), eagerly:
             fakes = sizes.fakes(self._gm, args)

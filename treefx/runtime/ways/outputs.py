@@ -1,4 +1,4 @@
-"""Outputs of a call on rows: expanded, at once or when somebody reads them."""
+"""Expand outputs of a call to rows: at once, or when the caller reads them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["Outputs"]
 
 
 class Outputs:
-    """Hands back what a variant gave.
+    """Return the results of a variant to the caller.
 
     Args:
         gm: Dynamo's graph.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
         analyses: Which outputs callers use.
         config: The options.
         records: Where to report.
@@ -86,7 +86,7 @@ class Outputs:
     def _lazily(
         self, shape: Shape, given: Given, position: int, value: Tensor, batch: Batch, *, absent: bool
     ) -> Tensor:
-        """An output that nobody has read so far: expanded, or computed anew, when somebody does."""
+        """Return a lazy output: expanded, or recomputed, when the caller reads it."""
         report = self._records.report  # the reader may be another thread, or another model may have run in between
         args = given.args
 

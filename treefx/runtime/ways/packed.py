@@ -23,7 +23,7 @@ class PackedRun:
     """Runs variants of the shapes of one graph.
 
     Args:
-        passes: What makes and compiles a variant.
+        passes: Makes and compiles variants.
         records: Where to report.
     """
 
@@ -33,10 +33,10 @@ class PackedRun:
     def run(
         self, shape: Shape, variant: Variant, tensors: Sequence[Tensor], batch: Batch, cut: Cut | Exchange | None = None
     ) -> Any:
-        """The results of a variant; None where its masks do not hide what they are to hide."""
+        """Run a variant; return None where its masks do not hide all they should."""
         sizes = [batch.size, *([] if cut is None else cut.sizes)]
         sizes_of_batch = shape.analysis.values(tensors).values()
-        # Not outside: whether gradients are on is a condition of what Dynamo compiles.
+        # Not outside: grad mode is a guard of Dynamo's code.
         gradients = torch.is_grad_enabled() and (cut is None or cut.run not in ("infer", "kv"))
         with torch.set_grad_enabled(gradients):
             made = shape.analysis.made_inputs

@@ -36,10 +36,10 @@ class RowsRun:
 
     Args:
         gm: Dynamo's graph.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
         analyses: The analyses of the graph.
-        packed: What runs a variant.
-        ordinary: What runs the graph as it is.
+        packed: Runs a variant.
+        ordinary: Runs the graph unchanged.
         config: The options.
         records: Where to report.
     """
@@ -61,7 +61,7 @@ class RowsRun:
         self._outputs = Outputs(gm, roles, analyses, config, records, self.run)
 
     def run(self, shape: Shape, args: Sequence[Any]) -> Any:
-        """The transparent level: build the trie of the rows (or segments), then run packed if that pays."""
+        """Run on rows: build the trie of rows (or segments), then run packed if that pays."""
         try:
             return self._run(shape, args)
         except Outgrown as call:
@@ -101,13 +101,13 @@ class RowsRun:
             self._records.count_rows(raw, tokens, found.batch.prefixes, ids)
 
     def _run_unhidden(self, shape: Shape, args: Sequence[Any]) -> Any:
-        """Scores so large that a mask does not hide what is below it: only the model's own graph weighs that."""
+        """Run the model's own graph for scores so large that a mask does not hide others."""
         if shape.analysis.has_side_effects:  # which the packed run has had
             raise UnsupportedError(UNHIDDEN, _UNSEEN.code)
         return self._ordinary.instead(args, reason=_UNSEEN)
 
     def _absent(self, analysis: Analysis, tokens: int, detached: frozenset[int]) -> frozenset[int]:
-        """The outputs of logits to do without: large ones that only losses have read so far."""
+        """Return the outputs of large logits, used only by losses until now, to leave out."""
         found = analysis.loss_logits
         if found is None or not found.outputs:
             return frozenset()
@@ -116,7 +116,7 @@ class RowsRun:
         return found.outputs if found.outputs <= detached - self._analyses.use.read else frozenset()
 
     def _keep(self, shape: Shape, grid: Grid, starts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The positions that others see, and those that have to run; None where that is all of them."""
+        """Return positions that others see, and positions that run; None for all of them."""
         seen = shape.padding.seen(grid)
         if seen is None:
             return None, None

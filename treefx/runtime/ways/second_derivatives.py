@@ -1,8 +1,7 @@
-"""Second derivatives through a user's ``autograd.Function`` in a graph of Dynamo that runs as it is.
+"""Refuse second derivatives through a user's ``autograd.Function`` in a Dynamo graph.
 
-To Dynamo's operator for such functions the values that they saved are constants, so a gradient of a gradient lacks what
-goes through them, and nothing says so. AOTAutograd refuses all second derivatives; here they are refused for such
-graphs.
+Dynamo's operator for such functions takes their saved values as constants, so a gradient of a gradient silently lacks
+the terms through them. AOTAutograd refuses all second derivatives; here they are refused for such graphs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def has_custom_functions(gm: fx.GraphModule) -> bool:
 
 
 def refuse_second_derivatives(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A call whose gradients may be had, and whose gradients' gradients are an error."""
+    """Wrap a call to allow gradients and refuse gradients of gradients."""
 
     @functools.wraps(run)
     def call(*args: Any) -> Any:
@@ -45,7 +44,7 @@ def refuse_second_derivatives(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _marked(given: Sequence[Tensor], grad: Tensor) -> Tensor:
     """An incoming gradient, made of all that its own gradient may be asked for."""
-    if not torch.is_grad_enabled():  # nobody will differentiate it
+    if not torch.is_grad_enabled():  # no backward will differentiate it
         return grad
     marked: Tensor = _Refuse.apply(grad, *given)  # type: ignore[no-untyped-call]
     return marked

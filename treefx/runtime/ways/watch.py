@@ -32,7 +32,7 @@ class SharingWatch:
 
     Args:
         gm: Dynamo's graph.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
         config: The options.
         cached: Whether the graph continues from the cache of an earlier call.
     """
@@ -46,7 +46,7 @@ class SharingWatch:
         self._min_sharing, self._caches = config.min_sharing, cached or _returns_cache(gm)
 
     def look(self, report: GraphReport, args: Sequence[Any]) -> None:
-        """Note what a call lost that has just run."""
+        """Note the loss of a finished call."""
         report.cut = self._behind if report.has_tokens else self._before
         if _is(report, Cause.NO_ATTENTION) and report.cut is not None and not report.feeds_others:
             report.reason = Reason(Cause.GRAPH_BREAK, report.cut)
@@ -58,7 +58,10 @@ class SharingWatch:
             self._warn_of_expansions(report, what)
 
     def _look_at_rows(self, report: GraphReport, given: dict[str, Any]) -> None:
-        """Keep the rows of a call and warn of them; of a graph without token ids, those of the model's call."""
+        """Keep the rows of a call and warn of them.
+
+        Of a graph without token ids, those of the model's call.
+        """
         report.calls_on_rows += 1
         is_looked_at = not report.calls_on_rows & (report.calls_on_rows - 1)
         if report.reason is not None or report.cut is None:
@@ -69,7 +72,7 @@ class SharingWatch:
         if is_looked_at and not report.warned:
             owner = object_of_entry()
             packed = [] if report.reason is not None else _packed_reports(owner)
-            if any(item.way == "converted" for item in packed):  # whose head and loss are on rows by design
+            if any(item.way == "converted" for item in packed):  # with head and loss on rows by design
                 return
             reason = report.fallback or report.cut or NO_IDS
             warn_of_rows(report, PART if packed else EVERY_ROW, reason, self._min_sharing, owner)
@@ -96,7 +99,10 @@ class SharingWatch:
 
 
 def _lost(report: GraphReport) -> str:
-    """What of a packed call runs on rows that is worth a warning, with ``{}`` for the model; empty if nothing is."""
+    """Describe the part of a packed call that runs on rows, with ``{}`` for the model.
+
+    Empty if it is not worth a warning.
+    """
     rows = report.attention_layers - report.attention_rewritten
     if rows and report.attention_rewritten:
         return f"{rows} of {report.attention_layers} attention layers of {{}} on rows"
@@ -118,7 +124,7 @@ def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float
         what: `EVERY_ROW` or `PART`.
         reason: why this call ran on rows.
         min_sharing: the sharing ratio from which on sharing pays.
-        owner: what the user compiled or converted; None if that is not known.
+        owner: the object that the user compiled or converted; None if that is not known.
     """
     if is_warned(owner):
         report.warned = True
@@ -133,7 +139,7 @@ def warn_of_rows(report: GraphReport, what: str, reason: str, min_sharing: float
 
 
 def _code(report: GraphReport) -> str:
-    """The code of why a graph runs on rows: its reason's, or that of a graph without token ids."""
+    """Return the code of a graph on rows: of its reason, or of a graph without token ids."""
     if report.reason is not None:
         return report.reason.code
     return code_of_cause((Cause.NO_TOKENS if report.cut is None else Cause.GRAPH_BREAK).name)
@@ -144,7 +150,7 @@ def _is(report: GraphReport, *causes: Cause) -> bool:
 
 
 def _packed_reports(owner: Any) -> list[GraphReport]:
-    """The reports of other graphs of a compiled model, or of its hooks, that ran on distinct tokens."""
+    """List reports of other graphs or hooks of a model that ran on distinct tokens."""
     parameters = owner.parameters() if isinstance(owner, nn.Module) else ()
     return [run.report for run in find(parameters) if run.report.has_tokens and run.report.ran == "packed"]
 

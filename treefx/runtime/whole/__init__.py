@@ -1,4 +1,4 @@
-"""What Dynamo traces in place of code of libraries that would cut a graph in two, where treefx compiles it.
+"""Replace library code that would break a graph in Dynamo's traces.
 
 In: functions of transformers and TRL, as Dynamo comes to them. Out: calls of one operator each.
 """

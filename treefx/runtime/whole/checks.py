@@ -1,7 +1,7 @@
-"""What Dynamo traces in place of transformers' checks of tensors, where treefx compiles: one operator, without a cut.
+"""Trace one operator in place of transformers' checks of tensors, without a graph break.
 
-All its vision-language models ask between the embeddings and the first layer whether there are as many tokens of images
-as vectors. The check reads a tensor on the host, which cuts the graph there, token ids on the near side.
+All its vision-language models check between the embeddings and the first layer whether there are as many tokens of
+images as vectors. The check reads a tensor on the host, which cuts the graph there, token ids on the near side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _MODULE, _NAME = "transformers.utils.import_utils", "torch_compilable_check"
 
 
 def check_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], dict[str, Any]] | None:
-    """An assertion that waits for no device, in place of the check of a tensor; None for any other function or call."""
+    """Return an assertion that does not synchronize, in place of the check of a tensor.
+
+    None for any other function or call.
+    """
     if (getattr(function, "__module__", None), getattr(function, "__name__", None)) != (_MODULE, _NAME):
         return None
     condition = args[0] if args else kwargs.get("cond")
@@ -27,7 +30,10 @@ def check_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, 
 
 
 def _assert_all(condition: Tensor) -> None:
-    """The message cannot name numbers, which lie on the device; transformers leaves it out of traced checks too."""
+    """Assert that a condition holds everywhere.
+
+    The message cannot name numbers on the device; transformers leaves it out of traced checks too.
+    """
     torch._assert_async(
         condition.all(),
         "a check of transformers (torch_compilable_check) does not hold: expected as many tokens of images, videos or "

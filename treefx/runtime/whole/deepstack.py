@@ -1,4 +1,4 @@
-"""What Dynamo traces in place of vectors that are added at the places of images, where treefx compiles.
+"""Trace an operator in place of the addition of vectors at the places of images.
 
 Models with features of a vision tower in several layers (Qwen3-VL) add them to ``hidden[masks, :]``. How
 many places these are is known on the device alone, so that Dynamo cuts the graph in each such layer.
@@ -25,7 +25,10 @@ def deepstack_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[A
 
 
 def _add_at_places(hidden: Tensor, mask: Tensor, vectors: Tensor) -> Tensor:
-    """Hidden states [B, T, D] plus vectors [n, D] at the places [B, T] in order; the model has compared the numbers."""
+    """Add vectors [n, D] to hidden states [B, T, D] at the places [B, T], in order.
+
+    The model has compared the numbers.
+    """
     places = mask.to(hidden.device).unsqueeze(-1)
     placed = hidden.masked_scatter(places, vectors.to(hidden.device, hidden.dtype))
     return torch.where(places, hidden + placed, hidden)

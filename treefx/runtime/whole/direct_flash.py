@@ -1,9 +1,9 @@
-"""What Dynamo traces in place of flash attention that a model calls itself, where treefx compiles: the same operator.
+"""Trace one operator in place of flash attention that a model calls directly.
 
 FlashAttention 2 and 3, kernels of the hub and ``torch.nn.attention.varlen`` have functions of one kind, under modules
-whose names change with every build. They are known by their own name and arguments, and taken if they compute on a
-small example what the operator means. Dropout, slopes, page tables, and what else an operator has no place for are
-traced as they are.
+with names that change with every build. They are known by their own name and arguments, and replaced if they agree with
+the operator on a small example. Dropout, slopes, page tables, and other options without a place in the operator are
+traced unchanged.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ROLES = {
     "scale": ("softmax_scale", "scale"), "causal": ("causal", "is_causal"), "window": ("window_size",),
     "softcap": ("softcap",), "longest": ("max_seqlen_q", "max_q"), "longest_key": ("max_seqlen_k", "max_k"),
 }  # fmt: skip
-"""What the arguments are called, by what they mean to the operator."""
+"""Role in the operator -> names of arguments."""
 _TENSORS = ("query", "key", "value", "query_ends", "key_ends", "sinks")
 _FREE = ("deterministic", "num_splits", "pack_gqa", "sm_margin", "enable_gqa")
-"""Arguments that say how to compute, and not what: the function gets them as they were."""
+"""Arguments that choose an implementation, not a result: the function gets them unchanged."""
 _HEADS, _TOKENS, _FEATURES, _WINDOW = 2, 7, 64, 3
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference from the meaning, of numbers near 1; in half precisions another one."""
@@ -55,7 +55,7 @@ def _flash(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor | None, key_ends: Tensor | None,
     sinks: Tensor | None, causal: bool, scale: float | None, window: int | None, softcap: float | None, kernel: str,
 ) -> Any:  # fmt: skip
-    """[B, T, H, D], or [N, H, D] with the ends of sequences, as all of these functions have it."""
+    """Run an attention of [B, T, H, D], or of [N, H, D] with the ends of sequences."""
     if query_ends is not None:
         query, key, value = (x.view(1, *x.shape) for x in (query, key, value))
     out = torch.ops.treefx.flash(
@@ -74,7 +74,7 @@ def _is_flash(function: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Form:
-    """The arguments of a function: what each role is called there, and what they are if nothing is given."""
+    """Hold the arguments of a function: the name of each role, and defaults."""
 
     names: Mapping[str, str]
     defaults: Mapping[str, Any]
@@ -82,7 +82,7 @@ class _Form:
     @staticmethod
     @functools.lru_cache(256)
     def of(function: Callable[..., Any]) -> _Form | None:
-        """None where an argument has no role and must be given, or what a call of flash attention needs is missing."""
+        """Return the form; None if an unknown argument is required or a needed one is missing."""
         parameters = inspect.signature(function).parameters
         names = {role: name for role, called in _ROLES.items() for name in called if name in parameters}
         defaults = {name: parameter.default for name, parameter in parameters.items()}
@@ -93,7 +93,7 @@ class _Form:
 
 
 def _given(function: Any, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any, ...]] | None:
-    """Tensors and settings of ``_flash`` for a call; None where it asks for more than the operator knows."""
+    """Return tensors and settings of ``_flash`` for a call; None for unsupported options."""
     form = _Form.of(function)
     assert form is not None
     try:
@@ -102,7 +102,7 @@ def _given(function: Any, args: Any, kwargs: Any) -> tuple[list[Any], tuple[Any,
         return None
     tensors = [given.pop(form.names.get(role, ""), None) for role in _TENSORS]
     for role in ("longest", "longest_key"):
-        given.pop(form.names.get(role, ""), None)  # found anew from the ends
+        given.pop(form.names.get(role, ""), None)  # recomputed from the ends
     constants = {**form.defaults}
     try:
         constants |= {name: item.as_python_constant() for name, item in given.items()}
@@ -127,7 +127,7 @@ def _is_none(item: Any) -> bool:
 
 
 def _meaning(form: _Form, constants: Mapping[str, Any]) -> tuple[bool, float | None, int | None, float | None] | None:
-    """Causality, scale, window (the keys that a query sees) and softcap; None where something else is asked for."""
+    """Return causality, scale, window (visible keys) and softcap; None for other options."""
     for name, value in constants.items():
         if name not in form.names.values() and name not in _FREE and value != form.defaults[name]:
             return None
@@ -139,7 +139,8 @@ def _meaning(form: _Form, constants: Mapping[str, Any]) -> tuple[bool, float | N
     return True, constants[form.names["scale"]], None if left < 0 else left + 1, softcap or None
 
 
-# What they compute ----------------------------------------------------------------------------------------------------
+# Semantics
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _kernel(function: Any, how: tuple[tuple[str, Any], ...], lengths: bool) -> str:
@@ -179,7 +180,10 @@ def _computes(
     function: Any, how: tuple[tuple[str, Any], ...], lengths: bool, sinks: bool, meaning: tuple[Any, ...],
     device: torch.device, dtype: torch.dtype,
 ) -> bool:  # fmt: skip
-    """Whether a function computes what the operator means, asked once per form of a call, on a small example."""
+    """Return whether a function agrees with the operator on a small example.
+
+    Tested once per form of a call.
+    """
     form = _Form.of(function)
     assert form is not None
     with unset_fake_temporarily(), torch.no_grad(), torch._C._DisableAutocast():

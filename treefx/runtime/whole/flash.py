@@ -1,10 +1,9 @@
-"""What Dynamo traces in place of transformers' flash attention, where treefx compiles: one operator, and no branch on
-numbers.
+"""Trace one operator in place of transformers' flash attention, without branches.
 
-Two functions of transformers stand before all its flash kernels (FlashAttention 2, 3, 4, those of the hub). Both ask
-numbers of a call which way to go, so Dynamo cuts the graph there, in every layer. Here they are taken by what they are,
-not by the name they stand under: what a trainer puts in their place is traced as it is, and taken here where it calls
-them in turn. Written for transformers 5.23; what is called in another way than there runs as it is.
+Two functions of transformers stand before all its flash kernels (FlashAttention 2, 3, 4, those of the hub). Both branch
+on numbers of a call, so Dynamo breaks the graph there, in every layer. Here they are recognised by identity, not by
+name: a trainer's replacement is traced unchanged, and its calls of the originals are replaced here. Written for
+    transformers 5.23; other forms of calls run unchanged.
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ def flash_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, 
 
 
 def trace_instead(name: tuple[str, str], function: Any) -> None:
-    """Let Dynamo trace a function in place of the one of this module and name, where treefx compiles it."""
+    """Trace a function in place of the one of this module and name."""
     _INSTEAD[name] = function
 
 
 def _name_of(function: Any) -> tuple[str, str] | None:
-    """Module and name that a function was written under: wrappers take on those of what they wrap."""
+    """Return module and name of a function's code; wrappers take on those of the wrapped one."""
     code = getattr(function, "__code__", None)
     return None if code is None else (function.__globals__.get("__name__"), code.co_name)
 
 
 _taken: dict[Any, Any] = {}
-"""The functions of transformers in whose place others were traced."""
+"""Functions of transformers with a replacement in a trace."""
 
 
 def _flash_as_it_is(*args: Any, **kwargs: Any) -> Any:
-    """Stands for transformers' function itself in what Dynamo traces."""
+    """Stands for transformers' original function in Dynamo's traces."""
 
 
 def _mask_as_it_is(*args: Any, **kwargs: Any) -> Any:
-    """Stands for transformers' function itself in what Dynamo traces."""
+    """Stands for transformers' original function in Dynamo's traces."""
 
 
 def _flash_attention(
@@ -72,7 +71,10 @@ def _flash_attention(
     *others: Any,
     **given: Any,
 ) -> Any:
-    """``_flash_attention_forward``: query [B, T, H, D], key [B, T, Hkv, D], value [B, T, Hkv, D] -> [B, T, H, D]."""
+    """Replace ``_flash_attention_forward``.
+
+    query [B, T, H, D], key [B, T, Hkv, D], value [B, T, Hkv, D] -> [B, T, H, D].
+    """
     kernel = given.get("attn_implementation")
     if others or not _loads(kernel) or _asks_for_more(given) or not _is_plain(query, key, attention_mask, given):
         return _flash_as_it_is(query, key, value, attention_mask, *others, **given)
@@ -93,7 +95,7 @@ def _flash_attention(
 
 
 def _flash_mask(*args: Any, **given: Any) -> Any:
-    """``flash_attention_mask``: the mask [B, T] as it is, where the kernel asks itself whether it hides anything."""
+    """Replace ``flash_attention_mask``: return the mask [B, T] for the kernel to check."""
     mask, length, config = given.get("attention_mask"), given.get("kv_length"), given.get("config")
     if args or mask is None or config is None or not _is_flash(config._attn_implementation):
         return _mask_as_it_is(*args, **given)
@@ -103,7 +105,10 @@ def _flash_mask(*args: Any, **given: Any) -> Any:
 
 
 def _is_plain(query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> bool:
-    """Whether queries and keys are of the same tokens, each of which a mask and positions have a number for."""
+    """Return whether queries and keys are of the same tokens, with numbers for each.
+
+    A mask and positions give these numbers.
+    """
     if query.shape[1] != key.shape[1] or (mask is not None and (mask.dim() != 2 or mask.shape[1] != key.shape[1])):
         return False
     positions, ends = given.get("position_ids"), given.get("cu_seq_lens_q")
@@ -113,7 +118,7 @@ def _is_plain(query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, 
 
 
 def _asks_for_more(given: dict[str, Any]) -> bool:
-    """Whether an argument is given that the operator does not take: dropout, caches, a block table."""
+    """Return whether an unsupported argument is given: dropout, caches, a block table."""
     for name, value in given.items():
         if name == "dropout" and value:
             return True
@@ -135,7 +140,10 @@ def _is_meant(name: str) -> bool:
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _knows(implementation: str, name: str) -> bool:
-    """Whether the kernel takes an argument of this name; transformers leaves out most of those that it does not."""
+    """Return whether the kernel takes an argument of this name.
+
+    transformers leaves out most of those that it does not.
+    """
     return name in _arguments_of(implementation)
 
 
@@ -170,6 +178,6 @@ _INSTEAD: dict[Any, FunctionType] = {
     _FLASH: cast(FunctionType, _flash_attention),
     _MASK: cast(FunctionType, _flash_mask),
 }
-"""By module and name of a function of transformers, what is traced in its place."""
+"""Module and name of a function of transformers -> its replacement."""
 _LEFT: dict[Any, tuple[str, str]] = {_flash_as_it_is: _FLASH, _mask_as_it_is: _MASK}
-"""What stands there for the function itself."""
+"""Stand-in -> the original function."""

@@ -1,4 +1,4 @@
-"""What Dynamo traces in place of TRL's LM head without logits, where treefx compiles: one operator.
+"""Trace one operator in place of TRL's LM head without logits.
 
 All trainers of TRL 1.16 score tokens with one ``autograd.Function``, which walks over tiles in place; Dynamo cannot
 trace it and cuts the graph in front of it. On a GPU TRL hands it the positions that have a label, a number that only
@@ -40,7 +40,7 @@ def head_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, A
 
 
 def setting_of(item: Any) -> Any:
-    """A setting; with ``dynamic=True`` Dynamo passes floats as symbols, which are asked for their values here."""
+    """Return a setting; with ``dynamic=True``, evaluate the symbols of floats."""
     return item.evaluate_expr() if isinstance(item, SymNodeVariable) else item.guard_as_python_constant()
 
 

@@ -1,10 +1,9 @@
-"""What Dynamo traces in place of Liger's functions, where treefx compiles: the plain operators that they compute.
+"""Trace plain operators in place of Liger's functions.
 
 Liger's norms, rotary embeddings, gated products and cross entropy are ``autograd.Function`` s around Triton kernels.
-Nothing can be proved of those, so that each of them would run on rows; and what they fuse by hand, the inner compiler
-fuses by itself. They are known by the name of their class and their arguments, and taken if they compute on a small
-example, forward and backward, what the plain operators do. Others, and options without a plain form here, are traced as
-they are.
+Nothing can be proved of those, so each of them would run on rows; and the inner compiler fuses the plain operators by
+itself. They are known by the name of their class and their arguments, and replaced if they agree with the plain
+operators on a small example, forward and backward. Others, and options without a plain form here, are traced unchanged.
 
 Before::
 
@@ -66,7 +65,8 @@ def _plain_form(function: type[torch.autograd.Function], args: Any, kwargs: Any)
     return known.plain if _computes(function, known, types, tuple(settings.items()), device) else None
 
 
-# What they compute ----------------------------------------------------------------------------------------------------
+# Semantics
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [B, H, T, D] and k [B, Hkv, T, D]; cos and sin [B or 1, T, D], whose halves are equal."""
+    """Turn q [B, H, T, D] and k [B, Hkv, T, D]; cos and sin [B or 1, T, D] in equal halves."""
     half = cos.shape[-1] // 2
     c, s = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
 
@@ -124,7 +124,7 @@ def _linear_cross_entropy(
     use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     ce_impl: None = None, ce_mode: None = None, chunk_mem_const: int = 1,
 ) -> tuple[Tensor, None, None, None]:  # fmt: skip
-    """Logits that only a loss reads are never whole where they are large, whoever writes them (``vocab_tail``)."""
+    """Compute logits that only a loss reads in chunks where they are large (``vocab_tail``)."""
     logits = _wide(F.linear(_input, weight, bias))
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
@@ -152,7 +152,7 @@ class _Known:
         plain: The same in plain operators, of the same arguments.
         arguments: Its first ones, by name; a class of this name with others is another one.
         operands: The kinds of those that are tensors.
-        settings: What settings may be for the plain form to hold, by name; any other one may be anything.
+        settings: Allowed values of settings by name; other settings are free.
     """
 
     plain: Callable[..., Any]
@@ -165,7 +165,10 @@ class _Known:
         return all(settings.get(name, allowed[0]) in allowed for name, allowed in self.settings)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether a call's tensors are operands of the kinds known, of one width, rows of any number of dimensions."""
+        """Return whether a call's tensors are known operands, of one width.
+
+        Rows may have any number of dimensions.
+        """
         kinds, width = dict(self.operands), tensors[self.arguments[0]].shape[-1]
         return all(
             name in kinds
@@ -208,7 +211,10 @@ def _computes(
     function: type[torch.autograd.Function], known: _Known, types: tuple[tuple[str, torch.dtype], ...],
     settings: tuple[tuple[str, Any], ...], device: torch.device,
 ) -> bool:  # fmt: skip
-    """Whether a function and its plain form agree, asked once per form of a call: results, and all gradients."""
+    """Return whether a function and its plain form agree in results and all gradients.
+
+    Tested once per form of a call.
+    """
     kinds = dict(known.operands)
     with unset_fake_temporarily(), autograd_recorded(), torch.inference_mode(mode=False), torch._C._DisableAutocast():
         operands = {name: _example(seed, kinds[name], device, dtype) for seed, (name, dtype) in enumerate(types)}
@@ -227,7 +233,7 @@ def _example(seed: int, kind: str, device: torch.device, dtype: torch.dtype) -> 
     x = torch.randn(_SHAPES[kind], generator=generator, dtype=torch.float64)
     if kind == "angles":
         x = torch.cat([x.chunk(2, -1)[0]] * 2, -1)
-    elif kind == "rows":  # small ones too: what is added to a norm counts there, beside a root or below it
+    elif kind == "rows":  # small ones too: there an epsilon next to or under a root counts
         x = x * torch.tensor([1, 0.1, 0.01, 0.001, 1, 0.1], dtype=x.dtype).view(-1, 1)
     return x.to(device, dtype).requires_grad_(kind != "angles")
 
@@ -244,7 +250,7 @@ def _results(
     results = [x for x in found if x is not None] if isinstance(found, tuple) else [found]
     weights = [torch.arange(x.numel(), device=x.device).cos().view_as(x).to(x.dtype) for x in results]
     leaves = [x for x in operands.values() if x.requires_grad]
-    kept = [x.detach().clone() for x in results]  # its backward may write into what it gets
+    kept = [x.detach().clone() for x in results]  # its backward may write into its arguments
     return kept + list(torch.autograd.grad(results, leaves, weights))
 
 

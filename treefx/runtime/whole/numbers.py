@@ -39,7 +39,7 @@ from treefx.passes.trace.pattern import is_number_input
 __all__ = ["Numbers", "as_tensors", "numbers_as_tensors"]
 
 Numbers = Mapping[int, Literal["value", "size"]]
-"""By the position of an input that was a number, what of a tensor stands for it."""
+"""Index of an input that was a number -> property of the tensor that replaces it."""
 
 _ARITHMETIC = {
     operator.truediv, operator.mul, operator.add, operator.sub, operator.itruediv, operator.imul, operator.iadd,
@@ -57,7 +57,7 @@ def numbers_as_tensors(gm: fx.GraphModule, roles: Sequence[str]) -> tuple[fx.Gra
 
     Args:
         gm: The graph, never changed.
-        roles: What each placeholder is.
+        roles: Role of each placeholder.
 
     Returns:
         The graph, or a copy that takes some of its numbers as tensors, and these numbers.
@@ -85,7 +85,10 @@ def numbers_as_tensors(gm: fx.GraphModule, roles: Sequence[str]) -> tuple[fx.Gra
 
 
 def as_tensors(args: Sequence[Any], numbers: Numbers) -> Sequence[Any]:
-    """The inputs of a call with those numbers as tensors where the other tensors are: float64 [], or of that size."""
+    """Return the inputs with these numbers as tensors on the device of the others.
+
+    float64 [], or a vector of that size.
+    """
     if not numbers:
         return args
     device = next(x.device for i, x in enumerate(args) if isinstance(x, Tensor) and i not in numbers)
@@ -111,7 +114,7 @@ def _may_be_size(node: fx.Node) -> bool:
 
 
 def _take_size(node: fx.Node, mode: FakeTensorMode) -> None:
-    """Give a tensor to what read a number: a vector of that size."""
+    """Replace a number by a tensor in its readers: a vector of that size."""
     number = node.meta["example_value"]
     with node.graph.inserting_after(node.graph.find_nodes(op="placeholder")[-1]):
         size = node.graph.call_method("size", (node, 0))
@@ -134,7 +137,10 @@ def _is_number(node: fx.Node, sizes: set[str]) -> bool:
 
 
 def _reads(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Who reads a number, and through which node: Dynamo asks tensors that stand for floats for their item."""
+    """Return the readers of a number, and the node through which each reads it.
+
+    Dynamo reads tensors that stand for floats by ``item``.
+    """
     direct = [(user, node) for user in node.users if user.target != "item"]
     return direct + [(user, item) for item in node.users if item.target == "item" for user in item.users]
 
@@ -154,7 +160,7 @@ def _other(user: fx.Node, number: fx.Node) -> Tensor | None:
 
 
 def _take_tensor(node: fx.Node) -> None:
-    """Rewrite what reads a number: it gets a tensor of the type of its other operand."""
+    """Rewrite the readers of a number to read a tensor of the other operand's type."""
     for user, number in _reads(node):
         other = _other(user, number)
         assert other is not None

@@ -1,8 +1,8 @@
-"""What Dynamo traces in place of recurrence libraries, where treefx compiles: one operator per call.
+"""Trace one operator per call in place of recurrence libraries.
 
 transformers binds functions of flash-linear-attention, causal-conv1d and mamba_ssm to hybrid models where these
-packages are installed. They forbid tracing, or are C++, and cut the graph in every layer. A call that hands states over
-(a cache) or that packs sequences (``cu_seqlens``, ``seq_idx``) is traced as it is.
+packages are installed. They forbid tracing, or are C++, and cut the graph in every layer. A call that passes states on
+(a cache) or that packs sequences (``cu_seqlens``, ``seq_idx``) is traced unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ACTIVATIONS = (None, "silu", "swish")
 
 
 def recurrence_instead(function: Any, tx: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], dict[str, Any]] | None:
-    """``treefx::library`` in place of a library's function; None for any other function or call."""
+    """Return ``treefx::library`` in place of a library's function; None for other calls."""
     bound = _bound(function)
     if bound is None:
         return None
@@ -50,7 +50,7 @@ def _as_pair(key: str, *tensors: Any) -> Any:
 
 
 def _bound(function: Any) -> tuple[str, Callable[..., Any], Callable[..., Any]] | None:
-    """Name, implementation and PyTorch body of a function that transformers has bound to a library's."""
+    """Return name, implementation and PyTorch body of a library function in transformers."""
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != "wrapped" or function.__globals__.get("__name__") != _MODULE:
         return None
@@ -63,7 +63,7 @@ def _bound(function: Any) -> tuple[str, Callable[..., Any], Callable[..., Any]] 
 def _described(
     name: str, function: Any, implementation: Any, body: Any, args: Any, kwargs: Any
 ) -> tuple[LibraryCall, list[Any]] | None:
-    """A call of ours and its tensors; None where it asks for more than the operator knows."""
+    """Return a library call and its tensors; None for options the operator does not know."""
     known = inspect.signature(body).parameters
     taken = {*inspect.signature(implementation).parameters}
     tensors: list[Any] = []
@@ -83,7 +83,7 @@ def _described(
             empty = isinstance(item, ConstantVariable) and item.value is None
             if keyword not in known:
                 if keyword in taken and not empty:
-                    return None  # the library heeds what the body has no name for: packed sequences
+                    return None  # the library heeds an option that the body lacks: packed sequences
                 continue
             named.append((keyword, slot(item)))
         given = inspect.signature(body).bind(*positional, **dict(named)).arguments

@@ -1,4 +1,4 @@
-"""What a vision tower of transformers made of which image, for the graph behind it.
+"""Note which image each vector of a vision tower comes from, for later graphs.
 
 Most towers read the sizes of images on the host, which cuts the model in two. All have their features from
 ``get_image_features`` or ``get_video_features`` of a model, one entry per image. Equal pixels give features that are
@@ -29,7 +29,7 @@ _OF_IMAGES: Dims = (*OF_TOKENS, (Factor(Axis.PLAIN, -1),))
 
 
 def note_towers(function: Any, tx: Any, args: Any, kwargs: Any) -> None:
-    """Let a model's function note what it returns, from the first time on that Dynamo comes to a call of it."""
+    """Wrap a model's function to note its results, from Dynamo's first call of it on."""
     name, module = getattr(function, "__name__", None), str(getattr(function, "__module__", ""))
     if name not in _NAMES or not module.startswith(_LIBRARY):
         return
@@ -41,7 +41,7 @@ def note_towers(function: Any, tx: Any, args: Any, kwargs: Any) -> None:
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # within a graph, whose analysis sees the tower itself
+        if torch.compiler.is_compiling():  # within a graph, where the analysis sees the tower
             return original(self, *args, **kwargs)
         values = [*args, *kwargs.values()]
         given = [x for x in values if isinstance(x, Tensor)]
@@ -64,14 +64,14 @@ def _random_states(given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_per_image(x: Any, count: int) -> bool:
-    """Whether what was given may differ from image to image in a way that bits of tensors do not show."""
+    """Return whether an argument may differ by image in a way that bits do not show."""
     if isinstance(x, Tensor):
-        return x.requires_grad  # each image then has a gradient of its own
+        return x.requires_grad  # each image then has a separate gradient
     return isinstance(x, Sized) and not isinstance(x, str) and (isinstance(x, Mapping) or len(x) == count)
 
 
 def _note(given: Sequence[Tensor], images: Sequence[Tensor], deep: Sequence[Any]) -> None:
-    """Note which vectors are one, of each image and, where features go into later layers, of all images in order."""
+    """Note equal vectors, of each image and, for later layers, of all images in order."""
     counts = [len(x) for x in images]
     find = _Numbers(given, counts)
     for found in [images, *[[x] if isinstance(x, Tensor) else x for x in deep]]:
@@ -90,8 +90,8 @@ class _Numbers:
     """Numbers of the vectors of images, found when they are asked for and then kept.
 
     Args:
-        given: What a tower was given.
-        counts: How many vectors it made of each image.
+        given: Arguments of a tower.
+        counts: How many vectors each image gave.
     """
 
     def __init__(self, given: Sequence[Tensor], counts: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class _Numbers:
         self._numbers: Tensor | None = None
 
     def __call__(self, start: int, end: int) -> Tensor | None:
-        """Those of the vectors from ``start`` to ``end``; None if it is not known which images are equal."""
+        """Return the numbers of vectors from ``start`` to ``end``; None if they are unknown."""
         if self._numbers is None:
             self._numbers = self._find()
             self._given = ()
@@ -118,7 +118,10 @@ class _Numbers:
 
 
 def _number_images(given: Sequence[Tensor], count: int) -> Tensor | None:
-    """int64 [count], equal for images that agree on the bits of all that was given of them; None if that is unknown."""
+    """Return int64 [count], equal for images with equal bits of all arguments.
+
+    None if that is unknown.
+    """
     grids = [x for x in given if x.dim() == 2 and x.shape == (count, 3) and not x.is_floating_point()]
     patches = grids[0].prod(-1) if grids else None
     numbers = []
