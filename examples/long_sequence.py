@@ -1,7 +1,7 @@
 """One long sequence trained under a memory limit that holds an eighth of its activations.
 
 The sequence is cut into parts that run one after the other; keys and values cross the cuts forward, their gradients
-backward. The peak is measured with an allocation tracker and drawn beside the limit; with `--check` the uncut sequence
+backward. The peak is measured with an allocation tracker and drawn next to the limit; with `--check` the uncut sequence
 runs as well, and loss and gradients are compared.
 
     python examples/long_sequence.py --tokens 65536 --check

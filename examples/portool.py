@@ -11,8 +11,8 @@ generated tokens:
     PORTool on trees  trajectories of a task branch from shared steps, one advantage per step of each
 
 Both train through `model.compile(backend="treefx")`, on the tree that the trajectories make. Printed and drawn are
-success on tasks nobody trained on, steps per task, tokens generated and trained, and time: also that of the same
-training steps on padded rows through inductor.
+success on held-out tasks, steps per task, tokens generated and trained, and time: also that of the same training steps
+on padded rows through inductor.
 """
 
 import json
@@ -43,7 +43,7 @@ from portool_world import END, TOOLS, VOCABULARY, World, demonstrate, encode
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run, beside its seed."""
+    """Hold the settings of a run, besides its seed."""
 
     carelessness: float = 0.5
     """Probability that a demonstration cuts a corner where it can."""
@@ -138,7 +138,7 @@ def policy_loss(model: nn.Module, got: Rollouts, advantages: Any) -> Tensor:
 
 
 def warm_start(model: nn.Module, settings: Settings, seed: int, advance: Callable[[], None]) -> None:
-    """Imitate demonstrations, each of which is a row of its own.
+    """Imitate demonstrations, each a separate row.
 
     Without the description of the tools at first: among few tokens the model learns much sooner to copy what a tool
     replied.

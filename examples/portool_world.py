@@ -1,8 +1,8 @@
 """The scripted world of `portool.py`: seven tools, tasks of four to seven steps or more, careless demonstrations.
 
-The language has some two hundred words, one token each. Every task has prices, temperatures, homes and events of its
-own, drawn from the task's number, so nothing can be known without asking. In each step the agent calls one tool, or
-gives its answer; "->" begins what the world replies:
+The language has some two hundred words, one token each. Every task has prices, temperatures, homes and events,
+drawn from the task's number, so nothing can be known without asking. In each step the agent calls one tool, or gives
+its answer; "->" begins the world's reply:
 
     question temperature in fahrenheit where anna lives at lunch ?
     search anna end        -> nothing found , try again
@@ -180,7 +180,7 @@ class World:
 
 
 def run_tool(task: Task, call: Sequence[str], seed: int) -> str | None:
-    """What a tool replies; None to what is no call. `seed` is the search's luck."""
+    """Return a tool's reply; None for anything but a call. `seed` is the search's luck."""
     match call:
         case ["clock"]:
             return f"it is {task.hour}"
@@ -207,7 +207,7 @@ def _result(number: int) -> str | None:
 def expert(task: Task, slips: Callable[[], bool] = lambda: False) -> Generator[str, str, None]:
     """Do a task: yields calls, is sent the replies, and ends with an answer.
 
-    `slips` is asked wherever somebody careless cuts a corner: gives up instead of trying again, guesses the hour
+    `slips` decides wherever a careless agent cuts a corner: gives up instead of trying again, guesses the hour
     instead of asking, leaves out a calculation at the end.
     """
     if task.kind == "hours":
@@ -236,7 +236,7 @@ def _last(reply: str) -> str:
 
 
 def demonstrate(number: int, carelessness: float) -> tuple[list[int], list[bool], float]:
-    """A demonstration of a task by somebody who slips with this probability.
+    """Demonstrate a task by an agent that slips with this probability.
 
     Returns:
         The row's token ids, which of them are the agent's, and the reward.

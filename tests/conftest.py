@@ -1,4 +1,4 @@
-"""Fixtures of every test: fixed seeds, one thread, a fresh Dynamo, and NaN in memory nobody wrote."""
+"""Fixtures of every test: fixed seeds, one thread, a fresh Dynamo, and NaN in uninitialised memory."""
 
 import gc
 from collections.abc import Iterator

@@ -177,7 +177,7 @@ class ChunkedSum(nn.Module):
 
 
 class BufferedDecay(nn.Module):
-    """Lightning attention: what is causal is known from the values of a buffer alone."""
+    """Lightning attention: only the values of a buffer prove causality."""
 
     def __init__(self, heads: int = 4, length: int = 64) -> None:
         super().__init__()
@@ -315,6 +315,6 @@ CAUSAL = (
     "cumsum", "causal_conv", "recurrence", "token_shift", "padded_conv", "decay_matrix", "chunked_sum",
     "buffered_decay", "cumulative_mean", "unfolded",
 )  # fmt: skip
-"""Those of which each token reads the past of its own row alone, the same way in every row."""
+"""Those in which each token reads only the past of its row, the same way in every row."""
 ALONG_TREE = ("causal_conv", "padded_conv")
 """Those that run on the packed tokens."""

@@ -21,7 +21,8 @@ __all__ = ["Output", "TinyLM", "config_of", "double", "double_from", "lifted", "
 
 ZOO = read_configurations()
 CHOSEN: dict[str, dict[str, Any]] = {"gemma2": {"attn_implementation": "eager"}}
-"""transformers 5.17 chooses SDPA for gemma2, which leaves the soft cap out; later ones choose what is written here."""
+"""transformers 5.17 chooses SDPA for gemma2, which leaves the soft cap out; later ones choose the implementation given
+here."""
 
 
 def config_of(name: str, **changes: Any) -> PretrainedConfig:
@@ -65,7 +66,7 @@ def lifted(module_name: str, environment: str = "") -> ModuleType:
 
     Args:
         module_name: of transformers.
-        environment: a name for what is installed; under each the file is loaded once.
+        environment: a name for the installed version; under each the file is loaded once.
     """
     module = sys.modules[module_name]
     assert module.__file__ is not None

@@ -34,9 +34,9 @@ SMALL_GRADIENT = 1e-4
 ZERO_GRADIENT, NO_GRADIENT = 1e-2, 1e-6
 """A gradient that is zero in exact arithmetic is judged against the first share of the model's largest.
 
-Such are those of key biases without rotary positions, which shift all scores of a query alike. With FLOAT32 what is
-allowed there is 1e-7 of the largest gradient, about the spacing of float32 numbers at it. Zero is what is below the
-second share of the largest when the step runs eagerly in float64.
+Such are those of key biases without rotary positions, which shift all scores of a query alike. With FLOAT32 the
+tolerance there is 1e-7 of the largest gradient, about the spacing of float32 numbers at it. A gradient counts as zero
+below the second share of the largest when the step runs eagerly in float64.
 """
 
 Step = Callable[[nn.Module], Tensor]
@@ -98,7 +98,7 @@ def eager_step(model: nn.Module, batch: Batch, dtype: torch.dtype | None = None)
 
 
 def separate_rows(model: nn.Module, rows: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Outcome:
-    """Weighted sum of -log p over the tokens of every row, each row a batch of its own, in float64.
+    """Weighted sum of -log p over the tokens of every row, each row a separate batch, in float64.
 
     Args:
         model: called with input_ids [1, T] only.
@@ -180,7 +180,7 @@ def compare(model: nn.Module, step: Step | Batch, tolerance: float | None = None
     """Runs a step eagerly and compiled, on copies of the model, and asserts equal loss and gradients.
 
     Args:
-        model: left as it is.
+        model: unchanged.
         step: maps a model to a loss; a batch means the model's own loss on it.
         tolerance: relative; by default FLOAT32 or FLOAT64, by the dtype of the weights.
         options: of the backend.

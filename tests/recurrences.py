@@ -16,7 +16,7 @@ DEFECTS = {
     "late": "the decay of a token is applied to its own write as well",
     "border": "states do not decay from chunk to chunk",
     "position": "outputs are scaled by their position",
-    "step": "the step scales what is written, and not what is erased",
+    "step": "the step scales writes, and not erased values",
     "detached": "keys pass on no gradient",
     "reversed": "rows run from their end",
     "ahead": "a token sees the next one of its chunk",

@@ -1,4 +1,4 @@
-"""Softmaxes written by hand, and what is not quite one; see ``tests.spellings``."""
+"""Softmaxes written by hand, and near misses; see ``tests.spellings``."""
 
 import math
 
@@ -80,7 +80,7 @@ class SinkByHand(nn.Module):
 
 
 def one_beside_shifted_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Not off by one: beside weights relative to the largest, 1 is a logit of its size."""
+    """Not off by one: next to weights relative to the largest, 1 is a logit of its size."""
     scores = scores_of(q, k)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     return weights / (1 + weights.sum(-1, keepdim=True)) @ v

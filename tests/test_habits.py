@@ -1,4 +1,4 @@
-"""What the repository promises contributors: workflows call what is there, the changelog names what is public."""
+"""Promises to contributors: workflows call existing commands, the changelog names public names."""
 
 import re
 from operator import attrgetter

@@ -1,4 +1,4 @@
-"""What is installed is what is in the folders, and the folders kernels/ and passes/ go by one name only."""
+"""All folders are installed, and the folders kernels/ and passes/ go by one name only."""
 
 import importlib.metadata
 import importlib.util

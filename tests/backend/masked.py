@@ -30,7 +30,7 @@ __all__ = [
 
 VOCAB, WIDTH, HEADS = 32, 16, 2
 SPECIAL = 7
-"""A token that nobody attends to."""
+"""A token without attention to it."""
 LOWEST = torch.finfo(torch.float64).min
 Attend = Callable[..., Tensor]
 """q, k, v [B, H, T, D], ids and mask [B, T], more inputs -> [B, H, T, D]."""

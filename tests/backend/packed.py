@@ -153,7 +153,7 @@ def but_for_pads(documents: Tensor, positions: Tensor) -> Tensor:
 
 
 def loss_of_documents(packed: Packed, documents: Tensor | None = None) -> Step:
-    """Squared logits, each place with a weight of its own; documents are the segments, or others."""
+    """Squared logits, each place with another weight; documents are the segments, or others."""
     if documents is None:
         documents = (packed.position_ids == 0).cumsum(1)
 

@@ -1,6 +1,6 @@
 """What several files of this folder use.
 
-Most tests here are about the rewritten graph, and run it as it is (inner compiler "eager"): tracing and partitioning
+Most tests here are about the rewritten graph, and run it directly (inner compiler "eager"): tracing and partitioning
 its backward takes more than half of a test's time. What AOTAutograd and inductor make of it is tested on all
 architectures (test_zoo), on forests (test_native) and where graphs are kept or changed (test_life, test_modes).
 """
@@ -72,7 +72,7 @@ def assert_packed(checked: oracle.Checked, tokens: int, layers: int | None = Non
 
 
 def logits_at_real_tokens(batch: Batch) -> oracle.Step:
-    """A loss of the caller's: squared logits of the cells under the mask, each with a weight of its own."""
+    """A caller's loss: squared logits of the cells under the mask, each with another weight."""
 
     def step(model: nn.Module) -> Tensor:
         logits = model(**batch.without("labels").inputs()).logits

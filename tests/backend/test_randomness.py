@@ -40,7 +40,7 @@ def tiny(**modules: nn.Module) -> nn.Module:
 
 
 def seeded(batch: Batch) -> Step:
-    """The ordinary step with the same random draws whoever runs it."""
+    """The ordinary step with the same random draws in every run."""
 
     def step(model: nn.Module) -> Tensor:
         torch.manual_seed(5)
@@ -92,7 +92,7 @@ def test_draws_are_refused_where_everything_must_be_packed() -> None:
 
 @pytest.mark.parametrize("how", ["branch", "mask", "number", "unread"])
 def test_a_rate_of_zero_drops_nothing(how: str) -> None:
-    """Only a branch is decided without the numbers; what is made of a comparison otherwise stays a tensor."""
+    """Only a branch is decided without the numbers; other uses of a comparison stay tensors."""
     stats = compare(tiny(before=Layerdrop(how)), seeded(batch_with_forks())).stats
     assert (stats["fallback"] is None) == (how in ("branch", "unread"))
     assert how not in ("branch", "unread") or stats["expansions"] == []

@@ -30,7 +30,7 @@ class Counts(nn.Module):
     Args:
         statistic: Changes ``seen`` [E], ``cells`` [B, T], ``table`` [V] or ``steps``; gets the model, hidden states x
             [B, T, C], experts chosen [B, T, 2] and token ids [B, T].
-        logits: Whether logits are returned beside the loss.
+        logits: Whether logits are returned with the loss.
     """
 
     def __init__(self, statistic: "Statistic", *, logits: bool = False) -> None:

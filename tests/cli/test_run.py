@@ -65,10 +65,10 @@ def test_hooked_modules_are_imported_as_they_are(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
-    (package / "dataclasses.py").write_text("raise ValueError('of its own')\n")
+    (package / "dataclasses.py").write_text("raise ValueError('of its own')\n")  # words: quoted
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     code = "try:\n    import accelerate.utils.dataclasses\nexcept ValueError as error:\n    print(error)"
-    assert python(code, environment={"PYTHONPATH": path}) == "of its own\n"
+    assert python(code, environment={"PYTHONPATH": path}) == "of its own\n"  # words: quoted
 
 
 def test_the_environment_is_made_once() -> None:

@@ -38,7 +38,7 @@ TEMPLATES = {
     + _ASK,
     # Thinking is written for the last message only, as in the templates of Qwen3 and DeepSeek.
     "thinking": chatml(_THINKING + _BODY),
-    # The header that asks for an answer holds an empty thought, which a written answer does not.
+    # The generation header holds an empty thought, which a written answer does not.
     "no_think": chatml(
         _BODY, "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
     ),

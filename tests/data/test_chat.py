@@ -335,7 +335,7 @@ def published_templates() -> list[Path]:
     return sorted(folder.glob("*.jinja"))
 
 
-@pytest.mark.skipif(not published_templates(), reason="no TRL, no templates of its own")
+@pytest.mark.skipif(not published_templates(), reason="no TRL, no templates")
 @pytest.mark.parametrize("path", published_templates(), ids=lambda path: path.stem)
 def test_templates_of_models_train_what_the_assistant_wrote(path: Path) -> None:
     engine = make_engine("chatml")

@@ -290,7 +290,7 @@ def test_statistics_pass_over_tasks_without_an_answer(conversation: Conversation
 @pytest.fixture
 def real_files() -> Iterator[Path]:
     if not SHARED_DATA.is_dir():
-        pytest.skip("no folder of real trajectories beside the checkout")
+        pytest.skip("no folder of real trajectories next to the checkout")
     yield SHARED_DATA
 
 

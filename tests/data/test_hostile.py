@@ -1,4 +1,4 @@
-"""Records and files that nobody should have written: each is one refusal that names its place, and reading goes on."""
+"""Malformed records and files: each is one refusal that names its place, and reading goes on."""
 
 import gzip
 import json

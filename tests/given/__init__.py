@@ -1,1 +1,1 @@
-"""What users hand over: files and arguments, and what is said of those that mean nothing."""
+"""Files and arguments of users, and the errors for meaningless ones."""

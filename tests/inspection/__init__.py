@@ -1,1 +1,1 @@
-"""What treefx tells about a model."""
+"""Reports of treefx on a model."""

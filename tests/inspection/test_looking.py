@@ -1,4 +1,4 @@
-"""Whoever looks at a graph for all sizes leaves it one for all."""
+"""Inspecting a graph for all sizes adds no guard."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.inspection.test_inspector import batch_of, step, tiny
 
 
 def test_looking_at_a_graph_for_all_sizes_leaves_it_one_for_all(tmp_path: Path) -> None:
-    """Whoever asks a symbol for its number makes it that number for good."""
+    """Reading the number of a symbol specialises it for good."""
     model = tiny(layers=1).double()
     compiled = torch.compile(model, backend="treefx", options={"inner": "eager"}, dynamic=True)
     for length in (14, 19, 11):

@@ -217,7 +217,7 @@ def test_a_later_call_that_loses_sharing_warns() -> None:
 
 def test_the_report_counts_what_calls_on_rows_could_have_shared() -> None:
     model = compiled("not causal")
-    for shared in (6, 6, 3):  # the third is counted when the report asks
+    for shared in (6, 6, 3):  # the third is counted when the report is read
         ids = ids_of(shared)
         train(model, ids)
     stats = treefx.inspect(model).stats
@@ -225,7 +225,7 @@ def test_the_report_counts_what_calls_on_rows_could_have_shared() -> None:
     assert stats["sharing_ratio"] == 1.0 and stats["possible_ratio"] == pytest.approx(RAW / 27)
     assert "27 are distinct: sharing ratio 1.33 is possible" in treefx.inspect(model).summary()
     train(model, ids)
-    ids.zero_()  # a buffer that the caller fills anew: its rows are not those of the call any more
+    ids.zero_()  # a buffer that the caller overwrites: its rows are not those of the call any more
     assert treefx.inspect(model).stats["distinct_tokens"] is None
 
 

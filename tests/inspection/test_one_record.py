@@ -228,7 +228,7 @@ def test_the_same_batch_twice_is_no_loss_of_order() -> None:
 
 
 def test_a_call_leaves_nothing_of_the_one_before() -> None:
-    """Every figure of the last call is set anew: packed, then refused, on one report."""
+    """Every figure of the last call is reset: packed, then refused, on one report."""
     report = GraphReport(has_tokens=True, raw_tokens=9, tokens=3, distinct_tokens=3, ran="packed", way="forest")
     report.note_rows(Reason(Cause.VALUES, "a reason"))
     left = dataclasses.asdict(dataclasses.replace(report, parameters={}, steps=None))  # type: ignore[arg-type]

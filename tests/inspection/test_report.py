@@ -59,7 +59,7 @@ def test_every_operator_has_one_account(report: Inspection) -> None:
 
 
 def test_images_lead_to_nodes_of_the_same_operator(report: Inspection) -> None:
-    """A copied layer has images of its own too, and its gradients are those of its own weights."""
+    """A copied layer has its own images, and gradients of its weights."""
     rewritten = {node.name: node for node in report.graphs["rewritten"].graph.nodes}
     for item in report.operators:
         if item.op == "addmm":

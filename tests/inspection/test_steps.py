@@ -1,4 +1,4 @@
-"""What a whole optimizer step could share, beside what its calls shared."""
+"""Possible sharing of a whole optimizer step, and actual sharing of its calls."""
 
 import sys
 from types import ModuleType

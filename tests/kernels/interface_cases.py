@@ -67,7 +67,7 @@ CASES = [
 
 
 def differs_from_float64(case: Case, impl: str) -> str | TreefxError | None:
-    """Return what is wrong with an implementation, the refusal if it refuses by name, or ``None`` if all is right."""
+    """Return an implementation's error, its refusal by name, or ``None`` if all is right."""
     leaves, given, ends, grad = _draw(case)
     wanted = _wanted(case)
     try:

@@ -64,7 +64,7 @@ CASES = [
 
 
 def differs_from_paths(case: NotFinite, impl: str) -> str | None:
-    """Return what is wrong with an implementation, or ``None`` if all is right."""
+    """Return an implementation's error, or ``None`` if all is right."""
     tensors, ends = _draw(case)
     *given, grad = [tensor.clone() for tensor in tensors]
     leaves = [tensor.requires_grad_() for tensor in given]

@@ -1,4 +1,4 @@
-"""Code from a cache folder runs only if nobody else could write it, and if it is what it should be."""
+"""Code from a cache folder runs only if no other user could write it and its content is right."""
 
 import os
 import py_compile

@@ -19,7 +19,7 @@ def test_right(case: Case, impl: str) -> None:
 @pytest.mark.parametrize("impl", ["flex", "triton"])
 @pytest.mark.parametrize("case", [CASES[0], *(case for case in CASES if case.tokens == 0)][:3], ids=str)
 def test_refused_by_name(case: Case, impl: str) -> None:
-    """Nobody differentiates these on the CPU."""
+    """These are never differentiated on the CPU."""
     found = differs_from_float64(case, impl)
     if case.tokens == 0:
         assert found is None

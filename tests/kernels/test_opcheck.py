@@ -1,7 +1,7 @@
 """``torch.library.opcheck`` on the operators of kernels: what their fakes promise is what every implementation returns.
 
 Compiled code takes the memory of an operator's result as its fake implementation says, so a result in another layout is
-a crash under inductor, or worse. Cases are drawn by a fixed seed; ``TREEFX_OPCHECK_DRAWS`` asks for more of them.
+a crash under inductor, or worse. Cases are drawn by a fixed seed; ``TREEFX_OPCHECK_DRAWS`` sets their number.
 """
 
 import os

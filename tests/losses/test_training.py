@@ -66,7 +66,7 @@ def dpo_on_edges(logp: Tensor, entropies: Tensor) -> Tensor:
 
 
 def on_rows(model: nn.Module, loss: Callable[[Values, Values], Tensor]) -> Outcome:
-    """Every row is a batch of its own."""
+    """Every row is a separate batch."""
 
     def step() -> Tensor:
         logp, entropies = [], []

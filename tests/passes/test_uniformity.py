@@ -1,4 +1,4 @@
-"""What is proved constant along a dimension of a view."""
+"""Proofs of constancy along a dimension of a view."""
 
 from collections.abc import Callable
 

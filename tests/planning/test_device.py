@@ -33,7 +33,7 @@ OPERATORS = {
 
 
 def graph_of(way: str, inputs: Inputs, place: str = "cuda", of: Score = SCORE) -> tuple[fx.GraphModule, fx.Node, Sizes]:
-    """A graph of one attention with the heads of some inputs and sizes that nobody knows, on a device."""
+    """A graph of one attention with the heads of some inputs and unknown sizes, on a device."""
     env, graph = ShapeEnv(), fx.Graph()
     mode = FakeTensorMode(shape_env=env)
     tokens, outside = env.create_unbacked_symint(), env.create_unbacked_symint()
@@ -141,7 +141,7 @@ def test_float64_is_left_to_the_measured_parts(device: None) -> None:  # noqa: F
 
 
 def test_one_pass_is_counted_where_it_may_be_taken(device: None) -> None:  # noqa: F811
-    """Its sums are float32 ``[B * Hkv, rows, features]``; whoever wants the same bits every time pays none of them.
+    """Its sums are float32 ``[B * Hkv, rows, features]``; deterministic runs pay none of them.
 
     But for the descriptors of Gluon, which one pass has not.
     """

@@ -247,7 +247,8 @@ def test_frozen_parameters_and_no_grad_outside() -> None:
     assert_close(got, expected, FLOAT64)
 
 
-# What a run for K/V leaves out, and what is refused -------------------------------------------------------------------
+# Outputs that a run for K/V leaves out, and refusals
+# ---------------------------------------------------------------------
 
 
 def test_run_for_keys_and_values_computes_no_logits() -> None:
@@ -285,7 +286,7 @@ def test_refusals() -> None:
 
 
 def test_state_that_does_not_cross_cuts_is_refused() -> None:
-    """A running sum would begin anew at the cut, and the gradients be wrong."""
+    """A running sum would restart at the cut, and the gradients be wrong."""
     torch.manual_seed(0)
     model = TakesCacheFlag(TinyLM(SPELLINGS["sdpa_is_causal"], layers=1, before=CumulativeSum())).double()
     forest, _, _ = weighted_forest()

@@ -193,7 +193,7 @@ def test_wrong_boundary(wrong: str, dtype: torch.dtype, monkeypatch: pytest.Monk
 
 
 def test_without_a_boundary() -> None:
-    """P = 0, and P = 2 of keys that nobody sees, are the forest itself."""
+    """P = 0, and P = 2 of unseen keys, are the forest itself."""
     case = Case.cut([-1, 0, 1, 1, 0], [0, 1, 2, 3, 4])
     end, score, never = case.end.to(torch.int32), score_of(()), torch.zeros(2, dtype=torch.int32)
     for impl, dtype in (("cpu", torch.float32), ("reference", torch.float64), ("flex", torch.float64)):

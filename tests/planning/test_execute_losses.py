@@ -23,7 +23,7 @@ from treefx.planning.execution.backward import backward
 
 @pytest.mark.parametrize("name", [*SUMS, *WHOLE_ROWS])
 def test_a_cut_forest_has_the_losses_of_the_whole_one(name: str) -> None:
-    """Nobody says which losses are sums over edges: those that are not do so themselves."""
+    """The caller does not say which losses are sums over edges: the others report it themselves."""
     model, compiled = tiny(layers=1)
     loss = {**SUMS, **WHOLE_ROWS}[name]
     expected = whole_forest(model, FOREST, loss)
@@ -98,7 +98,7 @@ def test_an_entropy_bonus_reads_more_than_log_probabilities(additive: bool | Non
 
 
 def test_what_a_first_try_recorded_is_forgotten() -> None:
-    """A sum over edges is recorded on the first part, before the next loss asks for whole rows."""
+    """A sum over edges is recorded on the first part, before the next loss reads whole rows."""
     model, compiled = tiny(layers=1)
     metrics = losses.Metrics()
 

@@ -1,4 +1,4 @@
-"""The memory tracker: both of its sources count the same bytes, and what they count is what is held."""
+"""The memory tracker: both of its sources count the same bytes, which are the bytes held."""
 
 import gc
 
@@ -80,7 +80,7 @@ def test_release_of_older_storage_makes_room() -> None:
 
 
 def test_operators_that_allocate_without_pytorch_objects() -> None:
-    """oneDNN asks for raw memory, whose context has to be its address."""
+    """oneDNN allocates raw memory with its address as context."""
     x, weight = torch.randn(48, 64, dtype=torch.bfloat16), torch.randn(96, 64, dtype=torch.bfloat16)
     with track_peak() as peak:
         torch.nn.functional.linear(x, weight)
@@ -89,7 +89,7 @@ def test_operators_that_allocate_without_pytorch_objects() -> None:
 
 
 def test_threads_and_compiled_code() -> None:
-    """The backward of a compiled function runs in a thread of its own; both sources see it all."""
+    """The backward of a compiled function runs in a separate thread; both sources see it all."""
     weight = torch.randn(64, 64, requires_grad=True)
     run = torch.compile(lambda x: (x @ weight).sin().square().sum(), backend="aot_eager")
     x = torch.randn(256, 64)

@@ -223,7 +223,7 @@ def test_equal_inner_parts_share_calls_where_that_is_faster(limit: int, monkeypa
 def test_the_work_of_planning_grows_as_the_forest_does() -> None:
     """Up to a fifth of the 10,000 rollouts that `treefx bench plan` times; work is counted in calls of functions."""
     few, many = (Forest.from_sequences(forked_rollouts(np.random.default_rng(0), prompts, 100)) for prompts in (5, 20))
-    plan(few, token_cost(), 2000)  # what is imported or remembered on first use
+    plan(few, token_cost(), 2000)  # imports and caches on first use
     calls_of_few, _ = counted_plan(few)
     calls_of_many, found = counted_plan(many)
     growth = many.num_tokens / few.num_tokens
@@ -277,7 +277,7 @@ def test_batches_of_siblings_hold_every_token_and_fit(rows: Rows, many: int, roo
 
 
 def test_gathered_copies_count() -> None:
-    """Every kept part on a path saves its own copy of what is above: leaving that out breaks the promise."""
+    """Every kept part on a path saves its own copy of its ancestors: leaving that out breaks the promise."""
     forest = Forest.from_sequences([range(256)])
     cost = linear_cost(copy=0.3, store=0.3, run=4.0)
     limit = least_limit(forest, cost) + 60
@@ -333,7 +333,7 @@ def test_masks_of_forks_count(share: float) -> None:
     for part, size in zip(masked.parts, masked.sizes, strict=True):
         forks = len(torch.unique(torch.searchsorted(part.tokens, ends[part.tokens].to(torch.int64)))) > 1
         assert (size.mask > 0) == forks
-    if share >= 0.5:  # what is planned without them would not keep the promise
+    if share >= 0.5:  # a plan without them would not keep the promise
         assert planner._with_masks(replace(bare, cost=masked.cost)).peak_bytes > masked.memory_limit_bytes
 
 

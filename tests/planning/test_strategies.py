@@ -108,7 +108,7 @@ def _within(forest: treefx.Forest, cost: Any, limit: int) -> Iterator[Plan]:
 
 
 def test_the_search_alone_is_sometimes_beaten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the built-in strategies stand beside it, and not for nothing."""
+    """So the built-in strategies are tried as well."""
     from treefx.planning.search import planner
 
     slower = 0

@@ -24,7 +24,7 @@ class Server:
         self.lock = Lock()
 
     def read(self, prompt: list[int]) -> None:
-        """Prefix caching: only what is not held is computed."""
+        """Prefix caching: only missing tokens are computed."""
         beginnings = {tuple(prompt[:i]) for i in range(1, len(prompt) + 1)}
         self.computed += len(beginnings - self.held)
         self.held |= beginnings

@@ -1,4 +1,4 @@
-"""Drawing tokens by uniform numbers: frequencies, what is left out, and the log-probabilities that are recorded."""
+"""Drawing tokens by uniform numbers: frequencies, excluded tokens, and recorded log-probabilities."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The cache of prefixes: what is missing is named once, and what was written is read."""
+"""The cache of prefixes: missing tokens are named once, and written ones are read."""
 
 import torch
 from hypothesis import given
@@ -9,7 +9,7 @@ from treefx.rl.samplers.prefix_cache import PrefixCache, common_length
 
 
 def feed(cache: PrefixCache, prefixes: Rows) -> list[int]:
-    """Feed what is missing, a layer of the token's own id for keys; returns the tokens that were fed."""
+    """Feed missing tokens, a layer of the token's own id for keys; returns the tokens that were fed."""
     fed: list[int] = []
     while pieces := cache.missing_pieces(prefixes):
         for path, tokens in pieces:
@@ -41,7 +41,7 @@ def test_what_is_held_is_not_fed_again(rows: Rows, data: st.DataObject) -> None:
     feed(cache, rows[:first])
     held = {tuple(row[:i]) for row in rows[:first] for i in range(1, len(row) + 1)}
     ends = {tuple(row) for row in rows[:first]}
-    # Of a prefix that ends inside of what is held, only the last token: its logits were not asked for.
+    # Of a prefix that ends inside a held one, only the last token: its logits were not computed.
     later = {tuple(row) for row in rows[first:]}
     again = {row for row in later - ends if row in held}
     new = {row[:i] for row in later for i in range(1, len(row) + 1)} - held

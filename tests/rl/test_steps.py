@@ -1,4 +1,4 @@
-"""The tree of steps: from names, from forests, and what is refused."""
+"""The tree of steps: from names, from forests, and refusals."""
 
 from collections.abc import Callable
 from typing import Any

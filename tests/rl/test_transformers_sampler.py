@@ -89,7 +89,7 @@ def largest_error(model: nn.Module, rollouts: Rollouts) -> float:
     return worst
 
 
-# Rotary, learned and ALiBi positions, windows (of 8 tokens and less), soft caps, a prefix of its own (OPT).
+# Rotary, learned and ALiBi positions, windows (of 8 tokens and less), soft caps, a built-in prefix (OPT).
 EXACT = ["llama", "qwen3", "gpt2", "opt", "bloom", "mistral", "gemma2", "gemma3_text", "biogpt", "falcon"]
 
 

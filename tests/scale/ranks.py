@@ -1,6 +1,6 @@
 """Ranks that a server forks: it has imported PyTorch and compiled a first model, once for all tests of a session.
 
-A rank that starts as a process of its own spends more on imports than on its steps. Forked ranks share the seed of
+A rank that starts as a new process spends more on imports than on its steps. Forked ranks share the seed of
 Python's hashes; ``test_launchers.py`` starts interpreters.
 """
 

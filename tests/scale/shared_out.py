@@ -174,7 +174,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Two heads of queries to each of keys; scores larger than usual, so that what is seen shows in the gradients."""
+    """Two heads of queries to each of keys; scores larger than usual, so that the mask shows in the gradients."""
 
     def __init__(self, width: int, kv_heads: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ WORLD = 2
 SECONDS = 300
 """After which a process that hangs is ended, and the test fails."""
 STEPS: list[list[list[int]]] = [rollouts(7), [[5, 6, 7, 8]]]
-"""Rows of uneven lengths; one row, so that a rank has nothing of its own."""
+"""Rows of uneven lengths; one row, so that a rank has no row."""
 
 
 def train(model: nn.Module, rank: int) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -122,7 +122,7 @@ def mesh(model: nn.Module) -> dict[str, Any]:
 
 
 def refusals(rank: int) -> list[str]:
-    """What is refused, on all ranks alike, so that none waits."""
+    """Refusals, on all ranks alike, so that none waits."""
     found = []
     rows = STEPS[0]
     for wrong in (
@@ -321,7 +321,7 @@ def test_log_probabilities_before_training(tmp_path: Path) -> None:
 
 
 def test_backward_on_a_sharded_model(tmp_path: Path) -> None:
-    """Also of a loss that reads all edges at once, and where one rank has no token of its own."""
+    """Also of a loss that reads all edges at once, and where one rank has no token."""
     model = Small()
     for plain, squared, *single in run_ranks(__name__, tmp_path, "2", "backward", seconds=SECONDS):
         assert_close(Outcome(plain["loss"], plain["gradients"]), expected(model, STEPS[0]), FLOAT64)

@@ -1,4 +1,4 @@
-"""Tokens to ranks: every token once, what is sent is what is needed, ranks agree on it, and figures of large trees."""
+"""Tokens to ranks: every token once, only needed keys are sent, ranks agree, and figures of large trees."""
 
 import numpy as np
 import pytest

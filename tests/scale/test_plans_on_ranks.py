@@ -60,7 +60,7 @@ def sharded(build: Callable[[], Any] = Small, inner: str = "eager") -> nn.Module
 
 
 def mixed_precision() -> nn.Module:
-    """Computes in float32, reduces gradients in float64; norm and head are one group, with hooks of its own."""
+    """Computes in float32, reduces gradients in float64; norm and head are one group, with their own hooks."""
     model: Any = Small()
     policy = MixedPrecisionPolicy(torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
     for modules in ([model.model.norm, model.lm_head], *model.model.layers, model):
@@ -219,7 +219,7 @@ def test_measured_and_planned_under_fsdp2(tmp_path: Path) -> None:
     for found in run_ranks(__name__, tmp_path, "2", "planned", seconds=SECONDS):
         assert found["left"] == [None] * len(found["left"])
         assert found["parts"][1] > found["parts"][0]
-        assert found["resident"] > 0  # the shards, beside the whole parameters
+        assert found["resident"] > 0  # the shards, in addition to the whole parameters
         assert (found["ran"], found["fallback"]) == ("packed", None)
         for gradients in (found["gradients"], found["again"]):
             assert_close(Outcome(found["loss"], gradients), one_step(), FLOAT64)

@@ -108,4 +108,4 @@ def test_tokens_are_made_so_many_that_ranks_can_share_them_out() -> None:
     assert (batch.tokens, padded.tokens, padded.size) == (5, 5, 8) and pad_batch(batch, 5) is batch
     end = padded.metadata[2]
     assert end.tolist() == [5, 3, 3, 5, 5, 6, 7, 8]  # a companion is seen by itself alone
-    assert padded.metadata[3] is batch.metadata[3]  # and read by nobody
+    assert padded.metadata[3] is batch.metadata[3]  # and unused

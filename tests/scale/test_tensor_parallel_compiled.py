@@ -135,7 +135,7 @@ def without_sums() -> list[Any]:
 
 
 def with_plain_norms() -> Any:
-    """Norms whose weights nobody shares out, on this rank's tokens: a gradient is this rank's, and so it must stay."""
+    """Norms with replicated weights, on this rank's tokens: a gradient is this rank's, and so it must stay."""
     torch.compiler.reset()
     batch, found = batches(0)[:1], []
     for run_with in (lambda model: model, lambda model: torch.compile(model, backend="treefx", options=EAGER)):

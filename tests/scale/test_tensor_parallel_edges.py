@@ -81,7 +81,7 @@ class InPlace(Mlp):
 
 
 class Adapted(Mlp):
-    """Frozen weights beside adapters, of which one half is shared out as the weights are."""
+    """Frozen weights with adapters, of which one half is shared out as the weights are."""
 
     def __init__(self) -> None:
         super().__init__()

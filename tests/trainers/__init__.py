@@ -1,1 +1,1 @@
-"""Where people train: each trainer with a compiled model against the same trainer with the model as it is."""
+"""Trainers: each with a compiled model against the same with the plain model."""

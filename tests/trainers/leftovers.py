@@ -9,7 +9,7 @@ __all__ = ["forget_accelerate"]
 def forget_accelerate() -> None:
     """Forget the state that all Accelerators share, and what TrainingArguments have put into the environment.
 
-    A loader that nobody finished decides when accumulated steps are taken, and until the garbage collector finds it;
+    An unfinished loader decides when accumulated steps are taken, and until the garbage collector finds it;
     the name of a compiler in the environment has every later Accelerator compile.
     """
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:

@@ -98,7 +98,7 @@ def llama(folder: Path | None = None) -> PreTrainedModel:
 
 
 def assert_same_training(train: Callable[[Callable[[nn.Module], None]], Training], **options: Any) -> Training:
-    """Train with the model as it is and with ``model.compile(backend="treefx")``; losses and updates must agree.
+    """Train with the plain model and with ``model.compile(backend="treefx")``; losses and updates must agree.
 
     Args:
         train: builds model and trainer from scratch, calls its argument on the model where a user would compile it,

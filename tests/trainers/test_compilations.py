@@ -1,4 +1,4 @@
-"""Trainers never repeat a batch: neither its sizes nor the numbers that come with it compile anything anew."""
+"""Trainers never repeat a batch: neither its sizes nor its numbers recompile anything."""
 
 import copy
 from collections.abc import Iterator

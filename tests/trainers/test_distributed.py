@@ -1,4 +1,4 @@
-"""DDP, and FSDP2 with ``treefx.convert``: two processes, each with batches of its own."""
+"""DDP, and FSDP2 with ``treefx.convert``: two processes, each with other batches."""
 
 import os
 import socket

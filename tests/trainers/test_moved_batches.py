@@ -89,5 +89,5 @@ def test_a_tensor_written_to_on_the_device_is_read_again(waits: list[Tensor]) ->
 def test_a_buffer_that_the_collator_fills_again_is_no_copy(waits: list[Tensor]) -> None:
     buffer = IDS.clone()
     first = remember_moved(buffer, to_device(buffer))
-    buffer.numpy()[1] = [7, 8, 9, 9]  # which no version tells
+    buffer.numpy()[1] = [7, 8, 9, 9]  # which no version shows
     assert build_batch([first], None).tokens == 6 and not waits

@@ -1,4 +1,4 @@
-"""Trainers that cannot be installed beside this transformers, at their call sites as they stand there."""
+"""Trainers that cannot be installed with this transformers, at their call sites as they stand there."""
 
 import sys
 from collections.abc import Callable
@@ -24,7 +24,7 @@ pytest.importorskip("trl", reason=NEEDS_TRAINERS)
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As axolotl loads it: by module and class, of a base class of its own."""
+    """As axolotl loads it: by module and class, with a separate base class."""
     for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     setattr(sys.modules["axolotl.integrations.base"], "BasePlugin", type("BasePlugin", (), {}))

@@ -63,7 +63,7 @@ def batches(rank: int, **options: Any) -> list[Any]:
 
 
 def start(folder: str) -> None:
-    """In a process of its own, which Ray ends with all that it has started."""
+    """In a separate process, which Ray ends with all its children."""
 
     def loop(options: dict[str, str]) -> None:
         sys.path.append(options["root"])  # last: libraries look for packages called kernels

@@ -152,7 +152,7 @@ def test_grouped_run_trains_as_it_does_uncompiled_and_logs_what_it_shared(tmp_pa
 
 
 class InItsOwnOrder(Trainer):
-    """As ms-swift's, which asks nobody for a sampler."""
+    """As ms-swift's, which uses no sampler."""
 
     def get_train_dataloader(self) -> Any:
         return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)

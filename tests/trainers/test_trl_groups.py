@@ -194,7 +194,7 @@ def test_a_class_keeps_groups_where_that_changes_no_loss(
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_trainers_over_a_dataset_get_batches_of_common_prompts(tmp_path: Path, kind: str) -> None:
-    """The same line; what is tokenized when the trainer is made decides."""
+    """The same line; the tokenized rows at the trainer's creation decide."""
     answers = [(a, b) for a, b in zip(TAILS[:4], TAILS[4:])]
     rows = [{"prompt": f"{start} {PROMPT}", "chosen": a, "rejected": b} for a, b in answers for start in TAILS[1:3]]
     if kind == "sft":

@@ -176,7 +176,7 @@ def test_lengths_that_change_compile_twice() -> None:
 
 
 class Checkpointed(DirectLM):
-    """Its blocks are checkpoints, which get the ends and a number per token: two vectors, of which one tells ends."""
+    """Its blocks are checkpoints, which get the ends and a number per token: two vectors, one of which marks ends."""
 
     def forward(self, ids: Tensor, labels: Tensor, share: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
         x = self.embed(ids)
@@ -210,7 +210,7 @@ def test_checkpoints_of_lengths_that_change_compile_twice(min_sharing: float) ->
     assert stats_of(compiled)["compiles"] <= 2
 
 
-# What is left as it is ------------------------------------------------------------------------------------------------
+# Unchanged calls ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def everywhere(batch: Batch) -> Step:
 
 
 def test_ends_in_tensors_of_their_own() -> None:
-    """What is moved to a device one by one holds the same numbers, in two places."""
+    """Tensors moved to a device one by one hold the same numbers, in two places."""
     packed = pack(AGENTS)
     ends = ends_of(packed)
     ends["cu_seq_lens_k"] = ends["cu_seq_lens_q"].clone()

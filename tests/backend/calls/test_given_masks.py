@@ -22,7 +22,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """As transformers' eager attention: what is added, in float64, or filled in by a boolean."""
+    """As transformers' eager attention: an added mask in float64, or a fill by a boolean."""
     assert mask is not None
     scores = q @ k.mT / q.size(-1) ** 0.5
     mask = mask[..., : k.size(-2)]
@@ -87,7 +87,7 @@ def test_one_mask_for_all_rows(shape: tuple[int, ...]) -> None:
 
 
 def test_documents() -> None:
-    """Two documents in every row; where the second begins tells tokens apart."""
+    """Two documents in every row; the start of the second distinguishes tokens."""
     batch = batch_of()
     document = (torch.arange(LENGTH) >= torch.tensor([4, 4, 4, 7])[:, None]).long()
     mask = causal(batch) & (document[:, None, :, None] == document[:, None, None, :])
@@ -146,7 +146,7 @@ def test_other_masks_run_on_rows_by_name(forms: tuple[str, ...]) -> None:
 
 
 def test_a_bias_for_all_rows_is_read_as_it_is() -> None:
-    """A table [1, 1, T, T] of the caller's beside a causal mask of the model's."""
+    """A table [1, 1, T, T] of the caller with a causal mask of the model."""
     batch = batch_of()
     bias = torch.randn(1, 1, LENGTH, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -18,7 +18,7 @@ from treefx.runtime.whole import heads as seam
 
 BATCH = shared_batch(rows=6, length=14, shared=7)
 Behind = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""What is made of a result [B * T]: of it, the mask of labels [B, T] and another mask."""
+"""A function of a result [B * T], the mask of labels [B, T] and another mask."""
 
 
 class Scores(torch.autograd.Function):
@@ -91,7 +91,7 @@ class Scored(nn.Module):
 
 
 def step_of(batch: Batch, *, outside: bool = False) -> Any:
-    """The loss of the model, or one of the caller's own, made of what is returned."""
+    """The loss of the model, or a caller's own loss of the results."""
 
     def step(model: nn.Module) -> Tensor:
         loss, (log_probs, entropies, _, mean, first) = model(**batch.inputs())

@@ -1,4 +1,4 @@
-"""Inputs of the call that require grad: each row has a gradient of its own, whatever tokens it shares."""
+"""Inputs of the call that require grad: each row has its own gradient, for any shared tokens."""
 
 import copy
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def test_gradients_per_row(name: str) -> None:
 
 
 def test_values_alone_are_shared() -> None:
-    """The same gate without a gradient tells tokens apart by its values, and its rows share."""
+    """The same gate without a gradient distinguishes tokens by its values, and its rows share."""
     steer, gate = PER_ROW["gate of every position"]
     model = Steered(steer, keep).double()
     compiled = compile_with(model, inner="eager")

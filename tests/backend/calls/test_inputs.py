@@ -88,7 +88,7 @@ def label_at_one_padded_cell(batch: Batch, mask: Tensor, labels: Tensor) -> Batc
 
 
 def labels_at_padding(batch: Batch, mask: Tensor, labels: Tensor) -> Batch:
-    """Labels equal to the ids, padding included: what stands there counts, wrong as it is."""
+    """Labels equal to the ids, padding included: these labels count, wrong or not."""
     return Batch(batch.input_ids, mask, batch.input_ids)
 
 

@@ -157,7 +157,7 @@ def test_labels_out_of_range_of_logits_in_chunks(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", [cross_entropy, gathered], ids=named)
 def test_a_label_that_reads_zero_is_noticed(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plausible mistake: what is below zero is taken for ignored."""
+    """The plausible mistake: all negative labels count as ignored."""
     monkeypatch.setattr(emit_losses, "entries", lambda target, size, ignored: target.clamp(min=-1))
     with pytest.raises(AssertionError, match="eager raises"):
         Checker(LM(loss)).check(batch(REAL, -2))

@@ -1,4 +1,5 @@
-"""Masks on keys: padding goes where all attentions hide it and nobody reads it; any other condition on keys stays."""
+"""Masks on keys: padding goes where all attentions hide it and its outputs are unused; any other condition on keys
+stays."""
 
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def test_layers_with_masks_of_their_own(attends: tuple[Attend, ...]) -> None:
 
 
 def test_what_all_layers_hide_is_padding() -> None:
-    """Each layer by a condition of its own, all of which fail at padding."""
+    """Each layer by another condition, all of which fail at padding."""
     ids, mask, labels = batch_of("right")
     stats = compare(model_of(two_booleans, padding_alone), step_of(ids, mask, labels)).stats
     assert stats["tokens"] == distinct(ids, mask) and stats["raw_tokens"] == int(mask.sum())
@@ -116,7 +117,7 @@ def test_the_next_batch_hides_other_keys() -> None:
 
 @pytest.mark.parametrize("wrong", ["dropped", "shared"])
 def test_a_condition_on_keys_that_is_forgotten(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left out of the graph, or out of what tells tokens apart."""
+    """Left out of the graph, or out of the keys of tokens."""
     if wrong == "dropped":
         forget = lambda self, *where, **how: frozenset(c for a in self._analysis.attentions for c in a.padding)  # noqa: E731
         monkeypatch.setattr(Padding, "redundant", forget)
@@ -182,7 +183,7 @@ def soft_in_one_head(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, mask: Tensor,
 
 @pytest.mark.parametrize("attend", [soft, soft_in_one_head], ids=lambda attend: attend.__name__)
 def test_a_real_token_that_sees_nothing(attend: Attend) -> None:
-    """The first token of a row is one that nobody attends to: a mean over all columns, which rows alone have."""
+    """The first token of a row is one without attention to it: a mean over all columns, which rows alone have."""
     ids, mask, labels = batch_of("right", special=False)
     ids[0, 0] = SPECIAL
     assert "sees no key" in compare(model_of(attend), step_of(ids, mask, labels)).stats["fallback"]
@@ -240,7 +241,7 @@ def test_zero_is_what_hard_masks_give_a_query_without_keys() -> None:
 
 
 class Probabilities(LM):
-    """Returns the probabilities of its attention beside the loss."""
+    """Returns the probabilities of its attention with the loss."""
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor, *more: Tensor) -> Any:
         x = self.embed(ids)

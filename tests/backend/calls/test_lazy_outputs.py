@@ -1,4 +1,4 @@
-"""Outputs that nobody has read so far, given to everything that takes a tensor: they compute themselves or refuse."""
+"""Unread lazy outputs, given to everything that takes a tensor: they compute themselves or refuse."""
 
 import copy
 import io

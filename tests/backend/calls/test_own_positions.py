@@ -1,4 +1,4 @@
-"""Rows that start in different columns: their tokens are one where nothing but their own places tells them apart."""
+"""Rows that start in different columns: their tokens are one where only their places differ."""
 
 import random
 from typing import Any

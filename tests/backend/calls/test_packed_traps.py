@@ -55,7 +55,7 @@ def test_documents_that_are_an_input(masks: tuple[Any, ...]) -> None:
 
 
 def test_pads_that_no_query_sees() -> None:
-    """Where nobody reads them they do not run; where the caller reads all logits, their mask tells documents apart."""
+    """Unused pads do not run; where the caller reads all logits, their mask separates documents."""
     packed = pack(AGENTS, pads=5)
     documents = (packed.position_ids == 0).cumsum(1) * (packed.input_ids != 0)
     model, real = DocumentLM(but_for_pads).double(), trie_size(PACKED)

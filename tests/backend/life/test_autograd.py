@@ -201,7 +201,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 class Gate(torch.autograd.Function):
-    """Its backward is a function of what it saved, which has a derivative of its own."""
+    """Its backward is a function of saved values, which have another derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def second_derivatives(model: nn.Module, run: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_second_derivatives_through_a_function_of_the_user(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo takes what the function saved for a constant: silently wrong where the graph runs as it is."""
+    """Dynamo takes what the function saved for a constant: silently wrong where the graph runs unchanged."""
     torch.manual_seed(0)
     model = Gated(packs).double()
     same(lambda own, run: [run(BATCH.input_ids)], "eager", model)

@@ -56,7 +56,7 @@ class Ahead(Convolved):
 
 
 class FromTheEnd(Convolved):
-    """As many as there are columns, counted from the end: what is before them depends on the padding there."""
+    """As many as there are columns, counted from the end: their past depends on the padding there."""
 
     def along(self, x: Tensor) -> Tensor:
         return self.conv(F.pad(x, (2, 2)))[..., -x.shape[-1] :]
@@ -203,7 +203,7 @@ def test_numbers_that_a_softmax_notices_are_kept(attention: type[nn.Module], mon
             run()
 
 
-# What compiled code asks of the number of tokens ----------------------------------------------------------------------
+# Guards of compiled code on the number of tokens ----------------------------------------------------------------------
 
 
 def test_code_that_holds_for_few_tokens_makes_room_for_code_for_more(monkeypatch: pytest.MonkeyPatch) -> None:

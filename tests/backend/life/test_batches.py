@@ -88,7 +88,7 @@ def test_one_row_first_and_padding_on_both_sides() -> None:
 
 
 def logits_step(compiled: Any, model: nn.Module, batch: Batch) -> int:
-    """One exact step of a loss of the caller's, as one column has no label; the compilations so far."""
+    """One exact step of a caller's loss, as one column has no label; the compilations until now."""
 
     def loss(run: Any) -> Tensor:
         kept = batch.attention_mask[..., None]

@@ -56,7 +56,7 @@ class Stateful(nn.Module):
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    """What inductor is told with each graph; the graph then runs as it is."""
+    """What inductor is told with each graph; the graph then runs unchanged."""
     found: Told = []
 
     def keep(gm: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:

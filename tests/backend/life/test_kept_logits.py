@@ -33,7 +33,7 @@ class Last(nn.Module):
 
 
 def loss(run: Any, batch: Batch, kept: int) -> Tensor:
-    """Every logit has a weight of its own."""
+    """Every logit has another weight."""
     found = run(input_ids=batch.input_ids, logits_to_keep=kept)
     logits = found if isinstance(found, Tensor) else found.logits
     weight = torch.linspace(0.5, 2.0, logits[..., 0].numel(), dtype=logits.dtype).view(logits.shape[:2])
@@ -76,7 +76,7 @@ def test_numbers_that_are_not_below_the_columns() -> None:
 
 
 def test_a_first_batch_that_is_kept_whole_speaks_for_itself_alone() -> None:
-    """All columns are a case of its own, with sizes as numbers; what comes then compiles for all."""
+    """All columns are a separate case, with sizes as numbers; later cases compile for all."""
     assert steps(Last().double(), [5, 23, 6, 9, 12, 3, 8])[-1] <= 3
 
 
@@ -116,7 +116,7 @@ def test_labels_whose_number_has_no_name_would_compile_each(monkeypatch: pytest.
 
 
 def test_a_graph_of_numbers_alone() -> None:
-    """It has no tensor that another one could stand beside."""
+    """It has no tensor that another one could join."""
     compiled = torch.compile(lambda n: torch.ones(n).cumsum(0), backend="treefx", options={"inner": "eager"})
     for number in (4, 5, 6):
         assert torch.equal(compiled(number), torch.arange(1.0, number + 1))

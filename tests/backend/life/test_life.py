@@ -1,4 +1,4 @@
-"""The life of a compiled model: other batches, shapes, options and weights, and what the inspector tells."""
+"""The life of a compiled model: other batches, shapes, options and weights, and reports of the inspector."""
 
 import copy
 from typing import Any
@@ -48,7 +48,7 @@ def test_other_sharing_compiles_nothing() -> None:
 def test_other_shapes() -> None:
     """New lengths and numbers of rows are exact, and shapes seen before compile nothing.
 
-    Dynamo captures the first as it is, and the second with rows and columns as symbols.
+    Dynamo captures the first with constants, and the second with rows and columns as symbols.
     """
     model = padded()
     compiled = compile_with(model)
@@ -161,7 +161,7 @@ def test_model_without_attention() -> None:
 
 
 def test_model_without_tokens() -> None:
-    """A graph that no token ids enter is compiled as it is."""
+    """A graph without token ids is compiled unchanged."""
     pixels = torch.randn(4, 14, 8, dtype=torch.float64)
     checked = compare(nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double(), lambda model: model(pixels).sum())
     assert checked.stats["attention_rewritten"] == 0

@@ -108,7 +108,7 @@ def test_a_number_that_code_does_not_belong_to_is_seen(monkeypatch: pytest.Monke
 
 
 def test_parts_that_are_called_twice_know_the_numbers_of_each_call() -> None:
-    """Dynamo's graph stays as it is."""
+    """Dynamo's graph stays unchanged."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Calls that do not run packed: the inner compiler gets Dynamo's graph as it is, with Dynamo's symbols."""
+"""Calls that do not run packed: the inner compiler gets Dynamo's graph unchanged, with Dynamo's symbols."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +57,7 @@ def treefx_compiles(compiled: Any) -> int:
 
 
 def nested(self: Ordinary, *_: Any) -> Callable[..., Any]:
-    """Dynamo once more, on a graph of its own: it knows not all operators that it writes."""
+    """Dynamo once more, on a separate graph: it knows not all operators that it writes."""
     return torch.compile(self._gm, backend="aot_eager", dynamic=True)
 
 

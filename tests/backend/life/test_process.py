@@ -159,7 +159,7 @@ def test_modes_are_of_inductor() -> None:
 
 
 def test_recompile_limit_of_dynamo() -> None:
-    """Beyond it Dynamo runs the model as it is: no prefix is shared, and the step is exact."""
+    """Beyond it Dynamo runs the model uncompiled: no prefix is shared, and the step is exact."""
     model = tiny()
     options = {"inner": "eager", "min_sharing": 1.0}
     compiled = torch.compile(model, backend="treefx", options=options, dynamic=False)
@@ -283,7 +283,7 @@ def test_pass_of_the_user_stays_in_place() -> None:
     seen: list[torch.fx.Graph] = []
     with torch._inductor.config.patch(post_grad_custom_pre_pass=seen.append):
         marker = _CacheKey(traced())
-    assert marker.uuid() is None, "a pass without a key of its own forbids caching"
+    assert marker.uuid() is None, "a pass without a key forbids caching"
     marker(traced().graph)
     assert len(seen) == 1
 

@@ -1,4 +1,4 @@
-"""What one call leaves to the next: compiled code, proofs, refusals, tries, and outputs nobody has read yet.
+"""Caches across calls: compiled code, proofs, refusals, tries, and unread outputs.
 
 Each belongs to what it was made with: the mode, the values of the buffers, the weights and inputs of its call.
 """

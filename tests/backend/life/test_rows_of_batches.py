@@ -1,4 +1,4 @@
-"""Operators that are computed on rows, in batches of all sizes: nothing is compiled anew for them either."""
+"""Operators that are computed on rows, in batches of all sizes: nothing recompiles for them either."""
 
 from typing import Any
 

@@ -35,7 +35,7 @@ def gradients(run: Any, model: nn.Module, seed: int) -> list[Tensor]:
 
 
 def together(*acts: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
-    """What each act gives in a thread of its own, all started at once."""
+    """Results of acts in separate threads, all started at once."""
     results: dict[int, Any] = {}
     start = threading.Barrier(len(acts))
 

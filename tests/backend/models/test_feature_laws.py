@@ -68,7 +68,7 @@ def ends(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def written(x: Tensor, weight: Tensor) -> Tensor:
-    """A router's mask, written into zeros that nobody computed."""
+    """A router's mask, written into plain zeros."""
     chosen = (x * weight).topk(4, -1)
     zeros = torch.zeros(x.shape, dtype=x.dtype)
     return x + zeros.scatter(-1, chosen.indices, chosen.values) + zeros.scatter(-1, chosen.indices, 1.0)

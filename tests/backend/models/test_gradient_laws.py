@@ -193,7 +193,7 @@ def test_functions_pack_every_shape() -> None:
 
 
 def test_clipping_the_gradient_of_a_weight_stays_packed() -> None:
-    """Its gradient is one sum over all tokens whoever makes it, so that its backward may be anything."""
+    """Its gradient is one sum over all tokens in any form, so that its backward may be anything."""
 
     clipped = with_backward(NOT_LINEAR["clipped"])
 

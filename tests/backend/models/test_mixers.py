@@ -34,7 +34,7 @@ SHORT = shared_batch(rows=3, length=10, shared=4)
     ("mixer", "side"), [("causal_conv", "right"), ("causal_conv", "left"), ("chunked_sum", "left")]
 )
 def test_padding_around_a_mixer(mixer: str, side: Any) -> None:
-    """On the right nobody reads it and it goes; on the left the mixer reads it and it stays."""
+    """On the right it is unused and goes; on the left the mixer reads it and it stays."""
     batch = batch_with_forks(side)
     model = TinyLM(PADDED["sdpa_padding"], layers=1, after=MIXERS[mixer][0]()).double()
     stats = compare(model, batch).stats

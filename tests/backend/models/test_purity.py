@@ -1,4 +1,4 @@
-"""What is drawn in the forward is drawn once: nothing beside the graph looks at another draw."""
+"""Draws of the forward are drawn once: nothing outside of the graph draws again."""
 
 import copy
 from collections.abc import Callable
@@ -148,7 +148,7 @@ def test_a_counter_of_steps_in_the_mask_is_read_as_it_is_in_each_call() -> None:
             torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=0)
         assert stats_of(compiled)["fallback"] is None
-    assert stats_of(compiled)["shapes"] == 1, "a proof that leans on the counter would be made anew in each call"
+    assert stats_of(compiled)["shapes"] == 1, "a proof that leans on the counter would be repeated in each call"
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:

@@ -29,7 +29,7 @@ values, heads with a cap), and how many layers it takes to have all its kinds of
 throughout are below; GPT-J and CodeGen in ``test_attention_dtypes``, Mixtral and GPT-OSS in ``test_experts``, hybrids
 in ``test_mixers`` and ``test_tree_scans``. ``treefx doctor --zoo`` has all."""
 THROUGH_AOT = {"llama", "bloom", "deepseek_v3"}
-"""Those whose backward AOTAutograd derives and partitions; the others run the rewritten graph as it is."""
+"""Those whose backward AOTAutograd derives and partitions; the others run the rewritten graph directly."""
 
 
 @pytest.mark.parametrize("name", LAYERS)

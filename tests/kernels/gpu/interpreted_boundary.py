@@ -33,7 +33,7 @@ _OF_HEADS = 7
 @pytest.mark.parametrize("name", ["plain", "window", "negative", "softcap", "bias"])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_boundary(name: str, sinks: bool) -> None:
-    """The first queries that see a key are read beside the last; values of keys are those from its own place on."""
+    """The first queries that see a key are read with the last; values of keys are those from its own place on."""
     check(draw(*SMALL, heads=(6, 2), outside=70, sinks=sinks), SCORES[name])
 
 

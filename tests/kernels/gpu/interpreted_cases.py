@@ -88,7 +88,7 @@ def draw(
     if outside:
         lo = torch.randint(0, tokens, (outside,), generator=generator, dtype=torch.int32)
         hi = (lo + torch.randint(0, tokens, (outside,), generator=generator, dtype=torch.int32)).clamp(max=tokens)
-        hi[::7] = lo[::7] - 2  # nobody sees these
+        hi[::7] = lo[::7] - 2  # no query sees these
         keys = [normal(batch, heads[1], outside, width) for width in widths]
         boundary = Boundary(*keys, lo, hi)
         depth = torch.cat([torch.randint(0, 3, (outside,), generator=generator), depth + 3])

@@ -176,7 +176,7 @@ UNBOUNDED: dict[str, tuple[str, str, tuple[int, ...]]] = {
 def test_nothing_behind_the_last_one_is_read(
     in_one_pass: bool, unbounded: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what is read in place; without a bound it is, and NaN times a weight of zero is NaN.
+    """Bounds of in-place reads; without one, NaN times a weight of zero is NaN.
 
     The kernels would repair that NaN: the mistake switches the repair off.
     """

@@ -49,7 +49,7 @@ OF_INTERFACE = [
     *(case for case in CASES if case.dtype == torch.float16 and case.options == EVERYTHING),
     *(case for case in CASES if case.dtype in (torch.bfloat16, torch.float64) and case.options in ((), EVERYTHING)),
 ]
-"""All in float32; in half precision with all arguments; of what is refused, with none and with all."""
+"""All in float32; in half precision with all arguments; of refused ones, with none and with all."""
 
 
 @settings(max_examples=12)
@@ -202,7 +202,7 @@ def test_rows_that_see_nothing_are_zero(sinks: bool) -> None:
 def test_lowest_number_masks_softly() -> None:
     """A row of nothing but the lowest number weighs its keys alike, as the same model does on its own.
 
-    Such rows are padding, whose outputs nobody reads: their gradients are exact for a gradient of zero, else finite.
+    Such rows are padding with unused outputs: their gradients are exact for a gradient of zero, else finite.
     """
     case = draw(*SMALL)
     lowest = torch.finfo(torch.float32).min

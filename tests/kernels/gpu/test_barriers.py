@@ -126,7 +126,7 @@ def test_each_release_is_one_of_its_own_where_a_pass_makes_them(of_pass: Kernel)
 
 
 def test_a_copy_into_a_buffer_that_may_be_full_is_found(right: Kernel) -> None:
-    """Without any wait, of what is copied in the loop: what is filled once need not be empty."""
+    """Without any wait, of copies in the loop: a buffer filled once need not be empty."""
     lines, begin = right.ttgir.splitlines(), find(right.ttgir, right.loads)
     loop = find(right.ttgir, "scf.for", after=begin)
     end = next(number for number in range(loop, len(lines)) if lines[number].strip().startswith("}"))

@@ -18,7 +18,7 @@ def far(*, outside: int = 0, sinks: bool = False) -> Case:
 
 
 def errors(case: Case, name: str) -> list[float]:
-    """Relative errors of the gradients of all marked buffers in float32, in parts of what is allowed.
+    """Relative errors of the gradients of all marked buffers in float32, in units of the tolerance.
 
     That is 1e-5, or thrice the error of the dense reference in float32: both are noise from rounding large logits.
     """
@@ -56,7 +56,7 @@ def test_rows_that_see_nothing() -> None:
 
 
 def test_weights_of_a_kept_sum_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is rounded once for a row is an error of all its keys, which distances multiply."""
+    """One rounding for a row is an error of all its keys, which distances multiply."""
 
     def kept(logits: Tensor, sinks: Tensor | None) -> Tensor:
         return torch.exp(logits - torch.logsumexp(logits, -1, keepdim=True).to(torch.float32))

@@ -1,4 +1,4 @@
-"""What a layer costs beside its products: launches of kernels, waits of the host, its own time.
+"""Cost of a layer without its products: launches of kernels, waits of the host, its own time.
 
 The device is a stand-in: its tensors lie on the CPU, and every operator that would launch a kernel there is counted.
 """
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def peak(self, results: Any) -> int:
-        """Return the most bytes that were held at once, beside what came before and the results."""
+        """Return the most bytes held at once, without earlier ones and the results."""
         returned = {storage._cdata for storage in storages(results)}
         return max(sum(self.made[key][1] for key in held - returned) for held in self.history)
 
@@ -77,7 +77,7 @@ def storages(values: Any) -> list[Any]:
 
 @pytest.fixture
 def poisoned_memory() -> None:
-    """Memory as users have it: other tests fill what is empty, a launch each."""
+    """Memory as users have it: other tests fill empty memory, a launch each."""
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_second_layer_works_nothing_out(
 
 
 def test_what_comes_from_elsewhere_is_not_repeated() -> None:
-    """Only what a caller gives, a step makes or a forest has; the memory of what is gone is none of these."""
+    """Only what a caller gives, a step makes or a forest has; the memory of freed tensors is none of these."""
 
     def double(q: Tensor, out: Tensor) -> None:
         out.copy_(2 * q)
@@ -322,7 +322,7 @@ def test_another_forest_in_the_same_memory_is_another(device: None) -> None:
     del first
     other = torch.zeros(4)
     hosted.remember(torch.zeros(4), other)
-    assert not any(one.moved.is_gone() for one in hosted._sent), "what is gone is let go"
+    assert not any(one.moved.is_gone() for one in hosted._sent), "freed tensors are dropped"
 
 
 def test_nothing_is_kept_of_what_a_condition_reads(device: None) -> None:
@@ -337,7 +337,7 @@ def test_nothing_is_kept_of_what_a_condition_reads(device: None) -> None:
     assert made and kept.expired()
     attention.forward(Inputs(q, k, v, ends, [torch.arange(512) // 2]), window)
     kept_now = Counter(type(entry.value).__name__ for entry in tree_blocks._recent if len(entry.given) > 1)
-    assert kept_now == {"TreeBlocks": 1, "Replay": 1, "Tensor": 2}, "what is gone finds nothing any more"
+    assert kept_now == {"TreeBlocks": 1, "Replay": 1, "Tensor": 2}, "freed tensors find nothing any more"
 
 
 def test_many_forests_are_known_at_once(device: None) -> None:

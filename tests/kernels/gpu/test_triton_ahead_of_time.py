@@ -45,7 +45,7 @@ def verdicts(arch: int, *cases: Case, paths: tuple[str, ...] = ("plain", "gluon"
 
 def test_hopper_in_both_forms() -> None:
     found = verdicts(90, Case(BF16, 128, 128, 7, EVERYTHING))
-    assert len(found) == 8, "beside products, what the score reads of rows is made"
+    assert len(found) == 8, "kernels without products make the score's values of rows"
     assert not any(found.values()), found
 
 

@@ -111,7 +111,7 @@ def test_features(features: tuple[str, ...], path: str, dtype: torch.dtype, monk
 @pytest.mark.parametrize("window", [None, 900])
 @pytest.mark.parametrize("shape", ["128", "64", "group 7"])
 def test_keys_from_outside(shape: str, window: int | None, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of tokens above, some of which nobody sees: one launch goes on from another."""
+    """Keys of tokens above, some unseen: one launch goes on from another."""
     take(path, monkeypatch)
     ends, leaves, grad = draw(TREES["thought"], SHAPES[shape], BF16)
     tokens, outside, (_, kv_heads, width, _) = len(ends), 700, SHAPES[shape]

@@ -1,4 +1,4 @@
-"""Tuning without a device: what is measured, what is kept, what is used."""
+"""Tuning without a device: measured, kept and used configurations."""
 
 import json
 from dataclasses import replace

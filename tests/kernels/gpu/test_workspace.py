@@ -1,4 +1,4 @@
-"""What launches allocate is what is counted before, by the stand-in that the launches themselves are counted by."""
+"""Allocations of launches equal the counts made before, by the stand-in that counts launches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ def part(seed: int, score: Score = SCORE) -> Inputs:
 
 
 def outside(seed: int, tokens: int, kv_heads: int, widths: tuple[int, int], generator: Any) -> Boundary:
-    """Keys that some queries see; of every third part two that nobody sees, as those without ancestors have."""
+    """Keys that some queries see; every third part has two unseen keys, as parts without ancestors."""
     nobody = seed % 3 == 0
     count = 2 if nobody else int(torch.randint(3, 3000, (), generator=generator))
     lo = torch.randint(0, tokens, (count,), generator=generator, dtype=torch.int32) * (not nobody)
@@ -217,7 +217,7 @@ def test_values_of_a_layer_are_never_counted_too_low(
     device: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Slopes and depths that nobody has sent: launches make what is read of them, and no operator of torch does."""
+    """Slopes and depths made on the device: launches compute their values, and no operator of torch does."""
     inputs = in_form("Gluon", part(seed, ALIBI), monkeypatch)
     forward, backward, _ = taken(inputs, ALIBI)
     given = runner(inputs, ALIBI, "Gluon")

@@ -73,7 +73,7 @@ def test_nothing() -> None:
 
 @pytest.mark.parametrize(("padded", "fewer"), [(False, True), (True, False)])
 def test_padding_counts_as_work(padded: bool, fewer: bool) -> None:
-    """A long branch beside fifty of one token: as sequences they cost what they have, as rows fifty times the long."""
+    """A long branch next to fifty of one token: as sequences they cost what they have, as rows fifty times the long."""
     ends = torch.tensor([1050, *[1000] * 999, *range(1001, 1051)], dtype=torch.int32)
     levels = find_levels(ends)
     assert len(levels.levels) == 2

@@ -186,7 +186,7 @@ def test_parents_follow_from_depth_and_subtree_end(rows: list[list[int]]) -> Non
 
 
 def test_steps_are_as_many_as_the_longest_row_has_chunks() -> None:
-    """A chunk never crosses a fork, all branches of a level are one step, and nobody reads the state of a leaf."""
+    """A chunk never crosses a fork, all branches of a level are one step, and the state of a leaf is unused."""
     rows = [[0] * 16 + [branch] * 13 for branch in range(1, 6)]
     plan = plan_chunks(Forest.from_sequences(rows).subtree_end, 8)
     assert [(segment.first, segment.count) for segment in plan.segments] == [(0, 1), (1, 1), (2, 5)]

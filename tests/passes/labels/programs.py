@@ -15,7 +15,7 @@ WIDTH = 32
 
 
 class Doubled(torch.autograd.Function):
-    """A function with a backward of its own."""
+    """A function with its own backward."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:

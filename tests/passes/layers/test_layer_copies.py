@@ -183,7 +183,7 @@ class Losses(Model):
 
 @pytest.mark.parametrize("by_key", [True, False])
 def test_losses_on_shifted_logits_are_no_copies(by_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their key tells; and if it did not, what was looked at behind operands would."""
+    """Their key differs; without it, the facts read behind operands would."""
     known = PackingInterpreter._known
     if not by_key:
         monkeypatch.setattr(PackingInterpreter, "_known", lambda self, node: known(self, node)[:-1])

@@ -136,7 +136,7 @@ def test_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_frozen_weights_and_a_layer_without_a_gradient_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small trained matrices beside frozen ones; the first layer reads nothing that needs a gradient."""
+    """Small trained matrices next to frozen ones; the first layer reads nothing that needs a gradient."""
     seen = Seen(monkeypatch)
     model = stack(layers=5)
     model.requires_grad_(False)
@@ -147,7 +147,7 @@ def test_frozen_weights_and_a_layer_without_a_gradient_below(monkeypatch: pytest
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and a trained product of two small matrices beside it."""
+    """A frozen linear layer and a trained product of two small matrices."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

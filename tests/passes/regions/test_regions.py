@@ -234,7 +234,7 @@ def test_what_subgraphs_keep_is_read_where_it_lies() -> None:
     gm, inputs = keeping()
     expected = gm(*inputs)
     (body,) = subgraphs(gm)
-    assert set(borrowed_results(body)) == {1, 2, 3, 4, 5, 6}, "inductor takes each of them for memory of its own"
+    assert set(borrowed_results(body)) == {1, 2, 3, 4, 5, 6}, "inductor assumes that each of them owns its memory"
     own_results(gm)
     gm.graph.lint()
     assert borrowed_results(body) == {}
@@ -262,7 +262,7 @@ def used_and_kept() -> tuple[fx.GraphModule, list[Tensor]]:
 
 @pytest.mark.parametrize("owned", [True, False])
 def test_inductor_gives_the_memory_of_a_result_away(monkeypatch: pytest.MonkeyPatch, owned: bool) -> None:
-    """After the last use of it, whatever else lies there: without results of their own, what is kept is overwritten."""
+    """After its last use, even if aliased: without separate results, saved values are overwritten."""
     if not owned:
         monkeypatch.setattr(compile_inner, "own_results", lambda gm: None)
     gm, inputs = used_and_kept()

@@ -33,7 +33,7 @@ TAGGED = {
     "tree_attention_backward", "tree_scan", "tree_scan_backward",
 }  # fmt: skip
 OF_A_GROUP = {"own_piece"}
-"""Asks for a process group, and then reads a slice of a fixed size."""
+"""Needs a process group, and then reads a slice of a fixed size."""
 
 
 def floats(*shape: int) -> Tensor:

@@ -74,7 +74,7 @@ def test_a_deadline_ends_what_runs_and_begins_nothing() -> None:
 
 
 def meet(piece: tuple[str, str], note: Note) -> tuple[Any, bool]:
-    """Two pieces that each wait for the other's mark; a third that dies beside them."""
+    """Two pieces that each wait for the other's mark; a third that dies meanwhile."""
     folder, name = Path(piece[0]), piece[1]
     SEEN.append(name)
     if name == "die":
@@ -90,7 +90,7 @@ def test_pieces_side_by_side(tmp_path: Path) -> None:
     pieces = [(str(tmp_path), name) for name in ("die", "a", "b")]
     found = {name: result for (_, name), result in each_apart(meet, pieces, seconds=60.0, method="fork", jobs=2)}
     assert "died in the start, exit code 7" in found["die"]
-    assert found["a"] == (["a"], 2) and found["b"] == (["b"], 2), "each in a process of its own, at the same time"
+    assert found["a"] == (["a"], 2) and found["b"] == (["b"], 2), "each in a separate process, at the same time"
 
 
 def measure_in_turn(path: str, note: Note) -> tuple[Any, bool]:

@@ -66,7 +66,7 @@ SCORES = [case.scores for case in CASES if case.scores != Scores()]
 
 @pytest.mark.parametrize("scores", SCORES, ids=[scores.name for scores in SCORES])
 def test_rivals_compute_the_same(scores: Scores) -> None:
-    """What is compared with is the same attention, under one mask and on every row."""
+    """Rivals compute the same attention, under one mask and on every row."""
     torch.manual_seed(0)
     ends = SMALL.subtree_end()
     scores = replace(scores, window=scores.window and 3, softcap=scores.softcap and 1.0)
@@ -301,7 +301,7 @@ def test_flash_runs_where_it_is_installed(found: Any, monkeypatch: pytest.Monkey
 
 
 def test_what_flash_attn_4_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend by name, numbers as sizes, and blocks of its own tiles: on Blackwell twice as many queries."""
+    """The backend by name, numbers as sizes, and blocks of its tiles: on Blackwell twice as many queries."""
     given: dict[str, Any] = {}
 
     def compiled(function: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``treefx bench gpu``: every stage runs in rehearsal, says what is wrong, and measures nothing without a device."""
+"""``treefx bench gpu``: every stage runs in rehearsal, reports errors, and measures nothing without a device."""
 
 import json
 import os

@@ -116,7 +116,7 @@ def test_a_link_carries_one_after_the_other_and_a_way_one_bit_off_is_named(tmp_p
         assert sleeps == [0.5, 1.5, 1.0, 1.0], "twice around but for what was computed meanwhile, once, once"
         assert wrong == ["4"]
         assert sums == [2 * step + 1 + more for step in range(40) for more in (1, 0)]
-        assert told == {16}, "gloo carries when a collective was issued, and nothing of what is sent"
+        assert told == {16}, "gloo carries when a collective was issued, and no message"
 
 
 def outboxes(size: int) -> tuple[Outbox, Outbox]:
@@ -131,12 +131,12 @@ def test_what_is_sent_stays_until_all_have_read_it() -> None:
     for i, both in enumerate(found):
         for parts in both:
             assert all(torch.equal(part, sent + rank + 10 * i) for rank, part in enumerate(parts))
-    with pytest.raises(InputError, match="at most 1,024 bytes, got one of 256 beside others"):
+    with pytest.raises(InputError, match="at most 1,024 bytes, got one of 256 next to others"):
         ranks[0].put(sent)
     ranks[0].read_by_all(1)
     assert torch.equal(ranks[0].put(-sent)[0], -sent)
     assert torch.equal(found[1][0][0], sent + 10)
-    with pytest.raises(InputError, match="beside others"):
+    with pytest.raises(InputError, match="next to others"):
         ranks[0].put(sent)
 
 

@@ -1,4 +1,4 @@
-"""``treefx bench trainer``: every way in a process of its own, and no time for wrong results."""
+"""``treefx bench trainer``: every way in a separate process, and no time for wrong results."""
 
 import json
 from dataclasses import replace

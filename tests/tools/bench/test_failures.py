@@ -10,7 +10,7 @@ from treefx.errors import TreefxError
 from treefx.tools.bench.job.failures import what_failed
 from treefx.tools.bench.job.ways import in_process
 
-WARNINGS = "\n".join(f"x.cpp:{line}:5: warning: unused variable, which takes a line of its own" for line in range(60))
+WARNINGS = "\n".join(f"x.cpp:{line}:5: warning: unused variable, which fills one complete line" for line in range(60))
 ADVICE = "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this especially if)"
 FRAMES = "".join(f'  File "/{name}.py", line 3, in {name}\n    {name}()\n' for name in ("first", "second", "third"))
 TRACEBACK = f"Traceback (most recent call last):\n{FRAMES}"

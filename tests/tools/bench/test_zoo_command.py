@@ -52,7 +52,7 @@ def test_a_model_that_runs_packed() -> None:
 
 
 def test_many_batches_through_two_compilations() -> None:
-    """Counting operations of a graph for all sizes asks it for none: it stays one for all."""
+    """Counting operations of a graph for all sizes reads none: it adds no guard."""
     code, text = _run("--model", "nanogpt-flash", "--inner", "eager", "--batches", "5", "--json")
     (row,) = json.loads(text)
     assert code == 0 and len({batch["shape"] for batch in row["batches"]}) == 5

@@ -178,7 +178,7 @@ PLANTS = {
         "tokens are read one column too early", "embeddings", {"treefx.runtime.batch:_tensors": _columns_off_by_one}
     ),
     "keys": Plant(
-        "the first input alone tells tokens apart, not the others",
+        "the first input alone distinguishes tokens, not the others",
         "inputs",
         {"treefx.runtime.batch:combine_keys": _ids_alone},
     ),

@@ -69,7 +69,7 @@ def test_casts_to_float32_explain_rounding_alone() -> None:
 
 
 def test_autocast_explains_rounding_where_gradients_cancel_alone() -> None:
-    """The biases of keys have no gradient but rounding; what is wrong without autocast too stays wrong."""
+    """The biases of keys have no gradient but rounding; errors without autocast stay errors."""
     drawn = (generate(0, number, ["modes"], "eager") for number in range(1000))
     program = next(p for p in drawn if p.modes == ("autocast",) and len(p.calls) == 1)
     play = player(program)

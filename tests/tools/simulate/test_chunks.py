@@ -48,7 +48,7 @@ def test_the_gate_is_never_slower_than_leaving_alone(
 def test_units_that_the_collective_takes_slow_the_product_only_while_it_runs() -> None:
     link = Link(bytes_per_second=1e9, compute_taken=0.5)
     line = run_chunks(2.0, 1e9, link, 2)
-    # The second chunk runs beside half a second of the first collective at half speed: a quarter of a second lost.
+    # The second chunk overlaps with half a second of the first collective at half speed: a quarter of a second lost.
     assert line.gemms == [(0.0, 1.0), (1.0, 2.25)]
     assert line.seconds == pytest.approx(2.75)
 

@@ -1,4 +1,4 @@
-"""Events happen in order of time, then of setting; what is cancelled leaves no trace."""
+"""Events happen in order of time, then of setting; cancelled events leave no trace."""
 
 from treefx.tools.simulate.hardware.clock import Clock
 from treefx.tools.simulate.hardware.wire import Wire

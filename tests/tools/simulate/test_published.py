@@ -1,4 +1,4 @@
-"""The simulation against the paper: what must agree, what is missed and says why, and the command that shows it."""
+"""The simulation against the paper: agreement, explained misses, and the command that shows it."""
 
 import json
 from dataclasses import replace

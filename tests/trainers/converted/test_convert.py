@@ -56,7 +56,7 @@ def pair() -> tuple[Any, Any]:
 
 
 def packed_row(batch: Batch, cut: int = 0) -> dict[str, Tensor]:
-    """The rows of a batch one behind another, positions starting anew."""
+    """The rows of a batch one behind another, positions restarting."""
     rows = batch.rows()
     ids = torch.tensor(sum(rows, []))[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
@@ -109,7 +109,7 @@ def test_padding_that_sees_no_key_comes_back_as_zero(name: str, pair: tuple[Any,
 
 
 def test_a_trainer_calls_as_it_likes(pair: tuple[Any, Any]) -> None:
-    """Evaluation first, other shapes each call, a row of its own, logits and hidden states read."""
+    """Evaluation first, other shapes each call, a single row, logits and hidden states read."""
     model, twin = pair
     first, *others = batches()
     with torch.no_grad():
@@ -349,7 +349,7 @@ def test_a_changed_attention_is_refused(pair: tuple[Any, Any]) -> None:
 
 
 def errors_with(module: Any, name: str, wrong: dict[str, Callable[..., Any]], model: Any, batch: Batch) -> list[float]:
-    """Largest relative errors of a converted model: as it is, then with each mistake in the place of a function."""
+    """Largest relative errors of a converted model: plain, then with each mistake in the place of a function."""
     model, twin = converted(model)
     wanted, found = outcome(twin, lambda: total(twin, [batch])), list[float]()
     for mistake in (getattr(module, name), *wrong.values()):

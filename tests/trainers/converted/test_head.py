@@ -147,7 +147,7 @@ STEPS: dict[str, tuple[Step, int]] = {
     "checkpoint": (lambda run: checkpoint(scored, logits(run), use_reentrant=False), 1),
     "a head by hand": (lambda run: scored((hidden(run) * 2.0) @ run.lm_head.weight.T / 0.7), 1),
 }
-"""Steps, and how many log-softmaxes each asks for."""
+"""Steps, and how many log-softmaxes each computes."""
 
 
 def test_head_and_log_probabilities_run_on_distinct_tokens(pair: tuple[Any, Any]) -> None:
@@ -204,7 +204,7 @@ def test_rows_at_once() -> None:
     assert type(logits(model)) is Tensor
 
 
-# What is read on rows -----------------------------------------------------------------------------------------------
+# Values read on rows -----------------------------------------------------------------------------------------------
 
 
 def changed(x: Tensor, how: str) -> Tensor:

@@ -124,7 +124,7 @@ def test_bytes_of_another_type(pair: tuple[Any, Any]) -> None:
     assert x.shape == y.shape
 
 
-# What is refused, and mistakes --------------------------------------------------------------------------------------
+# Refusals and mistakes --------------------------------------------------------------------------------------------
 
 
 def test_gradients_on_rows_that_copies_have_led_by_are_refused(pair: tuple[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is refused of rows behind ``treefx.convert``, and mistakes in what runs packed: each must be found."""
+"""Refusals of rows behind ``treefx.convert``, and mistakes in packed runs: each must be found."""
 
 from collections.abc import Callable
 from typing import Any

@@ -18,7 +18,7 @@ from tests.trainers.converted.test_convert import check, converted, total
 from treefx.runtime.converted import planner, seam, variants
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""Of numbers of queries [B, 1, T, 1] and keys [B, 1, 1, T]: what is added to their score, -inf where it is hidden."""
+"""Of numbers of queries [B, 1, T, 1] and keys [B, 1, 1, T]: the term added to their score, -inf where it is hidden."""
 HIDDEN = -torch.inf
 
 
@@ -99,7 +99,7 @@ def alibi(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, sca
 
 @pytest.fixture
 def slanted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of two layers with ALiBi, each with slopes of its own."""
+    """A model of two layers with ALiBi, each with other slopes."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "alibi", alibi)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "alibi", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model = double("llama", num_hidden_layers=2)

@@ -38,7 +38,7 @@ def layer_of(model: Any) -> Any:
 
 
 def step(model: Any, read: Callable[[Any], Any]) -> Tensor:
-    """The loss, and what is made of the values that were read in the call."""
+    """The loss, and a function of the values that were read in the call."""
     TRACKED.clear()
     TRACKER.total = 0.0
     layer_of(model).log.clear()

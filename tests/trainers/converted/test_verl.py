@@ -1,4 +1,4 @@
-"""verl's FSDP engine at its call sites, as verl 0.9.1 has them: what is hooked, exact against rows, groups kept.
+"""verl's FSDP engine at its call sites, as verl 0.9.1 has them: hooks, exact against rows, groups kept.
 
 verl itself runs in ``treefx bench trainers --only verl``.
 """
@@ -71,7 +71,7 @@ def _balancing() -> None:
 
 
 class Engine:
-    """The parts of verl's FSDPEngineWithLMHead that see the model: packed rows whose positions start anew."""
+    """The parts of verl's FSDPEngineWithLMHead that see the model: packed rows with restarting positions."""
 
     def __init__(self, limit: int, **config: Any) -> None:
         self.engine_config = SimpleNamespace(**{"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1, **config})

@@ -13,7 +13,7 @@ LENGTHS, PACKED, PADDED, STEPS = (
 TRL, GROUPS, LIGER = (f"trainers.test_{name}" for name in ("trl", "trl_groups", "liger"))
 
 FORMS: dict[str, dict[str, str]] = {
-    # Packed rows: one row [1, sum T], positions that start anew, no mask
+    # Packed rows: one row [1, sum T], positions that restart, no mask
     "logits changed in place and picked by rolled ids (verl, SkyRL, OpenRLHF, open-instruct)": {
         ROWS: "test_the_loss_outside test_labels_inside test_the_call_equals_its_sequences_run_on_their_own",
         PACKED: "test_in_float32",
@@ -25,12 +25,12 @@ FORMS: dict[str, dict[str, str]] = {
     "pads behind, of position 0 each (NeMo-RL; TRL with pad_to_multiple_of)": {
         ROWS: "test_trailing_pads", PACKED: "test_in_float32", LENGTHS: "test_twelve_lengths_compile_twice_at_most",
     },
-    "lengths whose last one counts pads of positions that start anew (prime-rl)": {
+    "lengths whose last one counts pads of positions that restart (prime-rl)": {
         PACKED: "test_lengths_join_what_positions_part test_cut_by_positions_they_would_be_wrong",
         FLASH: "test_ends_go_before_positions",
         TRAPS: "test_lengths_for_flash_attention_do_not_matter_to_sdpa",
     },
-    "a dictionary of no masks beside the ends (AReaL)": {
+    "a dictionary of no masks with the ends (AReaL)": {
         PACKED: "test_no_masks_by_name_leave_the_ends_to_flash_attention",
         TRAPS: "test_no_mask_by_name_is_one_causal_sequence",
     },

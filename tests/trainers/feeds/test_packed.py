@@ -1,6 +1,6 @@
-"""Packed rows with all that trainers hand over beside them, without FlashAttention and with it.
+"""Packed rows with all further arguments of trainers, without FlashAttention and with it.
 
-The truth is the caller's own call in eager mode. What ends a sequence is what the model's attention reads: lengths
+The truth is the caller's own call in eager mode. The model's attention decides where sequences end: lengths
 where it is given these, positions where it looks at them.
 """
 
@@ -57,7 +57,7 @@ def test_a_given_mask_in_float32() -> None:
     assert (stats["ran"], stats["tokens"]) == ("packed", trie_size(packed))
 
 
-# Lengths of sequences of which the last counts the pads, while its positions start anew (prime-rl) -------------------
+# Lengths of sequences of which the last counts the pads, while its positions restart (prime-rl) -------------------
 
 
 class WithLengths(NamedTuple):
@@ -155,7 +155,7 @@ def test_cut_by_positions_they_would_be_wrong(how: str, monkeypatch: pytest.Monk
         compare(make().double(), step(given))
 
 
-# A dictionary of no masks beside the ends (AReaL) ---------------------------------------------------------------------
+# A dictionary of no masks with the ends (AReaL) ---------------------------------------------------------------------
 
 NONE = dict.fromkeys(("full_attention", "sliding_attention"))
 
@@ -193,7 +193,7 @@ def flattened(rows: list[list[int]]) -> tuple[Packed, dict[str, Any]]:
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_flattened_rows_of_twelve_lengths(flash: bool) -> None:
-    """Ends, the longest, and the number of each token's sequence: none of their numbers compiles anew."""
+    """Ends, the longest, and the number of each token's sequence: none of their numbers recompiles."""
     model = one_layer("mistral")
     model = with_flash(model) if flash else model
     compiled = compile_with(model)
@@ -267,7 +267,7 @@ def titan_step(packed: Packed, *, row: bool) -> Step:
 
 @pytest.mark.parametrize("row", [True, False])
 def test_tokens_of_one_dimension(row: bool) -> None:
-    """As they are they run ordinarily, and what is said of it (to give them as a row) is true."""
+    """Unchanged they run ordinarily, and the advice (to pass them as a row) is true."""
     packed = pack(AGENTS)
     checked = compare(Titan().double(), titan_step(packed, row=row))
     if row:

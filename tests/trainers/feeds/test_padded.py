@@ -33,7 +33,7 @@ def assert_same(model: Any, compiled: Any, twin: Any, step: Step, limit: float =
     return stats_of(compiled)
 
 
-# Groups in order, and what is left of them where a trainer scatters their rows ----------------------------------------
+# Groups in order, and groups with rows that a trainer scatters ----------------------------------------
 
 
 def test_groups_in_order_share_their_prompts_and_scattered_ones_less() -> None:
@@ -147,7 +147,7 @@ def test_a_forward_in_place_of_the_models(replace: Callable[[Any], None], first:
         assert stats["ran"] == "packed" and stats["attention_rewritten"] == 1
         if replace is fused:
             assert stats["tokens"] == distinct_tokens(batch) and stats["fallback"] is None
-        else:  # what is behind the cut reads all rows, and the report says that there is one
+        else:  # operators behind the break read all rows, and the report names it
             assert stats["tokens"] == distinct_with_padding(batch.input_ids, batch.attention_mask)
             assert "Dynamo cut the model" in stats["fallback"]
 

@@ -152,7 +152,7 @@ def test_dpo() -> None:
 
 
 def test_packed_rows_with_the_lengths_for_flash_attention_and_numbers_of_sequences() -> None:
-    """transformers' DataCollatorWithFlattening: 12 lengths, none of which compiles anew."""
+    """transformers' DataCollatorWithFlattening: 12 lengths, none of which recompiles."""
     model = llama()
     compiled = compile_with(model, inner="eager")
     for count in range(12):

@@ -82,7 +82,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -
 
 
 def module() -> Any:
-    """``torchtitan.models.common.attention``, with classes that nobody has hooked."""
+    """``torchtitan.models.common.attention``, with unhooked classes."""
     classes = (FlexAttention, VarlenAttention, ScaledDotProductAttention)
     copies = [type(made.__name__, (made,), {"forward": made.forward}) for made in classes]
     return SimpleNamespace(**{made.__name__: made for made in copies})

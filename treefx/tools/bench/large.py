@@ -58,7 +58,7 @@ def run(
         model: path of a ``config.json``; by default a model of the size of Qwen3 0.6B.
         device: "cuda" or "cpu"; bfloat16 on the former, float32 on the latter.
         tokens: of each span of the tree.
-        memory_limit_bytes: of the plan; by default what is free on the device less a tenth.
+        memory_limit_bytes: of the plan; by default the device's free memory less a tenth.
         inner: what compiles the graphs of all three ways.
 
     Returns:

@@ -58,7 +58,7 @@ CASES = tuple(_cases())
 
 
 def run(*, json_output: bool = False, inner: str = "inductor", cases: Sequence[MemoryCase] = CASES) -> list[Any]:
-    """Measure every case in a process of its own.
+    """Measure every case in a separate process.
 
     Args:
         json_output: A program reads the result, so no progress bar is shown.
@@ -101,7 +101,7 @@ def measure(case: MemoryCase, inner: str) -> dict[str, Any]:
             out.logits.detach().sum()
         out.loss.backward()
 
-    for _ in range(2):  # the second step settles what is read of the outputs
+    for _ in range(2):  # the second step settles the use of the outputs
         train()
         model.zero_grad()
     with track_peak() as peak:
@@ -115,7 +115,7 @@ def measure(case: MemoryCase, inner: str) -> dict[str, Any]:
 
 
 def _prepare(case: MemoryCase, inner: str) -> tuple[Any, Any, Any]:
-    """The model, the model as it is called, and its batch."""
+    """Return the model, its callable, and its batch."""
     import torch
 
     from treefx.tools.bench.job.models import make_config, make_model

@@ -34,7 +34,7 @@ class Case:
     shared: int
 
     def forests(self) -> tuple[Forest, Forest]:
-        """The tree of the rows, and a forest that shares nothing: each row has a first token of its own."""
+        """Return the tree of the rows, and a forest without sharing: rows differ in token 0."""
         own = [list(range(self.length * (b + 1), self.length * (b + 2) - self.shared)) for b in range(self.rows)]
         rows = [[*range(self.shared), *tail] for tail in own]
         apart = [[self.length * (self.rows + 2) + b, *row[1:]] for b, row in enumerate(rows)]
@@ -115,7 +115,7 @@ def run_models(
         inner: What compiles both.
         cases: Shapes of sharing.
         models: Fields of the configuration by architecture.
-        on_start: Told what is about to be compiled.
+        on_start: Called with the name of each model before its compilation.
 
     Returns:
         Records as of :func:`run`.

@@ -1,8 +1,8 @@
 """``treefx bench shapes``: batches that never repeat a shape, with the time that compiling them takes.
 
 Trainers feed batches as they come: other rows, other lengths in every step. Every way to compile runs all of them in a
-process of its own that finds empty caches, then all of them again, when nothing is left to compile.
-``python -m treefx.tools.bench.shapes CASE`` is one such process, its case given as JSON.
+separate process with empty caches, then all of them again, when nothing is left to compile. ``python -m
+treefx.tools.bench.shapes CASE`` is one such process, its case given as JSON.
 """
 
 import json

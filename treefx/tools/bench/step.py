@@ -71,7 +71,7 @@ def run(
     """
     records = []
     for case in cases:
-        # Every case compiles anew: kernels for sizes that an earlier case made symbolic would be slower.
+        # Every case recompiles: kernels for sizes that an earlier case made symbolic would be slower.
         torch._dynamo.reset()
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "layers": layers}
         config = make_config(model, **sizes, max_positions=case.prefix + case.suffix)

@@ -3,7 +3,7 @@
 The rows are an agent's turns, conversation by conversation: a row is all that was said before and one answer, so eight
 of them in order share most of what they say, and no two batches have one length. The trainer has its defaults, but for
 the order of rows (as they come), float32 (what bfloat16 costs differs from processor to processor) and a log of every
-step. Every way to compile runs in a process of its own that finds empty caches.
+step. Every way to compile runs in a separate process with empty caches.
 ``python -m treefx.tools.bench.trainer CASE`` is one such process, its case given as JSON.
 """
 
@@ -23,7 +23,7 @@ from treefx.tools.bench.job.ways import ONE_COMPILER, check_same, empty_caches, 
 __all__ = ["CASES", "TrainerCase", "TrainerError", "measure", "run"]
 
 _LATER = 2
-"""Steps before this one are shown apart: what is compiled is compiled there."""
+"""Steps before this one are shown apart: they contain the compilations."""
 
 
 class TrainerError(TreefxError):

@@ -60,7 +60,7 @@ def run(
     records = []
     for model in choose(names):
         on_start(model.name)
-        # Every model compiles anew: sizes that an earlier one made symbolic would be slower.
+        # Every model recompiles: sizes that an earlier one made symbolic would be slower.
         torch.compiler.reset()
         torch.manual_seed(0)
         try:
@@ -99,7 +99,7 @@ def _time(model: nn.Module, batches: Sequence[Batch], inner: str, repeats: int) 
         return {"note": f"losses differ, so no time is reported: {losses[0]} and {losses[1]}"}
     seconds: list[list[float]] = [[], []]
     for number, batch in enumerate(batches[1:]):
-        for side in (0, 1) if number % 2 else (1, 0):  # whoever comes second finds the batch in the cache
+        for side in (0, 1) if number % 2 else (1, 0):  # the second run finds the batch in the cache
             seconds[side].append(_step(steps[side], batch)[0])
     baseline, ours = (found[-repeats:] for found in seconds)
     ran = treefx.inspect(steps[1]).stats["ran"]

@@ -1,4 +1,4 @@
-"""A program in one line: what it has beside a plain model and step."""
+"""Describe a program in one line: its parts besides a plain model and step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PLAIN = {"head": "linear", "loss": "cross entropy", "labels": "padding ignored"
 
 
 def describe(program: Program) -> str:
-    """Embeddings, layers, head and loss, inner compiler, calls; what is plain is left out."""
+    """Embeddings, layers, head and loss, inner compiler, calls; plain parts are left out."""
     parts = [name for name in program.embeddings if name != "embedding"]
     parts += [_attention(layer) if isinstance(layer, Attention) else layer.name for layer in program.layers]
     parts += [f"{name} {getattr(program, name)}" for name, plain in _PLAIN.items() if getattr(program, name) != plain]

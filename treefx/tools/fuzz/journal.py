@@ -1,4 +1,4 @@
-"""What a search has found so far, in a folder: settings, one line of JSON per program, a script per failure."""
+"""Keep a search's findings in a folder: settings, programs as JSON lines, scripts."""
 
 from __future__ import annotations
 

@@ -6,4 +6,4 @@ import treefx.inspection.inspector
 import treefx.runtime.compiled_graph  # noqa: F401
 
 gc.collect()
-gc.freeze()  # what is imported here stays, and needs no collector to look at it again
+gc.freeze()  # imported modules stay, and need no garbage collection

@@ -1,7 +1,7 @@
 """A program of the search: a model, batches and a sequence of calls as a small tree of names and numbers.
 
-The names stand for pieces of text in the catalogues beside this file; ``script`` joins them. A program is immutable,
-compares by value and is what is written down, drawn again from its seed and made smaller.
+The names stand for pieces of text in the catalogues of this folder; ``script`` joins them. A program is immutable and
+compares by value; programs are recorded, redrawn from their seed and shrunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Attention:
-    """A self-attention: what a query may see, what is added to its scores, and how that is spelled."""
+    """Describe a self-attention: visible keys, score terms, and spelling."""
 
     conditions: tuple[str, ...] = ("causal",)
     """What must hold for a query to see a key, by their names in the catalogue of masks."""

@@ -21,7 +21,7 @@ def counts_by_family(findings: Sequence[Finding]) -> dict[str, dict[str, int]]:
 
 
 def failures_of(findings: Sequence[Finding]) -> list[Finding]:
-    """What is wrong, crashed or hung, the wrong ones first."""
+    """List programs that are wrong, crashed or hung, the wrong ones first."""
     found = [finding for finding in findings if finding.kind in FAILURES]
     return sorted(found, key=lambda finding: (-FAILURES.index(finding.kind), finding.family, finding.number))
 

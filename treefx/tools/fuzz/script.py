@@ -1,6 +1,6 @@
-"""The text of a program: a script of its own that imports torch and treefx, and prints what it wants and gets.
+"""Write a program as a script that imports torch and treefx, and prints both results.
 
-``play`` in it runs all calls on a model compiled by its argument and returns what is compared, so the search and a
+``play`` in it runs all calls on a model compiled by its argument and returns the compared values, so the search and a
 reader of the script run the same lines.
 """
 
@@ -51,7 +51,7 @@ def is_random(program: Program) -> bool:
 
 
 def inputs_of(program: Program) -> list[str]:
-    """The inputs beside ids, am and labels, in the order of the catalogue."""
+    """List the inputs besides ids, am and labels, in the order of the catalogue."""
     wanted = {name for part in parts_of(program) for name in part.inputs.split()}
     return [name for name in INPUTS if name in wanted or (name == "positions" and is_native(program))]
 

@@ -132,7 +132,7 @@ class Search:
         )  # fmt: skip
 
     def _confirmed(self, worker: Worker, program: Any, outcome: Outcome) -> tuple[Any, Outcome]:
-        """The failure in a process of its own, made smaller."""
+        """Repeat the failure in a separate process, and shrink it."""
         before = worker.done[:-1]
         worker.restart()
         again = worker.run(program)

@@ -1,6 +1,6 @@
 """The outcome of a program: it runs eagerly in float64 and compiled, and everything the caller saw is compared.
 
-A value is judged by its largest difference over its largest entry; a gradient that is small beside the largest one of
+A value is judged by its largest difference over its largest entry; a gradient that is small next to the largest one of
 its step is judged against that, and against the loss where all of them are rounding. In float32 and bfloat16 the
 compiled run may be as far from float64 as eager is, up to a factor.
 """
@@ -45,7 +45,7 @@ _ROUNDING = 6.0
 _ROUNDED, _SENSITIVE = 1e-4, 30.0
 """Errors below the first may be rounding that a badly conditioned program blows up: it is asked what it makes of it."""
 _LEAST = {"float32": 1e-5, "autocast": 3e-2}
-"""What is allowed in low precision where eager happens to be nearer."""
+"""Tolerance in low precision where eager happens to be nearer."""
 _COARSE = 1e-2
 """Gradients below this share of the largest one may be the rounding of bfloat16 where their terms cancel."""
 Seen = dict[str, Tensor]
@@ -171,9 +171,9 @@ def _compared(
 
 
 def low_casts_explain(program: Program, eager: Seen, got: Seen, compile: Compiler) -> bool:
-    """Whether the differences of a program in float64 come of its own casts to float32 alone.
+    """Whether the differences of a program in float64 come from its casts to float32 alone.
 
-    With the casts lifted it must be exact, and as it stands no further from that than eager is, up to the factor of
+    With the casts lifted it must be exact, and unchanged no further from that than eager is, up to the factor of
     runs in low precision.
     """
     lifted = player(program, casts=".double()")
@@ -264,7 +264,7 @@ def _relative(got: Tensor | None, want: Tensor | None, floor: float) -> float:
     got, want = got.detach().double(), want.detach().double()
     finite = want.isfinite()
     same = (got == want) | (got.isnan() & want.isnan())
-    if not bool((same | finite).all()):  # eager has infinities or NaN there: in what is read, not in loss and gradients
+    if not bool((same | finite).all()):  # eager has infinities or NaN there: in read values, not in loss and gradients
         got, want, same = got[finite], want[finite], same[finite]
     if bool(same.all()) or not want.numel():
         return 0.0

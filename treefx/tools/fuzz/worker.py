@@ -23,7 +23,7 @@ _SECONDS_TO_END = 5.0
 
 
 class Worker:
-    """Judges programs in a process of its own, which is replaced when it ends or takes too long.
+    """Judge programs in a separate process, which is replaced when it ends or hangs.
 
     Args:
         limit_s: Seconds that a program may take.

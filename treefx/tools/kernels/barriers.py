@@ -1,4 +1,4 @@
-"""Whether a warp-specialised kernel overwrites what is still being read: its buffers, followed through the TTGIR.
+"""Check that a warp-specialised kernel never overwrites live buffers, in its TTGIR.
 
 The warps that load wait until a buffer is empty, and copy into it; the copy completes its *full* barrier. The warps
 that multiply wait for that, read, and arrive at the *empty* barrier. Kernels in Gluon say where; in others it is the
@@ -58,7 +58,7 @@ class _Block:
 class _Buffer:
     """A buffer that copies fill: the descriptor they read, the barrier they complete, and those they wait for.
 
-    ``copies`` counts them, in loops twice: what is filled once need not be empty.
+    ``copies`` counts them, in loops twice: a buffer filled once need not be empty.
     """
 
     source: str

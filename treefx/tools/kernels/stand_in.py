@@ -1,7 +1,7 @@
 """A device that is not there: Triton binds arguments, specialises them and looks its kernels up as on a device.
 
-Only the compiler and the launch are stand-ins, so tensors lie on the CPU and no result is written: what is seen is
-which kernels a host would launch, with which arguments, and what that costs the host.
+Only the compiler and the launch are stand-ins, so tensors lie on the CPU and no result is written: it shows the kernels
+a host would launch, their arguments, and the cost on the host.
 """
 
 import sys
@@ -64,7 +64,7 @@ class Driver:
 
 
 class Kernel:
-    """A compiled kernel that tells of its launches, and takes memory for its descriptors as Triton's launcher does."""
+    """Record a compiled kernel's launches, and take memory for descriptors as Triton does."""
 
     function = packed_metadata = None
 
@@ -145,7 +145,7 @@ def standing_in(
 
 @contextmanager
 def on_device() -> Iterator[None]:
-    """Let tensors on the CPU count as the device's, and what is sent there as its copies."""
+    """Let tensors on the CPU count as the device's, and moved tensors as its copies."""
     with (
         patch.object(tree_blocks, "is_on_device", lambda tensor: True),
         patch.object(hosted, "_moved", lambda host, device: host.clone()),

@@ -23,7 +23,7 @@ class Link:
 
     bytes_per_second: float
     latency_seconds: float = 0.0
-    """From the issue of a collective to its end, beside the bytes; the link is free for the next one meanwhile."""
+    """From the issue of a collective to its end, without the bytes; the link is free for the next one meanwhile."""
     chunk_seconds: float = 0.0
     """What each chunk adds to the product once it is cut: a launch, and less work to fill the machine with."""
     compute_taken: float = 0.0
@@ -135,7 +135,7 @@ class _Chunked:
         return self.line
 
     def _plan(self) -> None:
-        """Note what is done of the chunk, and when it ends if nothing changes."""
+        """Note the progress of the chunk, and its end if nothing changes."""
         self.left -= (self.clock.now - self.since) * self.speed
         self.since = self.clock.now
         self.speed = 1.0 - self.link.compute_taken if self.running else 1.0

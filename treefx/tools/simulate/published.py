@@ -94,7 +94,7 @@ def _moved(worst: Callable[[Sequence[float]], float]) -> _Measure:
 
 
 def _split(units: int, slower: float, total: int = 80) -> _Measure:
-    """GEMM and all-reduce beside each other, on ``total - units`` and ``units`` compute units."""
+    """Run GEMM and all-reduce side by side, on ``total - units`` and ``units`` compute units."""
 
     def faster(outcome: Outcome) -> float:
         reduce = (outcome.rs.seconds + outcome.ag.seconds) * slower
@@ -105,7 +105,7 @@ def _split(units: int, slower: float, total: int = 80) -> _Measure:
 
 _RATIOS = (
     "Which sub-layers figure 6 has, and on what they were timed, is not in our sources; the mean depends on how long "
-    "GEMMs and all-reduces are beside each other, and is 64 % over our large models."
+    "GEMMs and all-reduces are relative to each other, and is 64 % over our large models."
 )
 _ORDER = (
     "The published figures do not fit each other: 1.30 / 1.20 is 8 %, not 13 %. The simulation knows of contention "

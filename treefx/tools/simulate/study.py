@@ -1,4 +1,4 @@
-"""All sub-layers of the paper, and beside T3 the best that chunks in software would do on the same machine."""
+"""Compare T3 on all sub-layers of the paper with the best chunks in software."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One sub-layer on every configuration of the paper: one after the other, T3, T3-MCA, and what is ideal."""
+"""Simulate one sub-layer on all configurations: sequential, T3, T3-MCA, ideal."""
 
 from dataclasses import dataclass
 

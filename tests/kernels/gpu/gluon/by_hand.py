@@ -1,9 +1,9 @@
 """Runs the text of a kernel in Gluon without a device: numbers in float64, groups of warps that wait for each other.
 
-Every group is a thread, and one at a time runs, until a barrier stops it or it waits for products. What goes
-wrong on a device by chance goes wrong here for sure: room for a copy holds NaN until somebody waits for its barrier and
-nobody else can go on, and a product reads its operands from shared memory when it is waited for, no sooner, and when
-others have gone on; or as soon as it is asked for. Barriers count arrivals and bytes, as those of the device do.
+Every group is a thread, and one at a time runs, until a barrier stops it or it waits for products. Races that fail on a
+device by chance fail here for sure: room for a copy holds NaN until a group waits for its barrier and no other can go
+on, and a product reads its operands from shared memory when it is waited for, no sooner, and when others have gone on;
+or, in a second mode, at once. Barriers count arrivals and bytes, as those of the device do.
 """
 
 import inspect

@@ -105,7 +105,7 @@ def by_hand(
 @pytest.mark.parametrize("outside", [0, 70])
 @pytest.mark.parametrize("name", OF_SCORES)
 def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With keys from outside, of which nobody sees some, the second launch goes on from what the first found.
+    """With keys from outside, some unseen, the second launch goes on from the first's results.
 
     One program has all lists of a head: it goes on from another place for each.
     """
@@ -162,7 +162,7 @@ def test_whole_numbers_of_more_bits_would_be_wrong(name: str, sent: bool, monkey
 
 
 def asserting_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant the mistake that nobody looks at numbers of later batches."""
+    """Plant the mistake of not checking numbers of later batches."""
     monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
     monkeypatch.setattr(Program, "tl_device_assert", lambda *_: None)
 
@@ -173,7 +173,7 @@ def asserting_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_later_numbers_of_more_bits_are_refused(
     last: int, name: str, sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits to look at them: what makes values of a score asserts that they fit, on the host or the device."""
+    """The host does not synchronize to check them: the kernel of score values asserts that they fit."""
     case = draw(*SMALL, heads=(2, 1))
     depth, *others = case.wide.buffers
     depth = depth.long()
@@ -231,7 +231,7 @@ MISTAKES = {
         "mbarrier.wait(k_full.index((turn + 1) % STAGES), ((turn + 1) // STAGES) & 1",
         "mbarrier.wait(k_full.index((turn + 1) % STAGES), (turn // STAGES) & 1",
     ),
-    "nobody waits for values": ("mbarrier.wait(v_full.index(before)", "(v_full.index(before)"),
+    "no group waits for values": ("mbarrier.wait(v_full.index(before)", "(v_full.index(before)"),
     "values are released before their product": (
         "mbarrier.wait(v_full.index(before), ((turn - 1) // STAGES) & 1)",
         "mbarrier.wait(v_full.index(before), ((turn - 1) // STAGES) & 1); mbarrier.arrive(v_empty.index(before), "

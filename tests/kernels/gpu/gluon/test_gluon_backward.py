@@ -49,7 +49,7 @@ def by_hand(
     change: tuple[str, str] | None = None,
     side_by_side: int = 3,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the kernels make of a case and what is right: the gradients of q, k, v and those of the boundary.
+    """Return the kernels' and the right gradients of a case: of q, k, v and the boundary.
 
     By so few programs ``side_by_side`` that each of dq has several lists of tiles.
     """
@@ -80,7 +80,7 @@ def by_hand(
 @pytest.mark.parametrize("outside", [0, 70])
 @pytest.mark.parametrize("name", OF_SCORES)
 def test_scores(name: str, outside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With keys from outside, of which nobody sees some, the second launch of dq goes on from the first.
+    """With keys from outside, some unseen, the second launch of dq goes on from the first.
 
     One program has all lists of a head: it goes on from another place for each.
     """
@@ -137,17 +137,17 @@ def swapped(first: str, second: str, depth: int) -> tuple[str, str]:
 MISTAKES = {
     "rows are released before their products": swapped(SETTLED, RELEASED, 2),
     "slopes are used before their product": ("warpgroup_mma_wait(1, deps=[dp])", "warpgroup_mma_wait(2, deps=[dp])"),
-    "nobody waits for gradients": ("mbarrier.wait(grad_full.index(stage), phase)", "pass"),
+    "no group waits for gradients": ("mbarrier.wait(grad_full.index(stage), phase)", "pass"),
     "rows are waited for by the wrong phase": ("(q_full.index(stage), phase)", "(q_full.index(stage), 1 - phase)"),
     "copies do not wait for an empty buffer": ("mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)", "pass"),
     "fewer bytes are expected": ("expect(grad_full.index(stage), BLOCK_M * 36)", "expect(grad_full.index(stage), 2)"),
     "one group empties for both": ("init(empty.index(number), count=2)", "init(empty.index(number), count=1)"),
-    "nobody waits for the tile's keys": ("mbarrier.wait(kv_full, 0)", "pass"),
+    "no group waits for the tile's keys": ("mbarrier.wait(kv_full, 0)", "pass"),
     "partial tiles are left out": ("range(first_partial, last)", "range(last, last)"),
     "full tiles are left out": ("range(first, first_partial)", "range(first, first)"),
     "both groups have the first keys": ("WHO * KEYS", "0 * KEYS"),
     "keys are released before their product": swapped(OF_QUERIES, KEYS_FREE, 3),
-    "nobody waits for the gradients of queries": ("mbarrier.wait(grad_full, number & 1)", "pass"),
+    "no group waits for the gradients of queries": ("mbarrier.wait(grad_full, number & 1)", "pass"),
     "both groups have the first gradients": ("block * BLOCK_M + BLOCK_M // 2", "block * BLOCK_M"),
     "rows of the next list are copied over those in use": ("mbarrier.wait(rows_empty, (number & 1) ^ 1)", "pass"),
     "one group gives up the rows of both": ("init(rows_empty, count=2)", "init(rows_empty, count=1)"),
@@ -173,7 +173,7 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_a_logit_takes() -> None:
-    """The forward too: over full tiles and under the mask, in both groups; exponentials stand beside products."""
+    """The forward too: over full tiles and under the mask, in both groups; exponentials overlap with products."""
     case = bench_kernel.Case(torch.bfloat16, 128, 128, 4)
     forward, keys, queries, once = run(90, paths=("gluon",), cases=[case])
     kernels = ["forward", "backward_keys", "backward_queries", "backward_once"]

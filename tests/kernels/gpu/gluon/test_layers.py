@@ -1,4 +1,4 @@
-"""Layers after the first of a forest in Gluon, by hand in float64: what is launched again has the layer's own numbers.
+"""Layers after the first of a forest in Gluon, by hand in float64: repeated launches have the layer's own numbers.
 
 Scores read vectors of rows and keys there, some of them the forest's and some a layer's own.
 """
@@ -100,7 +100,7 @@ def test_depths_of_their_own(name: str) -> None:
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 5])
 def test_a_launch_that_fails_leaves_nothing_behind(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of what is written down; the next layer is worked out, and right."""
+    """In the middle of the record; the next layer is computed, and right."""
     case, ran = draw(*SMALL), list[str]()
 
     def failed(launch: Launch) -> Callable[..., object]:
@@ -119,7 +119,7 @@ def test_a_launch_that_fails_leaves_nothing_behind(failing: int, monkeypatch: py
 
 @pytest.mark.parametrize("score", [SCORES["alibi"], GATED], ids=["alibi", "gated by depth"])
 def test_values_of_a_layer_are_never_kept(score: Score) -> None:
-    """Slopes and depths that a program writes anew in the same memory, unseen by anybody, as compiled code does."""
+    """Slopes and depths that a program rewrites in the same memory, undetected, as compiled code does."""
     case = draw(*SMALL)
     with on_device():
         for layer in range(3):

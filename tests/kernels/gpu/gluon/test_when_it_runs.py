@@ -1,4 +1,4 @@
-"""When Gluon runs, without a device: who is refused by name, what is compared at first use, and who takes its place."""
+"""When Gluon runs, without a device: refusals by name, comparisons at first use, and fallbacks."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -61,7 +61,7 @@ def test_who_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_from_outside_are_judged_where_they_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first part of a plan has two that nobody sees: it says nothing of launches that go on from others."""
+    """The first part of a plan has two unseen keys: it proves nothing about later launches."""
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     half, taken = draw(*SMALL, outside=2, dtype=torch.bfloat16).narrow, list[str]()
@@ -179,7 +179,7 @@ def test_gradients_that_are_laid_anew_may_lie_anyhow(kv_heads: int, monkeypatch:
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("first", [0.0, 1.0, torch.inf])
 def test_the_gradient_at_hand_decides_nothing(first: float, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long prompt it is zero in the last layer, and any kernel right; a scaled loss spreads what is not finite."""
+    """Of a long prompt it is zero in the last layer, and any kernel right; a scaled loss spreads infinities."""
     monkeypatch.setattr(paths, "_verdicts", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     half = draw(*SMALL, heads=(2, 2), dtype=torch.bfloat16).narrow

@@ -212,7 +212,7 @@ def test_entropies_and_their_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_edges_of_a_forest(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of the native level, forks and leaves, beside its own forms in float64."""
+    """Both forms of the native level, forks and leaves, against its own forms in float64."""
     forest = treefx.Forest.from_sequences([[1, 2, 3, 4], [1, 2, 5], [1, 2, 5, 6], [7, 2]])
     torch.manual_seed(0)
     hidden, weight = torch.randn(forest.num_tokens, 8).to(dtype), torch.randn(70, 8).to(dtype)

@@ -1,4 +1,4 @@
-"""TRL's head by the kernels of LM head and loss, in Triton's interpreter, beside TRL's own form on the CPU.
+"""TRL's head by the kernels of LM head and loss, in Triton's interpreter, against TRL's own form on the CPU.
 
 Not collected by itself: tests/kernels/gpu/test_triton_interpreter.py runs it in a process with TRITON_INTERPRET=1.
 """

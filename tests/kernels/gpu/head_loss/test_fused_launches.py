@@ -1,4 +1,4 @@
-"""What LM head and loss cost beside their products: traffic, launches, waits of the host, registers.
+"""Cost of LM head and loss without their products: traffic, launches, waits of the host, registers.
 
 On tensors without values, so that whatever looks at one raises; launches are written down instead of run.
 """
@@ -62,7 +62,7 @@ class Traffic(TorchDispatchMode):
 
 @pytest.fixture
 def poisoned_memory() -> None:
-    """Memory as users have it: other tests fill what is empty, a launch each."""
+    """Memory as users have it: other tests fill empty memory, a launch each."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def step(traffic: Traffic, *, biased: bool, picks: int = 20_000) -> None:
 
 @pytest.mark.parametrize(("biased", "most"), [(False, 14.0), (True, 16.0)])
 def test_bytes_per_logit(biased: bool, most: float, traffic: Traffic) -> None:
-    """14 where the eager form has 74. A form that writes gradients of its own, not in place, would have 16."""
+    """14 where the eager form has 74. A form with separate gradients, not in place, would have 16."""
     step(traffic, biased=biased)
     per_logit = {name: count / ROWS / ENTRIES for name, count in traffic.bytes.items() if count}
     assert sum(per_logit.values()) == pytest.approx(most, rel=1e-3)

@@ -75,7 +75,7 @@ def test_depths_of_their_own() -> None:
 
 
 def fused(tensors: list[Tensor]) -> list[Tensor]:
-    """As views of one piece of memory, one beside the other in every token, from a place that is not its first."""
+    """As views of one piece of memory, side by side in every token, from a place that is not its first."""
     whole = torch.cat([x.transpose(1, 2).flatten(2) for x in (tensors[0][:, :1], *tensors)], dim=2)
     parts = whole.split([x.shape[1] * x.shape[3] for x in (tensors[0][:, :1], *tensors)], dim=2)[1:]
     return [part.unflatten(2, (x.shape[1], -1)).transpose(1, 2) for part, x in zip(parts, tensors, strict=True)]
@@ -171,7 +171,7 @@ def test_inference_before_or_after_training(first: bool) -> None:
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
 def test_a_launch_that_fails_leaves_nothing_behind(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of what is written down; the next layer is worked out, and one in another form right."""
+    """In the middle of the record; the next layer is computed, and one in another form right."""
     case, ran, run = draw(*SMALL), [], Launch.run
 
     def failed(launch: Launch) -> None:
@@ -214,7 +214,7 @@ def test_memory_that_is_used_anew(worked_out: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["alibi", "gated by depth"])
 def test_values_of_a_layer_are_never_kept(name: str) -> None:
-    """Slopes and depths that a program writes anew in the same memory, unseen by anybody, as compiled code does."""
+    """Slopes and depths that a program rewrites in the same memory, undetected, as compiled code does."""
     gate = ("add", SCALED, ("mul", ("load", 3, ("head",)), ("float", ("lt", DEPTH_Q, const(3)))))
     score, case = {**SCORES, "gated by depth": Score(gate)}[name], draw(*SMALL)
     with on_device():

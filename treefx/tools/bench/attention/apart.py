@@ -24,7 +24,7 @@ class Task:
     """One setting.
 
     Attributes:
-        setting: what is measured.
+        setting: the measured case.
         device: where.
         path: the form of the kernels, or ``None`` for the best one.
     """

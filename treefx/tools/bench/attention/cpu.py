@@ -1,8 +1,8 @@
-"""Time tree attention on the CPU against a dense tree mask, every row alone, and the bare calls of its own kernel.
+"""Time CPU tree attention against a dense mask, separate rows, and its bare kernel calls.
 
 The last is the floor of the method on the machine at hand: ATen's flash attention on the same rectangles of the tree,
 on operands that lie ready, with nothing merged. Where the same trees were timed before on another machine, those
-figures stand beside: absolute times differ with the machine, quotients should not.
+figures are printed as well: absolute times differ with the machine, quotients should not.
 """
 
 import time
@@ -41,12 +41,12 @@ Step = tuple[float, float]
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed together.
+    """Hold methods that are timed together.
 
     Attributes:
         tree: the forest.
         dtype: of q, k and v.
-        scores: what the logits are beside a product.
+        scores: logits besides a plain product.
         before: milliseconds forward and backward of each method on two cores of another machine (a Xeon), where they
             are known. Of its agent tree only the numbers of nodes and tokens are.
     """
@@ -103,7 +103,7 @@ def run(
         heads: query and key heads.
         head_dim: width of a head.
         repeats: timed runs of each method.
-        cases: what is timed.
+        cases: the timed cases.
 
     Yields:
         One record per case: ``case``, ``dtype``, ``score``, ``tokens`` (distinct), ``raw_tokens`` (over the rows),

@@ -97,9 +97,9 @@ def run(
         note: is told what begins.
 
     Yields:
-        One record per setting: ``case, tokens, raw_tokens``, errors and what is ``wrong``; if nothing is, milliseconds
-        and TFLOP/s (on visible pairs) of each method, forward and backward, and the quotients; how many kernels were
-        ``compiled`` for it, the slowest of them, and how many for the same forest with three tokens less.
+        One record per setting: ``case, tokens, raw_tokens``, errors and failures in ``wrong``; without any,
+        milliseconds and TFLOP/s (on visible pairs) of each method, forward and backward, and the quotients; how many
+        kernels were ``compiled`` for it, the slowest of them, and how many for the same forest with three tokens less.
 
     Raises:
         UnsupportedError: there is no such device.
@@ -278,7 +278,7 @@ class _Case:
     def problem_of(
         self, name: str, attend: Attend, sample: "Sample", limits: dict[str, float], record: dict[str, Any]
     ) -> str:
-        """Return what is wrong with the results or gradients of a variant, or ""; no time is taken of a wrong one."""
+        """Return the errors of a variant's results or gradients, or ""; wrong ones are not timed."""
         for _ in range(_FLASH_CHECKS if name == FLASH else 1):
             wrong = sample.judge(f"flex {name}", attend, limits, _OTHERS, record)
             if wrong:

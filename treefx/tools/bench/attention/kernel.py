@@ -1,6 +1,6 @@
-"""Compile the generated kernels for a GPU that need not be there, and judge what the assembler says.
+"""Compile the generated kernels for a GPU that need not be there; check the assembler.
 
-What is judged is what can be known without running: registers, spills, shared memory, which matrix instructions were
+The checks need no run: registers, spills, shared memory, which matrix instructions were
 chosen, whether warp specialisation happened where it was asked for, and the assembler's warnings about serialised
 products.
 """
@@ -52,7 +52,7 @@ _MULTIPLYING_WARPS = 8
 _GLUON_LOOPS = 4
 """Two in each group of warps."""
 _OF_ROWS = 8
-"""Exponentials of a thread's rows may stand beside any product; its logits have more."""
+"""Exponentials of a thread's rows may appear next to any product; its logits have more."""
 _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 """Bytes per thread."""
 
@@ -250,7 +250,7 @@ def _record(case: Case, path: str, launch: Launch, arch: int) -> dict[str, Any]:
 
 
 def problems(report: CompileReport, dtype: torch.dtype, kernel: str, path: str, arch: int) -> list[str]:
-    """Return what is out of bounds, in words; empty if nothing is."""
+    """Return the violated bounds, in words; empty if none is."""
     found = []
     if report.spill_bytes > _SPILL_LIMIT[dtype]:
         found.append(f"spills {report.spill_bytes} bytes, at most {_SPILL_LIMIT[dtype]} are allowed")

@@ -15,7 +15,7 @@ __all__ = ["Scores", "dense", "rows_alone"]
 
 @dataclass(frozen=True)
 class Scores:
-    """Arguments of ``tree_attention`` beside the tree, the same for its rivals.
+    """Hold arguments of ``tree_attention`` besides the tree, the same for its rivals.
 
     Attributes:
         name: as a table shows them.

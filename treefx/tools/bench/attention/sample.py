@@ -36,7 +36,7 @@ class Sample:
         picked = torch.randperm(len(candidates), generator=generator)[:_SAMPLED_TOKENS]
         self.tokens = candidates[picked.to(candidates.device)].sort().values
         self.group = leaves[0].shape[1] // leaves[1].shape[1]
-        self.grad = torch.zeros_like(grad)  # of nothing but the sample: what is compared is exact for all keys
+        self.grad = torch.zeros_like(grad)  # of the sample alone: the compared values are exact for all keys
         self.grad[:, :, self.tokens] = grad[:, :, self.tokens]
         self.right = self._right()
 
@@ -60,7 +60,7 @@ class Sample:
     def judge(
         self, name: str, attend: Attend, limits: dict[str, float], factor: float, record: dict[str, Any]
     ) -> list[str]:
-        """Return what is wrong with a method, in words, and note its errors."""
+        """Return the errors of a method, in words, and note them."""
         out = attend(*self.leaves)
         q, k, v = torch.autograd.grad(out, self.leaves, self.grad)
         got, *_ = self._last_group([out.detach(), k, v])

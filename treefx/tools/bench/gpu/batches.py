@@ -13,7 +13,7 @@ from treefx.tools.bench.gpu.scale import Scale
 __all__ = ["FRESH", "SHARING", "Rows", "make_batch", "shortened", "tree_of", "varied"]
 
 FRESH = 6
-"""Batches of one kind that are drawn beside the first: more than the tries that a process keeps."""
+"""Batches of one kind that are drawn after the first: more than the tries that a process keeps."""
 
 Rows = tuple[tuple[tuple[int, int], ...], ...]
 """Of every row its pieces: a number that names the piece among those that follow the same ones, and its tokens."""

@@ -76,7 +76,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, scale: float | Non
 
 
 def _attend_flex(lengths: list[int], device: torch.device) -> Any:
-    """FlexAttention whose mask shows a query the earlier tokens of its own row."""
+    """Return FlexAttention with a mask of earlier tokens of the same row."""
     if device.type == "cpu":
         return None
     row = torch.repeat_interleave(torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device))

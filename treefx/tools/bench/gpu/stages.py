@@ -49,13 +49,13 @@ class Stage:
 
     Attributes:
         about: what it answers.
-        cases: what is measured, the most telling first.
-        measure: measures a case at a scale; its record has ``wrong``, what is wrong in words.
+        cases: the measured cases, the most important first.
+        measure: measures a case at a scale; its record has ``wrong``, the errors in words.
         rehearsed: makes a case so small that it runs on the CPU.
         environment: variables that are set before anything is imported.
         seconds: after which a case counts as hanging.
         jobs: cases at once: more than one where nothing is timed, or where they take turns.
-        apart: whether each case gets a process of its own although one runs at a time.
+        apart: whether each case gets a separate process although one runs at a time.
         compare: further records that the newest of all records completes.
         chosen: keeps of a case the batches of these names, or returns None.
     """
@@ -221,7 +221,7 @@ def run(
         try:
             for (_, case, _), found in each_apart(_work, pieces(), deadline=time.monotonic() + deadline, **how):
                 if not isinstance(found, Partial):
-                    mark_compiled(turn)  # nobody waits for a process that has ended
+                    mark_compiled(turn)  # no process waits for one that has ended
                 record = {"wrong": [str(found)]} if isinstance(found, Failure) else found
                 records.append({"case": case.name, **record})
                 yield records[-1]

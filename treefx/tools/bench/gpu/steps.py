@@ -1,8 +1,8 @@
 """The stage of whole training steps: treefx against inductor on padded and on packed rows, and the bound of tokens.
 
 A model of 28 layers compiles for minutes and runs for a fraction of a second. Models therefore compile side by side;
-when all have compiled, one process at a time takes the device and measures. Each batch is reported as soon as it is
-measured.
+when all have compiled, one process at a time takes the device and measures. Each batch is reported right after its
+measurement.
 """
 
 import statistics
@@ -115,7 +115,8 @@ def chosen(run: Run, batches: Sequence[str]) -> Run | None:
 def step(scale: Scale, run: Run) -> dict[str, Any]:
     """Time forward and backward of the run's batches, and measure their peaks.
 
-    Reports one record per batch as soon as it is measured: ``model``, ``way``, ``batch``, and what `_measure` returns.
+    Reports one record per batch right after its measurement: ``model``, ``way``, ``batch``, and what `_measure`
+    returns.
 
     Returns:
         ``wrong``; ``graphs`` that were compiled, and ``compile_s``, seconds until the first of them ran.
@@ -239,7 +240,7 @@ def _repeated(once: Callable[[dict[str, Any]], tuple[float, float]], inputs: dic
 
 
 def _fresh(scale: Scale, model: Any, called: Any, batches: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Steps on batches of which each has a forest of its own; the second half is timed without reading a loss."""
+    """Run steps on batches with separate forests; time the second half without reading a loss."""
     half = len(batches) // 2
     seconds = []
     for inputs in batches[:half]:

@@ -25,7 +25,7 @@ def patiently(call: Callable[[], _Found], give: Callable[[], object] = lambda: N
         give: gives back what a call has left.
 
     Raises:
-        torch.OutOfMemoryError: it has no room although there is hardly anybody else, or there is still somebody.
+        torch.OutOfMemoryError: there is no room although other processes are small or gone, or one is still there.
     """
     for _ in range(_TRIES):
         try:
@@ -55,7 +55,7 @@ def _forget() -> None:
 
 
 def mark_compiled(path: Path) -> None:
-    """Note beside the file of turns that one more process has compiled, or ended."""
+    """Note next to the file of turns that one more process has compiled, or ended."""
     with _compiled(path).open("ab") as file:
         file.write(b".")
 
@@ -74,7 +74,7 @@ class Turn:
     Args:
         path: a file that all processes know; ``None`` where there is no other.
         model: its parameters leave the device while the process waits.
-        together: the first turn begins when so many processes have compiled: compilers beside it slow a step down.
+        together: the first turn begins when so many processes have compiled: concurrent compilers slow a step down.
         compiled_by: by ``time.time``: the first turn begins then at the latest.
     """
 

@@ -1,3 +1,1 @@
-"""The work that is measured: small models, batches, rollouts through a backend and a baseline, their report, and a
-process of its own for each piece where one may not survive.
-"""
+"""Run measured work: models, batches, rollouts, reports, and one process per piece."""

@@ -48,7 +48,7 @@ _CODE = {
     "use_kernels": "no kernels are fetched",
     "kernel_config": "no kernels are fetched",
 }
-"""Fields of a configuration by which code would be fetched, and what is done instead."""
+"""Fields of a configuration by which code would be fetched -> the replacement."""
 _BUILT_IN = {"attention": ("eager", "sdpa", "flex_attention"), "experts": ("eager", "batched_mm", "grouped_mm")}
 
 

@@ -49,7 +49,7 @@ class TrainingRun:
     """One model in training on one backend."""
 
     model: torch.nn.Module
-    """Copied; the caller's model stays as it is."""
+    """Copied; the caller's model stays unchanged."""
     backend: str
     """Name of a ``torch.compile`` backend, or ``"none"`` for eager execution."""
     learning_rate: float = 3e-4

@@ -1,4 +1,4 @@
-"""Ways of doing one piece of work that are compared: each in a process of its own that has compiled nothing."""
+"""Compare ways of doing one piece of work, each in a fresh process without caches."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def in_process(module: str, case: Any, environment: Mapping[str, str], error: ty
         module: Prints one line of JSON last, its record.
         case: A dataclass with a field ``name``, given as JSON.
         environment: Of the process.
-        error: What is raised where the process fails.
+        error: The error to raise where the process fails.
 
     Returns:
         The record.

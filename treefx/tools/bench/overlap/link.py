@@ -1,8 +1,8 @@
-"""A link of a given rate between processes of one machine: what is sent arrives as late as the link says.
+"""Emulate a link of a given rate between processes: messages arrive after its delay.
 
-Nobody computes while bytes travel, as with a network card that reads and writes memory by itself: who issues a
-collective copies what it sends into memory that all ranks read; who waits for it sleeps until it has arrived, and adds
-up. Only the time of issue is told through gloo.
+No processor works while bytes travel, as with a network card that reads and writes memory by itself: the issuer of a
+collective copies its message into memory that all ranks read; a waiting rank sleeps until it has arrived, and adds up.
+Only the time of issue is told through gloo.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _IN_MEMORY = Path("/dev/shm")
 """Files there are on no disk."""
 
 _made: list[EmulatedLink] = []
-"""The one that torch asks for next."""
+"""The link that torch requests next."""
 
 Receive = Callable[[Tensor, list[Tensor]], Any]
-"""Given what is to be written, and by rank what was sent."""
+"""Called with the destination, and the messages by rank."""
 
 
 class _Sending(dist.Work):
@@ -64,7 +64,7 @@ class EmulatedLink(dist.ProcessGroup):
     Attributes:
         bytes_per_second: Of tensors that go once around the ranks, as in ``Rates``; a change holds from the next
             collective on. Infinite: as fast as ranks copy and add.
-        carried_seconds: For how long it has carried something so far.
+        carried_seconds: Seconds for which it has carried messages.
     """
 
     def __init__(self, carrier: dist.ProcessGroup, outbox: Outbox) -> None:
@@ -141,7 +141,7 @@ class EmulatedLink(dist.ProcessGroup):
         self.carried_seconds += seconds
         sending = _Sending(self, first, seconds, receive_all)
         self._to_carry.append(sending)
-        # Torch holds what is written in C++ of a work: its Python part has to live here until it has arrived.
+        # Torch holds the C++ part of a work: its Python part has to live here until it has arrived.
         self._to_receive.append(sending)
         return sending
 

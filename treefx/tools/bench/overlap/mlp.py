@@ -41,7 +41,7 @@ class _MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """The MLP in a module of its own, whose inputs ``parallelize_module`` prepares."""
+    """Wrap the MLP in a module with inputs that ``parallelize_module`` prepares."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

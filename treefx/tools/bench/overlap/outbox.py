@@ -18,7 +18,7 @@ class Outbox:
     """Tensors that all ranks put in the same order and in the same sizes, so that they lie at the same places.
 
     Attributes:
-        count: Tensors put so far.
+        count: Number of tensors put.
     """
 
     def __init__(self, shared: Sequence[Tensor], rank: int) -> None:
@@ -34,7 +34,7 @@ class Outbox:
             By rank, where its tensor lies: to be read once that rank has told that it has put it there.
 
         Raises:
-            InputError: No place is free beside what has still to be read somewhere.
+            InputError: No place is free besides unread messages.
         """
         place = self._place(given.nbytes)
         parts = [memory[place.start : place.stop].view(given.dtype).view(given.shape) for memory in self._shared]
@@ -64,6 +64,6 @@ class Outbox:
             if size <= most:
                 return range(start, start + size)
         raise InputError(
-            f"expected tensors that are under way to take at most {most:,} bytes, got one of {size:,} beside others; "
+            f"expected tensors that are under way to take at most {most:,} bytes, got one of {size:,} next to others; "
             "wait for them earlier, or connect with more memory"
         )

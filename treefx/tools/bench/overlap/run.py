@@ -61,7 +61,7 @@ def run(
 
 
 def _collect(cases: list[OverlapCase], seconds: float) -> list[dict[str, Any]]:
-    """What the first rank printed last. Once a rank fails, nobody waits for those that wait for it."""
+    """Return the first rank's last line; after a failure, end the ranks that wait."""
     ranks: list[subprocess.Popen[str]] = []
     with ThreadPoolExecutor(len(cases)) as pool:
         try:

@@ -1,6 +1,6 @@
 """Trainers as users run them: each from its own command line, in an environment made for it.
 
-In: a trainer's name. Out: what a run with treefx cost and shared, beside the same run without it.
+In: a trainer's name. Out: cost and sharing of a run with treefx, and of the same run without it.
 
 Order of imports, each only of what stands before an arrow::
 

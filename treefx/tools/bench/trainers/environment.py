@@ -24,7 +24,7 @@ def make_environment(recipe: Recipe, folder: Path) -> Path:
     """Install a trainer, unless that was done before for the same requirements.
 
     Args:
-        recipe: What is installed.
+        recipe: The requirements.
         folder: Holds the environments, one for each set of requirements; about 3 GB each.
 
     Returns:

@@ -37,7 +37,7 @@ def torchtitan(material: Material, folder: Path, compiled: bool) -> list[str]:
 
 
 def torchtune(material: Material, folder: Path, compiled: bool) -> list[str]:
-    """The command for torchtune's recipe, which asks for its components by name."""
+    """The command for torchtune's recipe, which names its components."""
     ours = f"{PROGRAMS}.torchtune"
     model = {"folder": str(material.model)}
     recipe: dict[str, Any] = {

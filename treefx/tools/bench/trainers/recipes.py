@@ -12,7 +12,7 @@ from treefx.tools.bench.trainers.material import Material
 __all__ = ["RECIPES", "Recipe"]
 
 Write = Callable[[Material, Path, bool], list[str]]
-"""Writes what the command reads into an empty folder; with True, the trainer itself asks for torch.compile.
+"""Writes the command's inputs into an empty folder; with True, the trainer itself calls torch.compile.
 
 Returns the command; its program lies in the trainer's environment. ``output`` in that folder gets the states.
 """
@@ -29,7 +29,7 @@ class Recipe:
     compiles: bool = True
     """Whether the trainer has a switch for torch.compile."""
     by_switch: bool = False
-    """Whether treefx, too, needs that switch: it takes the place of the compiler that the trainer asks for."""
+    """Whether treefx, too, needs that switch: it replaces the trainer's compiler."""
     left_out: tuple[str, ...] = ()
     """Packages that the trainer brings and that need a CUDA build of torch: taken out where there is none."""
     empty: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ _ALONE = {
     "TRANSFORMERS_OFFLINE": "1",
     "AXOLOTL_DO_NOT_TRACK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, of what is installed; pip has solved that
+    "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's check of installed versions; pip has solved them
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -117,7 +117,7 @@ def _ways(recipe: Recipe, programs: Path, material: Material, on_start: Callable
 
 
 def train(recipe: Recipe, way: str, programs: Path, material: Material) -> dict[str, Any]:
-    """One run of a trainer's command in processes of its own.
+    """Run a trainer's command in separate processes.
 
     Args:
         recipe: The trainer.

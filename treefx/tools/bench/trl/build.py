@@ -51,7 +51,7 @@ def measure(case: TrlCase) -> dict[str, Any]:
         ``way``; ``whole_seconds`` from before the trainer is made to its end; ``version`` of the trainer's package;
         ``log``, its steps; and ``numbers``, what must be the same in every way: losses and norms of gradients, of
         sampled rows also rewards and entropies. Their losses are zero but for rounding in the first step, as the
-        advantages of a group are, and are compared beside one.
+        advantages of a group are, and are compared relative to one.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""``treefx bench trl``: every run without a compiler, with inductor and with treefx, each in a process of its own."""
+"""Run TRL's trainers without a compiler, with inductor and with treefx, in processes."""
 
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Every architecture, once through treefx and once through eager: what is packed, what is expanded, how exact it is.
+"""Check every architecture through treefx and eager: packed, expanded, errors.
 
 In: ``zoo.json``. Out: the table of ``treefx doctor --zoo``. A new architecture is a line of ``zoo.json``.
 """

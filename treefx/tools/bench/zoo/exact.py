@@ -38,7 +38,7 @@ def take_step(model: nn.Module, call: Callable[..., Any], batch: Batch) -> Step:
 
 
 class _Wider(TorchFunctionMode):
-    """Reads float64 where a model asks for float32 by name, as norms, softmax and losses of transformers do."""
+    """Replace float32 by float64 where a model names it, as norms, softmax and losses do."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,7 +74,7 @@ def sizes_of_sums(
 ) -> dict[str, float]:
     """Of every parameter that is one number: the sum of the sizes of what the rows contribute to its gradient.
 
-    In one number the contributions may all but cancel, and its rounding is that of what is summed. Where a parameter
+    In one number the contributions may all but cancel, and its rounding is that of the summands. Where a parameter
     has many, the largest of them stands for that.
 
     Args:

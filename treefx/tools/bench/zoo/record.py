@@ -1,4 +1,4 @@
-"""The file of ``treefx doctor --zoo --out``: what is done, so that a run that was cut off can go on."""
+"""Record finished models of ``treefx doctor --zoo --out``, so that a run can resume."""
 
 from __future__ import annotations
 

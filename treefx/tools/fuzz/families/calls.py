@@ -1,8 +1,7 @@
 """Catalogue: what the caller does: training steps, reads, other grad modes, changes of buffers and weights, threads.
 
-A text reads the model ``m``, what is called ``f``, the function ``compile`` that makes it, the optimizer ``opt``, the
-list ``batches`` and the dict ``seen`` of what both runs are compared by; {k} is the number of the call, {b} that of its
-batch.
+A text reads the model ``m``, its callable ``f``, the function ``compile`` that makes it, the optimizer ``opt``, the
+list ``batches`` and the dict ``seen`` of compared values; {k} is the number of the call, {b} that of its batch.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ CALLS = {
         _TRAIN + "kept = b['ids'].clone()\nb['ids'].fill_(1)\n" + _READ + "b['ids'].copy_(kept)\n"
     ),
     "train, read after another call": Part(_TRAIN + "f(**batches[-1])\n" + _READ),
-    "train on what is returned too": Part(
+    "train on what is returned too": Part(  # words: quoted
         _STEP + "loss = loss + 0.1 * out[-1].square().mean()\nloss.backward()\n" + _COLLECT
     ),
     "train on the argmax too": Part(
@@ -138,7 +137,7 @@ CALLS = {
         "opt.zero_grad()\nwith ThreadPoolExecutor(1) as pool: loss = pool.submit(work).result()\n"
         "loss.backward()\ncollect(seen, '{k}', loss, m, {})\n"
     ),
-    "in-place on what is returned": Part(
+    "in-place on what is returned": Part(  # words: quoted
         _STEP + "loss.backward()\n" + _COLLECT + "seen['{k} read'] = out[-1].detach().mul_(2).clone()\n"
     ),
     "dlpack": Part(_TRAIN + "seen['{k} dlpack'] = torch.from_dlpack(out[-1].detach()).clone()\n"),

@@ -1,4 +1,4 @@
-"""Catalogue: inputs of a model beside token ids, mask and labels, as functions of a batch and a generator ``g``."""
+"""Catalogue inputs besides token ids, mask and labels, of a batch and a generator ``g``."""
 
 __all__ = ["FLOATING", "INPUTS"]
 

@@ -47,7 +47,7 @@ CONDITIONS = {
     "given mask of keys": Part("mask1[:, None, None]", inputs="mask1"),
     "per head": Part("((i[:, None] - i) < torch.arange(2, H + 2)[:, None, None])"),
 }
-"""Conditions that only hide more: the causal one stands beside them. They broadcast to [B, H, T, T]."""
+"""Conditions that only hide more: the causal one is added to them. They broadcast to [B, H, T, T]."""
 
 OPENINGS = {
     "itself": Part("(i[:, None] == i)"),

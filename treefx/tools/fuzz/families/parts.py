@@ -21,7 +21,7 @@ class Part:
     top: str = ""
     """What stands before the class: functions, autograd functions."""
     inputs: str = ""
-    """Names of inputs beside ids, am and labels, separated by blanks."""
+    """Names of inputs besides ids, am and labels, separated by blanks."""
     traits: str = ""
     """Of "random" (draws numbers), "single" (computes in float32), "angles" (cosines in float32, which inductor rounds
     otherwise), "strange" (no token-wise law to be expected)."""

@@ -26,7 +26,7 @@ def play(sample: Sample, compile: Compiler) -> list[Seen]:
 
     Args:
         sample: The program.
-        compile: Given a function or a module once, or each module; returns what is called in its place.
+        compile: Called with a function or a module once, or each module; returns its replacement.
     """
     steps = _operator_steps(sample, compile) if find_operator(sample.name) else _module_steps(sample, compile)
     return [_seen(sample, *step) for step in steps]

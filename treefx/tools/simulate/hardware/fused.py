@@ -2,7 +2,7 @@
 
 One GPU is simulated. All others do the same with other chunks at the same time: workgroups are staggered so that the
 chunk which a GPU makes at position p is the one that its neighbour made at position p - 1. What this GPU sends of
-position p therefore arrives, in the mirror, as the neighbour's part of its own position p + 1.
+position p therefore arrives, in the mirror, as the neighbour's part of its position p + 1.
 """
 
 from collections.abc import Callable, Hashable

@@ -29,10 +29,10 @@ class Lane(Enum):
 class Arbitration:
     """Who is served when several lanes want the memory (T3, section 4.5).
 
-    The queue of a channel is served in order, so each lane's share is its part of what is queued. Waves queue no more
+    The queue of a channel is served in order, so each lane's share is its part of the queue. Waves queue no more
     reads than they fetch ahead; stores and DMA queue all they have to move, and a burst of them delays the reads.
     T3-MCA lets requests of compute in first, and communication only while fewer than ``occupancy`` bytes of it are in
-    the queues (of all channels); so little of it delays nobody, and as it is served in order, it is never starved.
+    the queues (of all channels); such an amount delays no lane, and since it is served in order, it is never starved.
     """
 
     occupancy: float = inf

@@ -36,7 +36,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as it is."""
+        """Return plain AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 

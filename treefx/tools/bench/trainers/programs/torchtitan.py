@@ -4,7 +4,7 @@ Its own ``train.main``, with this module as ``--module``, which has the configur
 3 with as many blocks as MODEL has, selective checkpointing, FSDP, two micro-batches to a step. torchtitan 0.3.0 has no
 setting for a CPU, so it is told of a device (`_stand_in`), and the attention is its ScaledDotProductAttention: of the
 two that it offers for language models, FlexAttention has no backward on the CPU, and VarlenAttention has kernels for
-CUDA alone. It knows no documents, so each has a row of its own, in their order, padded on the right.
+CUDA alone. It knows no documents, so each has a separate row, in their order, padded on the right.
 """
 
 import json

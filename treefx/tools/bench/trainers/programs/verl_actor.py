@@ -77,7 +77,7 @@ class _Cpu(PlatformBase):  # type: ignore[misc]
         return False
 
     def _nothing(self, *given: Any) -> None:
-        """A CPU has no streams, caches or profiler of its own."""
+        """Do nothing: a CPU has no streams, caches or profiler."""
 
     set_device = synchronize = set_allocator_settings = empty_cache = _nothing
     profiler_start = profiler_stop = cudart = _nothing
