@@ -83,7 +83,7 @@ TABLE: tuple[ReasonCode, ...] = (
     ),
     _call(
         "TFX003", "GRAPH_BREAK", "graph break",
-        "Dynamo cut the model at a line that it cannot trace, and what is behind the cut gets no token ids",
+        "Dynamo cut the model at a line that it cannot trace, and the graph behind the cut gets no token ids",
         "move the named line out of the model, or use treefx.convert(model)",
     ),
     _call(
@@ -119,7 +119,7 @@ TABLE: tuple[ReasonCode, ...] = (
     _call(
         "TFX010", "SEGMENTS", "sequences of a packed row that are not kept apart",
         "masks keep the sequences of a packed row apart, but not in this call",
-        "give each sequence one run of a number of its own, with positions that count up by one",
+        "give each sequence one run of a separate number, with positions that count up by one",
     ),
     _call(
         "TFX011", "MANY_SHAPES", "more shapes than are kept",
@@ -282,8 +282,8 @@ TABLE: tuple[ReasonCode, ...] = (
     ),
     _operator(
         "TFX125", "other sinks than one per head",
-        "logits beside the keys differ from token to token, or are several per head", "use one sink per query head",
-        "takes logits beside", "an attention sink that differs",
+        "logits next to the keys differ from token to token, or are several per head", "use one sink per query head",
+        "takes logits next to", "an attention sink that differs",
     ),
     _operator(
         "TFX126", "heads or axes in another order",

@@ -44,7 +44,7 @@ __all__ = [
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default, aten.softmax.int}
 
-_OTHER_SINKS = "takes logits beside the keys for other than one attention sink per head"
+_OTHER_SINKS = "takes logits next to the keys for other than one attention sink per head"
 _SEVERAL_PRODUCTS = "a score with several products of queries and keys"
 _NUMBER_OF_BATCH = "reads a mask or bias that depends on the number of columns"
 _WORDS: dict[Any, str] = {
@@ -108,7 +108,7 @@ def lift_sdpa(node: fx.Node) -> Attention:
     query, key, value, mask, dropout, is_causal, scale, enable_gqa = node.args
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
     if dropout:
-        raise NoLaw("dropout in attention draws anew for every row")
+        raise NoLaw("dropout in attention draws for every row")
     rows, heads, columns, features = shape_of(query)
     if not enable_gqa and any(shape_of(item)[1] not in (1, heads) for item in (key, value)):
         raise NoLaw("pairs several key heads with more query heads, without enable_gqa")

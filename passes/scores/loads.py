@@ -126,5 +126,5 @@ def _at_token(dims: Dims, index: Index) -> tuple[Expr, list[Expr]]:
         else:
             raise NoLaw("the mask reads a token other than its query or key")
     if token is None:
-        raise NoLaw("the mask reads a per-row value at no token of its own")
+        raise NoLaw("the mask reads a per-row value at neither query nor key")
     return token, rest

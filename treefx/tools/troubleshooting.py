@@ -54,7 +54,7 @@ EXAMPLES = {
     "TFX017": "Dynamo compiled the model for 8 kinds of calls, which is its recompile_limit",
     "TFX101": "aten.fft_fft.default: has no token-wise law",
     "TFX102": "aten.native_dropout.default: draws random numbers for every row",
-    "TFX103": "scaled_dot_product_attention: dropout in attention draws anew for every row",
+    "TFX103": "scaled_dot_product_attention: dropout in attention draws for every row",
     "TFX104": "aten.cumsum.default: mixes positions along the token axis",
     "TFX105": "aten.einsum.default: contracts over the tokens",
     "TFX106": "aten.add.Tensor: a broadcast pairs tokens with tokens",

@@ -55,7 +55,7 @@ def custom_function_reason(key: str) -> str | None:
     if any(draws(node.target) for body in (forward, backward) for node in body.graph.nodes):
         return "is an autograd.Function that draws random numbers for every row"
     if not (_is_pointwise_body(forward) and _is_pointwise_body(backward)):
-        return "is an autograd.Function with a law of its own"
+        return "is an autograd.Function that mixes elements"
     if not _is_linear(backward, gradients_of(key)):
         return "is an autograd.Function whose backward is not linear in the gradient"
     return None

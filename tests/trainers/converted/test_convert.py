@@ -249,7 +249,7 @@ def test_settings_changed_after_the_proof_are_seen() -> None:
 
 
 def test_models_are_refused_by_name() -> None:
-    refuses(small(attention_dropout=0.1), "dropout in attention draws anew for every row")
+    refuses(small(attention_dropout=0.1), "dropout in attention draws for every row")
     with pytest.raises(treefx.UnsupportedError, match="gets other values than on rows"):
         # Its positions come from the mask.
         total(treefx.convert(small("opt"), on_unsupported="error"), batches()[:1])
