@@ -1,4 +1,4 @@
-"""The public function: tree attention with the score variants of today's causal language models."""
+"""Compute tree attention with the score variants of today's causal language models."""
 
 import math
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def tree_attention(
 
 
 def _fit_together(q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor) -> bool:
-    """Whether `_check_tensors` would pass, in the common case: it takes as long as a small forest's attention."""
+    """Return whether `_check_tensors` would pass in the common case, at less cost."""
     if not all(isinstance(x, Tensor) for x in (q, k, v, subtree_end)):
         return False
     shape, device, dtype = q.shape, q.device, q.dtype

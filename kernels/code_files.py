@@ -1,7 +1,7 @@
-"""Folders for files that are run as code: of this user alone, and every file is compared before it runs.
+"""Keep files that run as code in folders of this user, and compare them before use.
 
-What lies in a cache folder was written by an earlier process, perhaps cut off, perhaps by another user of a folder that
-several share. So code is kept only where no other user can write, and its bytes are compared with what they should be.
+Files in a cache folder come from an earlier process, perhaps cut off, perhaps from another user of a shared folder. So
+code is kept only where no other user can write, and its bytes are compared with what they should be.
 """
 
 import atexit
@@ -19,7 +19,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """Return where sources and tuning results are kept: ``TREEFX_CACHE_DIR`` or ``~/.cache/treefx``."""
+    """Return the folder of sources and tuning results.
+
+    ``TREEFX_CACHE_DIR`` or ``~/.cache/treefx``.
+    """
     given = os.environ.get("TREEFX_CACHE_DIR")
     if given:
         return Path(given)
@@ -30,7 +33,7 @@ def cache_folder() -> Path:
 
 
 def code_folder() -> Path | None:
-    """Return a folder of this user alone for code, made where there is none; None where none can be made.
+    """Return a folder of this user alone for code, created if missing; None if impossible.
 
     It is the cache folder itself, or, where other users may write to that, a folder in it.
     """
@@ -57,14 +60,14 @@ def _user() -> str:
 
 @functools.cache
 def temporary_folder() -> Path:
-    """Return a folder of this process, for code that can be kept nowhere; it is removed at the end."""
+    """Return a folder of this process for code without a permanent place; removed at the end."""
     folder, owner = Path(tempfile.mkdtemp(prefix="treefx-")), os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
     return folder
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all, whatever other processes write there."""
+    """Write a file atomically, while other processes may write it too."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -76,5 +79,5 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def digest(content: bytes) -> str:
-    """Return what stands for a file's bytes in its name."""
+    """Return the digest of a file's bytes for its name."""
     return hashlib.sha256(content).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What the operator and its implementations share: the bundle of inputs, dtypes, memory layout."""
+"""Share inputs, dtypes and memory layouts between the operator's implementations."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ _SOFT_MASK = -1e30
 
 @dataclass(frozen=True)
 class Boundary:
-    """Keys of tokens that lie above the packed tokens and run elsewhere; own query i sees key j iff lo[j] <= i < hi[j].
+    """Hold keys of tokens above the packed ones; query i sees key j iff lo[j] <= i < hi[j].
 
     Attributes:
         k: keys ``[B, Hkv, P, D]``.
@@ -56,7 +56,7 @@ class Inputs:
         k: keys ``[B, Hkv, N, D]``; H is a multiple of Hkv.
         v: values ``[B, Hkv, N, Dv]``.
         subtree_end: exclusive end of each token's subtree in packed order, int32 ``[N]``.
-        buffers: what the score expression loads from.
+        buffers: the tensors that the score expression loads.
         sinks: one extra logit per query head ``[H]``, or ``None``.
         boundary: keys from outside, or ``None``. In a score's indices they come first: key j of the boundary is token
             j, own token i is token P + i, and buffers along the tokens hold P + N entries.
@@ -88,7 +88,7 @@ class Inputs:
         return self.v if self.boundary is None else torch.cat([self.boundary.v, self.v], dim=2)
 
     def first_tokens(self, tokens: int, outside: int = 2048) -> "Inputs":
-        """Return the first tokens of the batch's first element, which are a forest, and the first keys from outside.
+        """Return the first tokens of the batch's first element, a forest, with first outside keys.
 
         Implementations are compared on them. So numbers that are not finite are zeros there, of which a comparison
         would say nothing; and keys from outside that only other tokens see are seen by all of these.
@@ -109,11 +109,11 @@ class Inputs:
         return () if self.boundary is None else (self.boundary.lo, self.boundary.hi)
 
     def with_all_keys(self) -> "Inputs":
-        """Return the same with all keys and values, the boundary's first, in the places of the own ones."""
+        """Return the same with all keys and values, the boundary's first, as own ones."""
         return self if self.boundary is None else replace(self, k=self.keys, v=self.values)
 
     def intervals(self) -> tuple[Tensor, Tensor]:
-        """Return the tokens (as a score counts them) between which each key is seen, ``[P + N]`` each."""
+        """Return the tokens (as a score counts them) that see each key, ``[P + N]`` each."""
         first = torch.arange(self.q.shape[2], device=self.q.device)
         if self.boundary is None:
             return first, self.subtree_end
@@ -121,7 +121,7 @@ class Inputs:
         return starts + self.outside, ends + self.outside
 
     def as_leaves(self, dtype: torch.dtype, buffer_grads: Sequence[bool]) -> "Inputs":
-        """Return copies in ``dtype`` that require grad (of the buffers, the marked); needs autograd on."""
+        """Return copies in ``dtype`` that require grad, with marked buffers; needs autograd on."""
 
         def leaf(tensor: Tensor) -> Tensor:
             return tensor.detach().to(dtype).requires_grad_()
@@ -150,13 +150,16 @@ class Inputs:
         )
 
     def differentiable(self, buffer_grads: Sequence[bool]) -> list[Tensor]:
-        """Return q, k, v, then k and v of the boundary and sinks if there are any, then the marked buffers."""
+        """Return q, k, v, the boundary's k and v, sinks, and marked buffers, as far as given."""
         marked = [buffer for buffer, wanted in zip(self.buffers, buffer_grads, strict=True) if wanted]
         outside = [] if self.boundary is None else [self.boundary.k, self.boundary.v]
         return [self.q, self.k, self.v, *outside, *([] if self.sinks is None else [self.sinks]), *marked]
 
     def indices(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the indices of q ``[Q, 1]``, k ``[1, P + N]``, head ``[H, 1, 1]``, batch ``[B, 1, 1, 1]``."""
+        """Return indices of q ``[Q, 1]``, k ``[1, P + N]``, head ``[H, 1, 1]``, batch.
+
+        The batch's are ``[B, 1, 1, 1]``.
+        """
         return make_indices(self.q.shape, self.outside, self.q.device, start, stop)
 
 
@@ -198,14 +201,17 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def heads_inside(tensor: Tensor) -> Tensor:
-    """Return a ``[B, H, N, D]`` result laid out as by :func:`empty_heads_inside`: a copy only where it is not yet."""
+    """Return a ``[B, H, N, D]`` result laid out as by :func:`empty_heads_inside`.
+
+    It is copied only if needed.
+    """
     swapped = tensor.transpose(1, 2)
     whole = owned(swapped)
     return tensor if whole is swapped else whole.transpose(1, 2)
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """Return a result dense in memory that holds nothing else: a copy only where it lies otherwise.
+    """Return a dense result that owns its memory; copied only if needed.
 
     Two results of an operator must not share memory, and compiled code counts on its alignment.
     """
@@ -214,14 +220,17 @@ def owned(tensor: Tensor) -> Tensor:
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return ``d loss / d sinks[h] = -sum_(b, n) exp(sink_h - lse) * (grad_out . out)``, ``[H]``."""
+    """Return the gradient of the sinks, ``[H]``.
+
+    ``d loss / d sinks[h] = -sum_(b, n) exp(sink_h - lse) * (grad_out . out)``.
+    """
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
     weight = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return (-(weight * delta).sum(dim=(0, 2))).to(sinks.dtype)
 
 
 def random_gradient(grad: Tensor, lse: Tensor) -> Tensor:
-    """Return normal numbers in a gradient's place, the same every time, by which implementations are compared.
+    """Return fixed normal numbers as a gradient, to compare implementations.
 
     The gradient at hand may show nothing: of a prompt without loss it is zero in the last layer, and of a loss that was
     scaled too far it is not finite. Rows that saw nothing but masking constants get zeros.
@@ -236,7 +245,7 @@ def random_gradient(grad: Tensor, lse: Tensor) -> Tensor:
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference over that of ``wanted``; NaN where only one of them is finite."""
+    """Return the relative norm of the difference; NaN where only one tensor is finite."""
     finite = torch.isfinite(wanted)
     if not torch.equal(torch.isfinite(got), finite):
         return float("nan")
@@ -247,7 +256,7 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def autograd_enabled() -> Iterator[None]:
-    """Let autograd record inside the body of a custom op, where the dispatcher has switched it off."""
+    """Let autograd record inside the body of a custom op, where dispatch disables it."""
     key = torch._C.DispatchKey
     with (
         torch._C._SetExcludeDispatchKeyGuard(key.AutogradFunctionality, False),

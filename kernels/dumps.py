@@ -1,7 +1,7 @@
-"""Files for people who debug: graphs before and after each pass, sources of generated kernels.
+"""Write debug dumps: graphs before and after passes, sources of generated kernels.
 
 Nothing is written unless the environment variable ``TREEFX_DUMP_DIR`` names a folder, which is made when needed. A dump
-never changes what runs: one that cannot be made or written is left out, with one warning per folder.
+never changes a run: one that cannot be made or written is left out, with one warning per folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def dump(kind: str, name: str, text: str) -> Path | None:
         kind: Folder within ``TREEFX_DUMP_DIR``: "passes", "kernels", ...
         name: Name of the file with its ending; characters that a file name may not have become ``_``. A file of that
             name is replaced.
-        text: What to write.
+        text: Content of the file.
 
     Returns:
         The file, or None where there is none.
@@ -49,7 +49,7 @@ def _warn_once(folder: str, error: Exception) -> None:
         _refused[:] = [folder]
         warnings.warn(
             f"TREEFX_DUMP_DIR should name a folder that can be written, but {folder}: {type(error).__name__}: {error}; "
-            "what cannot be dumped there is left out, and the model runs as it does without",
+            "such dumps are left out, and the model runs as it does without",
             stacklevel=3,
         )
 

@@ -1,7 +1,9 @@
-"""Tensors that outlive the call that made them: they must not be inference tensors, which autograd cannot save.
+"""Make tensors outside of inference mode, which outlive the call that made them.
+
+Autograd cannot save inference tensors.
 
 Under ``torch.inference_mode`` every new tensor is one. Old log-probabilities come first, the training step on the same
-batch second: whatever the first one leaves to the second (tries, tiles, edges, compiled code) is made in here.
+batch second: caches of the first for the second (tries, tiles, edges, compiled code) are made in here.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +20,14 @@ _T = TypeVar("_T")
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Make ordinary tensors inside of inference mode too; gradients stay on or off as they are."""
+    """Make ordinary tensors inside of inference mode too; grad mode stays unchanged."""
     gradients = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):  # the first alone would turn gradients on
         yield
 
 
 def lasting_property(function: Callable[[Any], _T]) -> "cached_property[_T]":
-    """A ``cached_property`` whose tensors may be read in any mode later."""
+    """Cache a property whose tensors may be read in any mode later."""
 
     @wraps(function)
     def compute(self: Any) -> _T:

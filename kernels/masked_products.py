@@ -1,8 +1,8 @@
-"""Sums over tokens to which masked pairs contribute nothing, whatever they hold.
+"""Sum over tokens so that masked pairs contribute nothing, for any values.
 
-A masked pair has the weight 0, but ``0 * NaN`` and ``0 * inf`` are NaN: a dense product takes what one branch of a tree
-overflowed to into every other branch. The plain product is right if its result is finite. Implementations therefore
-look at their results, and use :func:`masked_product` where a number is not finite.
+A masked pair has the weight 0, but ``0 * NaN`` and ``0 * inf`` are NaN: a dense product carries an overflow of one
+branch into every other branch. The plain product is right if its result is finite. Implementations therefore look at
+their results, and use :func:`masked_product` where a number is not finite.
 """
 
 import math
@@ -29,7 +29,7 @@ def are_finite(*tensors: Tensor) -> bool:
 def masked_product(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:
     """Return ``sum_k weights[r, k] * values[k]`` over the pairs that are seen.
 
-    An entry is NaN if any of its own terms has a factor that is not finite.
+    An entry is NaN if any of its terms has a factor that is not finite.
 
     Args:
         weights: ``[..., R, K]``, 0 where a pair is not seen, unless its row has a NaN.
@@ -79,7 +79,7 @@ class _MaskedSum(torch.autograd.Function):
 
 
 def masked_scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """Return ``q @ k^T`` ``[..., R, K]``, 0 where a pair is not seen; differentiable in q and k."""
+    """Return ``q @ k^T`` ``[..., R, K]``, 0 for unseen pairs; differentiable in q and k."""
     scores: Tensor = _MaskedScores.apply(q, k, seen)  # type: ignore[no-untyped-call]
     return scores
 

@@ -1,10 +1,10 @@
-"""The operator ``treefx::tree_attention``: schema, fake implementation, autograd, choice of implementation.
+"""Define ``treefx::tree_attention``: schema, fake, autograd, choice of implementation.
 
 The query q sees the key k iff ``k <= q < subtree_end[k]`` (k is q or an ancestor of it) and the score's own
-condition holds. The backward is an operator of its own, so that checkpointing, functionalisation and
-partitioners treat both as plain calls. Neither mutates or aliases an input. Whatever an implementation returns, and
-however q, k and v lie, results of heads leave the operators as :func:`empty_heads_inside` lays them out and others
-dense, each in memory of its own, as the fake implementations say.
+condition holds. The backward is a separate operator, so that checkpointing, functionalisation and
+partitioners treat both as plain calls. Neither mutates or aliases an input. For any implementation and layout of q, k
+and v, results of heads leave the operators in the layout of :func:`empty_heads_inside` and others dense, each in
+separate memory, as in the fake implementations.
 
 Part of a forest may have run elsewhere: the keys and values of P tokens above the own ones then come as a boundary, of
 which key j is seen by the own queries i with ``lo[j] <= i < hi[j]``. There is one softmax over all of them. In a score
@@ -47,7 +47,7 @@ _SHARED = "Tensor q, Tensor k, Tensor v, Tensor subtree_end, Tensor[] buffers, T
 _BOUNDARY = "Tensor? boundary_k=None, Tensor? boundary_v=None, Tensor? lo=None, Tensor? hi=None"
 _FIXED = "*, bool deterministic=False"
 
-_torch: Any = torch  # what follows has no types there
+_torch: Any = torch  # no types below
 _library = _torch.library.Library("treefx", "FRAGMENT")
 _library.define(
     f"tree_attention({_SHARED}, str score, str impl, {_BOUNDARY}, {_FIXED}) -> (Tensor, Tensor)", tags=_TAGS
@@ -82,7 +82,7 @@ def attend(
         v: values ``[B, Hkv, N, Dv]``.
         subtree_end: int32 ``[N]``, shared by the batch; the caller guarantees that the subtrees nest.
         score: the logit and the extra condition.
-        buffers: what the score loads from; floating ones that require grad receive it.
+        buffers: tensors that the score loads; floating ones that require grad receive it.
         sinks: one extra logit per query head ``[H]``, which takes weight and has no value.
         impl: one of :data:`IMPLEMENTATIONS`.
         boundary: keys and values of tokens above the own ones, and the own tokens that see them; its keys and values
@@ -110,7 +110,7 @@ def attend(
 
 
 def choose_implementation(impl: str, inputs: Inputs) -> Any:
-    """Return the module that runs ``impl`` for these inputs; every one of them reads a boundary."""
+    """Return the module that runs ``impl`` for these inputs; all read a boundary."""
     q = inputs.q
     if impl == "auto":
         if q.dtype == torch.float64:
@@ -199,7 +199,7 @@ def _backward(
     *outside: Tensor | None,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: k and v of the boundary, sinks if given, the marked buffers.
+    """Return the gradients of q, k, v, and a list of all others.
 
     Implementations return them in any layout.
     """
@@ -216,7 +216,7 @@ def _backward(
 
 
 def _tensors_of_heads(inputs: Inputs) -> int:
-    """Return how many of the differentiable tensors are laid out as ``[B, H, N, D]``: they come first."""
+    """Count the differentiable tensors laid out as ``[B, H, N, D]``, which come first."""
     return 3 if inputs.boundary is None else 5
 
 
@@ -258,7 +258,7 @@ _Call = tuple[str, str, dict[str, bool]]
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with its formula; autograd sees tensors that are arguments of their own only."""
+    """Apply the operator with its formula; autograd sees separate tensor arguments only."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, call: _Call, q: Any, k: Any, v: Any, ends: Any, sinks: Any, *others: Any) -> Any:
@@ -291,7 +291,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The backward, which has no formula of its own."""
+    """Apply the backward, which has no derivative."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, arguments: Sequence[Any], fixed: dict[str, bool], *tensors: Any) -> Any:
@@ -341,7 +341,7 @@ def _backward_autograd(keys: Any, *arguments: Any, **fixed: bool) -> Any:
 
 
 def _register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any]) -> None:
-    # Dynamo must not trace what it did not put into its graph.
+    # Dynamo must not trace into the operator.
     _library.impl(name, _torch._disable_dynamo(kernel), "CompositeExplicitAutograd")
     _library.impl(name, _torch._disable_dynamo(autograd), "Autograd", with_keyset=True)
     torch.library.register_fake(f"treefx::{name}", fake, lib=_library)

@@ -1,7 +1,7 @@
-"""Products of each token's vectors with a list of keys, one list per token, as one operator.
+"""Multiply each token's vectors with its own list of keys, as one operator.
 
-``treefx::own_products`` is what a sparse attention's indexer computes of a token and the columns of its row. A list per
-query makes a matrix of keys per query, ``[N, T, D]``: the operator holds those of a block of queries at a time.
+``treefx::own_products`` is the product of a sparse attention's indexer, of a token and the columns of its row. A list
+per query makes a matrix of keys per query, ``[N, T, D]``: the operator holds those of a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(k: Tensor, own: Tensor) -> Iterator[slice]:
-    """Queries whose keys are gathered at a time, in order."""
+    """Yield blocks of queries whose keys are gathered at a time, in order."""
     tokens, length = own.shape
     at_once = max(1, _BLOCK_ELEMENTS // max(1, length * k.shape[1]))
     return (slice(start, start + at_once) for start in range(0, tokens, at_once))

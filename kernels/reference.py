@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 def forward(inputs: Inputs, score: Score, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the attention output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``, or those of the given rows."""
+    """Return output ``[B, H, N, Dv]`` and log-sum-exp ``[B, H, N]``, or of given rows."""
     out, lse = empty_outputs(inputs.q if rows is None else inputs.q[:, :, rows], inputs.v)
     start = 0
     for block in _query_blocks(inputs, rows):
@@ -40,7 +40,7 @@ def backward(
     buffer_grads: Sequence[bool],
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers.
+    """Return the gradients of q, k, v, and a list of all others.
 
     With ``rows``, only the outputs of these queries count.
     """
@@ -97,7 +97,7 @@ def _attend_block(inputs: Inputs, score: Score, rows: Tensor) -> tuple[Tensor, T
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return softmax and log-sum-exp; both of a row of -inf are those of no keys: zeros, and -inf.
+    """Return softmax and log-sum-exp; rows of -inf give zeros, and -inf, as without keys.
 
     The weights are divided by their sum, not formed as ``exp(logit - lse)``: where every logit is a masking constant,
     ``lse = constant + log(n)`` rounds to the constant and the weights would sum to n.

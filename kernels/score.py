@@ -1,4 +1,4 @@
-"""Score expressions: what an attention computes per (batch, head, query, key), as plain data.
+"""Define score expressions: an attention's logit per pair, as plain data.
 
 An expression is a nested tuple ``(op, *arguments)``. It is JSON-serialisable, so that a whole score fits into
 one string argument of a custom op, and it is evaluated by broadcasting on tiles of any shape.
@@ -65,12 +65,12 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 _LEAVES = ("dot", "q", "k", "head", "batch")
 _ABSORBING = 1e30
-"""A constant below minus this absorbs any finite product q.k: it masks, whatever is added to it."""
+"""A constant below minus this absorbs any finite product q.k: it masks under any addition."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one attention computes before its softmax.
+    """Hold an attention's computation before its softmax.
 
     Attributes:
         value: the logit, an expression in ``dot`` and the indices.
@@ -93,7 +93,7 @@ class Score:
     @staticmethod
     @lru_cache(maxsize=1024)
     def from_json(text: str) -> "Score":
-        """Read the string of :meth:`to_json`; equal subexpressions become one, evaluated once per tile.
+        """Read the string of :meth:`to_json`; merge equal subexpressions, evaluated once.
 
         Raises:
             InputError: the text is not a score.
@@ -319,7 +319,7 @@ def make_score(
     """Return the score of the keyword interface in canonical form.
 
     ``cap(scale * dot) - slope_h * (depth_q - depth_k)``, ``cap(x) = softcap * tanh(x / softcap)``, visible
-    iff ``depth_q - depth_k < window`` (beside the tree condition).
+    iff ``depth_q - depth_k < window`` (besides the tree condition).
 
     Args:
         scale: factor of q.k.

@@ -1,4 +1,4 @@
-"""Tree attention on the CPU: ATen's flash kernels over the rectangles of the tree, never an N x N mask.
+"""Run tree attention on the CPU: ATen's flash kernels over rectangles, no N x N mask.
 
 The queries fall into groups (see :mod:`treefx.kernels.tiles.structure`). A group attends to the keys all its rows
 see, without a mask, and to its own block with what ends inside it, causally or under a small mask; the two
@@ -56,7 +56,10 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
 def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: of the boundary and of sinks if given, of the marked buffers."""
+    """Return the gradients of q, k, v, and a list of all others.
+
+    The list: of the boundary and of sinks if given, of the marked buffers.
+    """
     linear, whole = linear_in_dot(score.value), inputs.with_all_keys()
     faint, whole_lse = _faint_rows(lse, linear), lse
     if faint is not None:
@@ -84,7 +87,7 @@ def backward(
 
 
 def _faint_rows(lse: Tensor, linear: Linear | None) -> Tensor | None:
-    """Return the rows whose logits are all so low that their log-sum-exp, ``constant + log(n)``, has lost log(n).
+    """Return the rows with logits so low that their log-sum-exp has lost log(n).
 
     Masking constants do that (``finfo.min`` added to every key that a query sees: attention is uniform then);
     such rows go to the reference, which never divides by exp(lse).
@@ -97,7 +100,7 @@ def _faint_rows(lse: Tensor, linear: Linear | None) -> Tensor | None:
 
 
 def _tiles(inputs: Inputs, bias: Expr | None, visible: Expr | None) -> tuple[Iterable[Tile], Tensor | None]:
-    """Return the tiles, and what their log-sum-exp lacks per row."""
+    """Return the tiles, and the missing part of their log-sum-exp per row."""
     structure = find_structure(inputs.subtree_end, *inputs.seen_from())
     if bias is None and visible is None and inputs.boundary is None:
         return plain_tiles(inputs, structure), None
@@ -196,7 +199,7 @@ def _differentiate_tiles(
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad q and k, or v, with zeros: the kernel wants one head width, and zeros change nothing."""
+    """Pad q and k, or v, with zeros to one head width, which changes no result."""
     width = max(q.shape[-1], v.shape[-1])
     return _widened(q, width), _widened(k, width), _widened(v, width)
 

@@ -1,4 +1,4 @@
-"""Gradients of the buffers of a separable bias (learned ALiBi slopes) from the rectangles' own backward.
+"""Compute gradients of a separable bias (learned ALiBi slopes) from dq and dk.
 
 The gradient of a bias ``r(q) + c(k)`` needs no scores: with ``ds`` the gradient of the logits it is
 ``sum_q R(q) dr(q) + sum_k C(k) dc(k)`` with the row sums R and the column sums C of ds. ATen's backward does not return
@@ -28,7 +28,7 @@ _MULTIPLE = 8
 
 
 def bias_is_summable(factor: float, bias: Expr | None) -> bool:
-    """Return whether the sums of ds are all that the gradients of a bias need, and can be read off dq and dk."""
+    """Return whether the sums of ds, read off dq and dk, give a bias's gradients."""
     return factor != 0.0 and (bias is None or is_separable(bias))
 
 
@@ -37,7 +37,7 @@ class BiasGradients:
 
     Args:
         inputs: the tensors of the attention.
-        bias: what is added to the scaled product; ``None``: the buffers only decide who sees whom.
+        bias: the term added to the scaled product; ``None``: the buffers only decide visibility.
         factor: of the product.
         buffer_grads: which buffers want a gradient.
         width: features of a head before :meth:`extended`.
@@ -55,7 +55,10 @@ class BiasGradients:
         self.sums = [torch.zeros_like(buffer, requires_grad=False) for buffer in self.marked]
 
     def extended(self, q: Tensor, k: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
-        """Return q, k and the other tensors of heads, in the accumulation type, with the features that are sums."""
+        """Return q, k and the other tensors of heads, widened by features for the sums.
+
+        They are in the accumulation type.
+        """
         extra = -(-(self.width + self.group + 1) // _MULTIPLE) * _MULTIPLE - self.width
         dtype = accumulation_dtype(q)
         wide = [torch.nn.functional.pad(tensor.to(dtype), (0, extra)) for tensor in (q, k, *others)]

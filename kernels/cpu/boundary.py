@@ -1,4 +1,4 @@
-"""Attention of a part with a boundary on the CPU: own keys as a forest of its own, the boundary as rectangles.
+"""Run a part with a boundary on the CPU: own keys as a forest, the boundary as rectangles.
 
 Runs of boundary keys that the same own queries [lo, hi) see are rectangles without a mask, which ATen's flash kernel
 takes whole; a part with one topmost token has exactly one. They are merged with the own keys by log-sum-exp and
@@ -54,7 +54,10 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
 def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: k and v of the boundary, sinks if given, the marked buffers."""
+    """Return the gradients of q, k, v, and a list of all others.
+
+    The list: k and v of the boundary, sinks if given, the marked buffers.
+    """
     factor = plain_factor(inputs.q, inputs.v, score)
     if factor is None:
         return cpu.backward(grad_out, inputs, out, lse, score, buffer_grads)
@@ -76,7 +79,7 @@ def backward(
 
 
 def plain_factor(q: Tensor, v: Tensor, score: Score) -> float | None:
-    """The factor of q.k where that is the whole logit and there is no condition but the tree's."""
+    """Return the factor of q.k if it is the whole logit under the tree's condition; else None."""
     linear = linear_in_dot(score.value)
     if linear is None or linear[1] is not None or score.visible is not None:
         return None

@@ -1,4 +1,4 @@
-"""Any score expression on the CPU, tile by tile: exact softmax over the keys that a group of queries sees.
+"""Run any score on the CPU, tile by tile, with exact softmax over visible keys.
 
 A tile's scores are formed again in the backward, from the saved log-sum-exp: ``p = exp(s - lse)``,
 ``ds = p * (dout.v - delta)`` with ``delta = dout.out``. Autograd takes ``ds`` through the expression.

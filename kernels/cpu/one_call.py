@@ -1,7 +1,7 @@
-"""Small forests and single chains on the CPU: one call of ``scaled_dot_product_attention``, differentiated by torch.
+"""Run small forests and chains on the CPU by one SDPA call, differentiated by torch.
 
 A call of a Python operator takes longer than the attention of some hundred tokens. Where one tile of
-:mod:`treefx.kernels.tiles.rectangles` holds the whole forest, that tile is what the operator would run; its mask is
+:mod:`treefx.kernels.tiles.rectangles` holds the whole forest, the operator would run that one tile; its mask is
 kept with the forest. That mask keeps NaN, as the operator's does: where a number is not finite, the operator computes
 the exact one.
 """
@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor, score: Score, i
 
 
 def _is_exact(out: Tensor, q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor, score: Score) -> bool:
-    """Return whether no masked pair counts in the output, and see to it that none will count in its gradients."""
+    """Return whether no masked pair counts in the output, and guard its gradients."""
     if not are_finite(out):
         return False
     node = out.grad_fn
@@ -71,7 +71,7 @@ def _is_exact(out: Tensor, q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor,
 def _exact_gradients(
     q: Tensor, k: Tensor, v: Tensor, subtree_end: Tensor, score: Score, grads: Any, grad_outputs: Any
 ) -> Any:
-    """Return what replaces the gradients of q, k and v by torch's attention, or ``None`` where these are finite."""
+    """Return gradients of q, k and v by torch's attention, or ``None`` where all are finite."""
     if are_finite(*(grad for grad in grads if grad is not None)):
         return None
     inputs = Inputs(q, k, v, subtree_end).detached()
@@ -93,7 +93,7 @@ def _is_simple(q: Tensor, k: Tensor, v: Tensor, impl: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _plain_factor(text: str) -> float | None:
-    """Return the factor of q.k where that is the whole logit and there is no condition but the tree's."""
+    """Return the factor of q.k if it is the whole logit under the tree's condition; else None."""
     score = Score.from_json(text)
     linear = linear_in_dot(score.value)
     return None if linear is None or linear[1] is not None or score.visible is not None else linear[0]

@@ -1,6 +1,6 @@
-"""Tiles of a tree mask with an extra condition or a bias, for scores that are linear in q.k.
+"""Tile a tree mask with an extra condition or a bias, for scores linear in q.k.
 
-A bias ``r(q) + c(k)`` (ALiBi, whatever depends on two positions through their difference) needs no mask of
+A bias ``r(q) + c(k)`` (ALiBi, functions of the difference of two positions) needs no mask of
 scores: the softmax of a row does not see ``r(q)``, which moves its log-sum-exp only, and ``c(k)`` is one row of
 the mask for all queries of a tile. Both are taken relative to the group's middle query, because a sum loses the
 digits that ``|r|`` is larger than the logit: groups are made so small that it stays below a bound.
@@ -42,8 +42,8 @@ class ScoredTiles:
         inputs: its tensors.
         groups: the groups of queries.
         split: the first queries of the groups whose masks hold ``c(k)`` alone.
-        bias: what is added to the scaled product, free of ``dot``.
-        visible: the condition beside the tree's.
+        bias: term added to the scaled product, free of ``dot``.
+        visible: the condition besides the tree's.
         row_terms: ``r(q)`` where the masks hold ``c(k)`` alone and 0 elsewhere, broadcasts to ``[B, H, N]``.
     """
 
@@ -117,7 +117,7 @@ def _split(
     bias: Expr,
     visible: Expr | None,
 ) -> ScoredTiles:
-    """Let the fitting groups take their bias from a row of the mask, and cut the others for whole masks."""
+    """Take the bias of fitting groups from a row of the mask; cut the others for masks."""
     rows = rows_per_tile(inputs, structure, _MASK_ELEMENTS)
     pieces: list[Group] = []
     split: set[int] = set()
@@ -148,7 +148,7 @@ def _needs_every_head(expr: Expr | None) -> bool:
 
 
 def is_separable(expr: Expr) -> bool:
-    """Return whether an expression free of ``dot`` is provably ``r(q) + c(k)``, for each batch and head."""
+    """Return whether a ``dot``-free expression is provably ``r(q) + c(k)`` per head."""
     if len(_sides(expr)) <= 1:
         return True
     op, *arguments = expr
@@ -169,7 +169,10 @@ def _sides(expr: Expr) -> set[str]:
 
 
 def _row_terms(inputs: Inputs, groups: tuple[Group, ...], bias: Expr) -> Tensor:
-    """Return ``bias(q, m) - bias(m, m)``, m the middle query of q's group: broadcasts to ``[B, H, N]``."""
+    """Return ``bias(q, m) - bias(m, m)``, m the middle query of q's group.
+
+    It broadcasts to ``[B, H, N]``.
+    """
     counts = torch.tensor([group.stop - group.start for group in groups])
     middle = torch.tensor([_middle(group) for group in groups]).repeat_interleave(counts)[:, None] + inputs.outside
     q, _, head, batch = inputs.indices(0, inputs.q.shape[2])
@@ -181,7 +184,7 @@ def _row_terms(inputs: Inputs, groups: tuple[Group, ...], bias: Expr) -> Tensor:
         return value.to(dtype)
 
     origin = at(middle)
-    # From a masking constant, which absorbs what is added to it, no difference can be read.
+    # A masking constant absorbs summands, so no difference can be read from it.
     difference = (at(q) - origin).where(origin.abs() <= _MAX_ORIGIN, torch.nan)
     return difference.expand(*difference.shape[:-2], len(middle), 1).squeeze(-1)
 

@@ -1,4 +1,4 @@
-"""``impl="auto"`` on a device: the generated kernels where they are right, FlexAttention everywhere else.
+"""Choose ``impl="auto"`` on a device: generated kernels if right, else FlexAttention.
 
 The first tokens of a forest are a forest. So when a process first meets an attention of some kind, it runs that much
 of it on the generated kernels and on the dense reference, forward and backward. If a kernel cannot be made or differs,
@@ -50,7 +50,10 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
 def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers."""
+    """Return the gradients of q, k, v, and a list of all others.
+
+    The list: of the boundary and of sinks if given, of marked buffers.
+    """
     chosen = _chosen(inputs, score)
     result: tuple[Tensor, Tensor, Tensor, list[Tensor]] = chosen.backward(
         grad_out, inputs, out, lse, score, buffer_grads
@@ -63,7 +66,7 @@ def _chosen(inputs: Inputs, score: Score) -> ModuleType:
     shape = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
     buffers = tuple((buffer.dtype, buffer.ndim) for buffer in inputs.buffers)
     kind = score.to_json(), buffers, q.dtype, q.device, shape, inputs.sinks is None
-    # What is right without keys from outside, or with some that nobody sees, says nothing of those that are seen.
+    # A right result without visible keys from outside proves nothing about visible ones.
     key = *kind, inputs.boundary is not None and ((*kind, True) in _problems or _is_seen(inputs.boundary))
     problem = _problems.get(key)
     if key not in _problems:
@@ -87,7 +90,7 @@ def _chosen(inputs: Inputs, score: Score) -> ModuleType:
 
 
 def _is_seen(boundary: Boundary) -> bool:
-    known = host_copies([boundary.lo, boundary.hi])  # as a part of a plan sends them: nobody waits
+    known = host_copies([boundary.lo, boundary.hi])  # as a part of a plan sends them: no synchronization
     return (boundary if known is None else replace(boundary, lo=known[0], hi=known[1])).is_seen()
 
 
@@ -102,7 +105,7 @@ def _problem_of(inputs: Inputs, score: Score) -> str | None:
         return reason.text
     except (InputError, torch.OutOfMemoryError):
         raise
-    except Exception as reason:  # whatever the compiler or the launch raises: FlexAttention is there
+    except Exception as reason:  # the compiler or the launch may raise anything: FlexAttention takes over
         return f"{type(reason).__name__}: {str(reason)[:200]}"
     tolerance = _TOLERANCE.get(inputs.q.dtype, _SIXTEEN_BITS_TOLERANCE)
     wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= tolerance]  # NaN is wrong too
@@ -127,7 +130,7 @@ def _first_tokens(inputs: Inputs) -> Inputs:
 
 
 def _usable(tensor: Tensor) -> Tensor:
-    """Return the tensor as one that the reference's autograd takes: those of inference mode are copied."""
+    """Return a tensor that the reference's autograd accepts; inference tensors are copied."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
@@ -148,7 +151,7 @@ def _errors(inputs: Inputs, score: Score) -> dict[str, float]:
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """Let torch multiply float32 as such: where a program allows it less, the reference is further off than kernels."""
+    """Let torch multiply float32 in full precision, so the reference is precise enough."""
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision
     if precision in ("ieee", "none"):

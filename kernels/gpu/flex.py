@@ -1,4 +1,4 @@
-"""FlexAttention with the tree condition: the exact path for devices without a kernel of treefx's own.
+"""Run FlexAttention with the tree condition, the exact path for other devices.
 
 The block lists come from the extrema of each key block: with key k seen from ``first[k]`` to ``end[k]`` (its own
 index and ``subtree_end``), the block pair (q in [q0, q1], k in [k0, k1]) has a visible pair only if ``min(first) <= q1
@@ -34,7 +34,7 @@ def forward(inputs: Inputs, score: Score) -> tuple[Tensor, Tensor]:
 def backward(
     grad_out: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, score: Score, buffer_grads: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: that of sinks if given, then the marked buffers'.
+    """Return the gradients of q, k, v, and a list: of sinks if given, the marked buffers.
 
     Raises:
         UnsupportedError: the tensors are on the CPU, where FlexAttention has no backward.
@@ -117,10 +117,10 @@ def _outside(inputs: Inputs) -> int:
 def block_mask(
     inputs: Inputs, mask_mod: Callable[..., Tensor], *, exact: bool = True, block: tuple[int, int] = (_BLOCK, _BLOCK)
 ) -> BlockMask:
-    """Return the lists of blocks, from the extrema of each block, with the condition for the partial ones.
+    """Return the lists of blocks from their extrema, with the condition for partial blocks.
 
     Args:
-        inputs: whose ``subtree_end`` and boundary say who sees whom.
+        inputs: inputs with ``subtree_end`` and boundary, which define visibility.
         mask_mod: the condition on (batch, head, q, k).
         exact: whether it is nothing but that, so that full blocks need not evaluate it.
         block: queries and keys of a block.
@@ -145,6 +145,9 @@ def block_mask(
 
 
 def _block_lists(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the wanted key blocks per query block: how many ``[1, 1, Q]``, which first ``[1, 1, Q, K]``."""
+    """Return key blocks per query block: counts ``[1, 1, Q]``, ids ``[1, 1, Q, K]``.
+
+    The first ids of a query block are the wanted ones.
+    """
     order = torch.argsort(wanted.to(torch.int8), dim=1, descending=True, stable=True).to(torch.int32)
     return wanted.sum(dim=1, dtype=torch.int32)[None, None].contiguous(), order[None, None].contiguous()

@@ -1,4 +1,4 @@
-"""What a layer has launched is launched again for the next one, with its own tensors in their places.
+"""Replay one layer's launches for the next layers, with their own tensors.
 
 Which kernels run with which arguments follows from the forest and from how the tensors lie; for all layers of a model
 the host works it out once. Nothing but addresses differs after that.
@@ -23,13 +23,13 @@ _WRITTEN = {
     "Out", "Lse", "Delta", "PackedQ", "PackedGrad", "PackedHalves", "PackedLse", "PackedDelta", "SumsQ",
     "GradQ", "GradK", "GradV", "PartsK", "PartsV",
 }  # fmt: skip
-"""Parameters that a step writes before anything reads them: whatever lies there is made anew."""
+"""Parameters that a step writes before any read; their old contents do not matter."""
 VALUES = "Made_"
 """So are those with such a name: values of a score."""
 _LISTS = {"Low", "Size", "order", "start", "middle", "stop", "slot", "tiles", "split", "bounds"}
 """Parameters that belong to the forest."""
 _ALIGNMENT = 16
-"""Bytes, of what makes another kernel."""
+"""Alignment in bytes that selects another kernel."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Step:
         values: with ``None`` in the places of tensors.
         places: of tensors, and their names.
         makes: memory that is there from this step on.
-        frees: what nobody reads after it.
+        frees: unused memory after it.
     """
 
     run: Callable[..., object]
@@ -74,7 +74,7 @@ class Replay:
 
     Attributes:
         steps: in their order.
-        results: names of what is returned.
+        results: names of the results.
     """
 
     steps: list[Step]
@@ -101,7 +101,7 @@ class Replay:
 
 
 class Recorder:
-    """Writes down the steps of a pass, without holding what they read and write.
+    """Record the steps of a pass, without holding the tensors they read and write.
 
     Args:
         given: the caller's tensors, by names.
@@ -109,7 +109,7 @@ class Recorder:
 
     def __init__(self, given: Mapping[str, Tensor]) -> None:
         self._given = given
-        # Of what the caller gives, steps read: another output than that would be one that nobody has made.
+        # Steps read the caller's tensors: any other unwritten output would be undefined.
         self._written = _WRITTEN - {name.capitalize() for name in given}
         self._clear()
 
@@ -151,7 +151,7 @@ class Recorder:
         self._steps.append(step)
 
     def _booleans(self, tensor: Tensor) -> Tensor:
-        """Return the given booleans whose bytes these are, as kernels read them, or the tensor itself."""
+        """Return the booleans behind these bytes, as kernels read them, or the tensor itself."""
         if tensor.dtype != torch.uint8:
             return tensor
         lies = tensor.data_ptr(), tensor.shape, tensor.stride()
@@ -159,7 +159,7 @@ class Recorder:
         return next((x for x in given if (x.data_ptr(), x.shape, x.stride()) == lies), tensor)
 
     def keep(self, tensor: Tensor) -> None:
-        """Let a tensor be the forest's, which stays what it is for all layers."""
+        """Declare a tensor the forest's, constant for all layers."""
         self._forest[id(tensor)] = ref(tensor)
 
     def _belongs(self, tensor: Tensor) -> bool:
@@ -167,7 +167,7 @@ class Recorder:
         return known is not None and known() is tensor
 
     def _named(self, tensor: Tensor) -> str:
-        """Give what is new a name that nothing had before."""
+        """Give a new tensor a fresh name."""
         name = f"made {next(self._numbers)}"
         self._names[id(tensor)] = ref(tensor), name
         return name
@@ -177,10 +177,12 @@ class Recorder:
         return name if known is not None and known() is tensor else None
 
     def replay(self, results: Sequence[Tensor]) -> Replay | None:
-        """Return the steps, or ``None`` where they read what comes from neither a caller, a step nor a forest.
+        """Return the steps; ``None`` if they read a tensor of unknown origin.
+
+        Known origins are the caller, a step and the forest.
 
         Args:
-            results: what the steps are run for.
+            results: results of the steps.
         """
         names = [self._name(tensor) for tensor in results]
         known = tuple(name for name in names if name is not None)
@@ -190,7 +192,7 @@ class Recorder:
 
 
 def _freed(steps: Sequence[Step], results: Sequence[str]) -> list[Step]:
-    """Return the steps such that each frees what it is the last to use."""
+    """Return the steps with each freeing the tensors of last use."""
     last = {name: number for number, step in enumerate(steps) for _, name in step.places}
     made = {name for step in steps for name, _ in step.makes} - set(results)
     return [
@@ -230,10 +232,10 @@ def replayed(
     given: Mapping[str, Tensor],
     launch: Callable[[Recorder], list[Tensor]],
 ) -> list[Tensor]:
-    """Return the results of a pass: from the steps of one like it, if there was one for this forest.
+    """Return the results of a pass, replayed from one like it on this forest if known.
 
     Args:
-        kind: what the steps depend on, beside the forest and how the tensors lie.
+        kind: dependencies of the steps, besides the forest and the tensors' layout.
         forest: the vectors from which lists of tiles are made; a hit is verified as in ``find_blocks``.
         given: the tensors that steps may read, by names.
         launch: runs the pass, and lets its steps be recorded.

@@ -1,18 +1,18 @@
-"""What tree attention allocates on a device while it runs, beside its arguments and results, in bytes.
+"""Count bytes that tree attention allocates on a device, besides arguments and results.
 
 The sizes of an attention are numbers, or symbols of a planner that does not know them yet. Of numbers the bytes are
 those that the launches take: exactly, where the score reads nothing of one query or key alone. Of symbols they are a
-polynomial that is never less, none of whose symbols is negative.
+polynomial that is never less, for non-negative symbols.
 
 ============  ==========================================================================================================
-forward       output and log-sum-exp of a boundary in float32, and what follows
+forward       output and log-sum-exp of a boundary in float32, and both
 backward      Q and the gradient in the order of rows (several heads per group), log-sum-exp and delta twice, the sums
-              of lists of tiles that were cut, and what follows; in one pass the sums of dq in float32, in two passes
+              of lists of tiles that were cut, and both; in one pass the sums of dq in float32, in two passes
               dq of a boundary in float32
 both          values of the score per row and per key, descriptors, of Gluon
 ============  ==========================================================================================================
 
-Lists of tiles stay for all layers of a forest, and so does what a score reads of it: :func:`list_bytes`,
+Lists of tiles stay for all layers of a forest, and so do a score's values of it: :func:`list_bytes`,
 :func:`value_bytes`.
 """
 
@@ -45,7 +45,7 @@ _COPIES = 4
 
 @dataclass(frozen=True)
 class Lists:
-    """What lists of tiles say of one source of keys.
+    """Hold the sizes of tile lists of one source of keys.
 
     Attributes:
         keys: how many, up to whole tiles.
@@ -117,7 +117,7 @@ def list_bytes(lists: Lists) -> Number:
 
 
 def value_bytes(attention: Attention, tokens: Number, keys: Number) -> Number:
-    """Return the bytes of what a score reads of one row or key, which stays for all layers where it is the forest's.
+    """Return the bytes of a score's values per row or key; the forest's stay for all layers.
 
     Args:
         attention: on the path ``"gluon"``.
@@ -177,7 +177,7 @@ def backward_bytes(
 
 
 def _sharing(attention: Attention, lists: Lists) -> Number:
-    """Return how many programs share the lists of queries of one key head in Gluon: never more than there are lists."""
+    """Return how many programs share the lists of a key head in Gluon, at most the lists."""
     if not isinstance(lists.query_blocks, int) or not isinstance(lists.tiles, int):
         return lists.query_blocks
     count = processors(attention.inputs.q.device)
@@ -192,7 +192,7 @@ def _descriptors(attention: Attention, lists: Lists, programs: Number, kernel: s
 
 
 def _values(attention: Attention, tokens: Number, sources: Sequence[Lists]) -> tuple[Number, Number]:
-    """Return the bytes of what the score reads of one row or key, and those that the forest's take while it is made."""
+    """Return the bytes of a score's values, and of the forest's while they are made."""
     if attention.path == "plain" or not (attention.code.row_values or attention.code.column_values):
         return 0, 0
     batch, heads = attention.inputs.q.shape[0], attention.inputs.q.shape[1]
@@ -202,7 +202,7 @@ def _values(attention: Attention, tokens: Number, sources: Sequence[Lists]) -> t
 
 
 def _results(attention: Attention) -> int:
-    """Return how many results there can be, for all heads together, while one value of the score is made."""
+    """Return the most results held for all heads while one value of the score is made."""
     expressions = [value.expr for side in ("row", "column") for value in getattr(attention.code, f"{side}_values")]
     heads = attention.inputs.q.shape[1]
     return max(_size(expr) * (heads if _mentions(expr, "head") else 1) for expr in expressions)
@@ -230,7 +230,7 @@ def _blocks(length: Number, size: int) -> Number:
 
 
 def most_of(figures: Iterable[Number]) -> Number:
-    """Return the largest of numbers; of polynomials the one of the largest coefficients, which is nowhere less."""
+    """Return the largest number; for polynomials, the largest coefficients."""
     found = list(figures)
     if all(isinstance(figure, int) for figure in found):
         return max(found)

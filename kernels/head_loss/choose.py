@@ -1,4 +1,4 @@
-"""Which form computes the loss of an LM head: the Triton kernels where they are right, PyTorch's operators elsewhere.
+"""Choose the form of an LM head's loss: Triton kernels if right, else PyTorch.
 
 A process compares both on a small problem when it first meets a kind of head on a device; the host waits for that one
 time. The eager form remains for the CPU, for float64, for devices and environments without these kernels, for a new
@@ -40,7 +40,7 @@ def forward(problem: HeadLoss) -> tuple[Tensor, Tensor]:
 
 
 def backward(problem: HeadLoss, grad: Tensor, loss: Tensor, lse: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    """Return the gradients of hidden, weight and bias; an empty tensor for one that is not wanted."""
+    """Return the gradients of hidden, weight and bias; an empty tensor for unwanted ones."""
     if not runs_fused(problem.hidden, problem.softcap, biased=problem.bias is not None):
         return eager.backward(problem, grad, lse, wanted)
     from treefx.kernels.head_loss import fused
@@ -106,7 +106,7 @@ def _judge(problem: HeadLoss) -> bool:
 
 
 def largest_errors(problem: HeadLoss) -> list[float]:
-    """Return the relative error of each result of the kernels, against PyTorch's operators in float32."""
+    """Return the kernels' relative errors per result, against PyTorch in float32."""
     from treefx.kernels.head_loss import fused
 
     bias, wanted = problem.bias, [True, True, problem.bias is not None]

@@ -1,4 +1,6 @@
-"""Triton kernels on one chunk of raw products of hidden states and LM head, ``[rows, width]``.
+"""Define Triton kernels on one chunk of raw products of hidden states and head.
+
+A chunk is ``[rows, width]``.
 
 With x an entry, y = x + bias and z = outer * tanh(inner * y) under a cap, z = outer * y without one.
 A chunk's rows lie ``step`` entries apart; columns from ``width`` to ``loaded`` exist, with any content.
@@ -68,10 +70,12 @@ def fold_chunk(
     EACH: tl.constexpr,
     PICKS: tl.constexpr,
 ):
-    """Fold a chunk into each row's maximum, sum of exponentials and sum of z times those; read the picked logits.
+    """Fold a chunk into each row's maximum and sums; read the picked logits.
 
-    The first ``rows`` programs have a row each. A lane keeps a maximum and a sum of its own, so that nothing changes
-    hands before the row's end. The other programs have PICKS picks each, and write those of this chunk.
+    Sums are of the exponentials, and of z times those.
+
+    The first ``rows`` programs have a row each. Each lane keeps a maximum and a sum, so that lanes exchange nothing
+    before the row's end. The other programs have PICKS picks each, and write those of this chunk.
     """
     program = tl.program_id(0)
     if program < rows:

@@ -19,7 +19,7 @@ _ENTRIES_ON_DEVICE = 2**26
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Entries ``part`` of the vocabulary, and picks with the positions of their logits [N, chunk].
+    """Hold entries ``part`` of the vocabulary, and picks with positions of their logits.
 
     Attributes:
         part: The entries.
@@ -114,7 +114,7 @@ def forward(problem: HeadLoss) -> tuple[Tensor, Tensor]:
 
 
 def backward(problem: HeadLoss, grad: Tensor, lse: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    """Return the gradients of hidden, weight and bias; an empty tensor for one that is not wanted.
+    """Return the gradients of hidden, weight and bias; an empty tensor for unwanted ones.
 
     The rows of a token are summed here: the gradient of a row of logits is (sum of its picks' grads) * probabilities
     minus each pick's own.

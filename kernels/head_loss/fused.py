@@ -1,4 +1,6 @@
-"""The loss of an LM head by Triton kernels on raw products: 14 bytes of traffic per 16-bit logit, 16 with a bias.
+"""Compute an LM head's loss by Triton kernels: 14 bytes of traffic per 16-bit logit.
+
+With a bias, 16 bytes.
 
 Bytes per logit of a forward and a backward: two products are written (4), the forward reads one (2), the backward reads
 and overwrites the other (4), the products for hidden's and weight's gradients read it (4), the sum for a bias's
@@ -48,7 +50,10 @@ _WARPS = 8
 
 @dataclass(frozen=True)
 class Numbers:
-    """How raw products become logits: z = outer * tanh(inner * (x + bias)) if capped, else outer * (x + bias)."""
+    """Map raw products to logits: z = outer * tanh(inner * (x + bias)), or without the cap.
+
+    Uncapped, z = outer * (x + bias).
+    """
 
     inner: float
     outer: float
@@ -98,7 +103,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the forward sums up of each row [N]: maximum, sum of exp(z - maximum), sum of z times those or None."""
+    """Hold the forward's sums of each row [N]: maximum, sum of exp(z - maximum), moment.
+
+    The moment, sum of z times those, may be None.
+    """
 
     top: Tensor
     sum: Tensor
@@ -146,7 +154,7 @@ class Picks:
     def sorted(
         cls, slot: Tensor, token: Tensor, shape: tuple[int, int], step: int, grad: Tensor, loss: Tensor, total: Tensor
     ) -> Picks:
-        """Sort picks of logits of a shape, which are computed ``step`` entries of the vocabulary at a time."""
+        """Sort picks of logits by chunks of ``step`` entries of the vocabulary."""
         rows, vocabulary = shape
         key, order = torch.where((slot >= 0) & (token >= 0), token * rows + slot, rows * vocabulary).sort()
         starts = torch.arange(0, vocabulary + step, step, device=key.device).clamp_(max=vocabulary) * rows
@@ -157,7 +165,7 @@ class Picks:
 def fold(
     chunk: Chunk, bias: Tensor | None, numbers: Numbers, rows: Rows, picked: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Take a chunk into the sums of its rows, and write the logits of the picks (slot, token, logit) in it."""
+    """Fold a chunk into the sums of its rows, and write its picks' logits."""
     from treefx.kernels.head_loss.device_code import fold_chunk  # only here: it imports Triton
 
     slot, token, chosen = picked
@@ -173,7 +181,7 @@ def fold(
 
 
 def soften(chunk: Chunk, out: Tensor, bias: Tensor | None, numbers: Numbers, lse: Tensor, picks: Picks) -> None:
-    """Write the gradients of a chunk's raw products [N, width]; ``out`` may be the chunk itself."""
+    """Write gradients of a chunk's raw products [N, width]; ``out`` may be the chunk."""
     from treefx.kernels.head_loss.device_code import soften_chunk, write_picks  # only here: they import Triton
 
     given = {
@@ -219,7 +227,7 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def forward(problem: HeadLoss) -> tuple[Tensor, Tensor]:
-    """Return minus the log-probability of each pick [R], and the log-sum-exp of every row [N], in float32."""
+    """Return minus log-probabilities of picks [R], and log-sum-exps of rows [N], float32."""
     torch._assert_async(((problem.slot < 0) | (problem.token < len(problem.weight))).all())
     rows, chosen = fold_all(problem)
     lse = rows.lse()
@@ -230,7 +238,7 @@ def fold_all(problem: HeadLoss, *, entropy: bool = False) -> tuple[Rows, Tensor]
     """Return the sums of all rows, and the logit of each pick [R], 0 of nothing.
 
     Args:
-        problem: What is picked.
+        problem: The picks.
         entropy: Whether sums for entropies are wanted.
     """
     slot, token = problem.slot.contiguous(), problem.token.contiguous()
@@ -248,7 +256,7 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 
 
 def backward(problem: HeadLoss, grad: Tensor, loss: Tensor, lse: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    """Return the gradients of hidden, weight and bias; an empty tensor for one that is not wanted.
+    """Return the gradients of hidden, weight and bias; an empty tensor for unwanted ones.
 
     Args:
         problem: As in the forward.
@@ -261,13 +269,13 @@ def backward(problem: HeadLoss, grad: Tensor, loss: Tensor, lse: Tensor, wanted:
 
 
 def sort_picks(problem: HeadLoss, grad: Tensor, loss: Tensor, total: Tensor) -> Picks:
-    """Return the picks of a problem as the backward reads them; ``total`` [N] are the sums of gradients of each row."""
+    """Sort a problem's picks for the backward; ``total`` [N] sums each row's gradients."""
     shape = len(problem.hidden), len(problem.weight)
     return Picks.sorted(problem.slot, problem.token, shape, _step(problem), grad, loss, total)
 
 
 def restore_all(problem: HeadLoss, picks: Picks, lse: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    """Return the gradients of hidden, weight and bias; an empty tensor for one that is not wanted."""
+    """Return the gradients of hidden, weight and bias; an empty tensor for unwanted ones."""
     hidden, weight, bias = problem.hidden, problem.weight, problem.bias
     like = hidden, weight, bias if bias is not None and wanted[2] else weight
     results = [x.new_empty(x.shape if use else (0,)) for x, use in zip(like, wanted, strict=True)]
@@ -286,7 +294,7 @@ def restore_all(problem: HeadLoss, picks: Picks, lse: Tensor, wanted: Sequence[b
 
 
 def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32 sums: without rounding the product to the operands' dtype, where PyTorch can."""
+    """Add a @ b to float32 sums, without rounding the product where PyTorch can."""
     if a.dtype == sums.dtype:
         sums.addmm_(a, b)
     elif a.device.type == "cuda" and hasattr(torch.ops.aten.addmm, "dtype_out"):
@@ -296,7 +304,7 @@ def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def forward_of_logits(logits: Tensor, slot: Tensor, token: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return minus the log-probability of each pick [R] of scale * logits, and the log-sum-exp of every row [N].
+    """Return minus log-probabilities of picks [R], and log-sum-exps [N], of scaled logits.
 
     Args:
         logits: [N, V], dense rows.

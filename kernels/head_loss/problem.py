@@ -1,4 +1,4 @@
-"""What the loss of an LM head is computed from."""
+"""Hold the inputs of an LM head's loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """Picks of logits z = scale * cap(hidden weight^T + bias), cap(x) = softcap * tanh(x / softcap).
+    """Hold picks of logits z = scale * cap(hidden weight^T + bias).
+
+    cap(x) = softcap * tanh(x / softcap).
 
     Attributes:
         hidden: [N, H].
@@ -50,5 +52,5 @@ class HeadLoss:
 
 
 def loss_of_picks(lse: Tensor, row: Tensor, chosen: Tensor) -> Tensor:
-    """Return lse[row] - chosen [R]; 0 for a pick of nothing, whose row is N and whose logit is 0."""
+    """Return lse[row] - chosen [R]; 0 for an empty pick, with row N and logit 0."""
     return torch.cat([lse, lse.new_zeros(1)])[row] - chosen  # there may be no row at all

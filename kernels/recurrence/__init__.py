@@ -1,4 +1,4 @@
-"""Linear recurrences and causal convolutions along a tree, in chunks that follow its branches.
+"""Run linear recurrences and causal convolutions along a tree, in chunks.
 
-In: the values of distinct tokens and ``subtree_end``. Out: what every row would have computed, once per token.
+In: the values of distinct tokens and ``subtree_end``. Out: the results of every row, once per token.
 """

@@ -1,4 +1,4 @@
-"""A batch of chunks of a linear recurrence: outputs, outgoing states and gradients, given the incoming states.
+"""Compute a batch of chunks of a linear recurrence: outputs, states and gradients.
 
 With the running sum t of the decays' logarithms inside a chunk, D_ij = exp(t_i - t_j) for j <= i, and the state S that
 comes in::
@@ -12,7 +12,7 @@ Queries and keys may be shared by groups of heads: all decays are applied to wha
 ``[G, D, R * E]`` for G groups of R heads, so that one product serves a group. Padded tokens are zero: they write
 nothing, and a logarithm of zero decays nothing.
 
-Running sums of logarithms are float64, whatever the inputs are: a decay is the difference of two of them, which one
+Running sums of logarithms are float64, for any inputs: a decay is the difference of two of them, which one
 strong decay in the chunk makes large, and the gradient of a logarithm is what two sums over pairs of tokens differ by.
 """
 
@@ -34,7 +34,7 @@ def split(x: Tensor, dim: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of the inputs of a batch of chunks, in their shapes; ``w`` is None where nothing is erased."""
+    """Hold gradients of the inputs of a batch of chunks; ``w`` is None without an erase."""
 
     q: Tensor
     k: Tensor
@@ -50,9 +50,9 @@ class Chunk:
     Attributes:
         q: reads the state ``[C, G, L, D]``.
         k: writes it ``[C, G, L, D]``.
-        v: what is written ``[C, H, L, E]``.
+        v: values written ``[C, H, L, E]``.
         g: logarithm of the decay ``[C, H, L]``.
-        w: reads what is erased ``[C, H, L, D]``, with G = H; None where nothing is.
+        w: reads erased values ``[C, H, L, D]``, with G = H; None without an erase.
     """
 
     q: Tensor
@@ -68,12 +68,12 @@ class Chunk:
 
     @cached_property
     def entering(self) -> Tensor:
-        """exp(t), ``[C, H, L, 1]``: what is left of the incoming state."""
+        """Return exp(t), ``[C, H, L, 1]``: the remaining share of the incoming state."""
         return self.total.exp().to(self.g.dtype)[..., None]
 
     @cached_property
     def leaving(self) -> Tensor:
-        """exp(t_L - t), ``[C, H, L, 1]``: what is left of each token's write at the end."""
+        """Return exp(t_L - t), ``[C, H, L, 1]``: the remaining share of each write at the end."""
         if self._is_one_token:
             return torch.ones_like(self.g)[..., None]
         return (self.total[..., -1:] - self.total).exp().to(self.g.dtype)[..., None]
@@ -90,7 +90,7 @@ class Chunk:
 
     @property
     def _is_one_token(self) -> bool:
-        """Whether decays within the chunk are 1: of a logarithm that is not finite, exp(t - t) would not be."""
+        """Return whether decays within the chunk are 1, also for logarithms that are not finite."""
         return self.g.shape[-1] == 1
 
     @cached_property
@@ -111,7 +111,7 @@ class Chunk:
 
     @cached_property
     def transfer(self) -> tuple[Tensor, Tensor] | None:
-        """What else of the incoming state the chunk takes away: key and read of ``-key^T (read S)``."""
+        """Return key and read of ``-key^T (read S)``, which the chunk takes from the state."""
         if self.w is None:
             return None
         return self.k * self.leaving, self.solve(self.w * self.entering)
@@ -149,7 +149,7 @@ class Chunk:
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def incoming_gradient(self, grad: Tensor) -> Tensor:
-        """Of the incoming states, as far as the outputs read them; ``grad`` is that of the outputs."""
+        """Return the gradient of incoming states by the outputs, whose gradient is ``grad``."""
         found = self.q.mT @ self.grouped(self.entering * grad)
         if self.w is None:
             return found
@@ -162,7 +162,7 @@ class Chunk:
         Args:
             grad: of the outputs ``[C, H, L, E]``.
             state: the incoming states.
-            outgoing: gradients of the outgoing states; None where nobody reads those.
+            outgoing: gradients of the outgoing states; None where these are unused.
         """
         written = self.written(state)
         scores = (grad @ written.mT).mul_(self.decay)  # of q k^T, per head
@@ -200,7 +200,7 @@ class Chunk:
         return residual, pairs @ self.k - faded @ state.mT
 
     def _add_products(self, total: Tensor, grad: Tensor, product: Tensor) -> None:
-        """The gradient of t through D; ``grad`` is that of a product which D multiplies, with D applied."""
+        """Add the gradient of t through D; ``grad`` is that of a product times D, D applied."""
         if self._is_one_token:
             return
         through = grad * product

@@ -3,7 +3,7 @@
 A chunk is a run of at most L tokens of one unary chain: it never crosses a fork, so its incoming state is that of one
 chunk, its parent. Chunks are padded to one of a few lengths (halves of L), so that a short one at a fork costs little;
 all chunks of a length run as one batch. Only states that some chunk reads are computed, level by level, a level being
-the number of chunks above: as many steps as the longest row has chunks, whatever the number of rows.
+the number of chunks above: as many steps as the longest row has chunks, for any number of rows.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _SHORTEST = 8
 
 @dataclass(frozen=True)
 class Chunks:
-    """The C chunks of one padded length L. Those whose state is read come first, in the order of their slots.
+    """Hold the C chunks of one padded length L, those with a read state first, by slot.
 
     Attributes:
         tokens: packed tokens, int64 ``[C, L]``; where a chunk is shorter, any token.
@@ -42,7 +42,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Segment:
-    """States that are computed in one step: slots [first, first + count), from ``chunks[number]`` at [start, ...)."""
+    """Name states of one step: slots [first, first + count), from ``chunks[number]``."""
 
     number: int
     start: int
@@ -60,7 +60,7 @@ class ChunkPlan:
 
 
 def find_chunk_plan(subtree_end: Tensor, length: int) -> ChunkPlan:
-    """Return :func:`plan_chunks` of the arguments; layers, forward and backward of one step share it."""
+    """Return :func:`plan_chunks`, shared by layers, forward and backward of one step."""
     plan: ChunkPlan = remembered(("chunks", length), (subtree_end,), lambda: plan_chunks(subtree_end, length))
     return plan
 
@@ -82,7 +82,7 @@ def plan_chunks(subtree_end: Tensor, length: int, alone: Tensor | None = None) -
     order = np.flatnonzero(inner)
     order = order[np.lexsort((kind[order], level[order]))]
     states = len(order)
-    slot = np.full(len(head) + 1, states)  # the last entry is what a root reads
+    slot = np.full(len(head) + 1, states)  # the last entry is the state of roots
     slot[order] = np.arange(states)
     used = [k for k in range(len(lengths)) if (kind == k).any()]
     members = [np.concatenate([order[kind[order] == k], np.flatnonzero((kind == k) & ~inner)]) for k in used]
@@ -104,7 +104,7 @@ def _padded_lengths(length: int) -> list[int]:
 def _cut(
     ends: IntArray, length: int, alone: npt.NDArray[np.bool_] | None
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """First token, number of tokens, parent (-1 at roots) and level of each chunk, in packed order."""
+    """Return first token, length, parent (-1 at roots) and level of each chunk, in order."""
     begins = np.diff(ends, prepend=-1) != 0  # a token goes on a chain iff its subtree ends as the one before
     if alone is not None:
         begins |= alone

@@ -15,7 +15,7 @@ __all__ = ["find_depths", "find_parents", "tree_conv1d"]
 
 
 def find_depths(subtree_end: Tensor) -> Tensor:
-    """The number of strict ancestors of each token: subtrees opened before it and not yet closed.
+    """Return the number of strict ancestors of each token: open subtrees before it.
 
     Args:
         subtree_end: exclusive end of each token's subtree in packed order, int ``[N]``.

@@ -1,4 +1,4 @@
-"""A forest level by level, for a recurrence whose kernel starts sequences from given states.
+"""Run a forest by levels, for recurrences whose kernel takes initial states.
 
 A node is a run of tokens without a fork. All nodes of one depth form a level, and run as sequences of one call; each
 starts from the final state of its parent, in the level before. A library's kernel is thus called once per level::
@@ -136,7 +136,7 @@ def run_levels(step: Step, operands: Sequence[Tensor], levels: Levels) -> Tensor
 
 
 def levels_cost_less(levels: Levels, subtree_end: Tensor, chunk: int, *, padded: bool) -> bool:
-    """Return whether calls of a library, level by level, launch fewer kernels than ``tree_scan``.
+    """Return whether library calls by level launch fewer kernels than ``tree_scan``.
 
     Args:
         levels: of the forest.

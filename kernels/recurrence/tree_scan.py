@@ -1,21 +1,21 @@
-"""Linear recurrences along the paths of a forest: Mamba 2 (SSD), linear attention and the gated delta rule.
+"""Run linear recurrences along a forest: Mamba 2, linear attention, gated delta rule.
 
 Per head, with the state S [D, E] of a token taken from its parent::
 
     SSD           S = exp(g) S_parent + k v^T                                o = S^T q
     delta rule    S = exp(g) S_parent + k (v - exp(g) S_parent^T w)^T        o = S^T q
 
-In the gated delta rule w is beta k and v is beta times what the model calls its value; without g nothing decays. Within
+In the gated delta rule w is beta k and v is beta times the model's value; without g nothing decays. Within
 a chunk both are products of [L, L] matrices (Dao and Gu 2024; the WY form of Yang et al. 2024, one triangular solve
 more); between chunks only the state at a chunk's end is passed on, each from its parent. At a fork the chunks of all
 children read the state of one parent, and the gradients of their reads add up. Only inputs are kept for the backward,
 which computes the states again.
 
 Within a chunk a product over pairs of tokens multiplies later tokens by 0, which keeps their NaN and infinity. On the
-CPU the operator therefore repeats a scan whose result is not finite, with each token that is not finite in a separate
-chunk. NaN then reaches only descendants, and in the backward only ancestors. On a device the operator does not check
-results, because the host would wait. There NaN reaches the whole chunk: up to 64 tokens in sequence without a fork,
-and the rows that end in it.
+CPU the operator therefore repeats a scan with a result that is not finite, with each token that is not finite in a
+separate chunk. NaN then reaches only descendants, and in the backward only ancestors. On a device the operator does not
+check results, because the host would wait. There NaN reaches the whole chunk: up to 64 tokens in sequence without a
+fork, and the rows that end in it.
 
 The operator is ``treefx::tree_scan``; its schedule (``tree_chunks``) is made once per forest.
 """
@@ -49,9 +49,9 @@ def tree_ssd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, subtree_end: Tensor, ch
     """The state space recurrence of Mamba 2 along every path.
 
     Args:
-        q: what reads the state (C of Mamba 2) ``[N, G, D]``; H is a multiple of G, neighbouring heads share a group.
-        k: what writes it (B) ``[N, G, D]``.
-        v: what is written (x times its step) ``[N, H, E]``.
+        q: reads the state (C of Mamba 2) ``[N, G, D]``; H is a multiple of G, neighbouring heads share a group.
+        k: writes it (B) ``[N, G, D]``.
+        v: values written (x times its step) ``[N, H, E]``.
         g: logarithm of the decay, at most 0, ``[N, H]``.
         subtree_end: int ``[N]``, exclusive end of each token's subtree in packed order.
         chunk: tokens per chunk.
@@ -68,7 +68,10 @@ def tree_ssd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, subtree_end: Tensor, ch
 def tree_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, subtree_end: Tensor, chunk: int = CHUNK
 ) -> Tensor:
-    """The gated delta rule along every path; ``beta`` is the step ``[N, H]``, the rest as in :func:`tree_ssd`."""
+    """Run the gated delta rule along every path; ``beta`` is the step ``[N, H]``.
+
+    Other arguments as in :func:`tree_ssd`.
+    """
     if beta.shape != g.shape:
         raise InputError(f"tree_delta_rule expected beta of shape {list(g.shape)} as g, got {list(beta.shape)}")
     _check(q, k, v, g, None, subtree_end)
@@ -85,7 +88,7 @@ def tree_scan(
     subtree_end: Tensor,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Either recurrence; ``w`` ``[N, G, D]`` is what erases, and without ``g`` nothing decays.
+    """Run either recurrence; ``w`` ``[N, G, D]`` erases; without ``g`` nothing decays.
 
     Raises:
         InputError: a shape does not fit.
@@ -119,7 +122,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the operator takes; G = H where w is given."""
+    """Hold the operator's inputs; G = H where w is given."""
 
     q: Tensor
     k: Tensor
@@ -161,13 +164,13 @@ def _put(target: Tensor, chunks: Chunks, part: slice, values: Tensor) -> None:
 
 
 class _Scan:
-    """One run over a forest: the states between chunks, and what passes through them."""
+    """Run over a forest once: states between chunks, and their gradients."""
 
     def __init__(self, inputs: _Inputs, plan: ChunkPlan) -> None:
         self.inputs, self.plan = inputs, plan
         shape = inputs.state_shape(plan.states + 1)
         self.states = inputs.v.new_zeros(shape)
-        """By slot; the last one is zero, what roots read."""
+        """By slot; the last one is zero, the state of roots."""
         self._gates: list[Tensor] = []
         self._transfers: list[tuple[Tensor, Tensor] | None] = []
         for chunks in plan.chunks:
@@ -176,7 +179,7 @@ class _Scan:
             self._advance(segment.number, slice(segment.start, segment.start + segment.count), segment.first)
 
     def _prepare(self, chunks: Chunks) -> None:
-        """The outgoing states of zero incoming ones, and what becomes of others."""
+        """Compute outgoing states of zero incoming ones, and the map of others."""
         gates, keys, reads = [], [], []
         for part in self.parts(chunks, 0, len(chunks.slots)):
             chunk = self.inputs.of(chunks, part)
@@ -272,7 +275,7 @@ def _contained(
     chunk: int,
     also_read: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Run a scan. On the CPU, repeat it if a result is not finite, with each suspect token in a separate chunk.
+    """Run a scan; on the CPU, repeat non-finite results with suspect tokens apart.
 
     Args:
         run: computes the results of a scan.

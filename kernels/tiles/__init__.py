@@ -1,4 +1,4 @@
-"""Which tiles of a tree's mask exist: groups of queries, the keys that all of them see, and those that need a mask.
+"""Find the tiles of a tree's mask: groups of queries, shared keys, masked keys.
 
 In: ``subtree_end``, ``depth`` and a score. Out: rectangles for the CPU (``rectangles``) and lists of blocks for kernels
 (``tree_blocks``), kept as long as the forest lives. Nothing here multiplies a query by a key.

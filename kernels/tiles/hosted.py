@@ -1,7 +1,7 @@
-"""Vectors of a forest that the host has too: what follows from them is made there, and nothing waits for the device.
+"""Keep host copies of a forest's vectors, so that nothing waits for the device.
 
-A trie is built on the host. Where it is sent to a device by :func:`send`, the host keeps a copy as long as it is there,
-from which the lists of tiles are made and sent after it. For a forest that nobody sent they are made on the device, and
+A trie is built on the host. Where it is sent to a device by :func:`send`, the host keeps a copy while it is alive, from
+which the lists of tiles are made and sent after it. For a forest that was not sent, they are made on the device, and
 the host waits for their lengths.
 """
 
@@ -37,10 +37,10 @@ _MOST_NUMBERS, _MOST_OTHERS = 1 << 22, 1 << 12
 
 @dataclass(frozen=True)
 class Known:
-    """A tensor as it once was, without keeping it: memory that is used anew belongs to another storage.
+    """Identify a tensor without keeping it: reused memory belongs to another storage.
 
     Attributes:
-        storage: what it lies in.
+        storage: its storage.
         place: where, and its shape and type.
         version: how often it was written to; ``None`` for a tensor of inference mode, which does not tell.
     """
@@ -57,13 +57,13 @@ class Known:
         return cls(storage, _place(tensor), version)
 
     def is_still(self, tensor: Tensor) -> bool:
-        """Whether it is this one, and nobody has written to it through autograd's eyes."""
+        """Return whether it is this tensor, unchanged as far as autograd counts."""
         if self.version is None or tensor.is_inference() or self.version != tensor._version:
             return False
         return self.storage.cdata == tensor.untyped_storage()._cdata and self.place == _place(tensor)
 
     def is_gone(self) -> bool:
-        """Whether nobody has it any more."""
+        """True if the tensor has been freed."""
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
 
@@ -92,8 +92,8 @@ def send(host: Tensor, device: torch.device | str, *, keep: bool = False) -> Ten
 
     Args:
         host: on the CPU.
-        device: where it is wanted; on the CPU it is used as it is, and only CUDA devices are waited for.
-        keep: let the host's copy stand for it in what follows.
+        device: where it is wanted; on the CPU it is used unchanged, and only CUDA devices are waited for.
+        keep: let the host's copy replace it later.
     """
     if torch.device(device).type != "cuda":
         return host.to(device)
@@ -120,7 +120,7 @@ def send_together(vectors: Sequence[Tensor], device: torch.device | str) -> list
 
 
 def remember(host: Tensor, moved: Tensor) -> None:
-    """Let the host's copy stand for a tensor of the same contents, as long as that is there and nobody writes to it."""
+    """Let the host's copy replace a tensor of equal contents while it is alive and unchanged."""
     if moved.is_inference() or host.is_inference():  # they have no version that would tell
         return
     one = _Sent(Known.of(moved), host, host._version)
@@ -137,7 +137,7 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor's content on the CPU: the host's copy where there is one, else what the host waits for now.
+    """Return a tensor's content on the CPU: the host's copy, or a synchronizing copy.
 
     The latter stands for nothing later, but within :func:`reading`: collectives and ``tensor.data`` write without a
     trace in the tensor.
@@ -209,7 +209,7 @@ def _fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def forget(tensor: Tensor) -> None:
-    """Let no copy of the host stand for a tensor any more: what is written to it leaves no trace in it."""
+    """Drop the host's copy of a tensor: later writes leave no trace in it."""
     with _lock:
         _sent[:] = [one for one in _sent if not one.moved.is_still(tensor)]
 

@@ -1,10 +1,10 @@
-"""Which program of the kernel of dk and dv visits which tiles: a very long list is cut into parts.
+"""Assign tiles to programs of the kernel of dk and dv; cut very long lists.
 
 The list of a key block holds every query block below it. In a tree whose short prefix has many long branches a few
-programs would still walk their lists when all others are done. Such a list is cut into parts of equal length, as many
-as it is too long; each part writes its sums to memory of its own, and a second kernel adds them in their order, so that
-results are the same bits every time. Where lists shorten evenly, as in a long prefix, there are more than enough of
-them and nothing is cut.
+programs would still walk their lists when all others are done. Such a list is cut into parts of equal length, in
+proportion to its length; each part writes its sums to separate memory, and a second kernel adds them in their order, so
+that results are the same bits every time. Where lists shorten evenly, as in a long prefix, there are more than enough
+of them and nothing is cut.
 """
 
 from dataclasses import dataclass

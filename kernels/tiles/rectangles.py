@@ -68,7 +68,7 @@ def rows_per_tile(inputs: Inputs, structure: Structure, elements: int = TILE_ELE
 
 
 def plain_tiles(inputs: Inputs, structure: Structure) -> Iterable[Tile]:
-    """Return the tiles of the bare tree condition; all layers of a step share them, unless they are big."""
+    """Return tiles of the bare tree condition, shared by all layers unless big."""
     key = ("plain tiles", accumulation_dtype(inputs.q), MIN_ROWS, MIN_COLUMN_KEYS, UNSPLIT_KEYS)
     kept: list[Tile] | None = structure.kept.get(key)
     if kept is not None:
@@ -85,7 +85,7 @@ def plain_tiles(inputs: Inputs, structure: Structure) -> Iterable[Tile]:
 
 
 def mask_elements(subtree_end: IntArray) -> int:
-    """Return the elements of all masks among :func:`plain_tiles` of a forest, or of those that are there at a time."""
+    """Return the elements of all masks of :func:`plain_tiles`, or of those held at a time."""
     if (subtree_end == len(subtree_end)).all():  # a chain
         return 0
     _, groups = _split(Structure.from_ends(subtree_end))
@@ -112,7 +112,7 @@ def _make_plain_tiles(inputs: Inputs, structure: Structure) -> Iterator[Tile]:
 
 
 def _split_keys(group: Group) -> tuple[Ranges, Ranges | None]:
-    """The keys that a group takes without a mask, and those under one; None where its own tokens form a chain."""
+    """Return a group's keys without a mask, and those under one; None for a chain."""
     shared, partial = group.shared, group.partial
     if group.causal and not len(partial):
         return shared, None
@@ -133,7 +133,7 @@ def _group_tiles(inputs: Inputs, group: Group) -> Iterator[Tile]:
 
 
 def take_keys(tensor: Tensor, ranges: Ranges) -> Tensor:
-    """Return the tokens in ``ranges`` of a ``[B, H, N, D]`` tensor: a view if they are one range."""
+    """Return the tokens in ``ranges`` of ``[B, H, N, D]``: a view for one range."""
     if len(ranges) <= 1:
         start, stop = ranges[0].tolist() if len(ranges) else (0, 0)
         return tensor[:, :, start:stop]

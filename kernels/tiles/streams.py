@@ -1,4 +1,4 @@
-"""What is made on one stream of a device and used on others: they wait for it, and its memory is not given away."""
+"""Share values between streams of a device: others wait, and memory is not reused."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -12,11 +12,11 @@ __all__ = ["Made"]
 
 @dataclass(frozen=True)
 class Made:
-    """When a stream of a CUDA device had done what it was given so far.
+    """Mark the point at which a CUDA stream had finished its work.
 
     Attributes:
         stream: that stream.
-        event: what others wait for.
+        event: the event that others wait for.
     """
 
     stream: Any
@@ -32,10 +32,10 @@ class Made:
         return cls(stream, event)
 
     def use(self, value: Any) -> None:
-        """Let the current stream wait before it uses a value, whose tensors it may have in use when they are dropped.
+        """Make the current stream wait before it uses a value, and keep its memory in use.
 
         Args:
-            value: a tensor, or what holds some: tuples, lists, dataclasses.
+            value: a tensor, or a container: tuples, lists, dataclasses.
         """
         current = torch.cuda.current_stream(self.stream.device)
         if current == self.stream:

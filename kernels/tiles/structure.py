@@ -1,4 +1,4 @@
-"""The shape of a forest as intervals: nodes, paths, and groups of query rows that share one path.
+"""Describe a forest as intervals: nodes, paths, and groups of queries on one path.
 
 All of it follows from ``subtree_end`` alone. A node is a maximal run of tokens with one ``subtree_end``, and
 the ancestors of token t are the tokens k < t with ``subtree_end[k] > t``. For consecutive queries [s, e)
@@ -42,7 +42,7 @@ _CACHED_FORESTS = 8
 
 @dataclass(frozen=True)
 class Above:
-    """Keys from outside that come before the forest's own ones, in runs that the same queries see.
+    """Hold keys from outside, before the forest's own, in runs of equal visibility.
 
     Attributes:
         runs: the keys of each run, ``[R, 2]``.
@@ -65,7 +65,7 @@ class Above:
         return cls(runs[seen], lo[start][seen], hi[start][seen], len(lo))
 
     def seen(self, start: int, stop: int, *, by_all: bool) -> Ranges:
-        """Return the keys that all of the queries [start, stop) see, or those that some see and others do not."""
+        """Return keys that all queries [start, stop) see, or those that only some see."""
         whole = (self.first <= start) & (self.stop >= stop)
         return self.runs[whole if by_all else (self.first < stop) & (self.stop > start) & ~whole]
 
@@ -100,7 +100,7 @@ class Group:
 
     @property
     def partial(self) -> Ranges:
-        """Keys before ``start`` that only some queries of the group see: its first ones, but of keys from outside."""
+        """Return keys before ``start`` that only some queries of the group see."""
         runs, ends = self.structure.path(self.start)
         return self._with_above(runs[ends < self.stop], by_all=False)
 
@@ -153,7 +153,7 @@ class Structure:
         node_end: ``subtree_end`` of each node.
         longest_path: largest number of tokens on a path, at most.
         above: keys from outside; the groups' keys then count from the first of them.
-        kept: what users of the forest derive from it alone, under keys of their own.
+        kept: values that users of the forest derive from it alone, by key.
     """
 
     subtree_end: IntArray
@@ -201,7 +201,7 @@ class Structure:
         return np.flatnonzero(self.node_end > self._node_stop)
 
     def path(self, start: int) -> tuple[IntArray, IntArray]:
-        """Return the runs of tokens [first, stop) above a token, ``[R, 2]``, and the ends of their subtrees ``[R]``."""
+        """Return runs [first, stop) above a token, ``[R, 2]``, and subtree ends ``[R]``."""
         own = int(np.searchsorted(self.node_start, start, side="right")) - 1
         inner = self._internal[: np.searchsorted(self._internal, own)]
         nodes = inner[self.node_end[inner] > start]
@@ -228,7 +228,7 @@ class Structure:
         return Group(self, start, stop, bool((self.subtree_end[start : stop - 1] >= stop).all()))
 
     def columns(self, min_rows: int, min_keys: int) -> tuple[tuple[Column, ...], tuple[Group, ...]]:
-        """Return columns of at least ``min_keys`` keys, and the groups without the keys the columns hold."""
+        """Return columns of at least ``min_keys`` keys, and the groups without these keys."""
         found = self._columns.get((min_rows, min_keys))
         if found is None:
             groups = self.groups(min_rows, len(self.subtree_end))
@@ -248,7 +248,7 @@ class Structure:
         return cuts
 
     def _common(self, groups: Sequence[Group]) -> IntArray:
-        """Return how many keys each group shares with the next: tokens before it whose subtrees hold both."""
+        """Return how many keys each group shares with the next."""
         nodes = list(zip(self.node_start.tolist(), self._node_stop.tolist(), self.node_end.tolist(), strict=True))
         # The nodes above the group at hand, outermost first: minus their ends (ascending), tokens up to each.
         minus_ends: list[int] = []
@@ -347,7 +347,7 @@ def find_structure(subtree_end: Tensor, *boundary: Tensor) -> Structure:
         boundary: int ``[P]`` each, ``lo`` and ``hi`` of keys from outside.
     """
     given = (subtree_end, *boundary)
-    with _lock:  # backward runs in threads of its own
+    with _lock:  # backward runs in separate threads
         for position, (known, structure) in enumerate(_recent):
             if len(known) == len(given) and all(map(_same, known, given)):
                 _recent.insert(0, _recent.pop(position))
@@ -365,7 +365,7 @@ def _same(known: Tensor, given: Tensor) -> bool:
 
 
 def forget_structures() -> None:
-    """Drop what is kept of forests, so that masks of tiles take no memory while other forests run."""
+    """Drop caches of forests, so that masks of tiles take no memory while others run."""
     with _lock:
         for _, structure in _recent:
             structure.kept.clear()  # groups refer to their structure, which only the garbage collector would find

@@ -1,8 +1,8 @@
-"""Decide a score's condition for whole tiles, by interval arithmetic over the extrema of blocks of tokens.
+"""Decide a score's condition for whole tiles, by interval arithmetic over blocks.
 
-Every part of the condition becomes a lower and an upper bound per tile. What reads one token (its index, or a vector
-indexed by it: a depth, a document number) is bounded by the block's extrema; anything else is unbounded, which
-decides nothing and stays correct.
+Every part of the condition becomes a lower and an upper bound per tile. Values of one token (its index, or a vector
+indexed by it: a depth, a document number) are bounded by the block's extrema; other values are unbounded, which decides
+nothing and stays correct.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Extrema:
         leaf: ``"q"`` or ``"k"``.
         index: index of each token in the score's expressions, int64 ``[T]``.
         block: tokens per block.
-        buffers: what expressions load from.
+        buffers: tensors that expressions load.
     """
 
     leaf: str

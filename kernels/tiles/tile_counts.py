@@ -1,4 +1,4 @@
-"""How many tiles every program of a kernel meets, from intervals alone, and how long they take together.
+"""Count the tiles of every program of a kernel, from intervals, and predict the time.
 
 Lists of tiles are made for one size of tiles; sizes are compared before any list is there. A device runs programs side
 by side: it is done when the last one is, and not before all of them could be by all its processors.
@@ -16,10 +16,10 @@ __all__ = ["Rates", "TileCounts", "count_tiles", "predict_time"]
 
 @dataclass(frozen=True)
 class Rates:
-    """What keeps a processor busy, in microseconds.
+    """Hold a processor's costs in microseconds.
 
     Attributes:
-        program: a program, whatever its tiles.
+        program: a program, for any tiles.
         full: a tile of visible pairs alone.
         partial: a tile under the mask.
     """
@@ -43,7 +43,7 @@ class TileCounts:
 
 
 def count_tiles(ends: Tensor, query_block: int, key_block: int, group: int, *, by_key: bool) -> TileCounts:
-    """Count the tiles of a forest's own keys; those of :func:`build_blocks` where no condition is added.
+    """Count the tiles of a forest's own keys, as :func:`build_blocks` without a condition.
 
     Args:
         ends: ``subtree_end``, int32 ``[N]``.

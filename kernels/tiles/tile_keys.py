@@ -1,4 +1,4 @@
-"""Which keys a group of queries sees: those that every query sees, and those that need a mask."""
+"""Find the keys a group of queries sees: those all see, and those under a mask."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class TileKeys:
     Attributes:
         full: keys that every query sees, int64 ``[F]``, in packed order.
         mixed: keys that some may not see, int64 ``[M]``, in packed order.
-        seen: who sees the mixed keys, bool, broadcasts to ``[B, H, Q, M]``.
+        seen: visibility of the mixed keys, bool, broadcasts to ``[B, H, Q, M]``.
     """
 
     full: Tensor
@@ -44,7 +44,7 @@ class TileKeys:
 def find_tile_keys(inputs: Inputs, group: Group, visible: Expr | None) -> TileKeys:
     """Return the keys that a group sees under the tree condition and an extra one.
 
-    The extra condition is decided for blocks of keys by the extrema of what it reads, and evaluated only for
+    The extra condition is decided for blocks of keys by the extrema of its inputs, and evaluated only for
     blocks that this leaves open.
     """
     shared = to_tensor(group.shared)
@@ -79,7 +79,7 @@ def to_tensor(ranges: Ranges) -> Tensor:
 
 
 def _decided(inputs: Inputs, group: Group, visible: Expr, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys that a condition hides from all queries, and those that it shows to all, bool ``[K]``."""
+    """Return the keys that a condition hides from all queries, or shows to all, bool ``[K]``."""
     rows = group.stop - group.start
     queries = Extrema("q", torch.arange(group.start, group.stop) + inputs.outside, rows, inputs.buffers)
     blocks = torch.arange(-(-len(keys) // _KEY_BLOCK))

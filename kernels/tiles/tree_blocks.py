@@ -1,4 +1,4 @@
-"""Which tiles of the attention matrix a kernel must visit, from interval arithmetic on blocks of keys.
+"""List the tiles of attention that a kernel must visit, by intervals of key blocks.
 
 Key j is seen by the queries ``low[j] <= q < high[j]``; a token's own key has ``low = j, high = subtree_end[j]``.
 For a block of keys the queries that meet it are one interval of query blocks, and those that meet *only* visible
@@ -43,8 +43,8 @@ __all__ = [
 
 _CACHED = 48
 _OVERWRITTEN = (
-    "a tensor that describes the forest was overwritten without a new version (through .data, or by a kernel of its "
-    "own): no CUDA call of this process works after this; give the new forest in a new tensor"
+    "a tensor that describes the forest was overwritten without a new version (through .data, or by a custom "
+    "kernel): no CUDA call of this process works after this; give the new forest in a new tensor"
 )
 _PAIRS_AT_ONCE = 1 << 22
 """Tiles that are decided in one go: bounds the memory of the conditions."""
@@ -86,17 +86,17 @@ class TileLists:
 
 @dataclass(frozen=True)
 class TreeBlocks:
-    """Tile lists in both directions, and what the mask of a partial tile reads.
+    """Hold tile lists in both directions, and the inputs of partial tiles' masks.
 
     Attributes:
         query_block: rows per block of queries.
         key_block: keys per block.
         low: as in :class:`Keys`, and zeros up to a whole block.
-        size: ``high - low``, 0 where nobody sees the key, int32 ``[K]`` and zeros up to a whole block: q sees key j iff
+        size: ``high - low``, 0 for unseen keys, int32 ``[K]`` and zeros up to a whole block: q sees key j iff
             ``unsigned(q - low[j]) < size[j]``.
         by_query: key blocks of each query block (forward, dq).
         by_key: query blocks of each key block (dk, dv); a ragged block of queries is not full.
-        key_programs: who visits them.
+        key_programs: programs that visit them.
     """
 
     query_block: int
@@ -117,7 +117,7 @@ def build_blocks(
     buffers: Sequence[Tensor] = (),
     group: int = 1,
 ) -> TreeBlocks:
-    """Build the tile lists; on a CUDA device the host waits for it twice, three times with a condition.
+    """Build the tile lists; on a CUDA device the host waits twice, thrice with a condition.
 
     Args:
         keys: the keys, on the device that the lists shall be on.
@@ -126,7 +126,7 @@ def build_blocks(
         key_block: keys per tile.
         visible: extra condition of the score; tiles where it is provably false are left out, and only those where
             it is provably true count as full.
-        buffers: what the condition loads from.
+        buffers: tensors that the condition loads.
         group: rows of every query, one below the other: the query heads that share a key head.
     """
     device = keys.high.device
@@ -161,7 +161,7 @@ def build_blocks(
 def find_intervals(
     low: Tensor, high: Tensor, rows: int, query_block: int, key_block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return per key block the query blocks [begin, stop) it meets and those [begin, stop) it fills, int64 each.
+    """Return the query blocks [begin, stop) that each key block meets, and that it fills.
 
     Args:
         low: first row that sees each key, int64 ``[K]``.
@@ -179,7 +179,7 @@ def find_intervals(
     begin = padded(low, rows).amin(1).clamp(0, rows) // query_block
     last = padded(high, 0).amax(1).clamp(0, rows)
     stop = (last + query_block - 1) // query_block
-    # Keys that do not exist are seen by nobody, so a ragged block of keys is never full.
+    # Keys that do not exist are never seen, so a ragged block of keys is never full.
     full_begin = (padded(low, rows).amax(1).clamp(min=0) + query_block - 1) // query_block
     smallest = padded(high, 0).amin(1)
     total = -(-rows // query_block)
@@ -208,7 +208,7 @@ def _decide(
 
 
 def _lists(block: Tensor, tile: Tensor, full: Tensor, blocks: int) -> tuple[TileLists, Tensor, Tensor]:
-    """Group the tiles by block, full ones first, in ascending order; return the bounds as int64 too."""
+    """Group tiles by block, full ones first, ascending; return the bounds as int64 too."""
     entry, by_block = torch.sort(2 * block + (~full).to(torch.int64), stable=True)
     bounds = torch.searchsorted(entry, torch.arange(2 * blocks + 1, device=block.device))
     start, middle = bounds[::2], bounds[1::2]
@@ -234,7 +234,7 @@ class _Entry:
     value: Any
 
     def wait(self) -> None:
-        """Let the current stream wait for what another one has made."""
+        """Make the current stream wait for values of another one."""
         if self.made is not None:
             self.made.use((self.value, self.copies))
 
@@ -252,9 +252,9 @@ def find_blocks(
     buffers: Sequence[Tensor] = (),
     group: int = 1,
 ) -> TreeBlocks:
-    """Return :func:`build_blocks` of the arguments; layers, forward and backward of one step share it.
+    """Return :func:`build_blocks`, shared by layers, forward and backward of one step.
 
-    A forest whose vectors were sent from the host has its lists made there: nothing waits for the device.
+    A forest with vectors from the host has its lists made there, without synchronizing.
 
     On the CPU a hit is verified by content. On a CUDA device it goes by the identity and version of the tensors; of
     tensors that the host has not sent, the device itself checks the content and stops the program if one was
@@ -279,7 +279,7 @@ def find_blocks(
 
 
 def _up_to_blocks(numbers: Tensor, block: int) -> Tensor:
-    """Return numbers of keys as int32, with zeros for keys that are not there, so that blocks are loaded whole."""
+    """Pad numbers of keys with zeros to whole blocks, as int32."""
     return torch.nn.functional.pad(numbers.to(torch.int32), (0, -len(numbers) % block)).contiguous()
 
 
@@ -312,7 +312,7 @@ def forget_blocks() -> None:
 
 
 def find_node_length(subtree_end: Tensor) -> int:
-    """Return the mean number of tokens of a forest's nodes, rounded down to a power of two; remembered like the lists.
+    """Return the mean node length of a forest, rounded down to a power of two; cached.
 
     Args:
         subtree_end: int32 ``[N]``. A token goes on the node of the token before it iff their subtrees end alike.
@@ -327,15 +327,15 @@ def find_node_length(subtree_end: Tensor) -> int:
 
 
 def _mean_length(subtree_end: Tensor) -> int:
-    """Of nodes, without the trees of one token that fill the packed row up; the last token of a forest looks alike."""
+    """Return the mean length of nodes, without the single-token trees of padding."""
     alone = subtree_end - torch.arange(len(subtree_end), device=subtree_end.device) == 1
     ends = subtree_end[: len(subtree_end) + 1 - max(1, int(alone.flip(0).cumprod(0).sum()))]
     return 1 << (max(1, len(ends) // (1 + int((ends[1:] != ends[:-1]).sum()))).bit_length() - 1)
 
 
 def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
-    """Return what ``build`` made for these settings and tensors; a hit is verified as in :func:`find_blocks`."""
-    with _lock:  # backward runs in threads of its own
+    """Return the cached result of ``build``; a hit is verified as in :func:`find_blocks`."""
+    with _lock:  # backward runs in separate threads
         entry = _recall(settings, given)
         if entry is None:
             with lasting():
@@ -344,14 +344,14 @@ def remembered(settings: tuple[object, ...], given: tuple[Tensor, ...], build: C
 
 
 def recall(settings: tuple[object, ...], given: tuple[Tensor, ...]) -> Any:
-    """Return what :func:`keep` was given for these settings and tensors, or ``None``; a hit is verified likewise."""
+    """Return the value of :func:`keep` for these settings and tensors, or ``None``."""
     with _lock:
         entry = _recall(settings, given)
     return None if entry is None else entry.value
 
 
 def keep(settings: tuple[object, ...], given: tuple[Tensor, ...], value: Any) -> None:
-    """Remember what follows from these settings and tensors, which were looked up without a result."""
+    """Cache a value for settings and tensors that were looked up without a result."""
     with _lock, lasting():
         _keep(settings, given, value)
 
@@ -375,7 +375,7 @@ def _keep(settings: tuple[object, ...], given: tuple[Tensor, ...], value: Any) -
 
 
 def _is_over(entry: _Entry) -> bool:
-    """Whether nothing can be found to be what an entry was made from; by content alone tensors on the CPU can."""
+    """Return whether an entry's sources are freed, so that it cannot be found any more."""
     return (entry.on_device or not entry.copies) and any(known.is_gone() for known in entry.given)
 
 

@@ -1,1 +1,1 @@
-"""Generated Triton kernels of tree attention. Nothing here imports Triton before a kernel is wanted."""
+"""Generate Triton kernels of tree attention; import Triton only for a kernel."""

@@ -1,7 +1,6 @@
-"""How tensors are handed to kernels: strides, dense features, aligned rows, scratch memory, values of a score.
+"""Pass tensors to kernels: strides, dense features, aligned rows, scratch, score values.
 
-What a score reads of one query, or of one key, alone is evaluated before a kernel in Gluon, in the order of its
-tiles.
+Parts of a score that read one query or one key alone are evaluated before a kernel in Gluon, in the order of its tiles.
 """
 
 from abc import ABC, abstractmethod
@@ -51,7 +50,7 @@ class KeySource:
         keys: which queries see them.
         rows: int32 ``[K]``: where in the pool each key lies; ``None``: key j is row j. Keys of ancestors are used in
             place this way, without a gathered copy.
-        values: what Gluon reads of the score, see ``Attention.with_values``.
+        values: values of the score for Gluon, see ``Attention.with_values``.
     """
 
     k: Tensor
@@ -87,7 +86,7 @@ def split_heads(tensor: Tensor, group: int) -> Tensor:
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """Return the strides over batch, heads and tokens of a ``[B, H, N, D]`` tensor with dense features."""
+    """Return strides of batch, heads and tokens of ``[B, H, N, D]`` with dense features."""
     batch, head, token, _ = tensor.stride()
     return {f"{name}_batch": batch, f"{name}_head": head, f"{name}_token": token}
 
@@ -106,7 +105,7 @@ def buffer_arguments(buffers: Sequence[Tensor], numbers: Sequence[int]) -> dict[
 
 
 def forest_numbers(inputs: Inputs, score: Score) -> tuple[int, ...]:
-    """Return the numbers of the buffers that belong to the forest: the condition's, and what the host has sent."""
+    """Return numbers of the forest's buffers: the condition's, and those sent by the host."""
     sent = (number for number in loads(score.value) if host_copies([inputs.buffers[number]]) is not None)
     return tuple(sorted({*loads(score.visible), *sent}))
 

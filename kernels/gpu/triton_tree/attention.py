@@ -26,7 +26,7 @@ __all__ = ["attention_of", "backward", "backward_from", "forward", "forward_from
 
 
 def forward(inputs: Inputs, score: Score, *, path: str | None = None) -> tuple[Tensor, Tensor]:
-    """Return the output ``[B, H, N, Dv]`` and the log-sum-exp ``[B, H, N]``, on the best path or the given one."""
+    """Return output ``[B, H, N, Dv]`` and log-sum-exp ``[B, H, N]``, on a given or best path."""
 
     def launch(recorder: Recorder | None = None) -> list[Tensor]:
         def run(chosen: Attention, _: Sequence[Tensor]) -> list[Tensor]:
@@ -55,7 +55,7 @@ def backward(
     *,
     path: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of q, k, v, and a list: those of the boundary and of sinks if given, of marked buffers.
+    """Return the gradients of q, k, v, and a list of all others.
 
     On the given path in two passes over the tiles, with the same bits every time; without one as it costs least.
     """
@@ -90,7 +90,7 @@ _Kind = tuple[str, str, bool, str | None, tuple[int, ...]]
 
 
 def _kind(name: str, inputs: Inputs, score: Score) -> _Kind | None:
-    """Return what decides which kernels run, beside the forest and how tensors lie; the forest's buffers come last.
+    """Return the key of launches, besides forest and layout; the forest's buffers come last.
 
     ``None``: they differ from call to call, with keys from outside or while configurations are tried out.
     """
@@ -101,7 +101,7 @@ def _kind(name: str, inputs: Inputs, score: Score) -> _Kind | None:
 
 
 def _forest(inputs: Inputs, kind: _Kind) -> tuple[Tensor, ...]:
-    """Return the vectors of the forest: lists of tiles and values of the score are made from them."""
+    """Return the forest's vectors, from which tiles and values of the score are made."""
     return (inputs.subtree_end, *(inputs.buffers[number] for number in kind[-1]))
 
 
@@ -113,7 +113,7 @@ def _given(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def forward_from(attention: Attention, sources: Sequence[KeySource]) -> tuple[Tensor, Tensor]:
-    """Attend to several sources of keys, one launch each; every launch goes on from the result before.
+    """Attend to several sources of keys, one launch each, continuing the result before.
 
     Args:
         attention: the queries, the score, the path.
@@ -161,11 +161,11 @@ def backward_from(
         prologue.run()
         delta, sums = prologue.arguments["Delta"], of_keys["SumsQ"]
         pairs = [_backward_keys(attention, source, of_keys) for source in sources]
-        del prologue, of_keys  # what dk and dv alone read makes room for dq
+        del prologue, of_keys  # free the inputs of dk and dv alone before dq
         seen = [source for source in sources if attention.is_seen(source)]
         if attention.once:
             launch_finish(sums, dq, attention.code.factor, attention.inputs.k.shape[1]).run()
-            del sums  # what repairs takes no more room
+            del sums  # repairs take no more room
             _repair_queries(attention, seen, of_queries, dq)
         else:
             _backward_queries(attention, seen, of_queries, dq)
@@ -178,7 +178,7 @@ def _backward_keys(attention: Attention, source: KeySource, gradients: dict[str,
 
     def make(chosen: Attention) -> Launch:
         given = gradients
-        if attention.once and chosen is not attention:  # what is only timed adds to sums that nobody reads
+        if attention.once and chosen is not attention:  # a timed launch adds to unused sums
             given = {**gradients, "SumsQ": torch.empty_like(gradients["SumsQ"])}
         return chosen.backward_keys(source, given, dk, dv)
 
@@ -193,7 +193,7 @@ def _backward_keys(attention: Attention, source: KeySource, gradients: dict[str,
 def _backward_queries(
     attention: Attention, sources: Sequence[KeySource], gradients: dict[str, Any], dq: Tensor
 ) -> None:
-    """Write the gradient of the queries: one launch per source, each goes on from the one before."""
+    """Write the gradient of the queries: one launch per source, each continuing the last."""
     previous = None
     for source in sources:
         target = dq if source is sources[-1] else torch.empty_like(dq, dtype=torch.float32)
@@ -205,7 +205,7 @@ def _backward_queries(
 
 
 def _repair_queries(attention: Attention, sources: Sequence[KeySource], rows: dict[str, Any], dq: Tensor) -> None:
-    """Recompute the tiles of dq in which a key that is not finite reached rows that do not see it."""
+    """Recompute tiles of dq where a key that is not finite reached rows that cannot see it."""
     previous = None
     for source in sources:
         target = dq if source is sources[-1] else torch.empty_like(dq, dtype=torch.float32)

@@ -1,9 +1,9 @@
-"""Gradients of the tensors that a score loads from (an additive bias, learned slopes), densely in torch.
+"""Compute gradients of a score's buffers (bias, learned slopes), densely in torch.
 
 Only the score expression itself runs under autograd. It holds the scores of one block of queries at a time; quadratic
 in the tokens, deterministic, and used only if a buffer requires grad.
 
-The weights and what the softmax takes from their gradients are made anew in each block, from the same numbers, so that
+The weights and the softmax's correction of their gradients are recomputed in each block, from the same numbers, so that
 the gradients of a row's logits sum to zero but for rounding. Those that the kernels have kept do not: their error is
 common to all keys of a row, and a slope multiplies it with the distances of all of them. So does the rounding of a
 row's sums, which are therefore taken in float64; the products of matrices are not.

@@ -1,4 +1,4 @@
-"""From a score to a Python module of Triton kernels: the templates with the score's code in their holes.
+"""Generate a Python module of Triton kernels from a score and templates.
 
 The source is a function of its request alone. It is written under a name made of its content, so that tracebacks and
 Triton's own reading of the source find it, and so that processes share it.
@@ -48,11 +48,11 @@ _lock = Lock()
 
 @dataclass(frozen=True)
 class Request:
-    """What the text of a kernel depends on; everything else is an argument.
+    """Hold the inputs of a kernel's text; everything else is an argument.
 
     Attributes:
         score: text of ``Score.to_json()``.
-        buffers: kinds of what it loads from.
+        buffers: kinds of the loaded buffers.
         head_dim: width of queries and keys.
         value_dim: width of values.
         chunk_widths: the narrowest and the widest piece of a head in one product, powers of two.
@@ -70,7 +70,10 @@ class Request:
 
 
 def head_chunks(width: int, smallest: int, largest: int) -> tuple[tuple[int, int, int], ...]:
-    """Split a head into powers of two: (start, width, width of the head) of each chunk; the last may overhang."""
+    """Split a head into powers of two: (start, width, width of the head) per chunk.
+
+    The last may overhang.
+    """
     chunks, start = [], 0
     while start < width:
         left = width - start
@@ -87,7 +90,7 @@ def row_width(width: int, chunk_widths: tuple[int, int]) -> int:
 
 
 def row_vectors(path: str) -> dict[str, int]:
-    """Return how backward kernels of a path read the log-sum-exp and minus delta of rows, with the words of a row."""
+    """Return how backward kernels read the log-sum-exp and minus delta, in words per row."""
     return {"PackedHalves": 2} if path == "plain" else {"PackedLse": 1, "PackedDelta": 1}
 
 
@@ -199,7 +202,7 @@ def kernel_module(request: Request) -> ModuleType:
 
 
 def _written(name: str, source: str) -> Path:
-    """Write a file of that content unless it is there; a folder that cannot be written gives way to a fresh one."""
+    """Write a file unless present; an unwritable folder gives way to a fresh one."""
     kept, content = code_folder(), source.encode()
     if kept is not None:
         path = kept / "kernels" / name
@@ -218,7 +221,7 @@ def _written(name: str, source: str) -> Path:
 
 
 class _SourceLoader(SourceFileLoader):
-    """Runs a source that is at hand: neither its file, which may change, nor compiled code that lies beside it."""
+    """Load a given source, not its file, which may change, nor compiled code next to it."""
 
     def __init__(self, name: str, path: str, source: str) -> None:
         super().__init__(name, path)

@@ -1,4 +1,4 @@
-"""Tile sizes, warps and stages of the kernels: what compiled without spills, by kernel, type and head dim."""
+"""List tile sizes, warps and stages that compiled without spills, by kernel and type."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,7 +42,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the best configuration depends on.
+    """Hold the inputs of the choice of a configuration.
 
     Attributes:
         kernel: ``"forward"``, ``"backward_keys"``, ``"backward_queries"`` or ``"backward_once"``.
@@ -51,11 +51,11 @@ class Problem:
         head_dim: width of queries and keys.
         value_dim: width of values.
         group: query heads per key head.
-        heavy: whether the score needs registers of its own (a slope that varies, terms per pair).
+        heavy: whether the score needs further registers (a slope that varies, terms per pair).
         loads_pairs: whether the score loads an element per pair.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
         shared_limit: bytes of shared memory that a program may use.
-        operations: what the score is made of, its numbers left out: ``mul`` for a scaled product alone.
+        operations: operations of the score without its numbers: ``mul`` for a scaled product alone.
     """
 
     kernel: str
@@ -85,7 +85,7 @@ SHARED_MEMORY = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448
 
 @lru_cache(maxsize=256)
 def operations_of(score: Score) -> str:
-    """Return the names of a score's operations, each once: those of the logit, then those of the condition."""
+    """Return the names of a score's operations, of the logit and then of the condition."""
     parts = [sorted(_names(part)) for part in (score.value, score.visible) if part is not None]
     return "|".join(",".join(names) for names in parts)
 
@@ -109,9 +109,9 @@ def default_config(problem: Problem) -> Config:
 
 
 def one_pass_fits(problem: Problem) -> bool:
-    """Return whether the kernel that adds up dq beside dk and dv has room for both.
+    """Return whether the kernel that sums dq together with dk and dv has room for both.
 
-    A score with a slope of its own, or terms of pairs, spills 70 to 250 bytes of registers in it; wider heads more (on
+    A score with a varying slope, or terms of pairs, spills 70 to 250 bytes of registers in it; wider heads more (on
     an A100 96 features spill 672), or they take more columns of a Blackwell's tensor memory than it has (80 features
     544 of 512). And a tile of fewer keys than a head has features adds more bytes to dq than a second pass would load.
     In Gluon each group of warps multiplies 64 features of the keys, no fewer than a swizzled line of shared memory has.
@@ -155,7 +155,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
 
 
 def _tile_of_nodes(problem: Problem) -> tuple[Config, ...]:
-    """Return the first choice on Hopper for a product alone, of the forward or of dq in Gluon, by the length of nodes.
+    """Return Hopper's first choice for a product alone in Gluon, by the length of nodes.
 
     Of twice as many keys a tile takes a fifth fewer instructions per logit (9.5 instead of 12.3 in full tiles of the
     plain form); conditions and slopes spill in it, short nodes fill little of it (a tree of thought takes Gluon's
@@ -175,7 +175,7 @@ def _tile_of_nodes(problem: Problem) -> tuple[Config, ...]:
 def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
     """Return a first choice where a table's own spills.
 
-    Beside Hopper, sums either lie in registers, all of them, or have a memory of their own.
+    Other than on Hopper, sums are either all in registers, or in a separate memory.
     """
     if problem.path == "gluon" or problem.dtype == torch.float32:
         return ()
@@ -191,15 +191,18 @@ def _first_elsewhere(problem: Problem) -> tuple[Config, ...]:
 
 
 def _by_warp(problem: Problem) -> bool:
-    """Return whether a device multiplies warp by warp, with all sums in registers: before Hopper, and desktop GPUs."""
+    """Return whether a device multiplies by warp, with sums in registers.
+
+    That is before Hopper, and on desktop GPUs.
+    """
     return problem.shared_limit < usable_shared_memory(100)
 
 
 def _shared_bytes(problem: Problem, config: Config) -> int:
-    """Return about how many bytes of shared memory a program takes: its own tile and the pipeline of the others."""
+    """Estimate a program's bytes of shared memory: its tile and the pipeline of the others."""
     both = problem.head_dim + problem.value_dim
     by_warp = _by_warp(problem) and problem.dtype != torch.float32
-    # Warps copy what they multiply to registers; warp groups still read a tile while the next ones are loaded.
+    # Warps copy operands to registers; warp groups still read a tile while the next ones are loaded.
     tiles = max(1, config.stages - 1) if by_warp else config.stages
     if problem.kernel in _BY_KEY:
         elements = config.block_n * both + tiles * config.block_m * both
@@ -208,7 +211,7 @@ def _shared_bytes(problem: Problem, config: Config) -> int:
     else:
         elements = config.block_m * both + tiles * config.block_n * both
     size = 4 if problem.dtype == torch.float32 else 2
-    # Weights change hands that have fewer rows than eight warps multiply, or meet what pairs load.
+    # Weights are exchanged if they have fewer rows than eight warps multiply, or meet loads of pairs.
     rows = config.block_n if problem.kernel in _BY_KEY else config.block_m
     changes = by_warp and (rows < _ROWS_OF_WARPS or problem.loads_pairs)
     changed = config.block_m * config.block_n if changes else 0
@@ -235,7 +238,7 @@ _LONG_NODE = 256
 _BY_KEY = ("backward_keys", "backward_once")
 _WIDE_HEAD = 192
 _HEAVY_TILE, _HEAVY_WIDE_TILE = 32 * 128, 16 * 64
-"""Largest tile of dk and dv that does not spill when the score needs registers of its own."""
+"""Largest tile of dk and dv that does not spill when the score needs further registers."""
 
 
 def _fits(problem: Problem, config: Config) -> bool:
@@ -322,4 +325,4 @@ _FLOAT32: _Table = {
     },
 }
 _SMALL = (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(16, 16, 4, 2), Config(16, 16, 4, 1))
-"""What fits older devices and wider heads, at some loss."""
+"""Configurations for older devices and wider heads, at some loss."""

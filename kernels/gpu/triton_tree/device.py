@@ -34,7 +34,7 @@ _MOST_BITS = tl.constexpr(64)
 
 @triton.jit
 def load_rows(pointer, offsets, valid, START: tl.constexpr, WIDTH: tl.constexpr, STOP: tl.constexpr):
-    """Load features [START, STOP) of some rows as ``[rows, WIDTH]``; what lies outside reads 0.
+    """Load features [START, STOP) of some rows as ``[rows, WIDTH]``; others read 0.
 
     ``offsets`` is the first element of each row, ``valid`` a mask of rows or None.
     """
@@ -75,7 +75,7 @@ def sums_offsets(row, feature, ROW_WIDTH: tl.constexpr):
 
 @triton.jit
 def add_rows(sums, first, tile, START: tl.constexpr, ROW_WIDTH: tl.constexpr):
-    """Add a tile to features from START on of the sums of rows, which others add to at the same time.
+    """Add a tile atomically to features from START on of the sums of rows.
 
     Args:
         sums: of the rows of a key head, in the order of :func:`sums_offsets`.
@@ -92,7 +92,7 @@ def add_rows(sums, first, tile, START: tl.constexpr, ROW_WIDTH: tl.constexpr):
     four = tl.arange(0, ROWS * WIDTH // 4)
     group = START // 8 + four // (2 * ROWS) % 2 * (WIDTH // 16) + four // (4 * ROWS)
     place = four // 32 % (ROWS // 16) * (16 * ROW_WIDTH) + group * 128 + four % 32 * 4
-    # What changes from tile to tile is added last, to what is known before the loop.
+    # Offsets that change from tile to tile are added last, to loop invariants.
     tl.atomic_add((sums + (place[:, None] + tl.arange(0, 4)[None, :])) + first, x, sem="relaxed")
 
 
@@ -134,7 +134,7 @@ def load_number(numbers, entry, last=None):
 
 @triton.jit
 def under(query, low, size):
-    """Return where ``low <= query < low + size``: one comparison, because negative distances are huge unsigned."""
+    """Return where ``low <= query < low + size``, by one unsigned comparison."""
     return (query - low).to(tl.uint32, bitcast=True) < size.to(tl.uint32, bitcast=True)
 
 
@@ -161,7 +161,7 @@ def seen_or_lowest(logit, query, low, size):
 
 @triton.constexpr_function
 def seen_bits(count):
-    """Return a block for some logits: each stays if its bit is among those from a first to before another.
+    """Return a block for some logits, each kept if its bit is in a range.
 
     Operands are all results, all logits, all first ones, all others, and all bits. The logits of a thread's two keys
     take turns by pairs; here one key comes after the other, so that the assembler finds bits of one number in a row.
@@ -232,14 +232,14 @@ def own_before(query, STEP: tl.constexpr, OWN: tl.constexpr):
 
 @triton.jit
 def softened(logit):
-    """Return the logit times log2(e); what was finite stays finite, so the lowest number still masks softly."""
+    """Return the logit times log2(e); finite logits stay finite, so masks stay soft."""
     finite = tl.maximum(logit, -2.3e38, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634
     return tl.where(logit == float("-inf"), logit, finite)
 
 
 @triton.jit
 def soft_weight(difference):
-    """Return the weight of a soft logit less the log-sum-exp of its row: never above 1, and NaN where that is NaN.
+    """Return the weight of a soft logit less its row's log-sum-exp: at most 1, or NaN.
 
     Where only the lowest number was seen, it rounds more coarsely than 1.
     """
@@ -274,6 +274,6 @@ def remainder(a, b, FLOATING: tl.constexpr):
 
 @triton.jit
 def clamped(index, size):
-    """Return an index into ``size`` elements: negative ones count from the end, others stay inside."""
+    """Return an index into ``size`` elements; negative ones count from the end."""
     index = tl.minimum(tl.maximum(index, -size), size - 1)
     return tl.where(index < 0, index + size, index)

@@ -1,4 +1,4 @@
-"""A score expression as Triton code: what depends on the query, on the key, on the pair, and on the product q.k.
+"""Write a score as Triton code, by dependence on query, key, pair and q.k.
 
 The parts free of the product keep their integer arithmetic and are hoisted to where they change: before the loop over
 tiles for one side of the tile, inside it for the other. The rest is mathematics in one variable: sympy folds its
@@ -41,7 +41,7 @@ _SOFT = 1e30
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What the code must know of a buffer: ``"bool"``, ``"int"`` or ``"float"``, and its rank."""
+    """Describe a buffer: ``"bool"``, ``"int"`` or ``"float"``, and its rank."""
 
     kind: str
     ndim: int
@@ -58,7 +58,7 @@ def kinds_of(buffers: Sequence[torch.Tensor]) -> tuple[BufferKind, ...]:
 
 @dataclass(frozen=True)
 class ScoreCode:
-    """A score in Triton. Statements read ``q_index, k_index, head, batch, dot``, in the shapes of the tile.
+    """Hold a score's Triton code; statements read ``q_index, k_index, head, batch, dot``.
 
     Attributes:
         uniform: statements that depend on the batch at most.
@@ -77,7 +77,7 @@ class ScoreCode:
         soft: whether finite constants mask, so that their sum must not become an infinity.
         loads_pairs: whether ``pair`` loads.
         leaves_32_bits: whether whole numbers may need more bits although positions do not: products, large constants.
-        row_values: variables of ``uniform`` and ``row`` that later statements read, with what they are.
+        row_values: variables of ``uniform`` and ``row`` that later statements read, with their meaning.
         column_values: those of ``column``.
     """
 
@@ -103,7 +103,7 @@ class ScoreCode:
 
 @dataclass(frozen=True)
 class HoistedValue:
-    """A variable of one query or one key alone: its name, what it is, and its kind."""
+    """Name a variable of one query or one key alone, with its expression and kind."""
 
     name: str
     expr: Expr
@@ -116,7 +116,7 @@ def score_code(score: str, buffers: tuple[BufferKind, ...]) -> ScoreCode:
 
     Args:
         score: the text of ``Score.to_json()``.
-        buffers: what the loads read.
+        buffers: kinds of the loaded buffers.
 
     Raises:
         UnsupportedError: the score takes q.k through an operation without a derivative.
@@ -167,7 +167,7 @@ def _parts(score: Score) -> list[Expr]:
 
 
 def _scale_of(logit: Any, dot: Any) -> float | None:
-    """Return the positive number that an expression is ``dot`` times, or ``None`` if it is something else."""
+    """Return the positive factor of an expression ``factor * dot``, else ``None``."""
     scale = logit.coeff(dot) if logit.free_symbols == {dot} else sympy.Integer(0)
     return float(scale) if scale.is_number and scale.is_positive and logit == scale * dot else None
 
@@ -194,7 +194,7 @@ def _inner(expr: Expr) -> Iterable[Expr]:
 
 
 class _Writer:
-    """Writes what is free of the product, each shared part once."""
+    """Write the parts free of the product, each shared part once."""
 
     def __init__(self, buffers: tuple[BufferKind, ...]) -> None:
         self.buffers = buffers
@@ -251,7 +251,7 @@ class _Writer:
         return self.kind(expr) == "int" and not self._largest(expr) < 2**31
 
     def _largest(self, expr: Expr) -> float:
-        """Of the sizes an expression may have; infinity where nothing is known, as of a float that is loaded."""
+        """Return the largest size of an expression; infinity if unknown, as of a loaded float."""
         op, *operands = expr
         kind = self.kind(expr)
         if kind == "bool" or op == "const":
@@ -270,7 +270,7 @@ class _Writer:
         return sizes[-1] if op == "mod" else sizes[0] if op == "floordiv" else max(sizes)
 
     def check_load(self, expr: Expr) -> None:
-        """Raise unless every dimension of an existing buffer is indexed (the message is evaluate's)."""
+        """Raise unless every dimension of an existing buffer is indexed."""
         number, indices = expr[1], expr[2:]
         if not 0 <= number < len(self.buffers) or self.buffers[number].ndim != len(indices):
             empty = [torch.empty((0,) * buffer.ndim) for buffer in self.buffers]
@@ -291,7 +291,7 @@ class _Writer:
         return self._names[id(expr)]
 
     def text(self, expr: Expr, level: str) -> str:
-        """Return the value for use in a statement of ``level``: a variable if it is shared or hoisted."""
+        """Return the value for a statement of ``level``: a variable if shared or hoisted."""
         if expr[0] in _LEAVES:
             return _LEAVES[expr[0]][0]
         if expr[0] == "const":

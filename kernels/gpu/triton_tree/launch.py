@@ -1,4 +1,4 @@
-"""The launches of one attention: which kernels with which arguments, on which lists of tiles."""
+"""Make the launches of one attention: kernels, arguments and lists of tiles."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,17 +41,17 @@ __all__ = ["Attention", "KeySource", "Launch"]
 
 @dataclass(frozen=True)
 class Attention:
-    """What all launches of one attention share.
+    """Hold the data that all launches of one attention share.
 
     Attributes:
-        inputs: the tensors; the boundary is a key source of its own.
+        inputs: the tensors; the boundary is a separate key source.
         score: the score.
         path: ``"plain"`` or ``"gluon"``.
         once: whether the kernel of dk and dv also adds up dq, in no fixed order.
         choose: the configuration of each problem.
         node_length: mean length of the forest's nodes, rounded down to a power of two.
         shared_limit: bytes of shared memory that a program may use.
-        request: what the kernels' source depends on.
+        request: inputs of the kernels' source.
         code: the score in Triton.
         group: query heads per key head.
     """
@@ -101,7 +101,7 @@ class Attention:
         return KeySource(boundary.k, boundary.v, keys)
 
     def problem(self, kernel: str) -> Problem:
-        """Return what the configuration of a kernel depends on."""
+        """Return the inputs of the choice of a kernel's configuration."""
         return Problem(
             kernel,
             self.path,
@@ -123,7 +123,7 @@ class Attention:
     def forward(
         self, source: KeySource, out: Tensor, lse: Tensor, previous: tuple[Tensor, Tensor] | None = None
     ) -> Launch:
-        """Return the launch that writes ``out`` and ``lse``, going on from a previous pair of them."""
+        """Return the launch that writes ``out`` and ``lse``, continuing from a previous pair."""
         config = self.config("forward")
         blocks = self.blocks(source, config)
         arguments = {
@@ -148,7 +148,7 @@ class Attention:
 
         Args:
             source: the keys.
-            gradients: what :meth:`prologue` returned.
+            gradients: result of :meth:`prologue`.
             dk: where the gradient of the keys goes.
             dv: where that of the values goes.
         """
@@ -193,11 +193,11 @@ class Attention:
     def repair_sums(
         self, source: KeySource, rows: dict[str, Any], spoiled: Tensor, dq: Tensor, previous: Tensor | None = None
     ) -> Launch:
-        """Return the launch that computes tiles of dq again, which one pass has added up, with one source of keys.
+        """Return the launch that recomputes tiles of one-pass dq with one source of keys.
 
         Args:
             source: the keys.
-            rows: what :meth:`prologue` returned for the kernel of dq.
+            rows: result of :meth:`prologue` for the kernel of dq.
             spoiled: dq of all sources, which says where that is needed.
             dq: where the result goes.
             previous: that of the sources before.
@@ -217,7 +217,7 @@ class Attention:
         }
 
     def _with_repair(self, launch: Launch, further: Mapping[str, Any]) -> Launch:
-        """Return a launch; in Gluon, a repair follows it with the same arguments and ``further`` ones."""
+        """Return a launch; in Gluon, a repair follows with the same and ``further`` arguments."""
         if self.path == "plain":  # these kernels do so themselves
             return launch
         name = launch.kernel.__name__
@@ -230,7 +230,7 @@ class Attention:
         return launch_repair(kernel, {**arguments, **buffers}, config, self.heads)
 
     def is_seen(self, source: KeySource) -> bool:
-        """Return whether any query sees a key of a source; two keys of every boundary may be there for their number."""
+        """Return whether any query sees a key of a source; boundary padding is not seen."""
         if source.keys.low is None or not len(source):
             return len(source) > 0
         return len(self.blocks(source, self.config("forward")).by_query.tiles) > 0
@@ -241,7 +241,7 @@ class Attention:
         return self.inputs.q.shape[0] * self.inputs.k.shape[1]
 
     def keys_met(self, kernel: str) -> float:
-        """Return how many keys a row of queries meets in the tiles of a kernel, on average; known without a wait."""
+        """Return the mean number of keys that a row of queries meets, without synchronizing."""
         config = self.config(kernel)
         tiles = sum(len(self.blocks(one, config).by_key.tiles) for one in self.sources() if self.is_seen(one))
         return tiles * config.block_m * config.block_n / (self.inputs.q.shape[2] * self.group)
@@ -259,7 +259,7 @@ class Attention:
         )
 
     def launch(self, name: str, lists: int, arguments: dict[str, Any], config: Config) -> Launch:
-        """Return a launch with one program per list of tiles and key head, or for several where the kernel says so."""
+        """Return a launch with one program per list of tiles and key head, or fewer."""
         kernel = getattr(self.module, name)
         taken = {parameter: arguments[parameter] for parameter in kernel.arg_names}
         if "lists" in taken:
@@ -300,7 +300,7 @@ class Attention:
     def prologue(
         self, grad_out: Tensor, out: Tensor, lse: Tensor, values: Sequence[Launch] = ()
     ) -> tuple[Launch, dict[str, Any], dict[str, Any]]:
-        """Return the launch that runs before the backward kernels, and what those of keys and of queries read of rows.
+        """Return the launch before the backward, and its results per row for keys and queries.
 
         All but the plain kernel of dq, which loads its rows once, read them in the order of the tiles; what repairs dq
         reads them ``in_place``. In one pass the sums of dq are zeroed. ``values`` are made there too.
@@ -319,13 +319,13 @@ class Attention:
         return launch, packed, in_place if self.path == "plain" or self.once else {**packed, "in_place": in_place}
 
     def with_values(self, sources: Sequence[KeySource]) -> tuple[list[KeySource], list[Launch]]:
-        """Return key sources with what Gluon reads of the score, and the launches that make it.
+        """Return key sources with the score's values for Gluon, and the launches making them.
 
-        It is what the score says of one query or one key alone, evaluated, in the order of the tiles. What follows from
-        the forest is there already; what reads anything else may change from layer to layer.
+        These are parts of the score that read one query or one key alone, in the order of the tiles. Functions of the
+        forest are cached; all others may change from layer to layer.
 
         Args:
-            sources: the own keys come last; nothing is made of those that nobody sees.
+            sources: key sources, own keys last; unseen sources get no values.
         """
         if self.path == "plain" or not (self.code.row_values or self.code.column_values):
             return list(sources), []
@@ -357,7 +357,7 @@ class Attention:
         size: tuple[int, int],
         first: int = 0,
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Return values of one side, by name, and each of them again if a launch has to make it for this layer."""
+        """Return values of one side by name, and those that a launch has to make per layer."""
         q, known = self.inputs.q, {*forest_numbers(self.inputs, self.score)}
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for value in values:
@@ -371,7 +371,7 @@ class Attention:
         return found
 
     def _read_by_values(self, source: KeySource, made: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        """Return the arguments of the kernels that make values; ``None`` stands for what is there already."""
+        """Return arguments of the kernels of values; ``None`` stands for existing values."""
         return {
             **{f"{VALUES}{name}": tensor for name, tensor in made.items()},
             **buffer_arguments(self.inputs.buffers, self.code.used),
@@ -386,14 +386,14 @@ class Attention:
         }
 
     def of_forest(self, make: RowValues | ColumnValues) -> Tensor:
-        """Return values of the score that read nothing but the forest, made once for all its layers."""
+        """Return the score's values that read the forest alone, made once for all layers."""
         buffers = self.inputs.buffers
         forest = (self.inputs.subtree_end, *(buffers[number] for number in loads(make.expr)))
         # By its text: 1 and 1.0 are equal, and make values of other types.
         return of_forest(remembered(("values", repr(make)), forest, lambda: make(*buffers)))
 
     def read_by_score(self, source: KeySource) -> dict[str, Any]:
-        """Return buffers, or what Gluon reads in their stead, and how far the rows of it lie apart."""
+        """Return buffers, or Gluon's values in their stead, and the distance of their rows."""
         if self.path == "plain":
             return buffer_arguments(self.inputs.buffers, self.code.used)
         rows = self.inputs.q.shape[2] * self.group

@@ -1,4 +1,4 @@
-"""What a score computes from the product q.k, as mathematics in one variable that sympy differentiates."""
+"""Express a score in sympy as a function of q.k, for differentiation."""
 
 import math
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ __all__ = ["Mathematics", "Parts"]
 
 
 class Parts(Protocol):
-    """What is known of the parts of an expression that are free of the product."""
+    """Provide facts on the parts of an expression that are free of the product."""
 
     def uses_dot(self, expr: Expr) -> bool:
         """Whether the product is in it."""
@@ -26,7 +26,7 @@ class Parts(Protocol):
 
 
 class Mathematics:
-    """Translates what depends on the product into sympy."""
+    """Translate functions of the product into sympy."""
 
     def __init__(self, writer: Parts) -> None:
         self.writer = writer
@@ -93,7 +93,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _smaller(a: Any, b: Any) -> Any:
-    """What depends on the product comes last: a NaN compares False with everything, and stays."""
+    """Put functions of the product last: a NaN compares False with everything, and stays."""
     return sympy.Piecewise((b, b < a), (a, True)) if _reads_product(a) else sympy.Piecewise((a, a <= b), (b, True))
 
 

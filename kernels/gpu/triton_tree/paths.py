@@ -1,10 +1,10 @@
-"""Which form of a kernel runs: in Gluon (Hopper, 16-bit types) or plain; and, backward, in one pass or in two.
+"""Choose the form of a kernel: Gluon or plain, one pass or two.
 
-Gluon has two passes, whose results are the same bits every time. Its one pass has not run on a device yet, so it runs
-only where ``TREEFX_KERNEL_PATH=gluon_once`` asks for it. Gluon, and one pass, are checked against the plain kernels in
-two passes, on the first of the tokens at hand and a gradient of random numbers, when a process first uses them for an
-attention of its kind, and again for longer lists of tiles. What cannot be compiled, or differs anywhere, gives way to
-the next form with one warning.
+Gluon has two passes, with bitwise deterministic results. Its one pass has not run on a device yet, so it runs only
+where ``TREEFX_KERNEL_PATH=gluon_once`` asks for it. Gluon, and one pass, are checked against the plain kernels in two
+passes, on the first of the tokens at hand and a gradient of random numbers, when a process first uses them for an
+attention of its kind, and again for longer lists of tiles. A form that fails to compile, or differs anywhere, gives
+way to the next form with one warning.
 """
 
 import os
@@ -52,9 +52,9 @@ _TOLERANCE = 0.02
 _BLOCK, _LEAST = 64, 0.1
 """Rows of a block, and of the mean size of all rows, the size that counts at least."""
 _CHECKED_TOKENS = 4096
-"""Lists of tiles that are as long as that show what a race does."""
+"""Lists of tiles of this length expose races."""
 _ALIGNMENT = 16
-"""Bytes, of what a tensor descriptor starts at and steps by."""
+"""Alignment in bytes of a tensor descriptor's start and step."""
 _FEATURES = 8
 """Features of a 16-bit type in that many bytes."""
 
@@ -75,7 +75,7 @@ def forced_path() -> str | None:
 
 
 def in_one_pass(attention: Attention) -> bool:
-    """Return whether a backward of an attention visits every tile once, and adds up dq in no fixed order.
+    """Return whether a backward visits every tile once, and sums dq in any order.
 
     It does where that costs less, unless the caller, or ``torch.use_deterministic_algorithms``, wants the same bits
     every time.
@@ -93,7 +93,7 @@ def gluon_refusal(attention: Attention, tensors: Sequence[Tensor] = ()) -> str |
 
     Args:
         attention: the attention.
-        tensors: what is read by boxes beside q, k and v: the gradient, in the backward of a group of one.
+        tensors: further tensors read by boxes: the gradient, in the backward of a group of one.
     """
     if interpreted():
         return "Triton's interpreter runs no Gluon"
@@ -114,7 +114,7 @@ def _read_by_boxes(inputs: Inputs) -> list[Tensor]:
 
 
 def form_refusal(attention: Attention, capability: tuple[int, int]) -> str | None:
-    """Return why Gluon runs no attention of this kind, however its tensors lie, or ``None`` if it does.
+    """Return why Gluon runs no attention of this kind in any layout, or ``None``.
 
     Args:
         attention: the attention.
@@ -155,19 +155,19 @@ def checked(name: str, attention: Attention, tensors: Sequence[Tensor], run: Run
     """Run an attention on the best path.
 
     Args:
-        name: what is run, for the warning; forward and backward are judged apart.
+        name: name of the pass, for the warning; forward and backward are judged apart.
         attention: the attention.
-        tensors: what is read of every query beside q, ``[B, H, N, ...]``; in the backward its gradient first and the
+        tensors: further tensors read per query, ``[B, H, N, ...]``; in the backward its gradient first and the
             log-sum-exp last.
         run: runs it.
 
     Raises:
-        UnsupportedError: ``TREEFX_KERNEL_PATH`` demands what cannot be run; but a backward whose gradient lies so that
-            Gluon cannot read it takes the plain form.
+        UnsupportedError: ``TREEFX_KERNEL_PATH`` demands an impossible form; but a backward with a gradient in a layout
+            that Gluon cannot read takes the plain form.
     """
     forced = forced_path()
     if forced != "plain":
-        # A group's gradients are laid anew before they are read by boxes.
+        # A group's gradients are copied before they are read by boxes.
         refusal = gluon_refusal(attention, tensors[:1] if attention.group == 1 else [])
         if forced is not None and name == "forward" and refusal is not None:
             raise UnsupportedError(
@@ -192,10 +192,10 @@ def _forms_of_gluon(name: str, attention: Attention, forced: str | None) -> Iter
 
 
 def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
-    """Return whether a form gives what the plain kernels in two passes do; asked once for a kind of attention."""
+    """Return whether a form equals the plain kernels in two passes; checked once per kind."""
     q, sinks, outside = attention.inputs.q, attention.inputs.sinks, attention.inputs.boundary
     length = min(q.shape[2], _CHECKED_TOKENS).bit_length()
-    # Keys from outside that nobody sees, as the first part of a plan has, are not launched.
+    # Unseen keys from outside, as in the first part of a plan, are not launched.
     goes_on = outside is not None and attention.is_seen(attention.boundary_keys())
     kind = (attention.request, goes_on, attention.group, sinks is None, attention.node_length)
     backward = ["backward_once"] if attention.once else ["backward_keys", "backward_queries"]
@@ -211,12 +211,12 @@ def _is_right(form: str, name: str, attention: Attention, tensors: Sequence[Tens
 
 
 def on_path(attention: Attention, path: str) -> Attention:
-    """Return the attention on a path that nobody waits for: in its first configuration, without tuning."""
+    """Return the attention on a path in its first configuration, without tuning."""
     return replace(attention, path=path, choose=attention.choose if interpreted() else default_config)
 
 
 def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor], run: Run) -> bool:
-    """Run a form and the plain kernels on the first tokens and compare them, in every block of rows."""
+    """Compare a form with the plain kernels on the first tokens, in every block of rows."""
     few = replace(attention, inputs=attention.inputs.first_tokens(_CHECKED_TOKENS))
     parts, problem = [x[:1, :, :_CHECKED_TOKENS] for x in tensors], ""
     if name == "backward":
@@ -225,7 +225,7 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
     plain = run(replace(on_path(few, "plain"), once=False), parts)
     try:
         if tuning_wanted():
-            run(attention, tensors)  # what is found to be the fastest is what has to be right
+            run(attention, tensors)  # the fastest configuration has to be the right one
         fast = run(few, parts)
         errors = [largest_error(*pair) for pair in zip(fast, plain, strict=True)]
         if not all(error <= _TOLERANCE for error in errors):  # NaN fails too
@@ -234,7 +234,7 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
             problem = "whole numbers that the score reads need more than the 32 bits it keeps"
     except torch.OutOfMemoryError:
         raise
-    except Exception as reason:  # whatever the compiler raises: the other form is there
+    except Exception as reason:  # the compiler may raise anything: the other form takes over
         problem = f"{type(reason).__name__}: {str(reason)[:200]}"
     if problem:
         warnings.warn(
@@ -250,7 +250,7 @@ def _judge(form: str, name: str, attention: Attention, tensors: Sequence[Tensor]
 
 
 def _has_32_bits(attention: Attention) -> bool:
-    """Whether the buffers at hand hold no whole number of more bits than Gluon keeps, the first tokens' or others'."""
+    """Return whether the buffers hold no whole number of more bits than Gluon keeps."""
     values = [*attention.code.row_values, *attention.code.column_values] if attention.path == "gluon" else []
     read = {number for value in values if value.kind == "int" for number in loads(value.expr)}
     wide = [x for x in (attention.inputs.buffers[number] for number in read) if x.dtype == torch.int64]
@@ -258,11 +258,11 @@ def _has_32_bits(attention: Attention) -> bool:
 
 
 def largest_error(got: Tensor, wanted: Tensor) -> float:
-    """Return the largest relative error of any block of rows; NaN where only one of them is finite.
+    """Return the largest relative error of any block of rows; NaN if only one is finite.
 
     Args:
         got: ``[B, H, N]`` or ``[B, H, N, D]``.
-        wanted: what it is compared with, in its shape.
+        wanted: the reference, in its shape.
     """
     finite = torch.isfinite(wanted)
     if not torch.equal(torch.isfinite(got), finite):

@@ -1,4 +1,4 @@
-"""Kernels without products: what the backward needs of every row before, and what becomes of sums after it."""
+"""Define kernels without products: per-row inputs of the backward, and final sums."""
 
 # Annotations would be evaluated by Triton: parameters are tensors, and constants where marked.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
@@ -46,7 +46,7 @@ def prologue(
     ROW_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write delta = sum over the features of grad_out * out: what the softmax takes from every gradient of its row.
+    """Write delta = sum over the features of grad_out * out, for the softmax's backward.
 
     And, where there is room for them, queries, gradients, minus delta and the log-sum-exp (times log2(e), infinite
     where a row sees nothing) in the order of the tiles' rows: row r of a key head is token r // GROUP, member
@@ -116,7 +116,7 @@ def finish_queries(
     ROW_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the gradient of the queries from its sums, which lie in an order of their own, times a factor."""
+    """Write the gradient of the queries from its sums, in their own order, times a factor."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1) % kv_heads
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -155,7 +155,7 @@ def sum_parts(
     VALUE_FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write ``[slots, batches and heads, BLOCK_N, WIDTH]`` summed over the slots of each block that was cut."""
+    """Sum ``[slots, batches and heads, BLOCK_N, WIDTH]`` over the slots of each cut block."""
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     GradK += batch * dk_batch + kv_head * dk_head

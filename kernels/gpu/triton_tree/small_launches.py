@@ -1,4 +1,4 @@
-"""A launch as data, and the launches of kernels without products: before the backward, and after it.
+"""Describe launches as data, and make those of kernels without products.
 
 A launch can be run, or compiled ahead of time without a device, from the same arguments.
 """
@@ -43,7 +43,7 @@ _DESCRIPTOR = 128
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, its grid and its arguments by name; and what has to run after it."""
+    """Hold one kernel, its grid and its arguments by name; and the launches after it."""
 
     kernel: Any
     grid: tuple[int, int]
@@ -53,7 +53,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it is compiled with beside its arguments; values of a score with the assertions in their text."""
+        """Return compile options; kernels of score values keep the assertions in their text."""
         asserts = any(name.startswith(VALUES) for name in self.arguments)
         tiles = {"num_warps": self.config.warps, "num_stages": self.config.stages}
         return {**tiles, "debug": True, "sanitize_overflow": False} if asserts else tiles
@@ -73,7 +73,7 @@ class Launch:
             launch.run()
 
     def _once(self) -> Callable[..., object]:
-        """Run this kernel, and return what runs it again, without looking up which of its compilations it is."""
+        """Run this kernel, and return a function that repeats it without a lookup."""
         made_by_kernel = "packed_keys" in self.arguments  # its descriptors
         if made_by_kernel:
             _set_allocator()
@@ -90,7 +90,7 @@ def _with_allocator(run: Callable[..., object], *values: Any) -> None:
 
 
 def _set_allocator() -> None:
-    """Let kernels have memory for their descriptors; the program may have said itself where that comes from."""
+    """Give kernels memory for descriptors, unless the program has set an allocator."""
     import triton
     from triton.runtime import _allocation
 
@@ -99,11 +99,11 @@ def _set_allocator() -> None:
 
 
 def scratch_bytes(kernel: Any, *, has_low: bool) -> int:
-    """Return the bytes of device memory in which each program of a kernel makes its descriptors.
+    """Return bytes of device memory per program for its descriptors.
 
     Args:
         kernel: a kernel in Gluon.
-        has_low: whether its keys are those of a boundary, whose first queries it reads too.
+        has_low: whether its keys are those of a boundary, with first queries to read.
     """
     made = kernel.src.count("make_tensor_descriptor(")
     of_low = len(re.findall(r"\blow_box = \w+\.make_tensor_descriptor\(", kernel.src))
@@ -119,7 +119,7 @@ def launch_prologue(
     sums_width: int | None = None,
     read: Collection[str] = ("PackedHalves",),
 ) -> Launch:
-    """Return the launch of what the backward needs of every row of queries, with room for its results.
+    """Return the launch before the backward, with room for its results per row.
 
     Args:
         q: ``[B, H, N, D]``.
@@ -170,7 +170,7 @@ def launch_prologue(
 def _room(
     lse: Tensor, shape: tuple[int, int], sums_width: int | None, read: Collection[str]
 ) -> dict[str, Tensor | None]:
-    """Return room for what a row has in the order of the tiles."""
+    """Return room for the values of a row in the order of the tiles."""
     kinds = {"PackedLse": torch.float32, "PackedDelta": torch.float32, "PackedHalves": torch.int64}
     vectors = {name: lse.new_empty(shape, dtype=dtype) for name, dtype in kinds.items() if name in read}
     sums = None if sums_width is None else lse.new_empty(*shape, sums_width)
@@ -178,11 +178,11 @@ def _room(
 
 
 def launch_values(kernels: ModuleType, arguments: dict[str, Any], heads: int) -> Launch:
-    """Return the launch of what a score reads of one query or one key alone.
+    """Return the launch of a score's values of one query or one key alone.
 
     Args:
         kernels: those that write it.
-        arguments: what they take.
+        arguments: their arguments.
         heads: key heads, of all elements of the batch.
     """
     grid = (max(arguments["packed_rows"], arguments["packed_columns"]) // _PROLOGUE_ROWS, heads)
@@ -190,7 +190,7 @@ def launch_values(kernels: ModuleType, arguments: dict[str, Any], heads: int) ->
 
 
 def join_values(kernels: ModuleType, prologue: Launch, values: Sequence[Launch]) -> Launch:
-    """Return one launch that does what those of :func:`launch_prologue` and :func:`launch_values` do.
+    """Return one launch for :func:`launch_prologue` and :func:`launch_values`.
 
     Where there are values of several sources, each is made after it.
     """
@@ -206,7 +206,7 @@ def launch_finish(sums: Tensor, dq: Tensor, factor: float, kv_heads: int) -> Lau
     Args:
         sums: ``SumsQ`` of :func:`launch_prologue`.
         dq: where the gradient goes ``[B, H, N, D]``.
-        factor: what the sums are multiplied by.
+        factor: factor of the sums.
         kv_heads: key heads.
     """
     from treefx.kernels.gpu.triton_tree.row_kernels import finish_queries  # only here: it imports Triton
@@ -263,7 +263,7 @@ def launch_sums(work: KeyPrograms, config: Config, parts: Sequence[Tensor], grad
 
 
 def launch_repair(kernel: Any, arguments: Mapping[str, Any], config: Config, heads: int) -> Launch:
-    """Return the launch that computes again, exactly, those tiles of a result that numbers of other branches spoiled.
+    """Return the launch that recomputes tiles spoiled by numbers of other branches.
 
     Where all is finite it reads of a result one row per tile and one feature per row, in a program per 16 tiles, and
     writes nothing: on the device it costs about as much as any launch, and the host waits for nothing.

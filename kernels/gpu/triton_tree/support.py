@@ -1,4 +1,4 @@
-"""What the generated kernels cannot run, in words; and how many of their programs run side by side."""
+"""Explain which inputs the generated kernels refuse; count their concurrent programs."""
 
 import importlib.util
 from typing import Any
@@ -48,7 +48,7 @@ def device_refusal(device: torch.device) -> str | None:
 
 
 def kind_refusal(q: Tensor) -> str | None:
-    """Return why the kernels run nothing of this type in this environment, or ``None`` if they do."""
+    """Return why the kernels refuse this type in this environment, or ``None``."""
     if importlib.util.find_spec("triton") is None:
         return "must find the package triton, which is not installed: use impl='auto', or install triton"
     if q.dtype not in _DTYPES:
@@ -70,7 +70,7 @@ def _refusal_on_cpu(q: Tensor) -> str | None:
 
 
 def refuse_capture() -> None:
-    """Raise where kernels cannot be compared, and what failed would count as wrong from then on.
+    """Raise where kernels cannot be compared and a failure would be recorded as wrong.
 
     Raises:
         UnsupportedError: a CUDA graph is being captured.
@@ -102,12 +102,12 @@ def processors(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device is called, ``"cpu"`` where there is none."""
+    """Return the name of a device, ``"cpu"`` where there is none."""
     return properties.name if (properties := _properties(device)) else "cpu"
 
 
 def _properties(device: torch.device) -> Any:
-    """Return what is known of a device, of the current one for tensors on the CPU; ``None`` where there is none.
+    """Return properties of a device, the current one for CPU tensors; ``None`` without any.
 
     A process may have several, one unlike the other.
     """
@@ -117,10 +117,10 @@ def _properties(device: torch.device) -> Any:
 
 
 def programs_per_head(lists: int, tiles: int, heads: int, processors: int) -> int:
-    """Return how many programs share the lists of tiles of one key head, where a program may run several.
+    """Return the number of programs that share a key head's lists of tiles.
 
     Either so many that the programs of all heads keep the processors busy once, and each begins once; or one for each
-    list, which begins anew but leaves no processor without work while there are lists: long ones are worth that.
+    list, which restarts but leaves no processor without work while there are lists: long ones are worth that.
 
     Args:
         lists: of one head.

@@ -9,7 +9,7 @@ __all__ = ["Sigmoid", "to_text"]
 
 
 class Sigmoid(sympy.Function):  # type: ignore[misc]
-    """``1 / (1 + exp(-x))``, whose derivative in this form never divides infinity by infinity."""
+    """Represent ``1 / (1 + exp(-x))`` with a derivative that never divides infinities."""
 
     nargs = 1
 
@@ -25,7 +25,7 @@ def to_text(expression: Any) -> str:
 
 
 class _Printer(StrPrinter):  # type: ignore[misc]
-    """Named after what sympy calls its nodes."""
+    """Print nodes; methods are named after sympy's nodes."""
 
     def _print_Float(self, number: Any) -> str:
         return repr(float(number))

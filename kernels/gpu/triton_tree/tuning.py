@@ -1,15 +1,15 @@
-"""Which configuration of a kernel is fastest: measured once for a kind of attention, or foretold from counted tiles.
+"""Choose the fastest configuration of a kernel: measured, or predicted by tiles.
 
 With ``TREEFX_TUNE=1`` a kernel that meets a new kind of attention (head dims, group, type, operations of the score,
 mean length of the nodes) is timed in each of its few configurations on the tensors at hand, by Triton's own benchmark.
-Without it nothing is measured, and what was measured before is used: so the bits of a result depend on the file of
+Without it nothing is measured, and earlier measurements are used: so the bits of a result depend on the file of
 findings alone, ``tuning.json`` in the cache folder (``TREEFX_CACHE_DIR``). ``treefx bench attention --device cuda``
 tunes all the kernels that it times.
 
 Where nothing was measured of a kind of attention, the tiles of the forest at hand are counted in every configuration,
-and what a device takes for a program and a tile (`Rates`) says which of them is done first. The rates of a device are
+and a device's seconds per program and tile (`Rates`) predict the fastest. The rates of a device are
 fitted by ``treefx bench gpu --stage rates --keep``, into ``rates.json`` of the same folder; the file of that name
-beside this module holds those of devices that were measured before, and no guess. They were fitted with a scaled
+next to this module holds those of measured devices, and no guess. They were fitted with a scaled
 product as the score: another one, and a device without rates, has the first guess.
 
 Why not ``triton.autotune``: the lists of tiles are arguments whose contents depend on the size of the tiles, so every
@@ -55,7 +55,7 @@ _without_room: Bounded[str, None] = Bounded(1024)
 
 
 def tuning_wanted() -> bool:
-    """Return whether ``TREEFX_TUNE`` asks for measuring."""
+    """Return whether ``TREEFX_TUNE`` enables measurements."""
     return os.environ.get("TREEFX_TUNE", "0") not in ("", "0")
 
 
@@ -72,7 +72,7 @@ class BestConfig:
     heads: int
 
     def __call__(self, problem: Problem) -> Config:
-        """Return the fastest that was found, else the one that is foretold to be, else the first guess."""
+        """Return the fastest configuration found, else the predicted one, else the first guess."""
         choices, findings = candidates(problem), _findings()
         found = findings.get(_key(problem, self.ends.device)) if findings else None
         known = next((config for config in choices if _numbers(config) == found), None)
@@ -101,12 +101,12 @@ class BestConfig:
 
 
 def configs_of_forest(attention: Attention, kernels: Sequence[str]) -> tuple[Config, ...]:
-    """Return the configurations of kernels, if other forests of this kind of attention may have others."""
+    """Return configurations of kernels, if other forests of this kind may have others."""
     return tuple(map(attention.config, kernels)) if _rates().get(device_name(attention.inputs.q.device)) else ()
 
 
 def tuned(attention: Attention, kernel: str, make: Callable[[Attention], Launch]) -> Launch:
-    """Return the launch of a kernel in its best configuration, which is measured first if that is wanted and new.
+    """Return the launch of a kernel in its best configuration, measured if enabled and new.
 
     Args:
         attention: the attention.
@@ -157,7 +157,7 @@ def _key(problem: Problem, device: torch.device) -> str:
 
 
 def rates_key(problem: Problem) -> str:
-    """Return what the rates of a kernel's tiles depend on, beside the device."""
+    """Return the key of a kernel's rates, besides the device."""
     kind = problem.kernel, problem.path, problem.dtype, problem.head_dim, problem.value_dim
     return " ".join(map(str, kind)).replace("torch.", "")
 
@@ -186,7 +186,7 @@ def keep_rates(rates: dict[str, dict[str, list[float]]]) -> Path:
 
 @lru_cache(maxsize=1)
 def _rates() -> dict[str, Any]:
-    """Return rates by device: those that come with treefx, and before them those that were fitted here."""
+    """Return rates by device: locally fitted ones before those shipped with treefx."""
     shipped, own = _read_rates(Path(__file__).parent / _RATES_FILE), _read_rates(cache_folder() / _RATES_FILE)
     return {device: {**shipped.get(device, {}), **own.get(device, {})} for device in {**shipped, **own}}
 
@@ -201,7 +201,7 @@ def _findings() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what is on disk; a file that cannot be read counts as empty."""
+    """Read a file's content; an unreadable file counts as empty."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -210,7 +210,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_rates(path: Path) -> dict[str, Any]:
-    """Return rates on disk by device, kernel and tile; a device that has something else counts as unknown."""
+    """Return rates on disk by device, kernel and tile; malformed devices are skipped."""
     return {device: kinds for device, kinds in _read(path).items() if _are_rates(kinds)}
 
 
@@ -230,7 +230,7 @@ def _remember(key: str, config: Config) -> None:
     found = {**mine, **_findings(), key: _numbers(config)}  # another process may have written in the meantime
     mine = _findings()
     mine.update(found)
-    forget_blocks()  # and what was launched in other configurations
+    forget_blocks()  # and launches in other configurations
     path = cache_folder() / _FILE
     try:
         _write(path, found)
