@@ -1,4 +1,4 @@
-"""Check prose for words that `CONTRIBUTING.md` bans: docstrings, comments, messages, documentation.
+"""Check prose for banned words: docstrings, comments, messages, documentation.
 
 ``python -m treefx.tools.words`` (``make lint``) checks the repository; with paths, those files and folders. In Python
 files it reads docstrings, comments and strings that hold a space; in other files every line. A word in backticks or
@@ -84,7 +84,7 @@ def find_banned(text: str, suffix: str) -> list[Finding]:
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
-    """List the files of prose among paths, folders searched to the bottom; links and records of runs are skipped."""
+    """List the files of prose among paths, without links and records of runs."""
     found = []
     for path in paths:
         inside = path.rglob("*") if path.is_dir() else [path]

@@ -1,4 +1,4 @@
-"""Assign forests of a large step to many ranks: how even, how much is computed twice, how long it takes to say so.
+"""Measure the assignment of forests to many ranks: balance, duplicates, seconds.
 
 Forests are outlines, lengths and shared prefixes without tokens, drawn so that what sharing saves, the largest tree and
 the longest row are near those of GRPO groups and of agents' tasks. The cost is that of an 8B model (`QWEN3_8B`).
@@ -92,7 +92,7 @@ def group_prompts(prompts: int, answers: int, seed: int = 0) -> Outline:
 
 
 def agent_tasks(tasks: int, seed: int = 0) -> Outline:
-    """Tasks of few or many trials, each of which leaves the one before after some of its turns."""
+    """Make tasks of few or many trials, each of which leaves the one before at some turn."""
     random = np.random.default_rng(seed)
     length, shared = [], []
     for _ in range(tasks):

@@ -1,4 +1,4 @@
-"""How much of treefx's Python a steady training step walks through: calls, files, and switches between files.
+"""Count treefx's Python in a steady training step: calls, files and switches.
 
 Counted, not timed: the figures are the same on every machine. What was compiled before counts for nothing, so a figure
 is what every later step pays.

@@ -1,4 +1,4 @@
-"""Share the tokens of one long tree among ranks: how even, and what travels of what a ring would pass.
+"""Split the tokens of a long tree over ranks: balance, and traffic against a ring.
 
 Trees are depths and subtree ends without tokens, four shapes of long contexts. The cost is that of an 8B model, as in
 ``treefx bench assign``. Figures follow from the shapes alone and are the same on every machine, but for the time.
@@ -67,7 +67,7 @@ def chain(length: int = 262_144) -> Places:
 
 
 def conversation(turns: int = 48, seed: int = 0) -> Places:
-    """One conversation; every turn thinks at length, and what it thought is gone in the next: a leaf per turn."""
+    """Make a conversation with long thoughts that the next turn drops: a leaf per turn."""
     random = np.random.default_rng(seed)
     nodes, above = [], -1
     for _ in range(turns):
@@ -95,7 +95,7 @@ def search(branching: int = 3, levels: int = 5, node: int = 4_900) -> Places:
 
 
 def _of_nodes(nodes: list[tuple[int, int]]) -> Places:
-    """Depth and subtree end of every token of nodes (node above or -1, length), in depth-first order."""
+    """Return depth and subtree end of every token of nodes (parent or -1, length), in order."""
     children: dict[int, list[int]] = {}
     for number, (above, _) in enumerate(nodes):
         children.setdefault(above, []).append(number)

@@ -1,4 +1,4 @@
-"""``treefx bench first-step``: what the first step of a model costs, and the first step of the next process.
+"""Measure a model's first step, and the next process's: ``treefx bench first-step``.
 
 Every way to compile has an empty folder for the caches of inductor and two processes, one after the other: the first
 compiles, the second finds what it left. Processor seconds tell Python (Dynamo, the passes, AOTAutograd, inductor) from

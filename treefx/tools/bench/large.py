@@ -1,4 +1,4 @@
-"""Train one tree far larger than a step's memory: peak against the limit, tokens per second against other ways.
+"""Train one tree far larger than a step's memory: peak, and tokens per second.
 
 The same model, forward and backward, three ways: the tree in parts under the limit; the rows one by one through the
 inner compiler alone; and the tree of the first rows uncut, to see what cutting costs. Losses of the first two are
@@ -41,7 +41,7 @@ _CLOSE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 
 
 def agent_tree(tokens: int, vocabulary: int, device: torch.device) -> Forest:
-    """A prompt, 4 tasks, 4 trials each, 4 endings each, all of so many tokens: 64 rows, 256 spans, 85 distinct."""
+    """Make a prompt with 4 tasks, 4 trials, 4 endings: 64 rows, 256 spans, 85 distinct."""
     random = np.random.default_rng(0)
     rows: list[list[int]] = [[]]
     for children in _BRANCHES:

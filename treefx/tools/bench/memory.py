@@ -1,4 +1,4 @@
-"""``treefx bench memory``: the most bytes that one training step holds on the CPU, each figure in its own process.
+"""Measure peaks of a training step on the CPU: ``treefx bench memory``.
 
 A step is forward and backward after a first one that compiled; its peak is counted above what was held when it began
 (weights), so gradients are in it. ``python -m treefx.tools.bench.memory CASE`` measures one case, given as JSON.

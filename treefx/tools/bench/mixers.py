@@ -1,4 +1,4 @@
-"""Time Mamba 2 and gated delta net layers along a tree against rows: hand-written ones, and models of transformers."""
+"""Time Mamba 2 and gated delta net layers along a tree against rows."""
 
 import functools
 import time
@@ -108,7 +108,7 @@ def run_models(
     models: Mapping[str, Mapping[str, object]] = MODELS,
     on_start: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, object]]:
-    """The same for unmodified models of transformers, compiled with treefx, and as they are by the same compiler.
+    """Time unmodified transformers models, with treefx and with the same compiler.
 
     Args:
         repeats: Timed steps of each; the best counts.

@@ -65,7 +65,7 @@ class Trial:
 
 
 class Runner:
-    """A small llama, compiled and profiled, that runs plans on the CPU under a counting allocator.
+    """Make a small llama, compiled and profiled, for plans under a counting allocator.
 
     Args:
         inner: inner compiler.
@@ -110,7 +110,7 @@ def _described_bytes(plan: Plan) -> int:
 
 
 def random_forest(seed: int) -> Forest:
-    """8 to 16 rows of up to 2,000 tokens that branch off earlier ones anywhere; the first has 1,200."""
+    """Make 8 to 16 rows of up to 2,000 tokens that fork anywhere; the first has 1,200."""
     random = np.random.default_rng(seed)
     rows: list[list[int]] = []
     for _ in range(int(random.integers(8, 17))):

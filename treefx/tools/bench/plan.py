@@ -1,4 +1,4 @@
-"""Time the planner, and count what plans and batches compute, on forests of a training step's shapes."""
+"""Time the planner, and count tokens of plans and batches, on a step's forests."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def run(json: bool = False) -> list[dict[str, Any]]:
 
 
 def token_cost() -> CostModel:
-    """A byte per token that runs or is saved, a hundredth for K/V: limits are numbers of tokens."""
+    """Return a cost of a byte per token, a hundredth for K/V: limits are token numbers."""
     per_token = Bytes([[0.0, 1.0]])
     return CostModel(
         resident_bytes=0.0,
@@ -59,17 +59,17 @@ def token_cost() -> CostModel:
 
 
 def group_rollouts(random: np.random.Generator) -> Rows:
-    """GRPO: 8 prompts of 2,048 tokens, 8 answers of 6,144 each, all tokens different; shuffled."""
+    """Make GRPO rows: 8 prompts of 2,048 tokens, 8 answers of 6,144 each; shuffled."""
     return _tree_rows(random, [(8, 2048), (8, 6144)])
 
 
 def agent_rollouts(random: np.random.Generator) -> Rows:
-    """One system prompt of 1,024 tokens, 8 tasks of 512, 8 trials of 3,584 each, all tokens different; shuffled."""
+    """Make agents' rows: a system prompt, 8 tasks, 8 trials of 3,584 tokens; shuffled."""
     return _tree_rows(random, [(1, 1024), (8, 512), (8, 3584)])
 
 
 def forked_rollouts(random: np.random.Generator, prompts: int, forks: int) -> Rows:
-    """Prompts of 200 to 460 tokens, each with rows that fork off earlier ones anywhere, by 50 to 300 tokens."""
+    """Make prompts of 200 to 460 tokens, with rows that fork off by 50 to 300 tokens."""
     rows: Rows = []
     used = 0
     for _ in range(prompts):
@@ -97,7 +97,7 @@ def _cases() -> Iterator[tuple[str, Rows, int]]:
 
 
 def _tree_rows(random: np.random.Generator, levels: Sequence[tuple[int, int]]) -> Rows:
-    """Rows of a regular tree in random order; every node has as many children, of as many tokens, as its level says."""
+    """Make rows of a regular tree in random order, by children and tokens per level."""
     rows: Rows = [np.zeros(0, dtype=np.int64)]
     used = 0
     for children, tokens in levels:

@@ -1,4 +1,4 @@
-"""One large forest under an eighth of its memory: treefx's plan and the policies of other systems, all run."""
+"""Run one large forest under an eighth of its memory, by all policies."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ class _Result:
 
 
 def large_forest() -> Forest:
-    """Agents: a prompt of 256 tokens, 4 tasks of 256, 4 trials of 512 each with two endings of 256."""
+    """Make agents' rows: a prompt, 4 tasks, 4 trials of 512 tokens with two endings."""
     random = np.random.default_rng(0)
     rows: list[list[int]] = [[]]
     for children, tokens in ((1, 256), (4, 256), (4, 512), (2, 256)):
@@ -42,7 +42,7 @@ def large_forest() -> Forest:
 
 
 def count_flops(plans: list[Plan], flops: dict[str, Flops]) -> float:
-    """Products of matrices, and attention over the visible pairs (those of the boundary among them), of all steps."""
+    """Count products of matrices and visible attention pairs of all steps."""
     total = 0.0
     for plan in plans:
         for step in plan.steps:

@@ -1,4 +1,4 @@
-"""``treefx bench sampler``: what a step on real trajectories computes, by how its rows are put together."""
+"""Count a step's tokens on real trajectories by batch order: ``treefx bench sampler``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +53,7 @@ def run(
 def measure(
     conversations: Sequence[Conversation], max_tokens: int, tokenizer: str, vocab_size: int, seed: int
 ) -> dict[str, Any]:
-    """Distinct tokens per batch, summed, of the sampler and of first-fit in the order of arrival.
+    """Sum distinct tokens per batch, of the sampler and of first-fit in arrival order.
 
     Returns:
         `rows`, `raw_tokens`; `minimum`: distinct tokens of all rows as one forest, what no batching is below;

@@ -1,4 +1,4 @@
-"""``treefx bench shapes``: batches that never repeat a shape, with the time that compiling them takes.
+"""Measure batches that never repeat a shape, with compilations: ``treefx bench shapes``.
 
 Trainers feed batches as they come: other rows, other lengths in every step. Every way to compile runs all of them in a
 separate process with empty caches, then all of them again, when nothing is left to compile. ``python -m
@@ -30,7 +30,7 @@ class ShapesError(TreefxError):
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesCase:
-    """One way to compile one model for batches of random rows and columns, of which two thirds are shared."""
+    """Describe one way to compile one model for random batches that share two thirds."""
 
     name: str
     backend: str = "treefx"
@@ -124,7 +124,7 @@ def measure(case: ShapesCase) -> dict[str, Any]:
 
 
 def _round(compiled: Any, causal_lm: Any, batches: Sequence[Any]) -> tuple[float, list[float]]:
-    """Seconds of a step of every batch, without an optimizer, and their losses and norms of gradients."""
+    """Time a step of every batch, without an optimizer; return losses and norms too."""
     numbers: list[float] = []
     started = time.perf_counter()
     for batch in batches:

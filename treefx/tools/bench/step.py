@@ -1,4 +1,4 @@
-"""``treefx bench step``: one training step on the CPU, treefx against inductor on the same padded batch."""
+"""Time a CPU training step against inductor on one padded batch: ``treefx bench step``."""
 
 import statistics
 from collections.abc import Sequence

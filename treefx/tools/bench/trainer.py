@@ -1,4 +1,4 @@
-"""``treefx bench trainer``: a whole run of TRL's SFTTrainer, with all that is compiled in it.
+"""Time a whole run of TRL's SFTTrainer, with compilations: ``treefx bench trainer``.
 
 The rows are an agent's turns, conversation by conversation: a row is all that was said before and one answer, so eight
 of them in order share most of what they say, and no two batches have one length. The trainer has its defaults, but for

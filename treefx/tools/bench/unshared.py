@@ -1,4 +1,4 @@
-"""``treefx bench unshared``: what treefx costs where nothing is shared, on every model of the zoo.
+"""Measure treefx's cost without sharing, on the zoo: ``treefx bench unshared``.
 
 Such a batch runs the graph that the inner compiler makes without treefx; on top come building the trie and looking up
 what was compiled. Both sides are timed in turn in one process, every step on a batch that neither has seen before.
@@ -37,7 +37,7 @@ def run(
     changing: bool = False,
     on_start: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Time forward and backward in float32, without an optimizer, of treefx and of its inner compiler alone.
+    """Time forward and backward in float32, of treefx and its inner compiler alone.
 
     Args:
         names: Models of the zoo; none for all.
@@ -78,7 +78,7 @@ def geometric_mean(records: Sequence[dict[str, Any]]) -> float:
 
 
 def _batches(rows: int, length: int, repeats: int, changing: bool) -> list[Batch]:
-    """Those that compile (with changing sizes the second one too), one to settle, and the timed ones.
+    """Make batches: those that compile, one to settle, and the timed ones.
 
     A trie seen before would be looked up, not built.
     """
@@ -115,7 +115,7 @@ def _first_loss(compiled: Any, batch: Batch) -> float:
 
 
 def _step(compiled: Any, batch: Batch) -> tuple[float, float]:
-    """Seconds of one forward and backward, and the loss; gradients add up, which costs both sides the same."""
+    """Time one forward and backward; return the loss; gradients add up on both sides."""
     started = time.perf_counter()
     out = compiled(**batch.model_inputs())
     loss = out if isinstance(out, Tensor) else out.loss

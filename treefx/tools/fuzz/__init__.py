@@ -1,4 +1,4 @@
-"""Random search for programs that break the promise: small models and training steps, treefx against eager.
+"""Search randomly for programs whose results differ from eager execution.
 
 In: a seed. Out: a program (``program``, drawn by ``draft`` and ``grammar``), its text (``script``), its outcome
 (``truth``), and where that is wrong the smallest program that still is (``shrink``). ``samples`` has programs of

@@ -1,4 +1,4 @@
-"""A program while it is drawn: starts plain, features change it, ``finish`` makes what was drawn fit together."""
+"""Draft a program: it starts plain, features change it, ``finish`` makes it fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Draft:
 
     @classmethod
     def plain(cls, rng: Random) -> Draft:
-        """One or two attentions, causal and mostly with padding, a shifted cross entropy, one or two steps."""
+        """Draw one or two causal attentions, mostly padded, a loss, and one or two steps."""
         draft = cls()
         conditions = ("causal", "padding") if rng.random() < 0.7 else ("causal",)
         draft.layers = [Attention(conditions) for _ in range(rng.choice((1, 1, 1, 2)))]
@@ -113,7 +113,7 @@ class Draft:
         return tuple(draw_batch(rng, *shape, self.sizes.vocabulary, padding) for shape in shapes)
 
     def _shape(self, rng: Random) -> tuple[int, int]:
-        """Rows and columns: in every fifth batch they are sizes of the model, seldom there is only one."""
+        """Draw rows and columns: in every fifth batch sizes of the model, seldom one."""
         rows, columns = rng.randint(2, 5), rng.randint(4, 12)
         kind = rng.random()
         if kind < 0.2:
@@ -129,7 +129,7 @@ class Draft:
 
 
 def _repeatable(program: Program) -> Program:
-    """Inductor draws other numbers than eager, and two threads draw from one generator in any order."""
+    """Make a program's draws repeatable: no inductor numbers, no two threads at once."""
     calls = tuple(replace(call, name="a thread") if call.name == "two threads" else call for call in program.calls)
     return replace(program, inner="aot_eager" if program.inner == "inductor" else program.inner, calls=calls)
 

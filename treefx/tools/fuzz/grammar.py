@@ -1,4 +1,4 @@
-"""Programs from a seed: a plain model and training step, in which a family's feature and a few others are drawn.
+"""Draw programs from a seed: a plain step with a family's feature and some others.
 
 A family aims at one part of the product; "mixed" draws several features at once. The same seed, number and families
 give the same program.

@@ -1,4 +1,4 @@
-"""A program of the search: a model, batches and a sequence of calls as a small tree of names and numbers.
+"""Represent a program as a tree of names and numbers: model, batches, calls.
 
 The names stand for pieces of text in the catalogues of this folder; ``script`` joins them. A program is immutable and
 compares by value; programs are recorded, redrawn from their seed and shrunk.
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Call:
-    """One thing the caller does, by its name in the catalogue of calls; ``batch`` counts the program's batches."""
+    """Name one action of the caller; ``batch`` counts the program's batches."""
 
     name: str
     batch: int = 0

@@ -14,7 +14,7 @@ __all__ = ["counts_by_family", "failures_of", "summary"]
 
 
 def counts_by_family(findings: Sequence[Finding]) -> dict[str, dict[str, int]]:
-    """How many programs of each family ended in each class, families in the order of their names."""
+    """Count programs of each family by class, families in the order of their names."""
     counts = Counter((finding.family, finding.kind) for finding in findings)
     families = sorted({finding.family for finding in findings})
     return {family: {kind: counts[family, kind] for kind in CLASSES} for family in families}

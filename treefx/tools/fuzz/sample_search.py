@@ -14,7 +14,7 @@ __all__ = ["SampleSearch"]
 
 
 class SampleSearch(Search):
-    """Runs every operator and module of PyTorch's tables, or the first programs of an order drawn from the seed.
+    """Run every operator and module of PyTorch's tables, or a seeded selection.
 
     Args:
         settings: Its ``programs`` may be more than there are; its families do not matter.

@@ -1,4 +1,4 @@
-"""The search: draws programs, judges them in worker processes, makes smaller what fails, writes everything down."""
+"""Search: draw programs, judge them in workers, shrink failures, record everything."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Settings:
 
 
 class Search:
-    """One search. ``run`` may be interrupted; a search with the same settings and folder goes on."""
+    """Hold one search; ``run`` may be interrupted, and resumes by settings and folder."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

@@ -1,4 +1,4 @@
-"""Makes a program smaller while it fails in the same way: greedily, the largest cuts first."""
+"""Shrink a program while it fails in the same way, greedily, largest cuts first."""
 
 from __future__ import annotations
 

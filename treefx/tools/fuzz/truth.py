@@ -1,4 +1,4 @@
-"""The outcome of a program: it runs eagerly in float64 and compiled, and everything the caller saw is compared.
+"""Judge a program: run it eagerly in float64 and compiled, and compare everything.
 
 A value is judged by its largest difference over its largest entry; a gradient that is small next to the largest one of
 its step is judged against that, and against the loss where all of them are rounding. In float32 and bfloat16 the
@@ -97,7 +97,7 @@ def _judge(program: Program) -> Outcome:
 
 
 def player(program: Program, casts: str = ".float()") -> Callable[..., Seen]:
-    """The function ``play`` of a program's script; tracebacks and Dynamo find its lines and import its module.
+    """Load the function ``play`` of a program's script, with lines for tracebacks.
 
     ``casts`` are written for the program's own casts to float32.
     """
@@ -120,12 +120,12 @@ def _failed(program: Program, play: Callable[..., Seen], dtype: torch.dtype, err
 
 
 def _has_twin(program: Program) -> bool:
-    """Whether torch's own backends can run the program: forests, plans and converted models are treefx's alone."""
+    """Return whether torch's own backends can run a program: no forests, plans, conversions."""
     return not is_native(program) and not any(call.name.startswith("converted") for call in program.calls)
 
 
 def _own_failure(program: Program, play: Callable[..., Seen], dtype: torch.dtype) -> str | None:
-    """What torch's own backend of the inner compiler raises on the program; aot_eager stands for eager."""
+    """Return the error of torch's own backend on the program; aot_eager stands for eager."""
     torch._dynamo.reset()
     try:
         play(_own(program), dtype)
@@ -185,7 +185,7 @@ def low_casts_explain(program: Program, eager: Seen, got: Seen, compile: Compile
 
 
 def autocast_explains(program: Program, eager: Seen, got: Seen, compile: Compiler) -> bool:
-    """Whether the differences of a program under autocast are rounding, also where the terms of a gradient cancel.
+    """Return whether autocast explains the differences as rounding.
 
     Without autocast it must be exact, and with it, small gradients are judged against a larger share of the largest.
     """
@@ -208,7 +208,7 @@ def least_share(program: Program) -> float:
 
 
 def _nudged(model: Any) -> Any:
-    """The model with all weights off by rounding: what a program makes of that shows how far it can be judged."""
+    """Perturb all weights by rounding, which shows how far a program can be judged."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randn_like(parameter))
@@ -240,7 +240,7 @@ def _torch_differs(
 
 
 def errors_of(got: Seen, want: Seen, small: float = _SMALL) -> dict[str, float]:
-    """The relative difference of everything seen, by name; infinite where one side alone has a value.
+    """Return relative differences of everything seen; infinite if one side lacks a value.
 
     Gradients below a share ``small`` of the largest one of their step are judged against that share.
     """

@@ -1,4 +1,4 @@
-"""A process that judges programs one after the other: it survives none that crashes, hangs or fills its memory."""
+"""Judge programs in a process that is replaced after a crash, a hang or too much memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Worker:
         self._done = []
 
     def close(self) -> None:
-        """End the process: one that waits for a program ends by itself and gives its semaphores back."""
+        """End the process: it ends by itself while idle, and returns its semaphores."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -84,7 +84,7 @@ class Worker:
 
 
 def _context() -> Any:
-    """Processes forked from one that has imported everything; where there is no fork, fresh ones."""
+    """Return a context that forks preloaded processes; without fork, fresh ones."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""Compile launches for a GPU that is not there, and read what the assembler says about them."""
+"""Compile launches for a GPU that need not be there, and read the assembler's report."""
 
 import contextlib
 import io
@@ -68,7 +68,7 @@ class CompileReport:
 
 
 def compile_launch(launch: Launch, arch: int) -> CompileReport:
-    """Compile the kernel of a launch for compute capability ``arch / 10``, and read what became of it."""
+    """Compile the kernel of a launch for capability ``arch / 10``, and read the result."""
     return _report(*compile_kernel(launch, arch))
 
 
@@ -109,7 +109,7 @@ def _assembler_log() -> Iterator[io.StringIO]:
 
 
 def _specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
-    """Specialise arguments as Triton does at a launch: absent and constant ones, and multiples of 16."""
+    """Specialise arguments as Triton does at a launch: absent, constant, multiples of 16."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}

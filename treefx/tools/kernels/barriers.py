@@ -30,7 +30,7 @@ _FOLLOWED = ("the kernel", "tt.func", "scf.for", "default", "partition")
 
 @dataclass(frozen=True)
 class _Operation:
-    """One operation, with the buffers and barriers among its operands by the value that allocated them."""
+    """Hold one operation with its buffers and barriers, by the values that allocated them."""
 
     name: str
     memory: tuple[str, ...]
@@ -39,7 +39,7 @@ class _Operation:
 
 @dataclass
 class _Block:
-    """Operations in order; ``kind`` is the operation that the block belongs to, or the name of a group of warps."""
+    """Hold operations in order; ``kind`` is the block's operation, or a group of warps."""
 
     kind: str
     body: list["_Operation | _Block"] = field(default_factory=list)
@@ -56,7 +56,7 @@ class _Block:
 
 @dataclass
 class _Buffer:
-    """A buffer that copies fill: the descriptor they read, the barrier they complete, and those they wait for.
+    """Describe a buffer that copies fill: its descriptor and its barriers.
 
     ``copies`` counts them, in loops twice: a buffer filled once need not be empty.
     """
@@ -89,7 +89,7 @@ def races(ttgir: str) -> list[str]:
 
 
 def unmet_releases(ptx: str) -> list[str]:
-    """Return the releases in PTX that come before all warps of their group are done reading, in words.
+    """Return the releases in PTX that precede the last read of their group, in words.
 
     One thread arrives for all. So between the last product, or the last load from shared memory, and the arrival every
     thread must have waited for its part of the product (``wgmma.wait_group``) and met the others (``bar.sync``). A wait
@@ -116,7 +116,7 @@ def unmet_releases(ptx: str) -> list[str]:
 
 
 def unmet_stores(ptx: str) -> list[str]:
-    """Return the products in PTX before which not all warps of their group have met since their stores, in words.
+    """Return the products in PTX before which a group has not met since its stores.
 
     Every thread makes its own stores seen by products (``fence.proxy.async``), and then all meet (``bar.sync``).
     """
@@ -186,7 +186,7 @@ def _unknown(operation: _Operation, block: str) -> list[str]:
 
 
 def _find_buffers(group: _Block, buffers: dict[str, _Buffer]) -> None:
-    """Add the buffers that a group of warps copies into; the waits since the last copy are those for empty buffers."""
+    """Add the buffers that a group copies into; waits since the last copy are for them."""
     waits, since = set[str](), False
     for step in group.steps():
         if step.name == _WAIT:
@@ -201,7 +201,7 @@ def _find_buffers(group: _Block, buffers: dict[str, _Buffer]) -> None:
 
 
 def _run_through(group: _Block, buffers: dict[str, _Buffer]) -> Iterator[str]:
-    """Run one group of warps through, and yield what it does to a buffer that is not full, or still being read."""
+    """Run one group of warps, and yield its accesses to buffers that are not full or in use."""
     held = set[str]()
     under_way = list[set[str]]()
     for step in group.steps():

@@ -1,4 +1,4 @@
-"""How many instructions the loops of a kernel take for one tile: counted in its machine code."""
+"""Count a kernel loop's instructions per tile, in its machine code."""
 
 import re
 import subprocess
@@ -53,6 +53,6 @@ def names_in_loops(sass: str) -> tuple[Counter[str], ...]:
 
 
 def _hides(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether a span holds another loop, or begins inside one and ends outside: a jump back from out of line."""
+    """Return whether a span holds another loop, or jumps back from out of line."""
     holds = one != other and one[0] <= other[0] and other[1] <= one[1]
     return holds or other[0] < one[0] < other[1] < one[1]

@@ -21,7 +21,7 @@ _WITHOUT_RESULT = ("ST", "BAR", "RED", "WARP", "BRA", "SYNCS", "UTMA")
 
 @dataclass
 class _Step:
-    """An instruction, with the registers that products under way read when it begins, those of the last group last."""
+    """Hold an instruction, with registers read by pending products, last group last."""
 
     name: str
     arguments: list[str]
@@ -37,7 +37,7 @@ class _Step:
 
 
 def overwritten_operands(sass: str) -> list[str]:
-    """Return the instructions that write what a product under way still reads, in words; empty if there are none.
+    """Return instructions that overwrite operands of pending products, in words.
 
     Args:
         sass: the machine code, as `instructions.disassembled` returns it, read from top to bottom.
@@ -69,7 +69,7 @@ def beside_products(sass: str) -> tuple[int, ...]:
 
 
 def _steps(sass: str) -> Iterator[_Step]:
-    """Yield the instructions; products are committed in groups, of which a wait leaves the last few under way."""
+    """Yield the instructions; products are committed in groups, and waits leave the last."""
     groups: list[set[int]] = []
     current = set[int]()
     for line in sass.splitlines():

@@ -9,7 +9,7 @@ _WAIT = re.compile(r"\bttg\.async_wait\b.*\bnum = (\d+)")
 
 
 def copies_ahead(ttgir: str) -> tuple[int, ...]:
-    """Return, for every loop with products, how many copies are still under way when it begins to use a tile.
+    """Return, per loop with products, the pending copies when it begins to use a tile.
 
     At 0 a loop waits for all it has asked for: nothing is loaded while it multiplies.
 

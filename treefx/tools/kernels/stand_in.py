@@ -1,4 +1,4 @@
-"""A device that is not there: Triton binds arguments, specialises them and looks its kernels up as on a device.
+"""Stand in for a device: Triton binds, specialises and looks kernels up as on one.
 
 Only the compiler and the launch are stand-ins, so tensors lie on the CPU and no result is written: it shows the kernels
 a host would launch, their arguments, and the cost on the host.

@@ -1,4 +1,4 @@
-"""Overlap in software: a product and its collective cut into chunks, and how many chunks are worth it."""
+"""Simulate overlap in software: a product and its collective in chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class Link:
 
 @dataclass
 class Timeline:
-    """When every chunk was computed and sent: (start, end) in seconds. A collective starts when it is issued."""
+    """Hold (start, end) seconds of every chunk's product and collective, from its issue."""
 
     seconds: float = 0.0
     gemms: list[tuple[float, float]] = field(default_factory=list)
@@ -104,7 +104,7 @@ def best_chunks(
 
 
 def run_chunks(gemm_seconds: float, collective_bytes: float, link: Link, chunks: int) -> Timeline:
-    """Run a product in ``chunks`` parts; the collective of each is issued when the part is done."""
+    """Run a product in ``chunks`` parts; issue each part's collective when it is done."""
     if chunks < 1 or not gemm_seconds >= 0.0 or not collective_bytes >= 0.0:
         raise InputError(
             f"expected at least 1 chunk, and a product and a collective of 0 or more; got {chunks} chunks, "
@@ -114,7 +114,7 @@ def run_chunks(gemm_seconds: float, collective_bytes: float, link: Link, chunks:
 
 
 class _Chunked:
-    """A product that goes on at full speed while the link rests, and slower while a collective takes units."""
+    """Run a product at full speed, or slower while a collective takes compute units."""
 
     def __init__(self, gemm_seconds: float, collective_bytes: float, link: Link, chunks: int) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""The models of the paper, and their sub-layers that end in a collective under tensor parallelism."""
+"""List the paper's models, and their sub-layers with tensor-parallel collectives."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ __all__ = ["LARGE", "MODELS", "SMALL", "SUBLAYERS", "Model", "SubLayer", "sublay
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer of width ``hidden`` on ``tokens`` tokens, sliced over each of ``degrees`` GPUs."""
+    """Describe a transformer of width ``hidden`` on ``tokens``, sliced over ``degrees``."""
 
     name: str
     hidden: int

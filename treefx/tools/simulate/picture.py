@@ -13,7 +13,10 @@ _PUBLISHED = {"t3": 1.20, "t3-mca": 1.30, "ideal": 1.35}
 
 @needs("plot", "a picture of speed-ups")
 def save_picture(outcomes: list[Outcome], path: Path) -> None:
-    """Draw one group of bars per sub-layer; dotted lines are the paper's means over the two smaller models."""
+    """Draw a group of bars per sub-layer; dotted lines are the paper's means.
+
+    The means are over the two smaller models.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

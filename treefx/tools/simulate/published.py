@@ -21,7 +21,7 @@ _Measure = Callable[[list[Outcome]], float]
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure, and how it is read off the simulation. ``reason`` says why it is missed, if it is."""
+    """Hold a published figure, its measure in the simulation, and the ``reason`` of a miss."""
 
     name: str
     section: str

@@ -28,7 +28,7 @@ FIGURE_COLUMNS = ("figure of the paper, %", "section", "published", "simulated",
 
 
 def make_row(outcome: Outcome, machine: Machine) -> dict[str, Any]:
-    """What one sub-layer took and moved: seconds, bytes, and how many times faster than one after the other."""
+    """Make one sub-layer's record: seconds, bytes, and speed-ups over sequential runs."""
     before, after = outcome.moved
     reads = outcome.gemm.traffic.total("gemm reads"), outcome.t3_mca.traffic.total("gemm reads")
     chunks, faster = software(outcome, machine)

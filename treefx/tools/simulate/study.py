@@ -16,7 +16,7 @@ LAUNCH_SECONDS = 5e-6
 
 @dataclass(frozen=True)
 class Split:
-    """Compute units lent to the collective, and how many times longer it takes on them (T3, section 3.2)."""
+    """Pair compute units lent to the collective with its slowdown (T3, section 3.2)."""
 
     units: int
     slower: float
@@ -38,9 +38,11 @@ def run_study(
 
 
 def software(outcome: Outcome, machine: Machine, split: Split = SPLITS[0]) -> tuple[int, float]:
-    """The best number of chunks for a product and its reduce-scatter, and how many times faster than one after the
-    other that is. The all-gather follows, as with T3. A chunk's collective takes its part of the time of the whole
-    one alone; that both share the memory is left out."""
+    """Return the best number of chunks for a product and its reduce-scatter, and the speed-up.
+
+    The all-gather follows, as with T3. A chunk's collective takes its part of the time of the whole one alone; that
+    both share the memory is left out.
+    """
     ranks = outcome.sublayer.ranks
     size = wire_bytes("reduce_scatter", outcome.output_bytes, ranks)
     latency = (ranks - 1) * machine.link_latency_seconds

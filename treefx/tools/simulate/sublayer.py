@@ -15,7 +15,10 @@ __all__ = ["Outcome", "simulate"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Simulated runs of one sub-layer. The all-gather follows in every configuration; T3 does not overlap it."""
+    """Hold simulated runs of one sub-layer.
+
+    The all-gather follows in every configuration; T3 does not overlap it.
+    """
 
     sublayer: SubLayer
     gemm: Run

@@ -1,1 +1,1 @@
-"""Attention alone, on the CPU and on a device, against the ways in which others compute it."""
+"""Measure attention alone, on the CPU and on a device, against its rivals."""

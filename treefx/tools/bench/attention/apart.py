@@ -1,4 +1,4 @@
-"""The measurements of a GPU in a process of their own, so that a kernel that fails costs one of them, not all."""
+"""Run measurements of a GPU in separate processes, so that a failure costs one of them."""
 
 import os
 import time
@@ -43,7 +43,7 @@ def run(
     work: Callable[[Task, Note], tuple[dict[str, Any], bool]] | None = None,
     method: str = "spawn",
 ) -> Iterator[dict[str, Any]]:
-    """Measure as :func:`treefx.tools.bench.attention.cuda.run` does, and go on after a crash or a hang.
+    """Measure as ``attention.cuda.run`` does, and go on after a crash or a hang.
 
     After the first of them the same setting is measured again with the plain kernels alone, and so are all others.
 
@@ -98,7 +98,7 @@ def _work(task: Task, note: Note) -> tuple[dict[str, Any], bool]:
 
 
 def _answers(device: str) -> bool:
-    """Whether the device still does what it is told: after an illegal access it refuses everything."""
+    """Return whether the device still works: after an illegal access it refuses everything."""
     try:
         torch.ones(1, device=device).sum().item()
     except RuntimeError:

@@ -212,7 +212,7 @@ def _steps(inputs: list[list[Tensor]], grads: list[Tensor], attends: Sequence[At
 
 
 def _floor(tensors: Sequence[Tensor], ends: Tensor) -> Callable[[], Step]:
-    """Return what times the kernel's calls on the tree's rectangles; their operands are made here."""
+    """Return a timer of the kernel's calls on the tree's rectangles, with operands ready."""
     q, k, v, grad = tensors
     factor, inputs = q.shape[-1] ** -0.5, Inputs(q, k, v, ends)
     out, lse = torch.ops.treefx.tree_attention(q, k, v, ends, [], None, _plain_text(factor), "cpu")
@@ -239,7 +239,7 @@ def _plain_text(factor: float) -> str:
 
 
 def _best_ms(methods: dict[str, Callable[[], Step]], repeats: int) -> dict[str, Step]:
-    """Run the methods in turn, so that a busy moment of the machine meets all of them; the slowest once less.
+    """Time methods in turn, so that a busy machine disturbs all; drop the slowest run.
 
     The first run of each warms it up and counts only where it took seconds anyway.
     """

@@ -1,4 +1,4 @@
-"""Time tree attention on a GPU against FlexAttention with the same tree, SDPA on every row alone, and a matrix product.
+"""Time tree attention on a GPU against FlexAttention, SDPA on rows, and a product.
 
 FlexAttention runs on its Triton kernels and, where flash-attn-4 is installed, on the kernels of that package
 (``FLASH``): two separate baselines.
@@ -51,7 +51,7 @@ _COPIED = 2**30
 
 
 def make_summary(records: Sequence[dict[str, Any]]) -> Table:
-    """Return the records as a table: milliseconds, TFLOP/s, and how many times longer the others take."""
+    """Return the records as a table: milliseconds, TFLOP/s, and quotients of the others."""
     has_flash = any("flash_over_tree_forward" in record for record in records)
     others = {name: f"{name}_over_tree_{{}}" for name in ("flex", *(["flash"] if has_flash else []), "rows")}
     names = ("tree_{}_ms", "tree_{}_tflops", *others.values())
@@ -126,7 +126,7 @@ def run(
 
 
 def _chosen(variants: Sequence[str]) -> list[str]:
-    """The variants of FlexAttention that run here: ``FLASH`` only where flash-attn-4 can be imported."""
+    """List the variants of FlexAttention here; ``FLASH`` only with flash-attn-4."""
     try:
         is_there = importlib.util.find_spec("flash_attn.cute") is not None
     except ImportError:  # of the package around it
@@ -143,7 +143,7 @@ def _measured(name: str, make: Callable[[], "_Case"], variants: Sequence[str]) -
 
 @contextmanager
 def _compilations() -> Iterator[list[float]]:
-    """Collect the seconds of every kernel that Triton compiles; one that it takes from its cache counts as none."""
+    """Collect the seconds of every kernel that Triton compiles; cache hits do not count."""
     seconds: list[float] = []
     if importlib.util.find_spec("triton") is None:
         yield seconds
@@ -220,7 +220,7 @@ class _Case:
         return tree_attention(q, k, v, self.ends, impl=self.impl)
 
     def compiled_for_another_length(self) -> int:
-        """Return how many kernels a shorter forest compiles: none, because no length is a constant."""
+        """Count the kernels that a shorter forest compiles: none, as no length is a constant."""
         tokens = len(self.ends) - 3
         ends = self.ends[:tokens].clamp(max=tokens)
         q, k, v = leaves = [tensor.detach()[:, :, :tokens].requires_grad_() for tensor in self.leaves]
@@ -255,7 +255,7 @@ class _Case:
     def flex_figures(
         self, variants: Sequence[str], sample: "Sample", limits: dict[str, float], flops: float
     ) -> dict[str, Any]:
-        """Return the times of FlexAttention's fastest variant and of ``FLASH``, and what became of the others."""
+        """Return times of FlexAttention's fastest variant and of ``FLASH``, and other outcomes."""
         found: dict[str, tuple[float, float]] = {}
         record: dict[str, Any] = {}
         for name in variants:
@@ -306,12 +306,12 @@ class _Case:
 
     @property
     def flash_block(self) -> tuple[int, int]:
-        """Queries and keys of a block that flash-attn-4 takes: on Blackwell a program has two tiles of queries."""
+        """Return queries and keys of a block of flash-attn-4; on Blackwell two query tiles."""
         on_device = self.device.type == "cuda"
         return (256, 128) if on_device and torch.cuda.get_device_capability(self.device)[0] >= 10 else (128, 128)
 
     def row_figures(self) -> dict[str, Any]:
-        """Return the times of SDPA on the rows as a trainer has them: one batch, padded on the right."""
+        """Return the times of SDPA on rows in a trainer's form: one batch, padded on the right."""
         length = max(map(len, self.rows))
         q, k, v = self.leaves
         if len(self.rows) * length * q.shape[1] * q.shape[-1] * q.element_size() > _LARGEST_ROWS:
@@ -330,7 +330,7 @@ class _Case:
 
 
 def _figures(method: str, times: tuple[float, float], flops: float) -> dict[str, float]:
-    """Return milliseconds and TFLOP/s; a backward has five products of matrices where a forward has two."""
+    """Return milliseconds and TFLOP/s; a backward has 5 products where a forward has 2."""
     found: dict[str, float] = {}
     for way, ms, work in zip(("forward", "backward"), times, (flops, 2.5 * flops), strict=True):
         found |= {f"{method}_{way}_ms": round(ms, 4), f"{method}_{way}_tflops": round(work / ms / 1e9, 1)}
@@ -348,7 +348,7 @@ def _ratios(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ceilings(timer: Timer) -> dict[str, float]:
-    """Return what a plain product of random bfloat16 matrices reaches, and a copy, reading and writing counted."""
+    """Return rates of a product of random bfloat16 matrices, and of a copy, both ways."""
     a, b = torch.randn(2, _CEILING, _CEILING, device="cuda").to(torch.bfloat16)
     source, target = torch.empty(2, _COPIED, dtype=torch.uint8, device="cuda")
     return {
@@ -358,7 +358,7 @@ def _ceilings(timer: Timer) -> dict[str, float]:
 
 
 def device_ms(call: Callable[[], object]) -> float:
-    """Return the median time of a call on the device, from events behind a pause that hides Python's part."""
+    """Return the median device time of a call, from events behind a pause that hides Python."""
     call()
     rough = _timed(call, 1)[0]
     pause = _PAUSE_CYCLES if rough < 100 else 0

@@ -1,4 +1,4 @@
-"""What the launches of one attention cost the host, without a device: Triton's dispatch, a launch that does nothing."""
+"""Time the host's launches of one attention without a device, by Triton's dispatch."""
 
 import os
 import statistics

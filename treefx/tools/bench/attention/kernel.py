@@ -59,7 +59,7 @@ _SPILL_LIMIT = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 256}
 
 @dataclass(frozen=True)
 class Case:
-    """One attention to compile: three kernels (and, without features, what runs before and after them)."""
+    """Describe an attention to compile: three kernels, or the small ones around them."""
 
     dtype: torch.dtype
     head_dim: int
@@ -328,7 +328,7 @@ def _attention(case: Case, path: str, arch: int) -> Attention:
 
 
 def _sources(attention: Attention) -> list[KeySource]:
-    """Return the keys of an attention: with a boundary, in the plain form a pool of its keys alone, else both."""
+    """Return the keys of an attention: with a boundary, its pool alone if plain, else both."""
     sources = attention.sources()
     if attention.path != "plain" or len(sources) == 1:
         return sources

@@ -1,4 +1,4 @@
-"""Attention as a model has it without treefx: one dense mask over the packed tokens, or every row alone."""
+"""Compute attention without treefx: one dense mask over packed tokens, or every row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Scores:
 
 
 def dense(ends: Tensor, scores: Scores, given: dict[str, Any], dtype: torch.dtype) -> Attend:
-    """Return attention over the packed tokens under an N x N mask, which is made here, outside of any timing."""
+    """Return attention over packed tokens under an N x N mask, made outside of timings."""
     index = torch.arange(len(ends))
     seen = (index[None, :] <= index[:, None]) & (index[:, None] < ends[None, :])
     depth = seen.sum(dim=1)

@@ -1,4 +1,4 @@
-"""Some tokens of a forest with the right answers in float64, and how far off an attention is there."""
+"""Judge an attention on sampled tokens of a forest against float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The forests and heads on which attention is timed on a GPU, and the forms in which FlexAttention may run there."""
+"""List forests and heads for GPU timings, and forms of FlexAttention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ def _groups(kind: str, count: int, prefix: int, leaves: int, length: int) -> Tre
 
 
 def _shared_prompt(prompt: int) -> Setting:
-    """A shape on which DualKV (arXiv 2605.15422) reports its kernels: 28 responses of 2,048 tokens behind a prompt."""
+    """Describe a shape of DualKV (arXiv 2605.15422): 28 responses behind a prompt."""
     nodes = repeated_nodes(1, prompt, 28, 2048)
     return Setting(Tree(f"DualKV, prompt {prompt} + 28 x 2048", nodes), variants=("default", FLASH))
 

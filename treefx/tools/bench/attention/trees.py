@@ -59,7 +59,7 @@ def uneven_nodes(nodes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], .
 
 
 def agent_nodes(count: int = 102, lengths: tuple[int, int] = (30, 70)) -> tuple[tuple[int, int], ...]:
-    """Return a conversation that forks now and then: a long system prompt, then turns of so many tokens."""
+    """Return a conversation that forks at times: a long system prompt, then turns."""
     random = np.random.default_rng(0)
     shortest, longest = lengths
     nodes, path = [(-1, 1000)], [0]

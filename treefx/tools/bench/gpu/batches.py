@@ -44,7 +44,7 @@ SHARING: dict[str, Rows] = {
 
 
 def shortened(rows: Rows) -> Rows:
-    """Return rows that share as these do, with a hundredth of their tokens; rows of one length keep one length."""
+    """Return rows with the same sharing and a hundredth of the tokens; row lengths match."""
     return tuple(_shortened(row) for row in rows)
 
 
@@ -54,7 +54,7 @@ def _shortened(row: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
 
 
 def varied(rows: Rows, number: int) -> Rows:
-    """Return rows of the same lengths that fork elsewhere where all have two pieces, a prefix and a rest.
+    """Return rows of the same lengths with other forks, if all have a prefix and a rest.
 
     Forks move to either side in turn, so that the batches have as many distinct tokens on average.
 
@@ -84,7 +84,7 @@ def tree_of(rows: Rows) -> Tree:
 
 
 def make_batch(scale: Scale, rows: Rows, vocabulary: int, seed: int = 0) -> Batch:
-    """Rows padded on the right; pieces with equal numbers behind equal pieces have equal tokens."""
+    """Pad rows on the right; equal numbers behind equal pieces give equal tokens."""
     drawn = [_tokens(row, vocabulary, seed) for row in rows]
     width = max(map(len, drawn))
     ids, mask = (torch.zeros(len(drawn), width, dtype=torch.int64) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Whole steps of treefx against the same batches on rows: whether they are the same, and how many times faster."""
+"""Compare whole steps of treefx with the same batches on rows: equality and speed."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The first two stages: nothing is overwritten while it is read, and all forms are as right as SDPA on rows."""
+"""Check the kernels in two stages: no overwritten reads, and errors as of SDPA on rows."""
 
 import os
 import warnings
@@ -64,7 +64,7 @@ CORRECT = (
 
 
 def rehearsed(case: Attention) -> Attention:
-    """Return the case as it runs in Triton's interpreter: the first nodes, short, one key head; no form in Gluon."""
+    """Return the case for Triton's interpreter: first short nodes, one key head, no Gluon."""
     nodes = tuple((parent, min(length, 40)) for parent, length in case.tree.nodes[:4])
     group = case.heads.queries // case.heads.keys
     form = {"Gluon": "two passes", "Gluon, one pass": "one pass"}.get(case.form, case.form)
@@ -72,7 +72,7 @@ def rehearsed(case: Attention) -> Attention:
 
 
 def sanitize(scale: Scale, case: Attention) -> dict[str, Any]:
-    """Run forward and backward twice, under the sanitizer that the stage has switched on, and compare the bits.
+    """Run forward and backward twice under the stage's sanitizer, and compare the bits.
 
     Of all but dq in one pass, whose sums have no fixed order.
     """
@@ -103,7 +103,7 @@ def _run(scale: Scale, case: Attention) -> list[Tensor]:
 
 @contextmanager
 def _in_form(form: str) -> Iterator[bool]:
-    """Let attention run in a form, and in no other: where one gives way to another, the warning is an error."""
+    """Let attention run in one form only: a fallback's warning becomes an error."""
     os.environ["TREEFX_KERNEL_PATH"], deterministic = FORMS[form]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*treefx.*is switched off")
@@ -111,7 +111,7 @@ def _in_form(form: str) -> Iterator[bool]:
 
 
 def correct(scale: Scale, case: Attention) -> dict[str, Any]:
-    """Compare out, dq, dk and dv of sampled tokens with float64; the errors may be 1.5 times those of SDPA on rows."""
+    """Compare results of sampled tokens with float64, within 1.5 times SDPA's errors."""
     ends, leaves, grad = draw(scale, case.tree, case.heads)
     rows = [row.to(scale.device) for row in case.tree.rows()]
     sample = Sample(ends, rows, leaves, grad)

@@ -1,4 +1,4 @@
-"""Stages three and four: what a program costs before its first tile, and what a tile costs, of every configuration.
+"""Measure the seconds of a program before its first tile, and of a tile, by configuration.
 
 Time on a device is that of its programs side by side: ``milliseconds * processors = programs * overhead + full tiles *
 full + partial tiles * partial``, fitted to forests with many tiles of either kind.
@@ -73,7 +73,7 @@ def rehearsed(form: Form) -> Form:
 
 
 def prologue(scale: Scale, form: Form) -> dict[str, Any]:
-    """Time a launch whose lists are empty: descriptors, first loads and results of every program, and nothing else."""
+    """Time a launch with empty lists: descriptors, first loads and results alone."""
     tree = _TINY[0] if scale.rehearsal else _TREES[1]
     attention, problem = _attention(scale, tree, form)
     if problem:
@@ -94,7 +94,7 @@ def prologue(scale: Scale, form: Form) -> dict[str, Any]:
 
 
 def rates(scale: Scale, form: Form) -> dict[str, Any]:
-    """Time every configuration of a kernel on forests of several kinds, and fit what programs and tiles cost."""
+    """Time every configuration of a kernel on several forests, and fit programs and tiles."""
     trees = _TINY if scale.rehearsal else _TREES
     given = [_attention(scale, tree, form) for tree in trees]
     problem = next((problem for _, problem in given if problem), "")
@@ -108,7 +108,7 @@ def rates(scale: Scale, form: Form) -> dict[str, Any]:
 
 
 def keep(records: Sequence[dict[str, Any]]) -> Path:
-    """Let kernels be chosen by the rates of these records from now on; return the file that holds them."""
+    """Choose kernels by the rates of these records from now on; return their file."""
     return keep_rates({
         record["of"]: {
             tile: [found[name] for name in ("program_us", "full_us", "partial_us")]
@@ -160,7 +160,7 @@ def _with(attention: Attention, config: Config) -> Attention:
 
 
 def _launch(attention: Attention, kernel: str) -> Launch:
-    """Return the launch of a kernel on an attention's own keys; what it reads of the backward is made before."""
+    """Return the launch of a kernel on an attention's own keys, with its inputs ready."""
     inputs, source = attention.inputs, attention.own_keys()
     out, lse = (x.zero_() for x in empty_outputs(inputs.q, inputs.v))
     if kernel == "forward":

@@ -1,4 +1,4 @@
-"""The rows of a batch behind each other in one row, for PyTorch's own attention: what trainers do without a tree."""
+"""Pack a batch's rows into one for PyTorch's own attention, as trainers do."""
 
 import inspect
 from itertools import accumulate, pairwise
@@ -23,7 +23,7 @@ _SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.s
 
 
 def pack_rows(batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a transformers model for the batch's rows in one, without padding.
+    """Return a transformers model's arguments for a batch in one row, without padding.
 
     No row's first token is a label: the row before it would predict it.
     """

@@ -1,4 +1,4 @@
-"""How large a stage's cases are, and where they run: on a GPU in bfloat16, or in rehearsal on the CPU, tiny."""
+"""Set the size and place of a stage's cases: bfloat16 on a GPU, tiny on the CPU."""
 
 import time
 from collections.abc import Callable
@@ -84,7 +84,7 @@ class Heads:
 
 
 def draw(scale: Scale, tree: Tree, heads: Heads) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Return random tensors: the tree's ``subtree_end``; q, k and v, which require grad; the gradient of the output."""
+    """Return random tensors: ``subtree_end``, q, k and v with grad, and a gradient."""
     ends = send(tree.subtree_end(), scale.device, keep=True)
     generator = torch.Generator(scale.device).manual_seed(0)
 

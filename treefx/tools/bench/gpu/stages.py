@@ -181,7 +181,7 @@ def run(
     layers: int | None = None,
     method: str = "spawn",
 ) -> Iterator[dict[str, Any]]:
-    """Measure the cases of a stage, each in a process that may die without taking the others with it.
+    """Measure the cases of a stage, each in a process that may die alone.
 
     Args:
         name: one of `STAGES`.
@@ -258,7 +258,7 @@ def _choose(name: str, cases: int | None, only: str, batches: Sequence[str]) -> 
 
 
 def describe(name: str, rehearsal: bool, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a file of results says of a stage: its records, when, on what, with which versions."""
+    """Read a stage's part of a results file: records, date, device, versions."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions: dict[str, str | None] = {}

@@ -1,4 +1,4 @@
-"""The stage of whole training steps: treefx against inductor on padded and on packed rows, and the bound of tokens.
+"""Measure whole training steps: treefx, inductor on padded and packed rows, the bound.
 
 A model of 28 layers compiles for minutes and runs for a fraction of a second. Models therefore compile side by side;
 when all have compiled, one process at a time takes the device and measures. Each batch is reported right after its
@@ -73,7 +73,7 @@ class Run:
 
 
 def _ways(model: str, checkpointing: bool, *sharing: str, ours: Sequence[str] = OURS[:1]) -> list[Run]:
-    """Runs of all ways: treefx takes the batches that share as they come, and those that share nothing apart."""
+    """Make runs of all ways; treefx takes batches that share, and the others apart."""
     shared = tuple(name for name in sharing if name != _UNSHARED)
     runs = [Run(model, checkpointing, way, shared) for way in ours]
     runs += [Run(model, checkpointing, OURS[0], (_UNSHARED,))] if _UNSHARED in sharing else []
@@ -174,7 +174,7 @@ def _make_model(scale: Scale, run: Run) -> Any:
 
 
 def _compile_kernels(scale: Scale, run: Run) -> None:
-    """Call the attention of the model's layers once on every tree, while others still compile too."""
+    """Call the attention of the model's layers once on every tree, while others compile."""
     config = _config(scale, run)
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
     for sharing in run.sharing:
@@ -267,7 +267,7 @@ def _norms(model: torch.nn.Module) -> dict[str, float]:
 
 
 def _on_device(scale: Scale, call: Callable[[], object]) -> tuple[float, int, list[tuple[str, float, int]]]:
-    """Seconds that kernels run in a call, how many, and the slowest of them: name, milliseconds, launches."""
+    """Return seconds and number of kernels in a call, and the slowest of them."""
     kind = ProfilerActivity.CPU if scale.rehearsal else ProfilerActivity.CUDA
     with profile(activities=[kind]) as trace:
         call()

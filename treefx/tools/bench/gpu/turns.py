@@ -1,4 +1,4 @@
-"""The device for one process at a time: processes compile side by side, then each takes memory and measures alone."""
+"""Give the device to one process at a time; all compile side by side."""
 
 import fcntl
 import gc
@@ -18,7 +18,7 @@ _Found = TypeVar("_Found")
 
 
 def patiently(call: Callable[[], _Found], give: Callable[[], object] = lambda: None) -> _Found:
-    """Call, and again after a while where the device has no room for it because other processes are there.
+    """Call, and retry after a while if other processes fill the device's memory.
 
     Args:
         call: what needs room.

@@ -13,7 +13,7 @@ _FRAME_LINES = 6
 
 
 def what_failed(said: str, limit: int = 2000) -> str:
-    """The end of the last traceback and its error, the lines of a compiler's errors last where all of it is too long.
+    """Return the end of the last traceback and its error, with compiler errors last.
 
     The end of what a process wrote is not that: warnings of a compiler, in the error's message or after it, exceptions
     that Python ignored while it ended, or a launcher's own traceback.

@@ -1,4 +1,4 @@
-"""Small unmodified transformers models, from the name of an architecture or from a configuration file."""
+"""Make small transformers models from an architecture's name or a configuration file."""
 
 import difflib
 import functools
@@ -173,7 +173,7 @@ def _last_line(error: Exception) -> str:
 
 
 def make_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A causal LM with random weights, on the CPU and in training mode; the same seed gives the same weights.
+    """Make a causal LM with random weights, on the CPU in training mode; seeded.
 
     Raises:
         InputError: The architecture has no causal LM.
@@ -204,7 +204,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _without_code(name: str, field: Field) -> Any:
-    """A value of a configuration, in which no name is left that transformers would fetch code by.
+    """Return a configuration value without names by which transformers fetches code.
 
     Raises:
         InputError: it chooses an implementation that is not part of transformers and torch.

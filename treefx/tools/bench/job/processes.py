@@ -1,4 +1,4 @@
-"""Pieces of work in processes of their own, one after another or side by side; a fresh one after a crash or a hang.
+"""Run pieces of work in separate processes, restarted after a crash or a hang.
 
 A kernel that reads where it must not leaves a device that refuses everything, and one whose warps wait for each other
 never returns: neither may cost the pieces that come after.

@@ -1,4 +1,4 @@
-"""How a comparison of training runs is shown: a table, a summary, a chart, and the figures as JSON."""
+"""Show a comparison of training runs: a table, a summary, a chart, and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,7 +38,7 @@ class TrainingReport:
 
     @property
     def token_bound(self) -> float:
-        """Raw over distinct tokens: the speed-up if time were in proportion to tokens and padding free."""
+        """Return raw over distinct tokens: the speed-up if time followed tokens without padding."""
         return self.raw_tokens / self.tokens
 
     @property
@@ -53,7 +53,7 @@ class TrainingReport:
 
     @property
     def median_speed_up(self) -> float:
-        """Baseline over backend, the median of all steps but the first, which also fills caches and optimizers."""
+        """Return baseline over backend, the median of all steps but the first."""
         ratios = [record.seconds[self.baseline] / record.seconds[self.backend] for record in self.records]
         return median(ratios[1:] or ratios)
 

@@ -95,7 +95,7 @@ def train_and_compare(
     learning_rate: float = 3e-4,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[TrainingReport, TrainingRun]:
-    """Train copies of ``model`` on both backends, and judge the gradients of both against eager float64.
+    """Train copies of ``model`` on both backends; judge gradients against float64.
 
     Returns:
         The report, and the run of ``backend``, whose ``compiled`` model can be inspected.

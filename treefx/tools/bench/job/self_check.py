@@ -1,4 +1,4 @@
-"""A model of one attention layer through the backend, against eager float64: the check of an installation."""
+"""Check an installation: a model of one attention layer against eager float64."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["self_check"]
 
 
 class _TinyModel(torch.nn.Module):
-    """One causal attention layer with learned positions and a residual; knows nothing of treefx."""
+    """Hold one causal attention layer with learned positions and a residual."""
 
     def __init__(self, vocab_size: int = 32, width: int = 16, heads: int = 2, longest: int = 16) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _TinyModel(torch.nn.Module):
 
 
 def self_check(inner: str = "inductor") -> float:
-    """Largest relative error of the loss or any gradient of a tiny float64 model, treefx against eager.
+    """Return the largest relative error of a tiny float64 model, treefx against eager.
 
     Args:
         inner: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.

@@ -9,7 +9,7 @@ __all__ = ["shared_prefix_batch"]
 
 
 def shared_prefix_batch(rows: int, prefix: int, suffix: int, vocab_size: int, *, seed: int = 0) -> Batch:
-    """``rows`` rows of ``prefix`` equal and ``suffix`` random tokens, without padding, every token labelled.
+    """Make ``rows`` rows of ``prefix`` equal and ``suffix`` random tokens, all labelled.
 
     Suffixes differ in their first token, so exactly ``prefix + rows * suffix`` tokens are distinct.
 

@@ -87,7 +87,7 @@ class TrainingRun:
         self.optimizer.zero_grad()
 
     def time_forward_backward(self, batch: Batch) -> float:
-        """Seconds of one forward and backward; the gradients are dropped, weights stay as they are."""
+        """Time one forward and backward; gradients are dropped, weights stay unchanged."""
         start = time.perf_counter()
         self.forward_backward(batch)
         seconds = time.perf_counter() - start
@@ -106,7 +106,7 @@ class TrainingRun:
 def compare_training(
     runs: Sequence[TrainingRun], batches: Iterable[Batch], on_progress: Callable[[str], None] = lambda _: None
 ) -> list[StepRecord]:
-    """Train all runs on the same batches, turn by turn, so that a busy machine disturbs all alike.
+    """Train all runs on the same batches, in turns, so that a busy machine disturbs all.
 
     Args:
         runs: One per backend.

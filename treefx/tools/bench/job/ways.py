@@ -50,7 +50,7 @@ def in_process(module: str, case: Any, environment: Mapping[str, str], error: ty
 
 
 def check_same(record: Mapping[str, Any], other: Mapping[str, Any], error: type[TreefxError]) -> float:
-    """Raise ``error`` unless the ``numbers`` of two ways, their losses and norms of gradients, agree.
+    """Raise ``error`` unless the ``numbers`` of two ways (losses, norms) agree.
 
     Returns:
         The largest relative difference.

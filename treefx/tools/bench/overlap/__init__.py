@@ -1,4 +1,4 @@
-"""``treefx bench overlap``: what chunked products and collectives are worth on a link whose speed is given.
+"""Measure chunked products and collectives on a given link: ``treefx bench overlap``.
 
 In: sizes of an MLP. Out: records. Two processes share it, as ``parallelize_module`` does.
 

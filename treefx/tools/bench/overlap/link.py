@@ -41,7 +41,7 @@ class _Sending(dist.Work):
     """A collective under way."""
 
     def __init__(self, link: EmulatedLink, first: int, seconds: float, receive: Callable[[], None]) -> None:
-        """Args: first: How many tensors had been sent before it. seconds: For which the link carries it."""
+        """Start a collective of so many seconds on a link, after ``first`` earlier tensors."""
         super().__init__()
         self.first, self.seconds, self.arrival, self.received = first, seconds, math.nan, False
         self._link, self._receive = link, receive
@@ -59,7 +59,7 @@ class _Sending(dist.Work):
 
 
 class EmulatedLink(dist.ProcessGroup):
-    """The collectives of tensor parallelism, all of them sums, over a link that carries one after the other.
+    """Run tensor parallelism's collectives, all sums, over a link one after the other.
 
     Attributes:
         bytes_per_second: Of tensors that go once around the ranks, as in ``Rates``; a change holds from the next
@@ -80,7 +80,7 @@ class EmulatedLink(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """What collectives in graphs call it; torch keeps the names of groups written in Python elsewhere."""
+        """Return the group's name in graphs; torch keeps names of Python groups elsewhere."""
         return dist.distributed_c10d._world.pg_names[self]
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
@@ -120,7 +120,7 @@ class EmulatedLink(dist.ProcessGroup):
         return self._carrier.allreduce([values], options)
 
     def carry_up_to(self, last: _Sending) -> None:
-        """Learn when it arrives: one starts when all ranks have issued it and the one before it has arrived."""
+        """Compute arrivals up to one: each starts when all ranks issued it and the last arrived."""
         while math.isnan(last.arrival):
             first = self._to_carry.popleft()
             first.issued.wait()
@@ -161,7 +161,7 @@ def _check_sum(opts: Any) -> None:
 
 
 def connect(most_bytes: int) -> EmulatedLink:
-    """A new group of all ranks over such a link; every rank has to call it, with gloo as its default group.
+    """Make a group of all ranks over such a link; every rank calls it, default group gloo.
 
     Args:
         most_bytes: Of what a rank has sent and not all have received, at once.
@@ -177,7 +177,7 @@ def connect(most_bytes: int) -> EmulatedLink:
 
 
 def _shared_memory(size: int) -> list[Tensor]:
-    """By rank, bytes that all ranks have in common; files without a name as soon as all have opened them."""
+    """Map bytes that all ranks share, by rank; files lose their names once all are open."""
     folder = tempfile.mkdtemp(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) if dist.get_rank() == 0 else None
     given: list[Any] = [folder]
     dist.broadcast_object_list(given)

@@ -81,7 +81,7 @@ class Way:
 
 
 def compile_block(block: Block, chunks: int | Rates) -> Way:
-    """The block compiled by AOTAutograd, its products and collectives in so many chunks, its operators as they are."""
+    """Compile the block by AOTAutograd with chunked products and collectives."""
     chosen: list[int] = []
 
     def compiler(gm: fx.GraphModule, inputs: Any) -> Any:

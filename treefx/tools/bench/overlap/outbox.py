@@ -1,4 +1,4 @@
-"""Memory that one rank writes and all read: what it sends, one after the other, round and round."""
+"""Hold memory that one rank writes and all read, as a ring of messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALIGNED = 64
 
 
 class Outbox:
-    """Tensors that all ranks put in the same order and in the same sizes, so that they lie at the same places.
+    """Place tensors that all ranks put in the same order and sizes at the same offsets.
 
     Attributes:
         count: Number of tensors put.

@@ -1,4 +1,4 @@
-"""One of the processes of ``treefx bench overlap``: ``python -m treefx.tools.bench.overlap.rank CASE``."""
+"""Run one process of ``treefx bench overlap``, its case given as JSON."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _batch(case: OverlapCase, collectives: str) -> Tensor:
 
 
 def _product_seconds(case: OverlapCase) -> float:
-    """Of the product that feeds or reads a collective in the forward, on all ranks at once; the slowest rank's."""
+    """Time the product around a forward collective on all ranks; return the slowest."""
     left, right = torch.randn(case.rows, case.hidden // RANKS), torch.randn(case.hidden // RANKS, case.width)
     times = []
     for _ in range(case.repeats + 1):
@@ -122,7 +122,7 @@ def _slowest(seconds: list[float]) -> list[float]:
 
 
 def _different(block: Block, batch: Tensor, ways: dict[Any, Way]) -> list[str]:
-    """The ways whose output or any gradient differs in one bit from the untouched graph's, on any rank."""
+    """List ways with any output or gradient that differs in a bit from the untouched graph."""
     found = {way: _results(block, batch, ways[way].call) for way in ways}
     wrong = [str(way) for way in ways if not all(map(torch.equal, found[way], found[CHUNKS[0]]))]
     given: list[Any] = [None] * RANKS
@@ -177,7 +177,7 @@ def _one_step(block: Block, batch: Tensor, call: Callable[[Tensor], Tensor], lin
 
 
 def _figures(name: str, seconds: dict[Any, float], on_link: float) -> dict[str, Any]:
-    """Milliseconds of every way and on the link, and which number of chunks saves most: of all, and of the link's."""
+    """Return milliseconds of every way and on the link, and the best number of chunks."""
     best = min(CHUNKS[1:], key=lambda chunks: seconds[chunks])
     saved = seconds[CHUNKS[0]] - seconds[best]
     return {

@@ -25,7 +25,7 @@ class OverlapError(TreefxError):
 def run(
     *, rows: int = 1024, width: int = 1024, hidden: int = 4096, repeats: int = 11, seconds: float = 1200.0
 ) -> list[dict[str, Any]]:
-    """Run an MLP on two processes over links of several rates, untouched, in chunks, and as the gate decides.
+    """Run an MLP on two processes over several links: untouched, chunked, by the gate.
 
     Args:
         rows: Tokens; at least 16 times 2 times 8, so that every number of chunks has aligned cuts.

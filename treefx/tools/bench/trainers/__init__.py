@@ -1,4 +1,4 @@
-"""Trainers as users run them: each from its own command line, in an environment made for it.
+"""Run trainers from their own command lines, in environments made for them.
 
 In: a trainer's name. Out: cost and sharing of a run with treefx, and of the same run without it.
 

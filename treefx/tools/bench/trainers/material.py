@@ -1,4 +1,4 @@
-"""What every trainer reads: a random Qwen3, a tokenizer with a chat template, and rows of chats, as files."""
+"""Write the trainers' inputs: a random Qwen3, a tokenizer with a template, and chats."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,7 +69,7 @@ def make_material(folder: Path, *, rows: int, layers: int, hidden_size: int, voc
 
 
 def _turns(conversations: Iterable[Conversation]) -> Iterator[Chat]:
-    """Every answer of the assistant with all that was said before, in the roles that all trainers know."""
+    """Yield every answer of the assistant with its past, in roles that all trainers know."""
     for conversation in conversations:
         spoken = [{"role": _role(message), "content": _words(message)} for message in conversation.messages]
         chat = [_joined(role, list(run)) for role, run in groupby(spoken, key=lambda message: message["role"])]

@@ -1,4 +1,4 @@
-"""The smallest recipes of trainers, in their own words: configuration files and command lines."""
+"""Write the trainers' smallest recipes: configuration files and command lines."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""``treefx bench trainers``: a trainer's own command without torch.compile, with inductor, and with treefx."""
+"""Run trainers' commands without a compiler, with inductor and with treefx."""
 
 import json
 import os
@@ -37,7 +37,7 @@ class TrainersError(TreefxError):
 
 
 def default_folder() -> Path:
-    """Where environments are kept: ``TREEFX_CACHE_DIR`` or ``~/.cache/treefx``, ``trainers`` in it."""
+    """Return the folder of environments: ``trainers`` in the cache folder."""
     return Path(os.environ.get("TREEFX_CACHE_DIR") or Path.home() / ".cache" / "treefx") / "trainers"
 
 

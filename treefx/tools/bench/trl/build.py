@@ -1,4 +1,4 @@
-"""Trainers around one model and one set of rows; ``python -m treefx.tools.bench.trl.build CASE`` trains with one.
+"""Build trainers around one model and set of rows; run as a module, train with one.
 
 The case is given as JSON, and so is the record that is printed last.
 """

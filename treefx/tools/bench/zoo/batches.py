@@ -1,4 +1,4 @@
-"""The batches of ``treefx doctor --zoo``: rows that share prefixes, no two batches of one shape."""
+"""Make the batches of ``treefx doctor --zoo``: shared prefixes, no shape twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS, _LENGTHS = (2, 9), (14, 60)
 
 
 def shared_rows(rows: int = 4, length: int = 20, prefix: int = 8, seed: int = 0, left: bool = False) -> Batch:
-    """Rows of different lengths over two levels of forks and one duplicate, padded on one side; the first is full.
+    """Make rows of different lengths over two levels of forks and a duplicate, padded.
 
     No row's first token is predicted: what would predict it is padding, where padding is on the left.
     """
@@ -41,7 +41,7 @@ def shared_rows(rows: int = 4, length: int = 20, prefix: int = 8, seed: int = 0,
 
 
 def zoo_batches(count: int = 2) -> dict[str, Batch]:
-    """Batches by their shapes: the first pads right, the second left, others of random shapes in turn.
+    """Make batches by shape: the first pads right, the second left, others at random.
 
     Raises:
         InputError: ``count`` is below one.

@@ -1,4 +1,4 @@
-"""What two float32 results are judged by where they differ: a step in float64 throughout, and the size of sums."""
+"""Judge float32 results by a step in float64 throughout, and by the size of sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = tuple[Tensor, dict[str, Tensor]]
 
 
 def take_step(model: nn.Module, call: Callable[..., Any], batch: Batch) -> Step:
-    """Run forward and backward of a model on one batch, through the model or what was compiled of it.
+    """Run forward and backward of a model on one batch, plain or compiled.
 
     Args:
         model: Its gradients are set to None first.
@@ -72,7 +72,7 @@ def in_float64(model: nn.Module, step: Callable[[nn.Module], _T]) -> _T:
 def sizes_of_sums(
     model: nn.Module, gradients_of: Callable[[Batch], Mapping[str, Tensor]], batch: Batch
 ) -> dict[str, float]:
-    """Of every parameter that is one number: the sum of the sizes of what the rows contribute to its gradient.
+    """Return, per single-number parameter, the summed sizes of rows' contributions.
 
     In one number the contributions may all but cancel, and its rounding is that of the summands. Where a parameter
     has many, the largest of them stands for that.

@@ -1,4 +1,4 @@
-"""How much of a model's arithmetic runs once per distinct token: matrix products of the traced graph, by operands.
+"""Measure the share of a model's arithmetic that runs once per distinct token.
 
 Counted on the padded shapes, forward only, so that the share speaks of the model and not of the sharing in a batch.
 """
@@ -56,7 +56,7 @@ class FlopShare:
 
 
 def flop_share(gm: fx.GraphModule) -> FlopShare:
-    """Sum over the products of a labelled graph (``Rewritten.traced``) that parameters take part in."""
+    """Sum over the products of a labelled graph that parameters take part in."""
     live = live_nodes(gm)
     chosen = {node for item in choices(gm) for node in scores_behind(item.scores)}
     total = FlopShare()
@@ -80,7 +80,7 @@ def _share(node: fx.Node, fact: Fact) -> FlopShare:
 
 
 def _attends(node: fx.Node) -> bool:
-    """Whether a product on rows is one of an attention: without a softmax, scores belong to a linear attention."""
+    """Return whether a product on rows belongs to a softmax attention."""
     if node.target is torch.ops.treefx.attention.default:
         return True
     stack = [item for item in (node, *node.all_input_nodes) if fact_of(item).kind is Kind.SCORE]
@@ -97,7 +97,7 @@ def _attends(node: fx.Node) -> bool:
 
 
 def _example(node: fx.Node) -> Any:
-    """The value of a node with numbers for sizes: asking a symbol for its number would bind the graph to it."""
+    """Return a node's value with numbers for sizes, without guards on symbols."""
     value = tree_map_only(torch.SymInt, _number, node.meta["val"])
     return tree_map_only(Tensor, _with_numbers, value)
 

@@ -1,4 +1,4 @@
-"""The models of ``treefx doctor --zoo``: transformers' architectures, and small models of other libraries.
+"""List the models of ``treefx doctor --zoo``, of transformers and other libraries.
 
 Every model is tiny, random, and called as ``model(**batch.model_inputs())``, which returns a loss or something with
 one. Models of libraries that take token ids alone are wrapped by :class:`WithLoss`.
@@ -27,7 +27,7 @@ LONGEST = 64
 
 @dataclass(frozen=True)
 class ZooModel:
-    """One row of the table; ``build`` makes the model and raises ImportError where its library is missing."""
+    """Describe one row of the table; ``build`` raises ImportError without its library."""
 
     name: str
     library: str
@@ -46,7 +46,7 @@ def _transformers(name: str) -> nn.Module:
 
 
 class WithLoss(nn.Module):
-    """A model that maps token ids [B, T] to logits, and the usual loss: the mean over labelled next tokens."""
+    """Wrap a model from ids [B, T] to logits with the mean loss of labelled tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

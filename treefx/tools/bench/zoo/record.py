@@ -76,7 +76,7 @@ class ZooRecord:
         return [name for name in names if name not in self.rows or self.rows[name].verdict not in _FINAL]
 
     def add(self, row: ZooRow) -> None:
-        """Keep a row; the file is replaced whole, so that a run that is cut off leaves the one before."""
+        """Keep a row; the file is replaced atomically."""
         self.rows[row.model] = row
         if self.path is None:
             return

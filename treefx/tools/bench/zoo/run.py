@@ -1,4 +1,4 @@
-"""``treefx doctor --zoo``: every model of the zoo, treefx against eager on padded batches that share prefixes."""
+"""Check every model of the zoo against eager on padded batches that share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _checked_here = 0
 
 @dataclass(frozen=True)
 class ZooBatch:
-    """What one model did with one batch. Errors are relative; shares are of the operations of one forward pass."""
+    """Hold one model's results on one batch: relative errors, shares of a forward's FLOPs."""
 
     shape: str
     """Rows, positions and padding: ``"5 x 20 right"``."""
@@ -163,7 +163,7 @@ def _in_processes(
 
 
 def _check_apart(piece: tuple[str, str, str, int], note: Note) -> tuple[ZooRow, bool]:
-    """Check a model in a process that serves a few of them: what Dynamo and inductor keep of each adds up."""
+    """Check a model in a process for a few of them, as caches of Dynamo add up."""
     global _checked_here
     _checked_here += 1
     torch.set_num_threads(1)
@@ -173,7 +173,7 @@ def _check_apart(piece: tuple[str, str, str, int], note: Note) -> tuple[ZooRow, 
 
 
 def check_model(name: str, inner: str = "aot_eager", batches: int = 2) -> ZooRow:
-    """Loss and all gradients of one model in float32, treefx against eager, on batches of different shapes."""
+    """Compare loss and gradients of a float32 model with eager, on batches of many shapes."""
     (model,) = choose([name])
     start = time.perf_counter()
     torch._dynamo.reset()
@@ -211,7 +211,7 @@ def _without_result(shape: str, error: Exception) -> ZooBatch:
 
 
 def _worst(model: ZooModel, batches: list[ZooBatch]) -> ZooRow:
-    """The row of a model: verdict and reasons of its worst batch, errors the largest, tokens of all."""
+    """Return a model's row: its worst batch's verdict, largest errors, all tokens."""
     worst = max(batches, key=lambda batch: VERDICTS.index(batch.verdict))
     ran = [batch for batch in batches if batch.loss_error is not None]
     alike = len({batch.verdict for batch in batches}) == 1
@@ -244,7 +244,7 @@ def _refusal(error: BaseException | None) -> TreefxError | None:
 
 
 def _spread(model: nn.Module) -> nn.Module:
-    """Scale matrices up: with the usual small weights attention is uniform, and a wrong mask would hardly show."""
+    """Scale matrices up, so that attention is not uniform and a wrong mask shows."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -271,7 +271,7 @@ def _float64_errors(original: nn.Module, batch: Batch, steps: tuple[Step, Step])
 
 
 def _errors(got: Step, expected: Step, sizes: Mapping[str, float] = MappingProxyType({})) -> tuple[float, float]:
-    """Of the loss, and the largest of the gradients, those with a size in ``sizes`` judged against it at least."""
+    """Return errors of the loss, and the largest of gradients, judged by ``sizes``."""
     floor = _SMALLEST * max(float(grad.abs().max()) for grad in expected[1].values())
     errors = [_relative(got[1].get(name), grad, max(floor, sizes.get(name, 0.0))) for name, grad in expected[1].items()]
     return _relative(got[0], expected[0], 0.0), max(errors)
@@ -322,7 +322,7 @@ def _labelled(twin: nn.Module) -> list[torch.fx.GraphModule]:
 
 
 def _breaks(stats: Mapping[str, Any]) -> str | None:
-    """Where nothing was rewritten: how Dynamo cut the model, which hides the token ids from its attention."""
+    """Explain an unrewritten graph: how Dynamo cut the model."""
     reasons = torch._dynamo.utils.counters["graph_break"]
     if stats["attention_rewritten"] or stats["graphs"] == 1 or not reasons:
         return None
@@ -339,6 +339,6 @@ def _verdict(row: ZooBatch) -> str:
 
 
 def _as_near_as_eager(row: ZooBatch) -> bool:
-    """Whether the difference is rounding: some gradients are zero in exact arithmetic, or sums that all but cancel."""
+    """Return whether a difference is rounding, of gradients that are zero or cancel."""
     assert row.float64_errors is not None and row.loss_error is not None
     return row.loss_error <= _TOLERANCE and row.float64_errors[0] <= _ROUNDING * row.float64_errors[1] <= 1e-3

@@ -1,4 +1,4 @@
-"""One compiled step of one model, for ``treefx inspect``, and its gradient error against eager execution.
+"""Run one compiled step of one model, with its gradient error against eager.
 
 A name is a model of the zoo, any other causal LM of transformers, or the path of a ``config.json``.
 """
@@ -73,7 +73,7 @@ class SingleRun:
     """Gradients of the compiled copy, by parameter name."""
 
     def check_gradients(self) -> GradientCheck:
-        """Compare with eager float64; an eager model that cannot run there is a result, not an error."""
+        """Compare with eager float64; failure of the eager model there is a result."""
         try:
             _, exact = in_float64(self.model, lambda twin: take_step(twin, twin, self.batch))
             _, plain = take_step(self.model, self.model, self.batch)
@@ -127,7 +127,7 @@ def _build_other(model: ZooModel, longest: int) -> nn.Module:
 
 
 def run_single(model: nn.Module, batch: Batch, inner: str) -> SingleRun:
-    """Compile a copy of a model with treefx and run one forward and backward; every call packs."""
+    """Compile a copy of a model and run forward and backward once; every call packs."""
     twin = copy.deepcopy(model)
     options = {"inner": inner, "min_sharing": 1.0}
     compiled = torch.compile(twin, backend="treefx", options=options)  # type: ignore[arg-type]

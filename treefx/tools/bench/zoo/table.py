@@ -1,4 +1,4 @@
-"""What ``treefx doctor --zoo`` prints: a table for the terminal, Markdown for a README, or JSON for a program."""
+"""Print ``treefx doctor --zoo``: a table, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _cells(row: ZooRow) -> tuple[str, ...]:
 
 
 def _compiled(row: ZooRow) -> str:
-    """Compilations after the first half of the batches, and what the second half added to them."""
+    """Return compilations after the first half of the batches, and of the second half."""
     counts = [batch.compiles for batch in row.batches]
     half = max(counts[: (len(counts) + 1) // 2], default=0)
     added = row.compiles - half
@@ -82,7 +82,7 @@ def _compiled(row: ZooRow) -> str:
 
 
 def _why(row: ZooRow) -> str:
-    """What ran on rows: the reason for everything, or the first operator and how many more there are; then rounding."""
+    """Explain operators on rows: one reason, or the first operator and a count; rounding."""
     parts = [row.note] if row.note is not None else []
     if row.note is None and row.expansions:
         first = min(row.expansions, key=lambda item: bool(item.get("contracted")))

@@ -1,1 +1,1 @@
-"""What random programs are made of, a file per family: each part is a piece of Python text and what it needs."""
+"""Catalogue the parts of random programs, a file per family: Python text and needs."""

@@ -1,4 +1,4 @@
-"""Catalogue: layers that count tokens in buffers, and layers at which Dynamo cuts the graph."""
+"""Catalogue layers that count tokens in buffers, and layers that break the graph."""
 
 from __future__ import annotations
 

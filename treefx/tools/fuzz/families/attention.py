@@ -1,4 +1,4 @@
-"""The text of an attention: queries and keys, scores, mask and values in one of many spellings."""
+"""Write an attention's text: queries, keys, scores, mask and values, many spellings."""
 
 from __future__ import annotations
 

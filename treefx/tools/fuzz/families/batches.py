@@ -1,4 +1,4 @@
-"""Padded batches of rows that share prefixes: forks, duplicates, prefixes of others, and padding on every side."""
+"""Draw padded batches that share prefixes: forks, duplicates, padding on every side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PADDINGS = ("none", "right", "left", "holes", "both", "a row", "one row right", 
 
 
 def draw_batch(rng: Random, rows: int, columns: int, vocabulary: int, padding: str) -> Batch:
-    """A batch [rows, columns] whose padding has token 0 (or, "mask alone", tokens like others)."""
+    """Make a batch [rows, columns] with padding of token 0, or (mask alone) other tokens."""
     ids = _rows(rng, rows, columns, vocabulary)
     mask = [_mask(rng, columns, padding, row) for row in range(rows)]
     if padding in ("left", "both"):

@@ -1,4 +1,4 @@
-"""Catalogue: what the caller does: training steps, reads, other grad modes, changes of buffers and weights, threads.
+"""Catalogue actions of the caller: steps, reads, grad modes, changes, threads.
 
 A text reads the model ``m``, its callable ``f``, the function ``compile`` that makes it, the optimizer ``opt``, the
 list ``batches`` and the dict ``seen`` of compared values; {k} is the number of the call, {b} that of its batch.

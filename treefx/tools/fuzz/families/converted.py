@@ -1,4 +1,4 @@
-"""Catalogue: models converted by ``treefx.convert``, with a layer that keeps, counts or shows what it computes.
+"""Catalogue models converted by ``treefx.convert``, with layers that keep values.
 
 A text reads the names that the texts of ``calls`` read. The model as written is the truth.
 """

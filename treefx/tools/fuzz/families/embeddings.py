@@ -1,4 +1,7 @@
-"""Catalogue: how token ids, positions and conditions become hidden states. The first one of a program makes ``x``."""
+"""Catalogue maps of token ids, positions and conditions to hidden states.
+
+The first one of a program makes ``x``.
+"""
 
 from treefx.tools.fuzz.families.parts import Part
 

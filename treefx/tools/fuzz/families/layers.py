@@ -1,4 +1,4 @@
-"""Catalogue: layers that are no attention: mixers along columns and rows, experts, norms, functions of a token."""
+"""Catalogue layers without attention: mixers, experts, norms, token functions."""
 
 from treefx.tools.fuzz.families.parts import Part
 

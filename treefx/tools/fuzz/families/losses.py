@@ -1,4 +1,4 @@
-"""Catalogue: heads, and losses over logits [B, T, V] and labels, written inside of forward or by the caller."""
+"""Catalogue heads, and losses over logits [B, T, V], in forward or in the caller."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Catalogue: what happens to the scores of an attention before its mask: terms, caps, temperatures."""
+"""Catalogue changes of attention scores before the mask: terms, caps, temperatures."""
 
 from treefx.tools.fuzz.families.parts import Part
 

@@ -1,4 +1,4 @@
-"""Catalogue: what callers do around a model: invalid inputs, hooks, steps inside of backward, faults.
+"""Catalogue callers' actions around a model: invalid inputs, hooks, faults.
 
 A text reads the names that the texts of ``calls`` read. Where a call may raise, both runs record that it raised.
 """

@@ -1,4 +1,4 @@
-"""PyTorch's own samples of its operators and modules, compiled by treefx as a general backend.
+"""Run PyTorch's samples of its operators and modules through the backend.
 
 In: the tables of samples in PyTorch's wheel. Out: programs (``sample``) that call one operator or module on its samples
 (``catalogue``), with inputs of several kinds (``inputs``), and what became of each (``verdict``): treefx must give what

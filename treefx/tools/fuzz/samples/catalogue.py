@@ -82,7 +82,7 @@ def _draw_dtype(supported: Any, rng: random.Random) -> str:
 
 
 def operator_samples(operator: Any, dtype: str, *, in_place: bool = False) -> list[Any]:
-    """A sample of an operator with several elements, and one with an empty or one-element tensor, where there are.
+    """Return an operator's sample with several elements, and one empty or of one element.
 
     ``in_place`` leaves out those whose result would not fit into the input.
     """

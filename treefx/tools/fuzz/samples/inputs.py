@@ -1,4 +1,4 @@
-"""The inputs of a call, made of those of a sample: leaves, results, strided views, with gradients or without."""
+"""Make a call's inputs from a sample: leaves, results, strided views, with grad or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program over PyTorch's samples: which operator or module, how it is called, and how it is compiled."""
+"""Describe a program over PyTorch's samples: operator or module, call, compilation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INPUTS_IN_PLACE = ("made", "view", "no_grad", "inference")
 
 @dataclass(frozen=True)
 class Sample:
-    """One operator or module, called on several of PyTorch's samples through one compiled function.
+    """Call one operator or module on several samples through one compiled function.
 
     Attributes:
         seed: The number of the program in its search.

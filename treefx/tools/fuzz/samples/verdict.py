@@ -1,4 +1,4 @@
-"""What became of a program over PyTorch's samples: eager, treefx, and ``aot_eager`` where these differ."""
+"""Judge a program over PyTorch's samples by eager, treefx and ``aot_eager``."""
 
 from __future__ import annotations
 

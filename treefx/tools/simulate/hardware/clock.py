@@ -11,7 +11,7 @@ Action = Callable[[], None]
 
 
 class Clock:
-    """A queue of events in time; events of the same time run in the order in which they were set."""
+    """Queue events by time; events of one time run in the order in which they were set."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -25,8 +25,11 @@ _StoreTiles = Callable[[int, int], None]
 
 
 def run_gemm(waves: Waves, machine: Machine) -> Run:
-    """A GEMM alone. Its stores wait in the cache and leave it evenly, so a wave moves what it reads and as much of the
-    output as it makes, while it computes."""
+    """Simulate a GEMM alone.
+
+    Its stores wait in the cache and leave it evenly, so a wave moves its reads and as much of the output as it makes,
+    while it computes.
+    """
     clock = Clock()
     memory = Memory(clock, machine.memory_bytes_per_second)
     moved = waves.reads + waves.output
@@ -43,7 +46,7 @@ def run_gemm(waves: Waves, machine: Machine) -> Run:
 
 
 def arbitration_of(waves: Waves, machine: Machine) -> Arbitration:
-    """T3-MCA: the threshold that goes with the share of the memory which the first wave uses on its own."""
+    """Return T3-MCA's threshold for the memory share of the first wave alone."""
     intensity = waves.demand() / machine.memory_bytes_per_second
     requests = next(limit for least, limit in machine.occupancies if intensity >= least)
     return Arbitration(requests * machine.request_bytes * machine.channels)
@@ -63,7 +66,7 @@ def run_fused(waves: Waves, ranks: int, machine: Machine, arbitration: Arbitrati
 
 
 class _Gemm:
-    """Waves one after the other; ``stored(first, last)`` is called with the tiles of a wave when it ends."""
+    """Run waves in sequence; call ``stored(first, last)`` with a wave's tiles at its end."""
 
     def __init__(self, waves: Waves, memory: Memory, stored: _StoreTiles, cost: float = 1.0) -> None:
         self.waves = waves

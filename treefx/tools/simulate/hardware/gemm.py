@@ -1,4 +1,4 @@
-"""A tiled matrix product as waves of workgroups, and what it reads from memory behind a cache."""
+"""Model a tiled matrix product: waves of workgroups, and reads behind a cache."""
 
 from dataclasses import dataclass
 from math import ceil, exp
@@ -24,7 +24,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Waves:
-    """A product on a machine: ``tiles`` tiles, of which ``per_wave`` run at once, each wave ``seconds`` long.
+    """Describe a product on a machine: ``tiles``, ``per_wave`` at once, ``seconds`` each.
 
     ``reads`` and ``output`` are bytes of the whole product.
     """
@@ -69,8 +69,10 @@ def hit_rate(distance: float, capacity: float, ways: int) -> float:
 
 
 def plan_waves(gemm: Gemm, machine: Machine, *, stores_cached: bool) -> Waves:
-    """Cut a product into waves on a machine. ``stores_cached``: the output passes through the cache, and displaces
-    inputs there; T3 stores past it."""
+    """Cut a product into waves on a machine.
+
+    ``stores_cached``: the output passes through the cache, and displaces inputs there; T3 stores past it.
+    """
     rows, columns = ceil(gemm.rows / machine.tile_rows), ceil(gemm.columns / machine.tile_columns)
     flops = 2.0 * machine.tile_rows * machine.tile_columns * gemm.inner
     return Waves(
@@ -84,8 +86,11 @@ def plan_waves(gemm: Gemm, machine: Machine, *, stores_cached: bool) -> Waves:
 
 
 def _reads(gemm: Gemm, machine: Machine, stores_cached: bool) -> float:
-    """Bytes read from memory. The operand along which tiles go is used again for every panel of the other one; the
-    panel of the other one is used again by every wave that its tiles fill."""
+    """Return the bytes read from memory.
+
+    The operand along which tiles go is used again for every panel of the other one; the panel of the other one is used
+    again by every wave that its tiles fill.
+    """
     sides = [(gemm.rows, machine.tile_rows), (gemm.columns, machine.tile_columns)]
     (fast, fast_tile), (slow, slow_tile) = sides if machine.rows_first else reversed(sides)
     strips, panels = ceil(fast / fast_tile), ceil(slow / slow_tile)

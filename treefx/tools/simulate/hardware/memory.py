@@ -38,8 +38,10 @@ class Arbitration:
     occupancy: float = inf
 
     def divide(self, wants: Sequence[float], queued: Sequence[float]) -> list[float]:
-        """The shares of a rate of 1 for reads, stores and communication, which want ``wants`` of it and have
-        ``queued`` bytes to move."""
+        """Return the shares of a rate of 1 for reads, stores and communication.
+
+        They want ``wants`` of it and have ``queued`` bytes to move.
+        """
         queued = [*queued[:2], min(queued[2], self.occupancy)]
         shares = [0.0, 0.0, 0.0]
         left, open_ = 1.0, [lane for lane in range(3) if wants[lane] > 0.0]

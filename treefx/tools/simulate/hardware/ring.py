@@ -44,7 +44,7 @@ def all_gather(size: float, ranks: int, machine: Machine) -> Run:
 
 
 class _Steps:
-    """Steps with a barrier between them; each is a list of groups that run one behind the other."""
+    """Run steps with a barrier between them; each is a list of groups in sequence."""
 
     def __init__(self, size: float, ranks: int, machine: Machine) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""The tracker: counters that fire a DMA when all updates of a group of tiles are in memory (T3, section 4.2)."""
+"""Track updates: fire a DMA when a group's tiles are all in memory (T3, section 4.2)."""
 
 from collections.abc import Callable, Hashable
 
@@ -12,7 +12,7 @@ class SimulationError(TreefxError):
 
 
 class Tracker:
-    """Counts updates per group of tiles and calls ``fire(group, ranks)`` after ``updates`` of them.
+    """Count updates per group of tiles; call ``fire(group, ranks)`` after ``updates``.
 
     ``ranks`` is the number of GPUs whose part of the sum the group then holds: an update brings that of one GPU
     (a store of the GEMM) or of several (a partial sum from the neighbour). An entry lives from the first update of

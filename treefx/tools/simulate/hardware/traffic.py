@@ -22,7 +22,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One simulated run: its time, the traffic of memory and link, and the time each part worked at its full rate."""
+    """Hold one simulated run: its time, traffic, and the time each part worked at full rate."""
 
     seconds: float
     traffic: Traffic

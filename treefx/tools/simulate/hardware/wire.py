@@ -6,7 +6,7 @@ __all__ = ["Wire"]
 
 
 class Wire:
-    """A link that sends one message after another at ``rate`` bytes per second; each arrives ``latency`` seconds later.
+    """Send messages one by one at ``rate`` bytes per second, ``latency`` seconds late.
 
     All GPUs of the ring do the same at the same time, so what this one sends is also what it receives: ``arrived`` is
     called as the neighbour whose turn it is.

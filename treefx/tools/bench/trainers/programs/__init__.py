@@ -1,4 +1,4 @@
-"""Programs of trainers that have no command line of their own, each ``python -m``, and what torchtune's recipe names.
+"""Provide programs for trainers without a command line, and torchtune's components.
 
 In: the folder of model and rows, and where the log goes. Out: that log, in the form of transformers' trainer. Each
 runs in its trainer's environment and imports it, and none another one.

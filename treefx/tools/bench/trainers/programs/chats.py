@@ -1,4 +1,4 @@
-"""Rows of chats as token ids and labels, by any tokenizer that can write a chat and encode it."""
+"""Encode rows of chats as token ids and labels, by any tokenizer with a template."""
 
 import json
 from collections.abc import Callable, Sequence

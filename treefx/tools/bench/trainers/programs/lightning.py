@@ -1,4 +1,4 @@
-"""Lightning: ``python -m treefx.tools.bench.trainers.programs.lightning MODEL CHATS OUTPUT [--compile]``.
+"""Train with Lightning: ``python -m ...programs.lightning MODEL CHATS OUTPUT``.
 
 A ``LightningModule`` around a model of transformers, ``Trainer.fit`` on the CPU, gradients of two batches accumulated.
 With ``--compile`` its model is compiled by inductor; under ``treefx run`` by treefx, which is a line of this program:

@@ -16,7 +16,7 @@ __all__ = ["step_entry", "write_log"]
 
 
 def step_entry(model: nn.Module) -> dict[str, float]:
-    """The norm of a model's gradients, and what treefx says of the step, where treefx has compiled it."""
+    """Return the norm of a model's gradients, and treefx's figures of the step."""
     norms = [parameter.grad.norm() for parameter in model.parameters() if isinstance(parameter.grad, Tensor)]
     entry = {"grad_norm": float(torch.stack(norms).norm())}
     try:
@@ -26,7 +26,7 @@ def step_entry(model: nn.Module) -> dict[str, float]:
 
 
 def write_log(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write one entry per optimizer step, each with ``loss`` and ``grad_norm``; folders in between are made."""
+    """Write one entry per optimizer step, with ``loss`` and ``grad_norm``; make folders."""
     state = folder / "trainer_state.json"
     state.parent.mkdir(parents=True, exist_ok=True)
     state.write_text(json.dumps({"log_history": list(entries)}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Ray Train: ``python -m treefx.tools.bench.trainers.programs.ray_train MODEL CHATS OUTPUT [--compile]``.
+"""Train with Ray Train: ``python -m ...programs.ray_train MODEL CHATS OUTPUT``.
 
 ``TorchTrainer`` with two workers on the CPU: a model of transformers that Ray puts into DDP, rows that Ray deals out.
 With ``--compile`` the model is compiled by inductor; under ``treefx run`` by treefx, which is a line of this program:

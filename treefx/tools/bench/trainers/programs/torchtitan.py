@@ -1,4 +1,4 @@
-"""torchtitan on the CPU: ``torchrun -m treefx.tools.bench.trainers.programs.torchtitan MODEL CHATS``, its arguments.
+"""Train with torchtitan on the CPU: ``torchrun -m ...programs.torchtitan MODEL CHATS``.
 
 Its own ``train.main``, with this module as ``--module``, which has the configuration ``tiny``: the debug model of Llama
 3 with as many blocks as MODEL has, selective checkpointing, FSDP, two micro-batches to a step. torchtitan 0.3.0 has no
@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def _stand_in() -> None:
-    """Let a CPU be the accelerator: its kind, its name, and its memory, of which nothing is measured."""
+    """Let a CPU be the accelerator: its kind, its name, and its unmeasured memory."""
     device: Any = torch.cpu
     torch._utils._get_available_device_type = lambda: "cpu"
     device.current_device = lambda: 0
@@ -73,7 +73,7 @@ class Rows(BaseDataLoader):  # type: ignore[misc]
         self._documents, self._columns, self._rows = config.documents(), seq_len, local_batch_size
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """``({"input": ids, "positions": positions}, labels)``, [rows, columns] each: what the next token is."""
+        """Yield ``({"input": ids, "positions": positions}, labels)``, [rows, columns] each."""
         positions = torch.arange(self._columns).expand(self._rows, -1)
         for start in range(0, len(self._documents) - self._rows + 1, self._rows):
             batch = self._documents[start : start + self._rows]

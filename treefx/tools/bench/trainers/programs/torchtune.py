@@ -1,4 +1,4 @@
-"""Components of a torchtune recipe, which its YAML names: a random Qwen2, rows of chats, a log.
+"""Provide a torchtune recipe's components: a random Qwen2, rows of chats, a log.
 
 The recipe is torchtune's own (``tune run full_finetune_single_device``), with its loss and its collation; nothing is
 downloaded, and nothing is saved.

@@ -84,7 +84,7 @@ class _Cpu(PlatformBase):  # type: ignore[misc]
 
 
 def train(model: Path, chats: Path, output: Path) -> None:
-    """A few optimizer steps; losses, norms and sharing go to ``output`` as transformers' trainer writes them."""
+    """Run a few optimizer steps; write losses, norms and sharing to ``output``."""
     from verl.utils import tensordict_utils
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
