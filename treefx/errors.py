@@ -29,11 +29,11 @@ class TreefxError(Exception):
 
 
 class ConfigError(TreefxError):
-    """An option of the backend is unknown, has the wrong type, or contradicts another one."""
+    """Raised for an option that is unknown, of the wrong type, or in conflict with another."""
 
 
 class InputError(TreefxError):
-    """A tensor or argument handed to treefx has the wrong type, shape, device or values."""
+    """Raised for an argument of the wrong type, shape, device or values."""
 
 
 class RecordError(InputError):
@@ -67,7 +67,7 @@ class UnsupportedError(TreefxError):
 
     @property
     def text(self) -> str:
-        """The message without its code."""
+        """Return the message without its code."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class UnsupportedError(TreefxError):
 
 
 class CoupledLossError(UnsupportedError):
-    """A loss that reads whole rows was called on the edges of one part of a forest."""
+    """Raised when a loss of whole rows is called on the edges of one part of a forest."""
 
 
 class MemoryLimitError(TreefxError):

@@ -58,7 +58,7 @@ class Rates:
             )
 
     def seconds(self, flops: float, size: float, chunks: int) -> float:
-        """Of a product and its collective, cut into chunks."""
+        """Return the seconds of a product and its collective, cut into chunks."""
         product = flops / self.flops_per_second / chunks + (self.product_seconds if chunks > 1 else 0.0)
         collective = size / self.bytes_per_second / chunks + self.latency_seconds
         return chunks * (product + collective) - self.hidden * (chunks - 1) * min(product, collective)
@@ -80,7 +80,7 @@ class Rates:
         return self.best(flops, size) if size and flops else 1
 
     def flops_of(self, product: fx.Node) -> float:
-        """Of ``mm`` or ``addmm``; 0 where its rows are a symbol that nothing stands for."""
+        """Return the FLOPs of ``mm`` or ``addmm``; 0 for rows of an unknown symbol."""
         return 2.0 * self._count(shape_of(product)) * self._depth(product)
 
     def size_of(self, collective: fx.Node) -> float:

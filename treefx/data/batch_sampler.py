@@ -40,7 +40,7 @@ class _Bundle:
 
 
 class TreeBatchSampler(Sampler[list[int]]):
-    """Batches of row numbers for `torch.utils.data.DataLoader(batch_sampler=...)`.
+    """Yield batches of row numbers, for `torch.utils.data.DataLoader(batch_sampler=...)`.
 
     Every row is in exactly one batch of an epoch, over all ranks. Which small trees share a batch and the order of the
     batches are random, and differ from epoch to epoch after `set_epoch`; rows that share prefixes stay together.
@@ -140,7 +140,7 @@ class TreeBatchSampler(Sampler[list[int]]):
         return len(self.steps())
 
     def steps(self) -> list[list[list[int]]]:
-        """The batches of all ranks of this epoch: one entry per step, in it one batch per rank."""
+        """Return the batches of all ranks of this epoch: per step, one batch per rank."""
         if self._made_for != self.epoch:
             self._steps = self._make_steps()
             self._made_for = self.epoch
@@ -210,7 +210,15 @@ class TreeBatchSampler(Sampler[list[int]]):
 
 
 def distinct_tokens(forest: Forest, batches: Sequence[Sequence[int]]) -> int:
-    """Sum the distinct tokens of all batches: the tokens that training computes."""
+    """Sum the distinct tokens of all batches: the tokens that training computes.
+
+    Args:
+        forest: all rows.
+        batches: row numbers of each batch.
+
+    Returns:
+        A number of tokens; a prefix counts once per batch that needs it.
+    """
     return sum(len(_tokens_of(forest, rows)) for rows in batches)
 
 
@@ -220,6 +228,16 @@ def first_fit_batches(forest: Forest, max_tokens: int) -> list[list[int]]:
     This is the baseline; the budget counts distinct tokens.
 
     As the sparse tree mode of AReaL 1.0 packs its trees.
+
+    Args:
+        forest: all rows.
+        max_tokens: most distinct tokens of a batch, at least 1; a longer row is a batch alone.
+
+    Returns:
+        Row numbers of each batch.
+
+    Raises:
+        InputError: `max_tokens` is no positive whole number.
     """
     check_whole(max_tokens, "max_tokens", least=1)
     batches: list[list[int]] = []

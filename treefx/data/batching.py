@@ -45,6 +45,9 @@ def collate(samples: Sequence[Sample], pad_id: int, *, pad_multiple: int = 1, le
         pad_multiple: The length is rounded up to a multiple of it, so that few shapes have to be compiled.
         length: Pad to exactly this length instead.
 
+    Returns:
+        The batch, int64 [B, T] tensors, with labels of `IGNORED` at the padding.
+
     Raises:
         InputError: There is no sample, or one is longer than ``length``.
     """
@@ -69,7 +72,14 @@ def collate(samples: Sequence[Sample], pad_id: int, *, pad_multiple: int = 1, le
 
 
 def prefix_order(samples: Sequence[Sample]) -> list[Sample]:
-    """Sort samples by task, and by tokens within a task, so that shared prefixes are adjacent."""
+    """Sort samples by task, and by tokens within a task, so that shared prefixes are adjacent.
+
+    Args:
+        samples: rows in any order.
+
+    Returns:
+        The same samples, sorted.
+    """
     # Big-endian words compare as bytes exactly as the token ids compare as numbers.
     return sorted(samples, key=lambda sample: (sample.task, sample.tokens.astype(">u8").tobytes()))
 

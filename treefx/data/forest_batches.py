@@ -29,6 +29,12 @@ __all__ = [
 def forest_of(samples: Sequence[Sample]) -> Forest:
     """Build the forest of the samples' tokens; labels give weights of 1, others are 0.
 
+    Args:
+        samples: training rows, `tokens` int64 [T] and `labels` [T] each.
+
+    Returns:
+        The forest, with the samples as rows in their order.
+
     Raises:
         ForestError: there is no sample.
     """
@@ -37,7 +43,7 @@ def forest_of(samples: Sequence[Sample]) -> Forest:
 
 @dataclass(frozen=True, eq=False)
 class PreferenceBatch:
-    """Pairs as rows: the chosen answers first, then the rejected ones, as in TRL's batches.
+    """Hold pairs as rows: the chosen answers first, then the rejected ones, as in TRL.
 
     Attributes:
         samples: 2 P rows; ``collate(samples, pad_id)`` pads them for a trainer.
@@ -58,6 +64,9 @@ def preference_batch(preferences: Iterable[Preference], tokenizer: AnyTokenizer)
     Args:
         preferences: from `read_preferences`.
         tokenizer: one of ours, a `ChatTokenizer`, or a tokenizer of transformers.
+
+    Returns:
+        The forest of all rows, with the indices of pairs.
 
     Raises:
         InputError: there is no pair, or the tokenizer or its chat template refuses one; the message names its line.
@@ -111,6 +120,9 @@ def judged_batch(judged: Iterable[Judged], tokenizer: AnyTokenizer, *, mismatche
         mismatched: add a row per prompt with the answer to the batch's previous prompt, as TRL does it: the tokens that
             are trained of that answer behind those of this prompt.
 
+    Returns:
+        The forest of all rows, with the indices of answers for `treefx.losses.kto`.
+
     Raises:
         InputError: as for `preference_batch`; or mismatched rows are wanted of fewer than two answers.
     """
@@ -134,7 +146,7 @@ def judged_batch(judged: Iterable[Judged], tokenizer: AnyTokenizer, *, mismatche
 
 @dataclass(frozen=True, eq=False)
 class GroupBatch:
-    """Trials of some tasks as rows. R rows, K trials; by turns, a trial has several rows.
+    """Hold trials of some tasks as rows. R rows, K trials; a trial may have several rows.
 
     Attributes:
         samples: R rows.
@@ -158,6 +170,9 @@ def group_batch(groups: Iterable[TrialGroup], tokenizer: AnyTokenizer, form: For
         groups: from `read_groups`.
         tokenizer: as for `preference_batch`.
         form: as for `make_samples`.
+
+    Returns:
+        The forest of all rows, with the indices of groups and trials.
 
     Raises:
         InputError: there is no group, a trial has no reward or no message of the assistant, or the chat template

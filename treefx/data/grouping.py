@@ -23,7 +23,7 @@ class TrialGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """One reward per trial.
+        """Return one reward per trial.
 
         Raises:
             InputError: a trial has none.
@@ -50,6 +50,14 @@ def read_groups(
 
     See `group_trials` and `read_conversations`.
 
+    Args:
+        path: a file or folder.
+        window: as for `group_trials`.
+        on_error, report, progress, drop_null_arguments, max_record_bytes: as for `read_records`.
+
+    Returns:
+        An iterator over the groups.
+
     Raises:
         InputError: there is nothing to read, or no such window.
         RecordError: while reading; a record is broken, or comes when its task's group is closed. The latter ends the
@@ -74,6 +82,9 @@ def group_trials(conversations: Iterable[Conversation], *, window: int | None = 
         window: how many tasks may be open at a time. When another one comes, the one whose last trial is longest ago is
             closed and yielded: 1 for adjacent trials; None for all tasks, with every trial in memory. Groups still open
             at the end are yielded in order of their first trials.
+
+    Returns:
+        An iterator over the groups.
 
     Raises:
         InputError: no such window.

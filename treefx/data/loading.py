@@ -32,6 +32,13 @@ def read_conversations(
 
     Every record may be of another format, recognised by its fields. See `read_records` for files and arguments.
 
+    Args:
+        path: a file or folder.
+        on_error, report, progress, drop_null_arguments, max_record_bytes: as for `read_records`.
+
+    Returns:
+        An iterator over the conversations.
+
     Raises:
         InputError: there is nothing to read.
         RecordError: while reading; a record is broken, or of no known format.
@@ -63,6 +70,13 @@ def load(
     Arrow writes null for every field that another record has; ``drop_null_arguments=True`` leaves them out. See
     `read_records` for the other arguments.
 
+    Args:
+        path: a file or folder.
+        on_error, report, drop_null_arguments, max_record_bytes: as for `read_records`.
+
+    Returns:
+        The conversations in the order of their records.
+
     Raises:
         InputError: there is nothing to read.
         RecordError: a record is broken, or of no known format.
@@ -90,6 +104,13 @@ def read_preferences(
     """Read pairs of a chosen and a rejected answer one by one.
 
     ``treefx.data.formats.preferences`` lists the spellings.
+
+    Args:
+        path: a file or folder.
+        on_error, report, progress, drop_null_arguments, max_record_bytes: as for `read_records`.
+
+    Returns:
+        An iterator over the pairs.
 
     Example:
         >>> pairs = list(read_preferences("pairs.jsonl"))  # doctest: +SKIP
@@ -122,6 +143,13 @@ def read_judged(
 
     A pair is a good answer and a bad one.
 
+    Args:
+        path: a file or folder.
+        on_error, report, progress, drop_null_arguments, max_record_bytes: as for `read_records`.
+
+    Returns:
+        An iterator over the judged answers.
+
     Raises:
         InputError: there is nothing to read.
         RecordError: while reading; a record is broken. See `read_records` for files and arguments.
@@ -139,6 +167,12 @@ def read_judged(
 
 def holds_preferences(path: str | Path) -> bool:
     """Return whether the first readable record is a pair of a chosen and a rejected answer.
+
+    Args:
+        path: a file or folder, as for `read_records`.
+
+    Returns:
+        False also where no record can be read.
 
     Raises:
         InputError: there is nothing to read.

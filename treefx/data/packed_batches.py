@@ -36,6 +36,9 @@ def packed_batches(
         rows: of a batch.
         columns: columns of a row. The rest of a row is a separate document of id 0 with labels -100.
 
+    Returns:
+        The batches, int64 [rows, columns] each.
+
     Raises:
         InputError: there are no documents, a document has no token to predict, other labels than tokens, or is longer
             than a row.

@@ -75,6 +75,9 @@ def cut_into_batches(forest: Forest, rows: int, random: np.random.Generator) -> 
         forest: of the rows.
         rows: rows of a batch.
         random: which rows of a group meet, and which small groups do.
+
+    Returns:
+        Row numbers of each batch; every row is in one batch.
     """
     nodes = forest.nodes
     parent = nodes.parent.tolist()

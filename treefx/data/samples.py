@@ -75,12 +75,15 @@ class Sample:
 
 
 def make_samples(conversations: Iterable[Conversation], tokenizer: AnyTokenizer, form: Form = "turns") -> list[Sample]:
-    """Training samples of all conversations, in their order.
+    """Make training samples of all conversations, in their order.
 
     Args:
         conversations: The result of ``treefx.data.load`` or ``treefx.data.scripted_conversations``.
         tokenizer: A tokenizer of `treefx.data`, a `ChatTokenizer`, or a tokenizer of transformers with a chat template.
         form: ``"turns"``, ``"merged"`` or ``"whole"``; see the module's documentation.
+
+    Returns:
+        The samples, in the order of the conversations and of their turns.
 
     Raises:
         InputError: ``form`` is none of the three, or a chat template cannot write the conversation in this form; the
@@ -97,11 +100,18 @@ def make_samples(conversations: Iterable[Conversation], tokenizer: AnyTokenizer,
 
 
 def turn_samples(conversation: Conversation, tokenizer: AnyTokenizer) -> list[Sample]:
-    """One sample per assistant message: labels are ``IGNORED`` on everything before it.
+    """Make one sample per assistant message, with labels ``IGNORED`` before it.
 
     The role header of the completion belongs to the prompt: the agent is asked to speak, it does not choose
     to. With a tokenizer of ours, the completion keeps its reasoning and the prompts of later turns do not; with a chat
     template, that is as it writes them.
+
+    Args:
+        conversation: one rollout.
+        tokenizer: as for `make_samples`.
+
+    Returns:
+        The samples in the order of the turns; labels [T] are token ids on the completion.
 
     Raises:
         InputError: as for `make_samples`.
@@ -115,6 +125,13 @@ def whole_sample(conversation: Conversation, tokenizer: AnyTokenizer) -> Sample:
     """Encode the conversation as one row; every assistant message is a completion.
 
     Reasoning stays in place.
+
+    Args:
+        conversation: one rollout.
+        tokenizer: as for `make_samples`.
+
+    Returns:
+        The sample; labels [T] are token ids on every assistant message.
 
     Raises:
         InputError: as for `make_samples`.
@@ -145,6 +162,12 @@ def merge_turns(samples: Sequence[Sample]) -> list[Sample]:
     This is the best that rows without branches can do: a fork, such as reasoning that later prompts leave
     out, starts a new row. Each label is kept exactly once, so that the sum of the loss over labels is
     unchanged; samples which label the same position twice are not joined.
+
+    Args:
+        samples: of one or more conversations, their turns in order.
+
+    Returns:
+        At most as many samples, in order.
     """
     merged: list[Sample] = []
     for sample in samples:

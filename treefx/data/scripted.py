@@ -88,12 +88,15 @@ class _Desk:
 
 
 def scripted_conversations(tasks: int = 8, trials: int = 4, seed: int = 0) -> list[Conversation]:
-    """Rollouts of the scripted agent, ``tasks`` times ``trials`` of them, task by task.
+    """Make rollouts of the scripted agent, ``tasks`` times ``trials``, task by task.
 
     Args:
         tasks: Number of customers.
         trials: How often each customer's case is played.
         seed: The same seed gives the same conversations.
+
+    Returns:
+        The conversations; equal arguments give equal ones.
 
     Raises:
         InputError: ``tasks`` or ``trials`` is not positive.

@@ -22,7 +22,7 @@ __all__ = ["SharingStatistics", "group_by_task", "pair_statistics", "sharing_sta
 
 @dataclass(frozen=True, kw_only=True)
 class SharingStatistics:
-    """Counts over all tasks; the tokens of a task's trials and turns form one forest."""
+    """Hold counts over all tasks; a task's trials and turns form one forest."""
 
     tasks: int
     conversations: int
@@ -55,13 +55,20 @@ class SharingStatistics:
         return self.merged_tokens / self.tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts and ratios, for JSON."""
+        """Return all counts and ratios, for JSON."""
         ratios = ("sharing_ratio", "merged_ratio", "branching_ratio")
         return asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
 def group_by_task(conversations: Iterable[Conversation]) -> dict[tuple[str, str], list[Conversation]]:
-    """Conversations by source and task, in the order of their first appearance."""
+    """Group conversations by source and task, in the order of their first appearance.
+
+    Args:
+        conversations: in any order.
+
+    Returns:
+        (source, task) -> its conversations.
+    """
     groups: dict[tuple[str, str], list[Conversation]] = {}
     for conversation in conversations:
         groups.setdefault((conversation.source, conversation.task), []).append(conversation)
@@ -70,6 +77,13 @@ def group_by_task(conversations: Iterable[Conversation]) -> dict[tuple[str, str]
 
 def sharing_statistics(conversations: Sequence[Conversation], tokenizer: AnyTokenizer) -> SharingStatistics:
     """Count the shared tokens of conversations, task by task.
+
+    Args:
+        conversations: with at least one assistant message among them.
+        tokenizer: as for `make_samples`.
+
+    Returns:
+        Numbers of rows and tokens, and their ratios.
 
     Raises:
         InputError: No conversation has an assistant message.
@@ -89,6 +103,13 @@ def pair_statistics(preferences: Sequence[Preference], tokenizer: AnyTokenizer) 
     """Count the shared tokens of each pair's rows.
 
     Every pair counts as a task, each of its answers as a conversation.
+
+    Args:
+        preferences: pairs of answers, at least one.
+        tokenizer: as for `preference_batch`.
+
+    Returns:
+        Numbers of rows and tokens, and their ratios.
 
     Raises:
         InputError: There is no pair, or the tokenizer refuses one.

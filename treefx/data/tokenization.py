@@ -63,7 +63,7 @@ class Tokenizer(ABC):
         return self._encoded[text]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids, special tokens by their names.
+        """Decode token ids to text, with special tokens by their names.
 
         Raises:
             InputError: An id is not of this vocabulary.
@@ -88,7 +88,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """One token per UTF-8 byte: rows are long, and nothing has to be installed."""
+    """Encode one token per UTF-8 byte: rows are long, and nothing has to be installed."""
 
     def __init__(self) -> None:
         super().__init__(_BYTES)
@@ -101,7 +101,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class BpeTokenizer(Tokenizer):
-    """A trained byte-level BPE; made by ``train_tokenizer``."""
+    """Encode text by a trained byte-level BPE; made by ``train_tokenizer``."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(int(engine.get_vocab_size()))
@@ -121,6 +121,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenize
     Args:
         texts: Training texts, for example ``Conversation.texts()`` of every conversation.
         vocab_size: Largest number of token ids, special tokens included; little text gives fewer.
+
+    Returns:
+        The trained tokenizer.
 
     Raises:
         InputError: The library ``tokenizers`` is not installed, or ``vocab_size`` has no room for all bytes.

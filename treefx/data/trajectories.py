@@ -25,7 +25,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation."""
+    """Hold one message of a conversation."""
 
     role: Role
     content: str

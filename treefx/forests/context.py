@@ -56,6 +56,9 @@ def use(forest: Forest) -> Iterator[Forest]:
     Args:
         forest: the forest; calls inside receive its `model_inputs()`.
 
+    Returns:
+        A context manager, which yields the forest.
+
     Raises:
         ForestError: `forest` is not a Forest.
         UnsupportedError: The context ends, without an exception, and no compiled model ran on the forest inside, nor
@@ -83,7 +86,11 @@ def use(forest: Forest) -> Iterator[Forest]:
 
 
 def current_forest() -> Forest | None:
-    """Return the forest of the innermost `use` of this thread, None outside of one."""
+    """Return the forest of the innermost `use` of this thread, None outside of one.
+
+    Returns:
+        The forest that calls run on, or None.
+    """
     current = _CURRENT.get()
     return None if current is None else current.forest
 

@@ -50,7 +50,7 @@ class Nodes:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Forest:
-    """An immutable forest; build it with `from_sequences` or `from_padded`.
+    """Hold an immutable forest; build it with `from_sequences` or `from_padded`.
 
     N: distinct tokens. R: rows. raw: tokens of all rows together.
 
@@ -215,7 +215,7 @@ class Forest:
 
     @property
     def device(self) -> torch.device:
-        """Where the forest's tensors live."""
+        """Return the device of the forest's tensors."""
         return self.tokens.device
 
     @property
@@ -245,17 +245,17 @@ class Forest:
 
     @lasting_property
     def row_lengths(self) -> torch.Tensor:
-        """int64 [R]: tokens of every row."""
+        """Return int64 [R]: tokens of every row."""
         return self.row_offsets.diff()
 
     @lasting_property
     def row_weight(self) -> torch.Tensor:
-        """float64 [R]: sum of every row's weights, the denominator of the row's mean."""
+        """Return float64 [R]: sum of every row's weights, the denominator of its mean."""
         return torch.segment_reduce(self.raw_weight, "sum", offsets=self.row_offsets)
 
     @lasting_property
     def row_has_weight(self) -> torch.Tensor:
-        """bool [R]: whether the row has any weight that is not 0."""
+        """Return bool [R]: whether the row has any weight that is not 0."""
         weighted = (self.raw_weight != 0).to(self.raw_weight.dtype)
         return torch.segment_reduce(weighted, "max", offsets=self.row_offsets) > 0
 
@@ -266,7 +266,7 @@ class Forest:
 
     @lasting_property
     def edges(self) -> Edges:
-        """The predictions of the forest, each (source, target) once, ordered by target."""
+        """Return the predictions, each (source, target) once, ordered by target."""
         target = (self.parent >= 0).nonzero().squeeze(1)
         return Edges(
             source=self.parent[target],

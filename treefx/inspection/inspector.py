@@ -49,6 +49,9 @@ def inspect(compiled: Any) -> Inspection:
             uses one, or a model compiled in place with ``model.compile(backend="treefx")``; called at least
             once.
 
+    Returns:
+        The report of all calls until now, with the graphs behind it.
+
     Raises:
         InputError: It is no model or function, is not compiled, or no graph of treefx has run with its
             parameters.

@@ -51,7 +51,7 @@ class Metrics:
         self.totals[name] = self.totals[name] + total if name in self.totals else total
 
     def means(self) -> dict[str, float]:
-        """Every mean by name; those without any weight are left out."""
+        """Return every mean by name; those without any weight are left out."""
         found = {name: total.tolist() for name, total in self.totals.items()}
         return {name: value / weight for name, (value, weight) in found.items() if weight != 0}
 

@@ -140,7 +140,17 @@ def policy(
     clip: float | tuple[float, float] = 0.2,
     reduction: Reduction = "token_mean",
 ) -> Tensor:
-    """The clipped policy loss of PPO: `clipped` under its first name, with ratios of tokens."""
+    """Compute the clipped policy loss of PPO with ratios of tokens: `clipped`, old name.
+
+    Args:
+        logp, forest, old_logp, advantages, clip, reduction: as for `clipped`.
+
+    Returns:
+        A scalar, the loss.
+
+    Raises:
+        ForestError, InputError: as for `clipped`.
+    """
     return clipped(logp, forest, old_logp, advantages, clip, reduction)
 
 

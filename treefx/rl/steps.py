@@ -169,7 +169,7 @@ class StepTree:
 
     @lasting_property
     def path_lengths(self) -> Tensor:
-        """int64 [K]: the number T_k of each trajectory's steps."""
+        """Return int64 [K]: the number T_k of each trajectory's steps."""
         return torch.tensor([len(path) for path in self.paths])
 
     @lasting_property
@@ -182,12 +182,12 @@ class StepTree:
 
     @lasting_property
     def entry_row(self) -> Tensor:
-        """int64 [entries]: the trajectory of each entry."""
+        """Return int64 [entries]: the trajectory of each entry."""
         return torch.repeat_interleave(self.path_lengths)
 
     @lasting_property
     def position(self) -> Tensor:
-        """int64 [S]: the number t of each step on its trajectories, from 1."""
+        """Return int64 [S]: the number t of each step on its trajectories, from 1."""
         place = torch.cat([torch.arange(1, len(path) + 1) for path in self.paths])
         return torch.zeros(len(self), dtype=torch.int64).index_copy(0, self.entry_step, place)
 

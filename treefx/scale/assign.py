@@ -19,7 +19,7 @@ __all__ = ["Assignment", "assign_rows", "rank_forest", "shard_rows"]
 
 
 class Assignment(Sequence[Forest]):
-    """The forests of all ranks; each is built when it is first asked for.
+    """Hold the forests of all ranks; each is built on first use.
 
     Attributes:
         forest: the whole.
@@ -116,7 +116,7 @@ def shard_rows(forest: Forest, ranks: int, cost: Cost = None) -> Assignment:
 
 
 def assign_rows(outline: Outline, ranks: int, cost: Cost = None) -> Split:
-    """The same from lengths and hashes alone, for rows that no process holds all of.
+    """Assign rows to ranks by lengths and hashes alone, if no process holds all rows.
 
     Args:
         outline: `Outline.of_fingerprints` of the fingerprints that ranks exchanged (`treefx.scale.fingerprint`).

@@ -24,7 +24,7 @@ __all__ = ["context_parallel"]
 
 
 def context_parallel(forest: Forest, group: Any = None, cost: Cost = None) -> ContextRow:
-    """This rank's tokens of a forest that the ranks of a group run together.
+    """Return this rank's tokens of a forest that the ranks of a group run together.
 
     Every distinct token is computed on one rank. In each attention, a rank receives the keys and values of its tokens'
     ancestors on other ranks, and returns their gradients; it receives no key that its tokens do not attend to. Losses

@@ -26,6 +26,9 @@ def pad_row(forest: Forest, model: Any) -> EdgeSubset:
         model: the model, compiled or not, in sequence parallelism (`parallelize_module`); any other needs no more than
             the forest.
 
+    Returns:
+        The packed row as a forest, [1, N'] with padding behind its N tokens.
+
     Raises:
         InputError: `forest` is no Forest.
 

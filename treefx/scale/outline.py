@@ -28,7 +28,7 @@ CHUNK = 16
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """The R rows of a forest in depth-first order.
+    """Hold the R rows of a forest in depth-first order.
 
     Attributes:
         length: int64 [R], tokens of every row.
@@ -50,7 +50,7 @@ class Outline:
 
     @classmethod
     def of_forest(cls, forest: Forest) -> "Outline":
-        """Of a forest, in its packed order."""
+        """Make the outline of a forest, in its packed order."""
         order = forest.row_order.cpu().numpy()
         length = forest.row_lengths.cpu().numpy()[order]
         added = np.bincount(forest.first_rank.cpu().numpy(), minlength=len(order))
@@ -58,7 +58,7 @@ class Outline:
 
     @classmethod
     def of_fingerprints(cls, lengths: Sequence[int], fingerprints: Sequence[IntArray], chunk: int = CHUNK) -> "Outline":
-        """Of rows of which only lengths and hashes are known; the order is that of the hashes.
+        """Make the outline of rows with known lengths and hashes, in the order of the hashes.
 
         Args:
             lengths: tokens of every row.

@@ -53,7 +53,7 @@ class TokenSplit:
 
     @property
     def balance(self) -> float:
-        """The busiest rank's cost over the mean, at least 1."""
+        """Return the busiest rank's cost over the mean, at least 1."""
         return float(self.cost.max() / self.cost.mean())
 
     @property
@@ -65,13 +65,16 @@ class TokenSplit:
 
 
 def split_tokens(forest: Forest, ranks: int, cost: Cost = None) -> TokenSplit:
-    """Share the tokens of one forest among ranks that run it together.
+    """Split the tokens of one forest over ranks that run it together.
 
     Args:
         forest: all of it, the same on every rank.
         ranks: number of processes.
         cost: as for `treefx.scale.shard_rows`, and linear in tokens and pairs: the result of `treefx.profile`, a
             `CostModel` or `Seconds`; None: tokens.
+
+    Returns:
+        The chosen split: tokens, received tokens and cost per rank.
 
     Raises:
         InputError: `ranks` is no positive whole number, or the cost is a function of the whole.

@@ -55,7 +55,7 @@ class Split:
 
     @property
     def balance(self) -> float:
-        """The busiest rank's cost over the lower bound, at least 1."""
+        """Return the busiest rank's cost over the lower bound, at least 1."""
         return float(self.cost.max()) / self.lower_bound
 
     @property

@@ -17,7 +17,7 @@ __all__ = ["Step", "predict_step"]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A training step on paper.
+    """Hold a predicted training step.
 
     Attributes:
         assignment: the forests of all ranks.
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def wire_seconds(self) -> float:
-        """How long that takes, the computation not overlapped with it."""
+        """Return the seconds of that transfer, not overlapped with computation."""
         return self.wire_bytes / self.link_bytes_per_second if self.link_bytes_per_second else 0.0
 
     @property
@@ -59,7 +59,7 @@ class Step:
         return max(found.seconds for found in self.plans.values()) + self.wire_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """Return the figures, for JSON."""
         split = self.assignment.split
         seconds = [found.seconds for found in self.plans.values()]
         return {
@@ -90,6 +90,9 @@ def predict_step(
         cost: of the model on one of them.
         memory_limit_bytes: of one of them.
         link_bytes_per_second: see `Step`.
+
+    Returns:
+        The assignment, the plans of all ranks, and the predicted seconds and bytes.
 
     Raises:
         MemoryLimitError: a rank's share has no plan within the limit.

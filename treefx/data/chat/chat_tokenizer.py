@@ -124,7 +124,7 @@ class ChatTokenizer:
         ]
 
     def whole(self, conversation: Conversation) -> EncodedRow:
-        """The conversation as one row, every assistant message trained.
+        """Encode the conversation as one row, every assistant message trained.
 
         Raises:
             InputError: the template writes a message differently when others follow, or token ids were recorded.

@@ -39,7 +39,7 @@ _SHOWN_TOKENS = 8
 
 @dataclass(frozen=True)
 class Drift:
-    """One place where tokens differ."""
+    """Hold one place where tokens differ."""
 
     kind: Kind
     where: str
@@ -111,6 +111,9 @@ def find_drift(conversations: Iterable[Conversation], tokenizer: ChatTokenizer |
         conversations: as they were loaded.
         tokenizer: a `ChatTokenizer`, or a tokenizer of transformers.
 
+    Returns:
+        All differences, and the numbers of compared rows and tokens.
+
     Raises:
         InputError: the chat template refuses a conversation.
     """
@@ -133,6 +136,9 @@ def find_row_drift(rows: Iterable[Sequence[int] | Tokens], engine: Engine, where
         rows: token ids, such as sampled ones.
         engine: a tokenizer of transformers, or any object with ``decode`` and ``__call__`` like it.
         where: name of the rows in the report.
+
+    Returns:
+        All differences, and the numbers of compared rows and tokens.
     """
     report = DriftReport()
     for number, row in enumerate(rows):

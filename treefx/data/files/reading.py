@@ -50,7 +50,7 @@ class ReadReport:
             self.errors.append(error.with_traceback(None))
 
     def summary(self) -> str:
-        """One line: how many, and the first that was left out."""
+        """Format one line: numbers, and the first skipped record."""
         text = f"read {self.records:,} records of {self.files:,} files"
         if not self.skipped:
             return text
@@ -84,6 +84,9 @@ def read_records(
             ``chat_template_kwargs``, at any depth. Files that went through Arrow hold null for every field that another
             record has; see ``treefx.data.files.nulls``. None keeps them, and warns at the end of the reading.
         max_record_bytes: longest record, in bytes of unpacked text; a longer one is broken.
+
+    Returns:
+        An iterator over the items that `parse` yields.
 
     Raises:
         InputError: there is no such file or folder, no file to read in it, or an argument is out of range.

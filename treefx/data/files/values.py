@@ -34,13 +34,13 @@ class Place:
         return ", ".join(part for part in parts if part)
 
     def inside(self, name: str | int) -> "Place":
-        """The place of an entry of the value that stands here."""
+        """Return the place of an entry of the value at this place."""
         if isinstance(name, int):
             return replace(self, field=f"{self.field}[{name}]")
         return replace(self, field=f"{self.field}.{name}" if self.field else name)
 
     def error(self, problem: str) -> RecordError:
-        """The error that names this place."""
+        """Make an error that names this place."""
         return RecordError(f"{self}: {shorten(problem)}", self.path, self.line, self.field)
 
 
@@ -67,7 +67,7 @@ class Value:
         raise self.place.error(f"expected {expected}, got {outline(self.raw)}")
 
     def get(self, name: str) -> "Value | None":
-        """A field of this object; None where it is absent or null."""
+        """Return a field of this object; None where it is absent or null."""
         if not isinstance(self.raw, dict):
             self.fail("an object")
         raw = self.raw.get(name)
@@ -82,7 +82,7 @@ class Value:
         return found
 
     def items(self, expected: str = "a list") -> list["Value"]:
-        """The entries of this list."""
+        """Return the entries of this list."""
         if not isinstance(self.raw, list):
             self.fail(expected)
         return [self._inside(number, raw) for number, raw in enumerate(self.raw)]
@@ -138,7 +138,7 @@ class Value:
         return self.raw if self.nulls is None else self.nulls.read(self.raw, str(self.place))
 
     def parsed(self, expected: str) -> "Value":
-        """The JSON value that this string is the text of."""
+        """Return the JSON value in this string."""
         try:
             return Value(json.loads(self.text(expected)), self.place, self.nulls)
         except (ValueError, RecursionError):

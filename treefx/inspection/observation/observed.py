@@ -58,13 +58,13 @@ class Observation:
     schema: str = SCHEMA
 
     def summary(self) -> str:
-        """The observation as a table."""
+        """Format the observation as a table."""
         return describe(
             self.origin, self.figures, self.cost, self.scatter, self.prediction, self.not_predicted, self.stopped,
         )  # fmt: skip
 
     def to_json(self) -> str:
-        """The observation as JSON, key ``schema`` first."""
+        """Format the observation as JSON, key ``schema`` first."""
         return to_text(self)
 
     @staticmethod
@@ -84,6 +84,9 @@ def observed(model: Any, *, predict: bool = True) -> Observation:
     Args:
         model: Of ``treefx.observe``, or compiled with ``options={"observe": True}``; called at least once.
         predict: Whether to predict time and memory by a dry run of one call (``treefx.explain``), which takes seconds.
+
+    Returns:
+        The counts of all observed steps, in tokens, seconds and bytes.
 
     Raises:
         InputError: It is no model, or none that was observed and called.

@@ -64,7 +64,15 @@ class ReportDiff:
 
 
 def diff(before: Report, after: Report) -> ReportDiff:
-    """Compare two reports, without seconds, which differ from run to run."""
+    """Compare two reports, without seconds, which differ from run to run.
+
+    Args:
+        before: The earlier report.
+        after: The later report.
+
+    Returns:
+        The differences, empty for equal reports.
+    """
     kernels: Callable[[Report], Mapping[str, Any]] = lambda r: {  # noqa: E731
         item.name: (item.score, item.visible, r.sources[item.source] if item.source >= 0 else "")
         for item in r.attention

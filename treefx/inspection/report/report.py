@@ -102,7 +102,7 @@ class Report:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The figures of the last call and of all calls."""
+        """Return the figures of the last call and of all calls."""
         return dict(self.figures)
 
     @property
@@ -111,7 +111,7 @@ class Report:
         return dict(self.formulas)
 
     def summary(self) -> str:
-        """The report as text."""
+        """Format the report as text."""
         return self.text
 
     def why(self, place: str = "") -> str:
@@ -132,7 +132,7 @@ class Report:
         return Report(**{**sections, "plan": json.loads(plan.to_json())})
 
     def to_json(self) -> str:
-        """The report as JSON, key ``schema`` first."""
+        """Format the report as JSON, key ``schema`` first."""
         return to_text(Report(**{item.name: getattr(self, item.name) for item in fields(Report)}))
 
     @staticmethod

@@ -165,6 +165,9 @@ def profile(
         logprobs, model_kwargs: as for `treefx.backward`.
         lengths: tokens of the parts that are measured.
 
+    Returns:
+        The cost model with its samples, in bytes, FLOPs and seconds, for `treefx.plan`.
+
     Raises:
         InputError: `compiled` has no parameters, or a length is not positive.
         UnsupportedError: the model cannot run in parts, or has no graphs to read (inner="eager").

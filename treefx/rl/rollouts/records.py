@@ -156,7 +156,7 @@ class Rollouts:
 
     @lasting_property
     def forest(self) -> Forest:
-        """The trajectories as rows; the weight of a token is 1 where it was sampled, 0 elsewhere."""
+        """Return the trajectories as rows; weights are 1 for sampled tokens, 0 elsewhere."""
         return Forest.from_sequences(self.spread(self.step_tokens, self.prompt_tokens), self.sampled)
 
     @lasting_property

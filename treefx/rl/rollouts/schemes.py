@@ -17,7 +17,7 @@ __all__ = ["Group", "PortoolTree", "RandomExpansion", "Scheme"]
 
 
 class Scheme(Protocol):
-    """How the tree of a task grows."""
+    """Define how the tree of a task grows."""
 
     def grow(self, tree: GrowingTree, random: np.random.Generator, /) -> Iterator[Sequence[Branch]]:
         """Yield the branches of one wave after the other.

@@ -30,7 +30,7 @@ _PASSING = {408, 429, 500, 502, 503, 504}
 
 @dataclass(frozen=True)
 class CompletionsSampler:
-    """A `Generate` for `rollout`: one request per completion, several at a time.
+    """Implement `Generate` for `rollout`: a request per completion, several at a time.
 
     Args:
         url: of the endpoint, for example "http://localhost:8000/v1/completions".

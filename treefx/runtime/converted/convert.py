@@ -129,6 +129,9 @@ def is_converted(model: nn.Module) -> bool:
     Args:
         model: A model.
 
+    Returns:
+        True between `treefx.convert` and `treefx.unconvert`.
+
     Raises:
         ConfigError: It is no model.
     """

@@ -59,7 +59,14 @@ def observe(model: nn.Module) -> nn.Module:
 
 
 def unobserve(model: nn.Module) -> nn.Module:
-    """Undo ``observe``; the figures stay until the process ends."""
+    """Undo ``observe``; the figures stay until the process ends.
+
+    Args:
+        model: A model, observed or not.
+
+    Returns:
+        The model itself.
+    """
     for module in model.modules():
         handle = _handles.pop(module, None)
         if handle is not None:
