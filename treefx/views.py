@@ -12,6 +12,7 @@ _VIEWS = {
     "explain_plan": "treefx.planning.views.explain",
     "explain_profile": "treefx.planning.views.explain_profile",
     "draw_plan": "treefx.planning.views.draw",
+    "measure_plan": "treefx.planning.views.measured",
     "plan_to_networkx": "treefx.planning.views.graphs",
     "write_report": "treefx.inspection.html",
     "describe_first_call": "treefx.inspection.first_call",

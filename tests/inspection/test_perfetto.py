@@ -10,7 +10,9 @@ import pytest
 import treefx
 from tests.inspection.situations import compiled, ids_of, train
 from tests.inspection.trace_processor import TraceError, TraceProcessor
+from tests.oracle import refused
 from tests.planning.costs import linear_cost
+from tests.planning.parts import tiny
 from treefx.inspection.report.call_records import Call
 from treefx.inspection.report.report import Report
 from treefx.inspection.report.traces import perfetto_events
@@ -60,6 +62,31 @@ def test_events_are_those_of_the_report(report: Report, tmp_path: Path) -> None:
     calls = [event for event in spans if event["tid"] == 2]
     assert [event["dur"] for event in calls] == pytest.approx([1e6 * (call.seconds or 0) for call in report.calls])
     assert len(calls) == 3 and calls[0]["args"]["raw_tokens"] == 36
+
+
+def test_a_plan_as_it_ran_stands_beside_the_predicted_one(report: Report, tmp_path: Path) -> None:
+    model, compiled_model = tiny()
+    forest = treefx.Forest.from_sequences(ROWS)
+    plan, other = (treefx.plan(forest, linear_cost(resident=5.0), limit) for limit in (14, 1000))
+    measured = report.with_plan(plan, lambda: treefx.forward_backward(compiled_model, plan, treefx.losses.sft))
+    assert measured.plan is not None and Report.from_json(measured.to_json()) == measured
+    found = measured.plan["measured"]
+    assert [(item["kind"], item["part"]) for item in found["steps"]] == [(s.kind, s.part) for s in plan.steps]
+    assert sum(item["seconds"] for item in found["steps"]) == pytest.approx(found["seconds"])
+    assert all(item["seconds"] > 0 for item in found["steps"]) and found["added_bytes"] > 0
+    trace = json.loads(measured.to_perfetto(tmp_path / "trace.json").read_text(encoding="utf-8"))
+    check_events(trace)
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == 4]
+    assert [event["dur"] for event in spans] == pytest.approx([1e6 * item["seconds"] for item in found["steps"]])
+    predicted = [step["seconds"] for step in measured.plan["steps"]]
+    assert [event["args"]["predicted_seconds"] for event in spans] == predicted and len(spans) > 3
+    processor = TraceProcessor(tmp_path / "trace.json")
+    named = [row for row in processor.query(SLICES) if row[1] == "plan, measured"]
+    assert losses(processor) == [] and len(named) == len(spans)
+    for wrong in (lambda: None, lambda: treefx.forward_backward(compiled_model, other, treefx.losses.sft)):
+        with refused("one step by this plan"):
+            report.with_plan(plan, wrong)
+    model.zero_grad(set_to_none=True)
 
 
 def test_steps_of_a_plan_have_their_predicted_seconds(report: Report) -> None:

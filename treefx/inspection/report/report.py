@@ -126,10 +126,22 @@ class Report:
         """
         return explain_place(place, Asked(self.verdict, self.operators, self.modules, self.nodes))
 
-    def with_plan(self, plan: Any) -> Report:
-        """Return the report with the plan of a step (``treefx.plan``) added."""
+    def with_plan(self, plan: Any, run: Callable[[], Any] | None = None) -> Report:
+        """Return the report with the plan of a step (``treefx.plan``) added.
+
+        Args:
+            plan: The plan.
+            run: Does a step by this plan, such as ``lambda: treefx.forward_backward(model, plan, loss)``. It is called
+                once; its seconds and bytes stand under the plan's key ``measured``, next to the predicted ones.
+
+        Raises:
+            InputError: ``run`` ran no step of this plan.
+        """
         sections = {item.name: getattr(self, item.name) for item in fields(Report)}
-        return Report(**{**sections, "plan": json.loads(plan.to_json())})
+        made = json.loads(plan.to_json())
+        if run is not None:
+            made["measured"] = find_view("measure_plan")(plan, run)
+        return Report(**{**sections, "plan": made})
 
     def to_json(self) -> str:
         """Format the report as JSON, key ``schema`` first."""
@@ -156,7 +168,7 @@ class Report:
         return written
 
     def to_perfetto(self, path: str | Path) -> Path:
-        """Write passes and calls as a trace for ui.perfetto.dev; return its path.
+        """Write passes, calls and the plan as a trace for ui.perfetto.dev; return its path.
 
         chrome://tracing reads it as well.
         """

@@ -12,6 +12,8 @@ __all__ = ["perfetto_events"]
 
 _PROCESS = 1
 _THREADS = {1: "passes", 2: "calls", 3: "plan"}
+_MEASURED = 4
+"""The plan as it ran, where that was measured."""
 _GAP = 1e-3
 """Seconds between calls at an unknown distance."""
 
@@ -24,7 +26,8 @@ def perfetto_events(passes: Sequence[PassRun], calls: Sequence[Call], plan: Mapp
     Events have the lengths that were measured. Their places are in order: when exactly each began is not recorded.
     """
     events = [_named("process_name", 0, "treefx"), *(_named("thread_name", k, name) for k, name in _THREADS.items())]
-    return {"traceEvents": [*events, *_of_passes(passes), *_of_calls(calls), *_of_plan(plan)], "displayTimeUnit": "ms"}
+    made = [*events, *_of_passes(passes), *_of_calls(calls), *_of_plan(plan), *_of_measured(plan)]
+    return {"traceEvents": made, "displayTimeUnit": "ms"}
 
 
 def _named(what: str, thread: int, name: str) -> dict[str, Any]:
@@ -33,7 +36,15 @@ def _named(what: str, thread: int, name: str) -> dict[str, Any]:
 
 def _event(thread: int, name: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
     times = {"ts": start * 1e6, "dur": seconds * 1e6}
-    return {"ph": "X", "name": name, "cat": _THREADS[thread], "pid": _PROCESS, "tid": thread, **times, "args": args}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": _THREADS.get(thread, "plan"),
+        "pid": _PROCESS,
+        "tid": thread,
+        **times,
+        "args": args,
+    }
 
 
 def _of_passes(passes: Sequence[PassRun]) -> Iterator[dict[str, Any]]:
@@ -69,6 +80,20 @@ def _of_plan(plan: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
         yield _event(3, f"{item.get('kind')} part {part}", start, seconds, predicted=item, part=parts.get(part, {}))
         figures = {"held": _number(item, "held_bytes"), "peak": _number(item, "peak_bytes")}
         yield {"ph": "C", "name": "predicted bytes", "pid": _PROCESS, "ts": start * 1e6, "args": figures}
+        start += seconds
+
+
+def _of_measured(plan: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Steps of the plan end to end by measured seconds, with the predicted ones."""
+    found = (plan or {}).get("measured")
+    steps = _records(found, "steps") if isinstance(found, Mapping) else []
+    if steps:
+        yield _named("thread_name", _MEASURED, "plan, measured")
+    predicted, start = _records(plan, "steps"), 0.0
+    for number, item in enumerate(steps):
+        seconds = _number(item, "seconds")
+        given = {"predicted_seconds": _number(predicted[number], "seconds")} if number < len(predicted) else {}
+        yield _event(_MEASURED, f"{item.get('kind')} part {item.get('part')}", start, seconds, **given)
         start += seconds
 
 

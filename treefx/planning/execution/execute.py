@@ -9,7 +9,9 @@ uncut forest. Work goes by the plan's list of steps, without recursion, so that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +31,10 @@ from treefx.planning.search.part import Part, Schedule, Step
 from treefx.runtime.converted.sequence_parallel import split_over
 from treefx.runtime.cut import Cut, PartRow
 
-__all__ = ["Backward", "Executor", "LogProbs", "Loss", "Model", "logits_logprobs", "scalar"]
+__all__ = ["ENDINGS", "Backward", "Executor", "LogProbs", "Loss", "Model", "logits_logprobs", "scalar"]
+
+ENDINGS: ContextVar[list[tuple[Step, float]] | None] = ContextVar("endings", default=None)
+"""Where a list is set, it gets the steps of the last run, and when each ended (``time.perf_counter``)."""
 
 Loss = Callable[[Tensor, EdgeSubset], Tensor]
 """Output of the model and its packed row -> log-probabilities [E_p] of its edges, or [E_p, ...]."""
@@ -130,8 +135,19 @@ class Executor:
             "offload": lambda part: self.store.move(part, "cpu"),
             "fetch": lambda part: self.store.move(part, self.forest.device),
         }
+        endings = ENDINGS.get()
+        if endings is not None:
+            endings.clear()
         for step in steps:
             actions[step.kind](self.schedule.parts[step.part])
+            if endings is not None:
+                endings.append((step, self._now()))
+
+    def _now(self) -> float:
+        """The time, once the device has done what it was told."""
+        if self.forest.device.type != "cpu":
+            torch.accelerator.synchronize(self.forest.device)
+        return time.perf_counter()
 
     def logprobs(self, parts: Iterable[Part]) -> Tensor:
         """Compute the log-probabilities of all edges, [E, ...], without gradients.
