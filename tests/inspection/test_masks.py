@@ -6,9 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import treefx
-from treefx.inspection.report.forest import account_forest
+from tests.strategies import Rows as Rows_
+from tests.strategies import row_batches
+from treefx.inspection.report.forest import TILE, account_forest, visited_tiles
 from treefx.inspection.report.formulas import visible_of
 from treefx.inspection.report.masks import MOST_CELLS, draw_mask
 from treefx.inspection.report.material import Rows
@@ -42,6 +46,23 @@ def test_a_small_forest_has_a_cell_per_pair(window: int | None) -> None:
     assert mask.tokens == FOREST.num_tokens and not mask.note
     assert np.array_equal(drawn(mask), 9 * dense(FOREST, window))
     assert not np.array_equal(drawn(mask), 9 * dense(FOREST, 2))
+
+
+@settings(deadline=None)
+@given(row_batches(), st.integers(1, 5))
+def test_tiles_are_those_with_a_visible_pair(rows: Rows_, size: int) -> None:
+    forest = treefx.Forest.from_sequences(rows)
+    mask, blocks = dense(forest), range(0, forest.num_tokens, size)
+    seen = sum(bool(mask[q : q + size, k : k + size].any()) for q in blocks for k in blocks)
+    found = visited_tiles(rows_of_forest(forest), size)
+    assert found == (seen, len(blocks) ** 2)
+
+
+def test_tiles_of_a_forest_are_fewer_than_those_of_a_causal_mask() -> None:
+    """Four branches of two tiles each do not see each other."""
+    branches = [[*range(TILE), *range(1000 * i, 1000 * i + 2 * TILE)] for i in range(1, 5)]
+    found = visited_tiles(rows_of_forest(treefx.Forest.from_sequences(branches)))
+    assert found == (1 + 4 * (2 + 3), 81)
 
 
 def test_many_tokens_share_cells() -> None:

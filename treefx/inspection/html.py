@@ -210,6 +210,8 @@ def _formula(items: Sequence[AttentionAccount], masks: Sequence[Mask]) -> str:
     layers = f"{len(items)} layers: {names}, ..." if len(items) > 4 else names
     drawn = first.mathml if _MATHML.fullmatch(first.mathml) else ""
     counts = f"\npairs of query and key: {first.pairs:,} on the tree, {first.pairs_on_rows:,} on rows"
+    if first.tiles:
+        counts += f"\ntiles of 128 by 128 with a visible pair: {first.tiles:,} of {first.tiles_of_all:,}"
     pairs = counts if first.pairs else ""
     text = (
         f"softmax over k of {first.score}\nwhere {first.visible}\nquery, key, value {first.shapes}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from treefx.inspection.report.forest import visible_pairs
+from treefx.inspection.report.forest import visible_pairs, visited_tiles
 from treefx.inspection.report.formulas import mathml_of, visible_of
 from treefx.inspection.report.lines import line_of, module_path
 from treefx.inspection.report.masks import draw_mask
@@ -27,6 +27,7 @@ def account_attentions(
     if gm is None:
         return (), (), ()
     pairs, on_rows = visible_pairs(material.rows) if material.rows is not None and material.packed else (0, 0)
+    tiles = visited_tiles(material.rows) if material.rows is not None and material.packed else (0, 0)
     sources: dict[str, int] = {}
     mathml: dict[tuple[str, ...], str] = {}
     masks: list[Mask] = []
@@ -45,7 +46,7 @@ def account_attentions(
             AttentionAccount(
                 node.name, formula.score, formula.visible, mathml[key], module_path(node), line_of(node),
                 formula.shapes, _kernel(node), source, pairs, on_rows,
-                pictures[formula.visible],
+                pictures[formula.visible], *tiles,
             )
         )  # fmt: skip
     return tuple(found), tuple(sources), tuple(masks)

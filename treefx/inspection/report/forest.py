@@ -9,7 +9,10 @@ import numpy as np
 from treefx.inspection.report.call_records import ForestAccount, ForestNode
 from treefx.inspection.report.material import Material, Rows
 
-__all__ = ["MOST_IDS", "MOST_NODES", "account_forest", "count_tokens", "visible_pairs"]
+__all__ = ["MOST_IDS", "MOST_NODES", "TILE", "account_forest", "count_tokens", "visible_pairs", "visited_tiles"]
+
+TILE = 128
+"""Queries and keys of a tile."""
 
 MOST_NODES = 2000
 """That a report lists; the largest forests have more than a page can show."""
@@ -46,6 +49,19 @@ def visible_pairs(rows: Rows) -> tuple[int, int]:
     count = count_tokens(rows)
     seen = rows.depth[:count] + 1
     return int(seen.sum()), int((seen * rows.multiplicity[:count]).sum())
+
+
+def visited_tiles(rows: Rows, size: int = TILE) -> tuple[int, int]:
+    """Tiles of ``size`` queries and keys in which the tree shows a pair, and all tiles.
+
+    Query q sees key k where k <= q < end(k). So of a tile below the diagonal the first query is seen by the keys whose
+    subtree ends last, or by none: one comparison per tile.
+    """
+    count = count_tokens(rows)
+    blocks = -(-count // size)
+    last = np.maximum.reduceat(rows.subtree_end[:count], np.arange(0, count, size)) if count else np.zeros(0)
+    below = (np.arange(blocks)[:, None] > np.arange(blocks)) & (last > size * np.arange(blocks)[:, None])
+    return blocks + int(below.sum()), blocks**2
 
 
 def count_tokens(rows: Rows) -> int:

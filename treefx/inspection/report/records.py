@@ -214,6 +214,9 @@ class AttentionAccount:
         pairs: Pairs of query and key that are visible in the last forest; 0 where there is none.
         pairs_on_rows: The same of the rows.
         mask: Number of its picture in ``Report.masks``; -1 without a forest.
+        tiles: Tiles of 128 queries and 128 keys in which the last forest shows a pair; 0 where there is none. A window
+            leaves out more.
+        tiles_of_all: All such tiles of the distinct tokens.
     """
 
     name: str
@@ -228,6 +231,8 @@ class AttentionAccount:
     pairs: int = 0
     pairs_on_rows: int = 0
     mask: int = -1
+    tiles: int = 0
+    tiles_of_all: int = 0
 
 
 @dataclass(frozen=True)
