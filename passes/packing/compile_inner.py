@@ -23,7 +23,7 @@ from treefx.passes.regions.make_regions import copy_without_regions, subgraphs
 from treefx.passes.regions.own_results import own_results
 from treefx.passes.trace.fingerprint import autograd_key, recompute_tags, source_fingerprint
 
-__all__ = ["Compiled", "Inner", "calls_subgraphs", "compile_inner"]
+__all__ = ["KERNELS", "Compiled", "Inner", "calls_subgraphs", "compile_inner"]
 
 Compiled = Callable[..., Any]
 Observer = Callable[[str, fx.GraphModule], None]
@@ -168,10 +168,24 @@ def _observed_inductor(observe: Observer, inputs: Sequence[Any] = (), roles: Seq
             options["static_input_idxs"] = sorted({*(options.get("static_input_idxs") or ()), *in_place})
         fill_freely(gm)
         own_results(gm)
-        observe("backward" if options.get("is_backward") else "forward", copy_without_regions(gm))
-        return compile_fx_inner(gm, example_inputs, **options)
+        shown = copy_without_regions(gm)
+        observe("backward" if options.get("is_backward") else "forward", shown)
+        known = set(_kernel_nodes())
+        compiled = compile_fx_inner(gm, example_inputs, **options)
+        shown.meta[KERNELS] = {name: nodes for name, nodes in _kernel_nodes().items() if name not in known}
+        return compiled
 
     return inner_compile
+
+
+KERNELS = "treefx_kernels"
+"""Of a graph that inductor compiled, in ``meta``: names of kernels, each with the nodes that it computes."""
+
+
+def _kernel_nodes() -> dict[str, list[str]]:
+    """What inductor says of its kernels; nothing unless ``config.trace.provenance_tracking_level`` of it is set."""
+    found: dict[str, list[str]] = getattr(torch._inductor.debug, "_inductor_triton_kernel_to_post_grad_node_info", {})
+    return {name: list(nodes) for name, nodes in found.items()}
 
 
 def _are_in_order(found: Sequence[Any], inputs: Sequence[Any], positions: Collection[int]) -> bool:

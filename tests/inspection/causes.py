@@ -49,8 +49,8 @@ class Planted(nn.Module):
         if self.plant is not None:
             x = self.plant(self, x, {**others, "labels": labels})
         logits = self.head(x)
-        if "rewards" in others:
-            logits = logits * (1 + others["rewards"][..., None])
+        if labels is not None and "by_label" in others:
+            logits = logits * (labels[..., None] >= 0)
         if labels is None:
             return logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().long())
@@ -116,6 +116,13 @@ class Cause:
     min_sharing: float = 1.0
 
 
+def _by_label(ids: Tensor) -> dict[str, Any]:
+    """The first two rows have no loss on their prompt."""
+    labels = ids.clone()
+    labels[:2, :4] = -100
+    return {"labels": labels, "by_label": True}
+
+
 def _with_cache(ids: Tensor) -> dict[str, Any]:
     return {"labels": ids, "past_key_values": torch.zeros(ids.shape[0], 1, 4, 16)}
 
@@ -129,9 +136,7 @@ CAUSES: dict[str, Cause] = {
     "dropout": Cause("TFX102", _dropout, words=("dropout",)),
     "batch statistic": Cause("TFX109", _batch_statistic, words=("batch",)),
     "data-dependent mask": Cause("TFX104", _data_dependent_mask, words=("mask",)),
-    "label meets a value": Cause(
-        "TFX113", given=lambda ids: {"labels": ids, "rewards": torch.rand(ids.shape)}, words=("rewards",)
-    ),
+    "label meets a logit": Cause("TFX113", given=_by_label, words=("logits * (labels[..., None]",)),
     "in-place write": Cause("TFX110", _in_place, words=("model.seen.add_",)),
     "autograd.Function": Cause("TFX111", _custom_function, words=("Square.apply",)),
     "graph break": Cause("TFX003", _graph_break, words=("outside(x)",)),

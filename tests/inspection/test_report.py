@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -113,6 +114,18 @@ def test_forest_is_that_of_the_rows(report: Inspection) -> None:
     assert rows.depth.tolist() == forest.depth.tolist()
 
 
+def test_kernels_of_operators_where_inductor_tells(report: Inspection) -> None:
+    made = compiled(inner="inductor", min_sharing=1.0)
+    with torch._inductor.config.patch({"trace.provenance_tracking_level": 1}), fresh_cache():
+        train(made, IDS)
+    found = {item.name: item for item in treefx.inspect(made).operators}
+    products = [item for item in found.values() if item.op == "addmm" and item.ran == "token"]
+    assert products and all(any("mm" in kernel for kernel in item.kernels) for item in products)
+    assert f"computed by {products[0].kernels[0]}" in treefx.inspect(made).why(products[0].name)
+    silent = [item for item in found.values() if item.ran == "none"]
+    assert not any(item.kernels for item in (*silent, *report.operators)), "another inner compiler tells nothing"
+
+
 def test_restorations_and_memory(report: Inspection) -> None:
     assert [item.name for item in report.restoration] == [node.name for node in report.restorations]
     assert {item.of for item in report.restoration} == {"pick", "expand"}
@@ -198,6 +211,10 @@ def reported(cause: Cause) -> Inspection:
         warnings.simplefilter("ignore", treefx.SharingWarning)
         model(input_ids=ids, **cause.given(ids))
     return treefx.inspect(model)
+
+
+def test_twelve_causes_are_planted() -> None:
+    assert len(CAUSES) == 12 and len({(cause.code, cause.plant) for cause in CAUSES.values()}) == 12
 
 
 @pytest.mark.parametrize("name", CAUSES)

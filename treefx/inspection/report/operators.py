@@ -16,7 +16,7 @@ A call that ran the ordinary graph ran everything per row: operators that would 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,7 @@ from treefx.passes.labels.label_tokens import MEETS_ROWS, SHAPE_ONLY
 from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import Reindexed
 from treefx.passes.labels.liveness import live_nodes
+from treefx.passes.packing.compile_inner import KERNELS
 from treefx.reason_codes import LOSS_PICKS, ROWS_BY_INPUTS, code_of_operator, find
 
 __all__ = ["NO_LOSS", "account_operators", "origins"]
@@ -157,15 +158,26 @@ def _account(
         bytes_after=after.bytes(images.get("rewritten", ())),
         images=images,
         since=origin.node if origin is not None else "",
+        kernels=_kernels(material, images),
         seconds_before=material.seconds.get("captured", {}).get(node.name, 0.0),
         seconds_after=after.seconds(images.get("rewritten", ())),
     )
     return account if material.packed else _on_rows(account, material)
 
 
+def _kernels(material: Material, images: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The kernels of the forward and the backward that compute any image, as far as inductor tells."""
+    found: dict[str, None] = {}
+    for stage in ("forward", "backward"):
+        names = set(images.get(stage, ()))
+        known = material.graphs[stage].meta.get(KERNELS, {}) if stage in material.graphs else {}
+        found |= {kernel: None for kernel, nodes in known.items() if not names.isdisjoint(nodes)}
+    return tuple(found)
+
+
 def _on_rows(account: OperatorAccount, material: Material) -> OperatorAccount:
     """The account of a call that ran the ordinary graph."""
-    same = {"flops_after": account.flops_before, "bytes_after": account.bytes_before, "images": {}}
+    same = {"flops_after": account.flops_before, "bytes_after": account.bytes_before, "images": {}, "kernels": ()}
     if account.ran != "token":
         return replace(account, **same)  # type: ignore[arg-type]
     return replace(account, ran="row", code=material.code, reason=material.reason, **same)  # type: ignore[arg-type]

@@ -118,6 +118,8 @@ class OperatorAccount:
         bytes_after: Of the results of the nodes that it became.
         images: Nodes that it became, by graph: "rewritten", "forward", "backward".
         since: The operator where its rows began: itself, or its source of rows.
+        kernels: Kernels of inductor that compute its images, where
+            ``torch._inductor.config.trace.provenance_tracking_level`` was set when it compiled.
         seconds_before: On rows, one operator at a time as in eager mode; 0 where nothing was timed.
         seconds_after: Of the nodes that it became.
     """
@@ -138,6 +140,7 @@ class OperatorAccount:
     bytes_after: int = 0
     images: dict[str, tuple[str, ...]] = field(default_factory=dict)
     since: str = ""
+    kernels: tuple[str, ...] = ()
     seconds_before: float = 0.0
     seconds_after: float = 0.0
 

@@ -128,6 +128,8 @@ def _about_operator(item: OperatorAccount) -> str:
         parts.append(f"in {item.module}")
     if item.line:
         parts.append(f"from {item.line}")
+    if item.kernels:
+        parts.append(f"computed by {', '.join(item.kernels[:3])}")
     text = ", ".join(parts)
     return f"{text}; it became {became}." if became else f"{text}."
 
