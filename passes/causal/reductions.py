@@ -26,7 +26,7 @@ aten = torch.ops.aten
     aten.any, aten.all, aten.argmax, aten.argmin, aten.var_mean, aten.max, aten.min, aten.norm,
 )  # fmt: skip
 def _reduction(step: Step) -> States:
-    """The largest column along the reduced dimensions."""
+    """The largest column along the reduced dimensions; the sum of known zeros is zero."""
     if len(step.node.all_input_nodes) != 1:
         return pointwise(step)  # max and min of two values
     state = step.state(step.node.args[0])
@@ -44,6 +44,11 @@ def _reduction(step: Step) -> States:
     parts = [value] if isinstance(value, Tensor) else list(value)
     shape = step.shape_without(first.shape, row)
     results = [replace(State.of(shape, part.dtype), column=column, row=row) for part in parts]
+    if step.node.target in (aten.sum.dim_IntList, aten.sum.default) and state.knows:
+        zero = state.is_zero()
+        for dim in dims:
+            zero = zero.all(dim, keepdim=True)
+        results[0] = replace(results[0], mask=zero if keeps else zero.squeeze(dims))
     return results[0] if isinstance(value, Tensor) else tuple(results)
 
 
