@@ -93,9 +93,12 @@ def _takes_count(node: fx.Node) -> bool:
     if node.target in _EXTENTS:
         return False
     args = list(node.args)
-    if node.target is aten.slice.Tensor and len(args) > 3:
+    if node.target is aten.slice.Tensor and len(args) > 2:
         source, dim = node.args[:2]
-        if isinstance(source, fx.Node) and isinstance(dim, int) and _is_symbol(shape_of(source)[dim]):
+        assert isinstance(source, fx.Node) and isinstance(dim, int)
+        if str(shape_of(source)[dim]) == str(shape_of(node)[dim]):
+            return False  # x[:, -T:] of T columns is x, for every T
+        if len(args) > 3 and _is_symbol(shape_of(source)[dim]):
             args[3] = None  # the end
     if node.target is aten.constant_pad_nd.default:
         args[1] = list(node.args[1])[::2]  # type: ignore[arg-type]  # how much stands in front

@@ -38,9 +38,10 @@ HARMLESS: tuple[Layer, ...] = (
     lambda x: x * torch.ones(x.shape[1]).cumsum(0)[:, None] / 10,
     lambda x: x * (torch.arange(2 * x.shape[1])[: x.shape[1]] // 2 + 1)[:, None],
     lambda x: x.reshape(x.shape[0], x.shape[1], 4, -1).flip(2).flatten(2).view(x.shape),
+    lambda x: x[:, -x.shape[1] :] * 2,
     lambda x: x + torch.ones(1, 1, x.shape[1]).repeat(3, 1, 1).view(1, 3, x.shape[1])[:, 1, :, None],
 )
-"""Positions, a running count, halves of positions, views, repeats."""
+"""Positions, a running count, halves of positions, views, all tokens counted from the end, repeats."""
 
 
 class _Layer(nn.Module):
