@@ -1,11 +1,12 @@
-"""Run linear recurrences along a forest: Mamba 2, linear attention, gated delta rule.
+"""Run linear recurrences along a forest: Mamba 2, linear attention, gated delta rule, KDA.
 
 Per head, with the state S [D, E] of a token taken from its parent::
 
     SSD           S = exp(g) S_parent + k v^T                                o = S^T q
     delta rule    S = exp(g) S_parent + k (v - exp(g) S_parent^T w)^T        o = S^T q
 
-In the gated delta rule w is beta k and v is beta times the model's value; without g nothing decays. Within
+In the gated delta rule w is beta k and v is beta times the model's value; without g nothing decays. In Kimi delta
+attention (KDA) g has an entry per feature of the key, and exp(g) multiplies the rows of S. Within
 a chunk both are products of [L, L] matrices (Dao and Gu 2024; the WY form of Yang et al. 2024, one triangular solve
 more); between chunks only the state at a chunk's end is passed on, each from its parent. At a fork the chunks of all
 children read the state of one parent, and the gradients of their reads add up. Only inputs are kept for the backward,
@@ -32,6 +33,7 @@ from torch import Tensor
 from treefx.errors import InputError
 from treefx.kernels.cuda_graphs import NOT_CAPTURED
 from treefx.kernels.masked_products import are_finite
+from treefx.kernels.recurrence.feature_chunk import FeatureChunk
 from treefx.kernels.recurrence.scan_chunk import Chunk, Gradients, split
 from treefx.kernels.recurrence.tree_chunks import ChunkPlan, Chunks, find_chunk_plan, plan_chunks
 
@@ -39,6 +41,8 @@ __all__ = ["CHUNK", "tree_delta_rule", "tree_scan", "tree_ssd"]
 
 CHUNK = 64
 """Tokens per chunk: products within chunks cost L per token, states between them D * E / L."""
+_FEATURE_CHUNK = 16
+"""The same where decays differ by feature: each pair of tokens in a chunk has D exponents."""
 _ENTRIES_ON_CPU, _ENTRIES_ON_DEVICE = 1 << 20, 1 << 26
 """Entries of the [L, L] matrices that are in memory together."""
 _LARGE = 2.0**60
@@ -52,7 +56,7 @@ def tree_ssd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, subtree_end: Tensor, ch
         q: reads the state (C of Mamba 2) ``[N, G, D]``; H is a multiple of G, neighbouring heads share a group.
         k: writes it (B) ``[N, G, D]``.
         v: values written (x times its step) ``[N, H, E]``.
-        g: logarithm of the decay, at most 0, ``[N, H]``.
+        g: logarithm of the decay, at most 0, ``[N, H]``, or per feature of the key ``[N, H, D]``.
         subtree_end: int ``[N]``, exclusive end of each token's subtree in packed order.
         chunk: tokens per chunk.
 
@@ -72,8 +76,8 @@ def tree_delta_rule(
 
     Other arguments as in :func:`tree_ssd`.
     """
-    if beta.shape != g.shape:
-        raise InputError(f"tree_delta_rule expected beta of shape {list(g.shape)} as g, got {list(beta.shape)}")
+    if beta.shape != g.shape[:2]:
+        raise InputError(f"tree_delta_rule expected beta of shape {list(g.shape[:2])} as g, got {list(beta.shape)}")
     _check(q, k, v, g, None, subtree_end)
     step = beta[..., None]
     return tree_scan(q, k, step * v, g, step * _per_head(k, v.shape[1]), subtree_end, chunk)
@@ -88,16 +92,18 @@ def tree_scan(
     subtree_end: Tensor,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Run either recurrence; ``w`` ``[N, G, D]`` erases; without ``g`` nothing decays.
+    """Run any of the recurrences; ``w`` ``[N, G, D]`` erases; without ``g`` nothing decays.
 
     Raises:
         InputError: a shape does not fit.
     """
     _check(q, k, v, g, w, subtree_end)
     groups = {x.shape[1] for x in (q, k, w) if x is not None}
-    if w is not None or len(groups) > 1:
+    by_feature = g is not None and g.dim() == 3
+    if w is not None or by_feature or len(groups) > 1:
         q, k = _per_head(q, v.shape[1]), _per_head(k, v.shape[1])
         w = None if w is None else _per_head(w, v.shape[1])
+    chunk = min(chunk, _FEATURE_CHUNK) if by_feature else chunk
     result: Tensor = torch.ops.treefx.tree_scan(q, k, v, g, w, subtree_end, chunk)
     return result
 
@@ -110,19 +116,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, w: Tensor | None, 
     heads = v.shape[1] if v.dim() == 3 else 0
     readers = [x for x in (q, k, w) if x is not None]
     fits = heads > 0 and all(x.dim() == 3 and x.shape[2] == q.shape[2] and heads % x.shape[1] == 0 for x in readers)
-    fits = fits and (g is None or g.shape[1:] == v.shape[1:2])
+    fits = fits and (g is None or g.shape[1:] in (v.shape[1:2], (heads, q.shape[2])))
     given = {name: x for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("w", w)) if x is not None}
     if not fits or any(x.shape[0] != subtree_end.shape[0] for x in given.values()):
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
         raise InputError(
-            "expected q, k and w [N, G, D], v [N, H, E], g [N, H], H a multiple of G, "
+            "expected q, k and w [N, G, D], v [N, H, E], g [N, H] or [N, H, D], H a multiple of G, "
             f"for N = {subtree_end.shape[0]} tokens, got {shapes}"
         )
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Hold the operator's inputs; G = H where w is given."""
+    """Hold the operator's inputs; G = H where w is given, and where g has three dimensions."""
 
     q: Tensor
     k: Tensor
@@ -135,14 +141,20 @@ class _Inputs:
         groups, features = self.q.shape[1:]
         return count, groups, features, heads // groups * width
 
-    def of(self, chunks: Chunks, part: slice) -> Chunk:
+    @property
+    def decays_by_feature(self) -> bool:
+        return self.g is not None and self.g.dim() == 3
+
+    def of(self, chunks: Chunks, part: slice) -> Chunk | FeatureChunk:
         """The inputs of some chunks."""
         tokens = chunks.tokens[part]
         padding = None if chunks.padding is None else chunks.padding[part]
         q, k, v, w = (None if x is None else _take(x, tokens, padding) for x in (self.q, self.k, self.v, self.w))
-        decay = self.v.new_zeros(self.v.shape[:2]) if self.g is None else self.g
-        g = _take(decay[..., None], tokens, padding).squeeze(-1)
         assert q is not None and k is not None and v is not None
+        decay = self.v.new_zeros(self.v.shape[:2]) if self.g is None else self.g
+        if self.decays_by_feature:
+            return FeatureChunk(q, k, v, _take(decay, tokens, padding), w)
+        g = _take(decay[..., None], tokens, padding).squeeze(-1)
         return Chunk(q, k, v, g, w)
 
 
@@ -195,7 +207,10 @@ class _Scan:
         """The chunks [first, last) in pieces that fit into memory."""
         length = chunks.tokens.shape[1]
         limit = _ENTRIES_ON_CPU if self.inputs.v.device.type == "cpu" else _ENTRIES_ON_DEVICE
-        step = max(1, limit // (length * length * self.inputs.v.shape[1]))
+        entries = length * length * self.inputs.v.shape[1]
+        if self.inputs.decays_by_feature:
+            entries *= self.inputs.q.shape[2]
+        step = max(1, limit // entries)
         for start in range(first, last, step):
             yield slice(start, min(last, start + step))
 
@@ -262,7 +277,7 @@ def _grad_of(grad: Tensor, chunks: Chunks, part: slice) -> Tensor:
 def _put_all(results: dict[str, Tensor], chunks: Chunks, part: slice, found: Gradients) -> None:
     for name, target in results.items():
         values = getattr(found, name)
-        if name == "g":
+        if name == "g" and target.dim() == 2:
             _put(target[..., None], chunks, part, values[..., None])
         else:
             _put(target, chunks, part, values)

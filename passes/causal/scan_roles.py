@@ -27,10 +27,13 @@ _EXACT = 1e-9
 """Largest relative difference, in float64, of two formulas that are the same."""
 _FORMS = (
     ("q", "k", "v"), ("q", "k", "v", "g"), ("q", "k", "v", "w"), ("q", "k", "v", "step"), ("q", "k", "v", "g", "w"),
-    ("q", "k", "v", "g", "step"),
+    ("q", "k", "v", "g", "step"), ("q", "k", "v", "decays"), ("q", "k", "v", "decays", "w"),
+    ("q", "k", "v", "decays", "step"),
 )  # fmt: skip
 _SCALARS = {"g", "step"}
 _READERS = {"q", "k", "w"}
+_OF_KEYS = {*_READERS, "decays"}
+"""They have as many features as the state has rows."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def _assignments(
     for order in itertools.permutations(packed):
         roles = {role: _operand(role, node, shape) for role, node in zip(own, order, strict=True)}
         found = {role: operand for role, operand in roles.items() if operand is not None}
-        if len(found) < len(own) or len({found[role].features for role in found.keys() & _READERS}) > 1:
+        if len(found) < len(own) or len({found[role].features for role in found.keys() & _OF_KEYS}) > 1:
             continue
         yield found if "skip" in own or not skips else {**found, "skip": found["v"]}
 
@@ -109,6 +112,8 @@ def _operand(role: str, node: fx.Node, shape: tuple[int, int]) -> Operand | None
     count, width = math.prod(f.size for f in heads), math.prod(f.size for f in features)
     if role in _SCALARS:
         return Operand(node, shape[0], 1) if count * width == shape[0] else None
+    if role == "decays":
+        return Operand(node, count, width) if count == shape[0] else None
     if role not in _READERS:
         return Operand(node, *shape) if (count, width) == shape else None
     if shape[0] % count:
@@ -167,7 +172,7 @@ def _random(
 
 def _ranges(law: TreeScan) -> dict[fx.Node, tuple[float, float]]:
     """Where the parts of a recurrence lie in models."""
-    ranges = {"g": (-3.0, -1.0), "step": (0.2, 0.9)}
+    ranges = {"g": (-3.0, -1.0), "decays": (-3.0, -1.0), "step": (0.2, 0.9)}
     found = {law.roles[role].source: limits for role, limits in ranges.items() if role in law.roles}
     return found
 

@@ -73,11 +73,12 @@ class TreeScan(ReadsOthers):
 
         factor * tree_scan(q, k, v, g, w) + skip_factor * weight * skip
 
-    With ``step`` [heads] instead of ``w``, v and k are multiplied by it, the latter being w.
+    With ``step`` [heads] instead of ``w``, v and k are multiplied by it, the latter being w. ``decays`` is a g with the
+    features of the keys.
     """
 
     roles: Mapping[str, Operand]
-    """Of "q", "k", "v" and, where there are, "g", "w", "step" and "skip"."""
+    """Of "q", "k", "v" and, where there are, "g" or "decays", "w", "step" and "skip"."""
     heads: int
     features: int
     dtype: torch.dtype
@@ -192,7 +193,8 @@ def scan(law: TreeScan, values: Mapping[str, Tensor], weight: Tensor | None, sub
     if "step" in wide:
         w = wide["step"] * k.repeat_interleave(law.heads // k.shape[1], 1)
         v = wide["step"] * v
-    out = tree_scan(q, k, v, None if g is None else g.squeeze(-1), w, subtree_end)
+    g = wide.get("decays") if g is None else g.squeeze(-1)
+    out = tree_scan(q, k, v, g, w, subtree_end)
     out = out if law.factor == 1.0 else law.factor * out
     if weight is None:
         return out

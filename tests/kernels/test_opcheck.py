@@ -178,7 +178,7 @@ def test_gradients_of_a_boundary_share_no_memory() -> None:
     assert all(grad.storage_offset() == 0 for grad in grads)
 
 
-@pytest.mark.parametrize("kind", ["ssd", "linear", "delta", "gated delta"])
+@pytest.mark.parametrize("kind", ["ssd", "linear", "delta", "gated delta", "kimi delta"])
 @pytest.mark.parametrize("tokens", [1, 5, 98])
 def test_scan(kind: str, tokens: int) -> None:
     draw = random.Random(f"{kind} {tokens}")
@@ -190,6 +190,7 @@ def test_scan(kind: str, tokens: int) -> None:
 
     q, k, v = values(groups, 4), values(groups, 4), values(heads, 3)
     g = -torch.rand(heads, tokens).t() if kind in ("ssd", "gated delta") else None
+    g = -values(heads, 4).abs() if kind == "kimi delta" else g
     w = values(groups, 4) * 0.1 if "delta" in kind else None
     ends = torch.tensor(FORESTS["branch"](tokens), dtype=torch.int32)
     torch.library.opcheck(_ops.tree_scan.default, (*with_gradients(draw, (q, k, v, g, w)), ends, 16))

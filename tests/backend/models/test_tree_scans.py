@@ -73,7 +73,7 @@ def test_spellings() -> None:
     """One after the other in one model: each is recognised, and none is wrong."""
     scans = nn.Sequential(
         ChunkedScan(grouped=True), ChunkedScan(decays=False), ChunkedScan(skip=True), ChunkedScan(True, decays=False),
-        ChunkedScan(True, skip=True, grouped=True),
+        ChunkedScan(True, skip=True, grouped=True), ChunkedScan(by_feature=True), ChunkedScan(True, by_feature=True),
     )  # fmt: skip
     stats = compare(small(scans), BATCH).stats
     assert (stats["recurrences_rewritten"], stats["expansions"]) == (len(scans), [])
@@ -94,7 +94,9 @@ class SideBySide(nn.Module):
 def test_near_misses_stay_on_rows(causal: bool) -> None:
     """Each is another function, or another derivative: not recognised, and exact."""
     chosen = [defect for defect in DEFECTS if causal == (defect not in ("reversed", "ahead"))]
-    stats = compare(small(SideBySide(*(ChunkedScan(name == "step", name) for name in chosen))), BATCH).stats
+    mixers = [ChunkedScan(name == "step", name) for name in chosen]
+    mixers += [ChunkedScan(True, "border", by_feature=True)] if causal else []
+    stats = compare(small(SideBySide(*mixers)), BATCH).stats
     assert stats["recurrences_rewritten"] == 0 and stats["expansions"]
     assert all(item["contracted"] for item in stats["expansions"]) == causal
 

@@ -27,15 +27,16 @@ def inputs_of(tokens: int, *shapes: tuple[int, ...]) -> Inputs:
     return [torch.randn(tokens, *shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-def recurrence_inputs(tokens: int) -> Inputs:
-    return inputs_of(tokens, (HEADS, KEY), (HEADS, KEY), (HEADS, VALUE), (HEADS,), (HEADS,))
+def recurrence_inputs(tokens: int, by_feature: bool = False) -> Inputs:
+    decays = (HEADS, KEY) if by_feature else (HEADS,)
+    return inputs_of(tokens, (HEADS, KEY), (HEADS, KEY), (HEADS, VALUE), decays, (HEADS,))
 
 
 def sequential(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
     """The definition, one token after the other."""
     state, outs = q.new_zeros(HEADS, KEY, VALUE), []
     for t in range(len(q)):
-        state = state * g[t].exp()[:, None, None]
+        state = state * g[t].exp().reshape(HEADS, -1, 1)
         written = v[t] if beta is None else beta[t, :, None] * (v[t] - torch.einsum("hd,hde->he", k[t], state))
         state = state + k[t][..., None] * written[:, None]
         outs.append(torch.einsum("hd,hde->he", q[t], state))
@@ -62,7 +63,7 @@ def assert_equal_to_rows(
             torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-11)
 
 
-def check_scan(rows: list[list[int]], chunk: int, delta: bool) -> None:
+def check_scan(rows: list[list[int]], chunk: int, delta: bool, by_feature: bool = False) -> None:
     forest = Forest.from_sequences(rows)
     ends = forest.subtree_end
 
@@ -77,7 +78,7 @@ def check_scan(rows: list[list[int]], chunk: int, delta: bool) -> None:
             return sequential(q, F.normalize(k, dim=-1), v, -F.softplus(g), beta.sigmoid())
         return sequential(q, k, v, -F.softplus(g), None)
 
-    assert_equal_to_rows(forest, recurrence_inputs(forest.num_tokens), tree, row, [])
+    assert_equal_to_rows(forest, recurrence_inputs(forest.num_tokens, by_feature), tree, row, [])
 
 
 def check_convolution(rows: list[list[int]], taps: int, dilation: int, groups: int) -> None:
@@ -104,9 +105,10 @@ def forked_at(position: int, length: int = 11) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("position", range(1, 10))
+@pytest.mark.parametrize("by_feature", [False, True], ids=["head", "feature"])
 @pytest.mark.parametrize("delta", [False, True], ids=["ssd", "delta_rule"])
-def test_fork_at_every_position_of_a_chunk(position: int, delta: bool) -> None:
-    check_scan(forked_at(position), chunk=4, delta=delta)
+def test_fork_at_every_position_of_a_chunk(position: int, delta: bool, by_feature: bool) -> None:
+    check_scan(forked_at(position), chunk=4, delta=delta, by_feature=by_feature)
 
 
 @pytest.mark.parametrize("position", range(1, 7))
@@ -116,16 +118,25 @@ def test_fork_at_every_position_of_a_window(position: int, groups: int) -> None:
 
 
 @settings(max_examples=20)
-@given(row_batches(), st.sampled_from([1, 2, 3, 8]), st.booleans())
-def test_recurrences_on_any_forest(rows: list[list[int]], chunk: int, delta: bool) -> None:
-    check_scan(rows, chunk, delta)
+@given(row_batches(), st.sampled_from([1, 2, 3, 8]), st.booleans(), st.booleans())
+def test_recurrences_on_any_forest(rows: list[list[int]], chunk: int, delta: bool, by_feature: bool) -> None:
+    check_scan(rows, chunk, delta, by_feature)
 
 
-def float32_errors(strength: float, reset: bool, delta: bool) -> list[float]:
+def test_a_mean_decay_is_no_decay_by_feature() -> None:
+    """What the tests above would find: every feature of a head decays alike."""
+    ends = Forest.from_sequences(forked_at(4)).subtree_end
+    q, k, v, g, _ = recurrence_inputs(len(ends), by_feature=True)
+    decay = -F.softplus(g)
+    right, wrong = tree_ssd(q, k, v, decay, ends), tree_ssd(q, k, v, decay.mean(-1), ends)
+    assert float((right - wrong).detach().abs().max() / right.detach().abs().max()) > 1e-2
+
+
+def float32_errors(strength: float, reset: bool, delta: bool, by_feature: bool = False) -> list[float]:
     """Of the output and of all gradients in float32, relative to the recurrence in float64, token after token."""
     tokens = 72
     ends = torch.full((tokens,), tokens, dtype=torch.int32)
-    q, k, v, g, beta = (x.detach() for x in recurrence_inputs(tokens))
+    q, k, v, g, beta = (x.detach() for x in recurrence_inputs(tokens, by_feature))
     g = -F.softplus(g) * strength
     if reset:
         g[10] = -300.0
@@ -143,11 +154,12 @@ def float32_errors(strength: float, reset: bool, delta: bool) -> list[float]:
     return [float((x.double() - y).detach().abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
 
 
+@pytest.mark.parametrize("by_feature", [False, True], ids=["head", "feature"])
 @pytest.mark.parametrize("delta", [False, True], ids=["ssd", "delta_rule"])
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("strength", [0.05, 1.0, 20.0])
-def test_strong_decays_cost_no_precision(strength: float, reset: bool, delta: bool) -> None:
-    assert max(float32_errors(strength, reset, delta)) <= 2e-6
+def test_strong_decays_cost_no_precision(strength: float, reset: bool, delta: bool, by_feature: bool) -> None:
+    assert max(float32_errors(strength, reset, delta, by_feature)) <= 2e-6
 
 
 def test_they_would_with_running_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
