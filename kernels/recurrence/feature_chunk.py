@@ -143,5 +143,5 @@ class FeatureChunk:
                 total = total + ((again.gate * state + kept) * outgoing).sum()
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         pairs = zip(leaves.items(), found, strict=True)
-        gradients = {name: torch.zeros_like(x) if of is None else of for (name, x), of in pairs}
-        return Gradients(**{"w": None, **gradients})
+        of = {name: torch.zeros_like(x) if gradient is None else gradient for (name, x), gradient in pairs}
+        return Gradients(of["q"], of["k"], of["v"], of["g"], of.get("w"))

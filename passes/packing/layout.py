@@ -99,9 +99,10 @@ def at_columns(x: Tensor, dims: Dims, metadata: Metadata) -> Tensor:
 def _at_first_row(x: Tensor, position: int, dim: tuple[Factor, ...]) -> Tensor:
     if len(dim) == 1:
         return x.narrow(position, 0, 1)
-    split = x.unflatten(position, [factor.size for factor in dim])
+    before, after = list(x.shape[:position]), list(x.shape[position + 1 :])
+    split = x.reshape([*before, *(factor.size for factor in dim), *after])
     where = position + [factor.axis for factor in dim].index(Axis.ROW)
-    return split.narrow(where, 0, 1).flatten(position, position + len(dim) - 1)
+    return split.narrow(where, 0, 1).reshape([*before, -1, *after])
 
 
 def at_own_row(x: Any, dims: Dims, metadata: Metadata) -> Any:

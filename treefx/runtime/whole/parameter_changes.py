@@ -28,7 +28,7 @@ __all__ = ["Changes", "changes_first"]
 
 _CHANGES = {"clamp_", "clamp_min_", "clamp_max_", "mul_", "div_", "add_", "sub_", "fill_", "zero_"}
 """Methods in place whose operands may be numbers."""
-_SAME = {torch._C._autograd._get_data_attr, "detach"}
+_SAME = {getattr(torch._C._autograd, "_get_data_attr", None), "detach"}
 """What returns the memory of its operand."""
 
 
