@@ -42,6 +42,7 @@ lint: $(VENV)/.lint
 # The troubleshooting page, from the tables of codes, and pictures of the report's page (needs Chromium).
 docs: $(VENV)/.examples
 	$(BIN)/python -m treefx.tools.troubleshooting docs/troubleshooting.md
+	$(BIN)/python -m treefx.tools.bench.zoo.page docs/models.md examples/results/zoo-cpu-2026-11-27.json
 	$(BIN)/python -m treefx.tools.screenshots docs
 
 bench: $(VENV)/.examples

@@ -17,9 +17,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from treefx.tools.bench.zoo.models import read_configurations
 
-__all__ = ["Output", "TinyLM", "config_of", "double", "double_from", "lifted", "zoo"]
+__all__ = ["SUITE", "Output", "TinyLM", "config_of", "double", "double_from", "lifted", "zoo"]
 
 ZOO = read_configurations()
+SUITE = tuple(
+    """llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt_neox gpt2 opt olmo2 olmo3 bloom gptj
+    starcoder2 cohere cohere2 glm4 granite smollm3 mixtral qwen3_moe olmoe deepseek_v3 deepseek_v2 gpt_oss
+    stablelm mpt codegen gpt_neo nemotron mamba2 qwen3_next jamba llama4_text ernie4_5 hunyuan_v1_dense
+    minimax apertus lfm2 seed_oss exaone4 biogpt xglm persimmon recurrent_gemma rwkv bamba glm4_moe arcee
+    diffllama helium doge moshi granitemoe phimoe jetmoe nanochat vaultgemma qwen2_moe afmoe falcon""".split()
+)
+"""Architectures of the table that tests go through; ``treefx doctor --zoo`` goes through all."""
 CHOSEN: dict[str, dict[str, Any]] = {"gemma2": {"attn_implementation": "eager"}}
 """transformers 5.17 chooses SDPA for gemma2, which leaves the soft cap out; later ones choose the implementation given
 here."""
@@ -29,7 +37,9 @@ def config_of(name: str, **changes: Any) -> PretrainedConfig:
     """Configuration of the zoo model called `name`, with `changes` on top."""
     entry = ZOO["models"][name]
     common = {key: value for key, value in ZOO["common"].items() if key not in entry.get("drop", ())}
-    return AutoConfig.for_model(name, **{**common, **entry.get("overrides", {}), **CHOSEN.get(name, {}), **changes})
+    return AutoConfig.for_model(
+        name.partition(":")[0], **{**common, **entry.get("overrides", {}), **CHOSEN.get(name, {}), **changes}
+    )
 
 
 def zoo(name: str, **changes: Any) -> PreTrainedModel:

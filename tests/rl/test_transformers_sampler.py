@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.doge import modeling_doge
 
 import treefx
-from tests.models import ZOO, double, zoo
+from tests.models import SUITE, double, zoo
 from treefx import InputError, UnsupportedError
 from treefx.rl import (
     Completion,
@@ -106,7 +106,7 @@ if "allow_is_causal_skip" not in inspect.getsource(modeling_doge):
     REFUSED.add("doge")  # that of transformers 5.17 sees the tokens behind in a row without padding
 
 
-@pytest.mark.parametrize("name", ZOO["models"])
+@pytest.mark.parametrize("name", SUITE)
 def test_every_architecture_is_sampled_exactly_or_refused_by_name(name: str) -> None:
     model = zoo(name)
     if name in REFUSED:

@@ -39,6 +39,9 @@ def doctor(
     workers: Annotated[
         int, typer.Option(help="With --zoo: number of processes, which outlive a crash or a hang; 0: this one alone.")
     ] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="With --zoo --workers: seconds after which a model is given up.")
+    ] = 3600.0,
     out: Annotated[
         Path | None, typer.Option(help="With --zoo: a JSON file of finished models, written after each.")
     ] = None,
@@ -56,7 +59,7 @@ def doctor(
     The self-check compiles a model of one attention layer and compares the loss and all gradients with
     eager float64. The exit status is 1 when something is wrong.
 
-    With --zoo, 64 architectures of transformers and models of other libraries, tiny and random, run two
+    With --zoo, every causal architecture of transformers and models of other libraries, tiny and random, run two
     batches of rows that share prefixes, of different shapes, padded right and left, in float32, against
     eager; with --batches, more. A line says how far loss and gradients are off at most, the tokens that
     ran of those in all batches, of the worst one the share of the floating-point operations in attention,
@@ -82,7 +85,7 @@ def doctor(
         _show_patches(json)
         return
     if zoo:
-        _doctor_zoo(model or [], (out, inner, batches, resume), workers, json, markdown)
+        _doctor_zoo(model or [], (out, inner, batches, resume), (workers, seconds), json, markdown)
         return
     if stray := [name for name, value in given.items() if value]:
         raise InputError(f"{', '.join(stray)} belongs to the model zoo: write treefx doctor --zoo")
@@ -147,7 +150,7 @@ def _problems(findings: dict[str, Any], inner: str) -> list[str]:
 
 
 def _doctor_zoo(
-    names: list[str], where: tuple[Path | None, str, int, bool], workers: int, json: bool, markdown: bool
+    names: list[str], where: tuple[Path | None, str, int, bool], how: tuple[int, float], json: bool, markdown: bool
 ) -> None:
     with waiting("loading PyTorch", quiet=json):
         from treefx.tools.bench.zoo.record import ZooRecord
@@ -161,7 +164,7 @@ def _doctor_zoo(
     with waiting("checking models", total=len(wanted), quiet=json) as progress:
         progress.advance(len(wanted) - len(remaining))
         settings: dict[str, Any] = {
-            "workers": workers, "inner": inner, "batches": batches, "on_start": progress.tell,
+            "workers": how[0], "seconds": how[1], "inner": inner, "batches": batches, "on_start": progress.tell,
         }  # fmt: skip
         for row in run_zoo(remaining, **settings) if remaining else ():
             record.add(row)

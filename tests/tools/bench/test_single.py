@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from tests.models import SUITE
 from treefx.cli.app import app
 from treefx.errors import InputError
-from treefx.tools.bench.job.models import make_config, make_model, read_configurations
+from treefx.tools.bench.job.models import make_config, make_model
 from treefx.tools.bench.job.synthetic import shared_prefix_batch
 from treefx.tools.bench.job.training import gradient_error, reference_gradients
 from treefx.tools.bench.zoo import single
@@ -22,7 +23,7 @@ from treefx.tools.bench.zoo.models import VOCABULARY, WithLoss, zoo_models
 from treefx.tools.bench.zoo.single import GradientCheck, SingleRun, build_model
 
 BATCH = shared_prefix_batch(3, 6, 2, VOCABULARY)
-ZOO = tuple(model.name for model in zoo_models())
+ZOO = (*SUITE, *(model.name for model in zoo_models() if model.library != "transformers"))
 
 
 def _build(name: str) -> nn.Module:
@@ -45,7 +46,7 @@ def test_inspect_has_a_model_and_a_float64_reference_for_every_name(name: str) -
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", [name for name in read_configurations()["models"] if name != "mamba2"])
+@pytest.mark.parametrize("name", [name for name in SUITE if name != "mamba2"])
 def test_every_architecture_takes_other_sizes(name: str) -> None:
     """As ``treefx demo --model`` gives them; Mamba 2 has as many heads as fit its width."""
     config = make_config(name, vocab_size=VOCABULARY, hidden_size=128, layers=2, max_positions=768)

@@ -84,6 +84,7 @@ def test_a_mixer_that_is_not_causal_runs_on_rows(monkeypatch: pytest.MonkeyPatch
     code, text = _run("--json")
     (row,) = json.loads(text)
     assert code == 0 and row["verdict"] == "rows" and row["packed_share"] == 0.0
+    assert row["code"].startswith("TFX")
 
 
 def test_wrong_gradients_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +160,23 @@ def test_the_second_batch_decides_too(monkeypatch: pytest.MonkeyPatch) -> None:
     _only(monkeypatch, lambda: WithLoss(Pooled(refuse_long)))
     code, text = _run("--inner", "eager", "--json")
     (row,) = json.loads(text)
+    assert code == 0 and row["verdict"] == "fails in PyTorch" and "too long (batch 4 x 27 left)" in row["note"]
+    assert row["batches"][0]["verdict"] == "rows" and row["loss_error"] <= 1e-5
+
+
+def test_what_fails_with_treefx_alone_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = zoo.take_step
+
+    def broken(model: nn.Module, call: Any, batch: Batch) -> Any:
+        if find(model.parameters()):  # the second batch through treefx
+            raise ValueError("too long")
+        return original(model, call, batch)
+
+    monkeypatch.setattr(zoo, "take_step", broken)
+    _only(monkeypatch, lambda: WithLoss(Pooled(lambda x: x)))
+    code, text = _run("--inner", "eager", "--json")
+    (row,) = json.loads(text)
     assert code == 1 and row["verdict"] == "crashed" and "too long (batch 4 x 27 left)" in row["note"]
-    assert row["batches"][0]["verdict"] != "crashed" and row["loss_error"] <= 1e-5
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -91,9 +91,9 @@ def make_config(
     """Make a transformers configuration.
 
     Args:
-        model: An architecture such as ``llama`` or ``qwen3``, made small by ``zoo.json`` and the other arguments; or
-            the path of a ``config.json``, used unchanged but for a vocabulary raised to ``vocab_size`` where it is
-            smaller.
+        model: An architecture such as ``llama`` or ``qwen3``, made small by ``zoo.json`` and the other arguments, or
+            another shape of it there, such as ``nemotron_h:groups``; or the path of a ``config.json``, used unchanged
+            but for a vocabulary raised to ``vocab_size`` where it is smaller.
         vocab_size: Number of token ids.
         hidden_size: Width, a multiple of 64 (heads of 32; two query heads per key head). Default: that of ``zoo.json``
             with its heads.
@@ -125,7 +125,7 @@ def make_config(
 
 
 def _origin(model: str, kind: str) -> str:
-    return "" if model == kind else f" in {model}"
+    return f" in {model}" if model.endswith(".json") else ""
 
 
 def _small_fields(model: str, hidden_size: int | None, layers: int | None, max_positions: int) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def _small_fields(model: str, hidden_size: int | None, layers: int | None, max_p
         sizes |= _width(hidden_size)
     if layers is not None:
         sizes["num_hidden_layers"] = layers
-    mapping = require_transformers().CONFIG_MAPPING
-    aliases = getattr(mapping[model], "attribute_map", {}) if model in mapping else {}
+    mapping, kind = require_transformers().CONFIG_MAPPING, model.partition(":")[0]
+    aliases = getattr(mapping[kind], "attribute_map", {}) if kind in mapping else {}
     stated = {aliases.get(name) for name in sizes}
     same_as = ("max_position_embeddings", "hidden_size")
     scaled = {common[name]: sizes[name] for name in same_as if name in sizes}
@@ -151,7 +151,7 @@ def _small_fields(model: str, hidden_size: int | None, layers: int | None, max_p
         elif layers is not None and isinstance(value, list) and len(value) == common["num_hidden_layers"]:
             value = (value * layers)[:layers]  # one entry per layer
         fields[name] = value
-    return {"model_type": model, **fields}
+    return {"model_type": kind, **fields}
 
 
 def _width(hidden_size: int) -> dict[str, int]:
@@ -180,8 +180,14 @@ def make_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32
     """
     transformers = require_transformers()
     torch.manual_seed(seed)
+    auto = transformers.AutoModelForCausalLM
+    unlisted = getattr(transformers, type(config).__name__.removesuffix("Config") + "ForCausalLM", None)
+    if type(config) in auto._model_mapping or unlisted is None:
+        make = functools.partial(auto.from_config, config, dtype=dtype)
+    else:
+        make = functools.partial(unlisted._from_config, config, dtype=dtype)
     try:
-        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: torch.nn.Module = make()
     except Exception as error:  # sizes that do not fit each other are found in all kinds of places
         # the message of a ValueError may list every causal LM that transformers has
         cause = str(error).partition("Model type should be one of")[0].strip()

@@ -16,7 +16,7 @@ from treefx.tools.bench.zoo.run import ZooRow
 
 __all__ = ["ZooRecord", "conditions"]
 
-_FINAL = ("packed", "partly", "rows", "refused")
+_FINAL = ("packed", "partly", "rows", "refused", "fails in PyTorch")
 """Verdicts that a resumed run keeps; what was wrong, crashed or not installed is checked again."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +28,18 @@ from treefx.tools.bench.zoo.exact import Step, in_float64, sizes_of_sums, take_s
 from treefx.tools.bench.zoo.flop_share import FlopShare, flop_share
 from treefx.tools.bench.zoo.models import ZooModel, zoo_models
 
-__all__ = ["VERDICTS", "ZooBatch", "ZooRow", "check_model", "choose", "run_zoo"]
+__all__ = ["LONGEST_CHECK", "VERDICTS", "ZooBatch", "ZooRow", "check_model", "choose", "run_zoo"]
 
 _TOLERANCE = 1e-5
 _SMALLEST = 1e-3
 """Gradients below this share of the model's largest are judged against it: some are zero but for rounding."""
 _ROUNDING = 1.5
 """How much further from float64 than eager a result beyond the tolerance may be."""
-VERDICTS = ("packed", "partly", "rows", "refused", "wrong", "crashed", "not installed")
+VERDICTS = ("packed", "partly", "rows", "refused", "fails in PyTorch", "wrong", "crashed", "not installed")
 """From best to worst. "packed": exact, all attention and products with parameters once per distinct token; "partly":
-exact, some of them on rows; "rows": exact, nothing packed; "refused": by name, by treefx; the last: no result."""
-_LONGEST_CHECK = 3600.0
+exact, some of them on rows; "rows": exact, nothing packed; "refused": by name, by treefx; "fails in PyTorch": eager, or
+torch.compile with the inner compiler alone, fails too; the last: no result."""
+LONGEST_CHECK = 3600.0
 """Seconds after which a process that checks a model is taken to hang."""
 _CHECKS_PER_PROCESS = 12
 _checked_here = 0
@@ -69,6 +71,9 @@ class ZooBatch:
     parameter of one number is relative to the sum of the sizes of what the rows contribute to it."""
     compiles: int = 0
     """Compilations up to and with this batch: the first is compiled for its shape, the next for all."""
+    code: str = ""
+    """The code of what runs on rows, and the line of the model: of everything, or of the first operator."""
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class ZooRow:
     batches: list[ZooBatch] = field(default_factory=list)
     compiles: int = 0
     """Of all batches."""
+    code: str = ""
+    line: str = ""
     seconds: float = 0.0
     """Time of the check, compilation included."""
 
@@ -117,6 +124,7 @@ def run_zoo(
     workers: int = 0,
     inner: str = "aot_eager",
     batches: int = 2,
+    seconds: float = LONGEST_CHECK,
     on_start: Callable[[str], None] = print,
 ) -> Iterator[ZooRow]:
     """Check models one after the other; rows come as they are done.
@@ -126,13 +134,14 @@ def run_zoo(
         workers: Number of processes, one after another for what remains where one dies or hangs; 0 for this one.
         inner: Inner compiler of the backend.
         batches: Number of batches, no two of one shape, through one compiled model.
+        seconds: Time that one model may take; with workers.
         on_start: Told the model that is being checked (with workers: the last one that is done).
     """
     models = choose(names)
     if workers < 0:
         raise InputError(f"workers must be 0 for this process or the number of others, got {workers}")
     if workers:
-        yield from _in_processes(models, workers, inner, batches, on_start)
+        yield from _in_processes(models, (workers, seconds), inner, batches, on_start)
         return
     for model in models:
         on_start(model.name)
@@ -140,15 +149,18 @@ def run_zoo(
 
 
 def _in_processes(
-    models: Sequence[ZooModel], workers: int, inner: str, batches: int, on_start: Callable[[str], None]
+    models: Sequence[ZooModel], how: tuple[int, float], inner: str, batches: int, on_start: Callable[[str], None]
 ) -> Iterator[ZooRow]:
-    """Deal the models out; a thread per process waits for its rows."""
-    done = SimpleQueue[ZooRow | None]()
+    """Deal the models out to a number of processes, which have so many seconds for each.
+
+    A thread per process waits for its rows.
+    """
+    done, (workers, seconds) = SimpleQueue[ZooRow | None](), how
 
     def serve(part: Sequence[ZooModel]) -> None:
         try:
             pieces = [(model.name, model.library, inner, batches) for model in part]
-            for (name, library, *_), row in each_apart(_check_apart, pieces, seconds=_LONGEST_CHECK):
+            for (name, library, *_), row in each_apart(_check_apart, pieces, seconds=seconds):
                 done.put(ZooRow(name, library, "crashed", note=row) if isinstance(row, Failure) else row)
         finally:
             done.put(None)
@@ -201,13 +213,26 @@ def _check(model: ZooModel, inner: str, batches: int) -> ZooRow:
             results.append(_compare(original, twin, compiled, shape, batch))
         except Exception as error:
             results.append(_without_result(shape, error))
+            if results[-1].verdict == "crashed" and _fails_alone(original, inner, batch):
+                results[-1] = replace(results[-1], verdict="fails in PyTorch")
     return _worst(model, results)
+
+
+def _fails_alone(original: nn.Module, inner: str, batch: Batch) -> bool:
+    """Whether eager fails, or torch.compile with the inner compiler and no treefx."""
+    twin = copy.deepcopy(original)
+    try:
+        take_step(twin, twin, batch)
+        take_step(twin, torch.compile(twin, backend=inner), batch)
+    except Exception:  # the model's or PyTorch's own, whatever it is
+        return True
+    return False
 
 
 def _without_result(shape: str, error: Exception) -> ZooBatch:
     refusal = _refusal(error)
     text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
-    return ZooBatch(shape, "crashed" if refusal is None else "refused", note=text.splitlines()[0])
+    return ZooBatch(shape, "crashed" if refusal is None else "refused", note=_shortened(text.splitlines()[0]))
 
 
 def _worst(model: ZooModel, batches: list[ZooBatch]) -> ZooRow:
@@ -233,6 +258,8 @@ def _worst(model: ZooModel, batches: list[ZooBatch]) -> ZooRow:
         max((batch.float64_errors for batch in ran if batch.float64_errors is not None), default=None),
         batches,
         max((batch.compiles for batch in batches), default=0),
+        worst.code,
+        worst.line,
     )
 
 
@@ -296,7 +323,7 @@ def _result(
     stats = treefx.inspect(compiled).stats
     share = sum((flop_share(graph) for graph in _labelled(twin)), FlopShare())
     distinct = treefx.Forest.from_padded(batch.input_ids, batch.attention_mask).num_tokens
-    note = _breaks(stats) or stats["fallback"]
+    note = _shortened(stats["fallback"] or _breaks(stats) or "") or None
     result = ZooBatch(
         shape,
         "rows",
@@ -307,12 +334,26 @@ def _result(
         stats["attention_rewritten"],
         0.0 if note else share.of_attention_and_mlps,
         0.0 if note else share.of_all,
-        list(stats["expansions"]),
+        [{**item, "line": _shortened(item["line"] or "")} for item in stats["expansions"]],
         note,
         float64_errors,
         stats["compiles"],
+        *_root(stats),
     )
     return replace(result, verdict=_verdict(result))
+
+
+def _root(stats: Mapping[str, Any]) -> tuple[str, str]:
+    """The code and the line of what runs on rows: of the call, or of the first operator that is not packed again."""
+    if stats["fallback"]:
+        return stats["fallback_code"], ""
+    first = next((item for item in stats["expansions"] if not item.get("contracted")), None)
+    return (first["code"], _shortened(first["line"] or "")) if first else ("", "")
+
+
+def _shortened(text: str) -> str:
+    """A text whose paths begin behind the folder of all libraries."""
+    return re.sub(r"\S*site-packages/", "", text)
 
 
 def _labelled(twin: nn.Module) -> list[torch.fx.GraphModule]:

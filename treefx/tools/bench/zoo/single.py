@@ -16,7 +16,13 @@ from torch import nn
 
 from treefx.data import Batch
 from treefx.errors import InputError
-from treefx.tools.bench.job.models import close_matches, make_config, make_model, require_transformers
+from treefx.tools.bench.job.models import (
+    close_matches,
+    make_config,
+    make_model,
+    read_configurations,
+    require_transformers,
+)
 from treefx.tools.bench.job.training import gradient_error
 from treefx.tools.bench.zoo.exact import in_float64, take_step
 from treefx.tools.bench.zoo.models import LONGEST, VOCABULARY, ZooModel, zoo_models
@@ -105,8 +111,9 @@ def build_model(name: str, longest: int) -> nn.Module:
     if name in others:
         return _build_other(others[name], longest)
     is_file = name.endswith(".json") or Path(name).is_file()
-    if not is_file and name not in (mapping := require_transformers().CONFIG_MAPPING):
-        known = [*mapping, *others]
+    mapping, table = require_transformers().CONFIG_MAPPING, read_configurations()["models"]
+    if not is_file and name not in mapping and name not in table:
+        known = [*mapping, *table, *others]
         raise InputError(
             "expected an architecture of transformers, a model of `treefx doctor --zoo`, or the path of a config.json; "
             f"got {name!r}; {close_matches(name, known, 'for example llama, qwen3, gemma2 or gpt2')}"
