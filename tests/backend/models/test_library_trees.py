@@ -75,7 +75,7 @@ def test_lengths_and_paddings_through_one_compilation(name: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(("name", "depth", "levels"), [
-    ("qwen3_next", 3, 3), ("qwen3_next", 40, 0), ("mamba2", 3, 3), ("mamba2", 40, 0),
+    ("qwen3_next", 3, 3), ("qwen3_next", 40, 0), ("kimi_linear", 3, 3), ("mamba2", 3, 3), ("mamba2", 40, 0),
 ])  # fmt: skip
 def test_depths_of_a_forest(name: str, depth: int, levels: int) -> None:
     """A comb: every token of the longest row is a node. Where levels are many, ``tree_scan`` runs if it can."""
