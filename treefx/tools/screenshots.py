@@ -1,6 +1,6 @@
 """Pictures of the page of a report for the docs, by a Chromium that is installed.
 
-``python -m treefx.tools.screenshots docs`` (``make docs``) compiles a small model, writes its page and saves
+``python -m treefx.tools.screenshots docs`` (``make screenshots``) compiles a small model, writes its page and saves
 ``report-light.png`` and ``report-dark.png``, 1280 pixels wide.
 """
 
