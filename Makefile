@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 SMOKE := tests/test_oracle.py tests/forests tests/losses tests/passes/packing tests/kernels/tiles tests/kernels/cpu \
 	tests/backend/calls/test_inputs.py tests/backend/test_wrong_variants.py tests/planning/test_execute_wrong.py
 
-.PHONY: demo test smoke test-gpu-versions lint docs bench clean
+.PHONY: demo test smoke test-gpu-versions lint docs docs-serve screenshots bench clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_rollouts.py $(ARGS)
@@ -39,10 +39,19 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --allow-untyped-calls --no-warn-unused-ignores examples
 
-# The troubleshooting page, from the tables of codes, and pictures of the report's page (needs Chromium).
-docs: $(VENV)/.examples
+# Pages made from tables of the code, then the site in out/site: a warning is an error.
+docs: $(VENV)/.docs
 	$(BIN)/python -m treefx.tools.troubleshooting docs/troubleshooting.md
 	$(BIN)/python -m treefx.tools.bench.zoo.page docs/models.md examples/results/zoo-cpu-2026-11-27.json
+	$(BIN)/python -m treefx.tools.reference_pages docs
+	$(BIN)/python -m treefx.tools.rows_picture docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f .ci/mkdocs.yml
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve -f .ci/mkdocs.yml
+
+# Pictures of the report's page; needs Chromium.
+screenshots: $(VENV)/.examples
 	$(BIN)/python -m treefx.tools.screenshots docs
 
 bench: $(VENV)/.examples
@@ -69,4 +78,8 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.lint: $(VENV)/.torch pyproject.toml
 	$(PIP) -e '.[examples,test,lint]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(PIP) -e '.[docs]'
 	touch $@
