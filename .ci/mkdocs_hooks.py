@@ -12,8 +12,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ["CONTRIBUTING.md", "CHANGELOG.md", "README.md", "LICENSE", ".github/SECURITY.md", "examples/results/*"]
-_LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)")
+OUTSIDE = ["CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", ".github/SECURITY.md", "examples/results/*"]
+_LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )(?!\w+:|#)([^)\s#]+)", re.MULTILINE)
 
 
 def site_path(path: Path) -> str:
