@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -40,8 +43,11 @@ def missing_lines(expected: str, printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
-def test_blocks_of_a_page_run_in_order(page: Path) -> None:
-    names: dict[str, Any] = {"__name__": "page"}
+def test_blocks_of_a_page_run_in_order(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Dynamo imports the module of a function that it traces, and keeps it by name.
+    module = ModuleType(re.sub(r"\W", "_", name_of(page)))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = vars(module)
     printed = ""
     for block in blocks_of(page.read_text(encoding="utf-8")):
         if block.mark == "prints":
