@@ -13,8 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.docs.pages import PAGES, Block, blocks_of, name_of
+from tests.trainers.support import NEEDS_TRAINERS
 from treefx.config import Config
 
+NEEDED = {"docs/tutorials/trl.md": ("trl", "datasets")}
 WITH_PYTHON = [page for page in PAGES if any(item.runs for item in blocks_of(page.read_text(encoding="utf-8")))]
 
 
@@ -44,6 +46,8 @@ def missing_lines(expected: str, printed: str) -> list[str]:
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_blocks_of_a_page_run_in_order(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in NEEDED.get(name_of(page), ()):
+        pytest.importorskip(library, reason=NEEDS_TRAINERS)
     # Dynamo imports the module of a function that it traces, and keeps it by name.
     module = ModuleType(re.sub(r"\W", "_", name_of(page)))
     monkeypatch.setitem(sys.modules, module.__name__, module)
