@@ -81,5 +81,5 @@ $(VENV)/.lint: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
-	$(PIP) -e '.[docs]'
+	$(PIP) -e '.[examples,docs]'
 	touch $@
