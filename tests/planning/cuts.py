@@ -6,7 +6,8 @@ from typing import Any
 
 import treefx
 from treefx.planning.cost.model import Size
-from treefx.planning.search.draft import Draft, to_schedule
+from treefx.planning.search.draft import Draft
+from treefx.planning.search.layout import Layout, to_schedule
 from treefx.planning.search.part import Keep
 from treefx.planning.search.plan import Plan
 
@@ -47,7 +48,7 @@ def cut_at(
         if draft.children:
             draft.keep = draw.choice(list(keeps))
     nothing: Any = None
-    return Plan(forest, to_schedule(drafts), (), (), nothing, 0)
+    return Plan(forest, to_schedule(Layout.of_drafts(drafts)), (), (), nothing, 0)
 
 
 def uncut(forest: treefx.Forest) -> Plan:

@@ -16,9 +16,10 @@ from treefx.forests.forest import Forest
 from treefx.planning.cost.model import Bytes, CostModel, Size
 from treefx.planning.search import planner
 from treefx.planning.search.blocks import Blocks, Counts
-from treefx.planning.search.draft import in_order, part_seconds, to_schedule
+from treefx.planning.search.draft import in_order, part_seconds
 from treefx.planning.search.exact import solve_exactly
 from treefx.planning.search.infeasible import smallest_requirement
+from treefx.planning.search.layout import Layout, to_schedule
 from treefx.planning.search.part import boundary, edge_ids, outgoing
 from treefx.planning.search.plan import Plan
 from treefx.planning.search.planner import plan
@@ -257,6 +258,8 @@ def test_of_many_drafts_the_fewest_and_the_largest_groups_are_tried(monkeypatch:
     some = plan(forest, token_cost(), 2000)
     check_plan(some, 2000)
     assert every.seconds <= some.seconds <= 1.02 * every.seconds
+    monkeypatch.setattr(planner, "_VERY_MANY_DRAFTS", 0)
+    check_plan(plan(forest, token_cost(), 2000), 2000)
 
 
 @settings(max_examples=60, deadline=None)
@@ -271,7 +274,7 @@ def test_batches_of_siblings_hold_every_token_and_fit(rows: Rows, many: int, roo
     before = sorted(span for draft, _ in in_order(drafts) for span in draft.ranges)
     batched = batch_siblings(drafts, TOKEN, budget, many)
     assert sorted(span for draft, _ in in_order(batched) for span in draft.ranges) == before
-    schedule = to_schedule(batched)
+    schedule = to_schedule(Layout.of_drafts(batched))
     sizes = measure_parts(counts, schedule.parts)
     assert max(moment.peak_bytes for moment in simulate(schedule, sizes, TOKEN)) <= budget * (1 + 1e-9)
 

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from treefx.errors import UnsupportedError
 from treefx.kernels.code_files import code_folder, digest, is_private, write_whole
 
-__all__ = ["Peak", "Source", "install_allocator", "quick_collections", "track_peak"]
+__all__ = ["Peak", "Source", "install_allocator", "quick_collections", "track_peak", "without_collections"]
 
 Source = Literal["allocator", "profiler", "cuda"]
 
@@ -184,6 +184,18 @@ def quick_collections() -> Iterator[None]:
     finally:
         if not had_frozen:
             gc.unfreeze()
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Make no collection of garbage in a block that makes very many objects without cycles: each visits all of them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def install_allocator() -> bool:

@@ -176,6 +176,10 @@ class Seconds(NamedTuple):
         """Seconds for a part of this size."""
         return self.part + self.token * size.tokens + self.pair * size.pairs
 
+    def of(self, tokens: npt.ArrayLike, pairs: npt.ArrayLike) -> FloatArray:
+        """Seconds for many sizes, all [K]: float64 [K]."""
+        return self.part + self.token * np.asarray(tokens) + self.pair * np.asarray(pairs)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -262,7 +266,7 @@ class CostModel:
             low, high = (middle, high) if self.run_bytes(middle, 0, middle) <= budget else (low, middle - 1)
         return low
 
-    @property
+    @cached_property
     def store_bytes_per_token(self) -> float:
         """Return bytes of an outgoing token while children run: K/V and their gradients."""
         return self.kv_bytes_per_token + self.kv_grad_bytes_per_token

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,12 +11,27 @@ import numpy.typing as npt
 from treefx.forests.forest import Forest
 from treefx.planning.cost.model import Size
 
-__all__ = ["SHORTEST_BLOCK", "Blocks", "Counts", "IntArray"]
+__all__ = ["SHORTEST_BLOCK", "Blocks", "Counts", "IntArray", "above_sums"]
 
 IntArray = npt.NDArray[np.int64]
 
 SHORTEST_BLOCK = 4
-"""Tokens to which the planner cuts runs at the finest."""
+"""Tokens to which the planner cuts runs at the finest, in forests of few tokens."""
+_MOST_PIECES = 12_000
+"""Pieces into which runs are cut at most: the work of planning is bounded by them and by the forks, for any limit."""
+
+
+def above_sums(end: IntArray, amount: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Per item of a tree in depth-first order, the sum over its ancestors.
+
+    Args:
+        end: int64 [K], exclusive end of the descendants of every item.
+        amount: [K].
+    """
+    change = np.zeros(len(end) + 1, dtype=amount.dtype)
+    change[1:] = amount
+    np.subtract.at(change, end, amount)
+    return np.cumsum(change)[:-1]
 
 
 class Counts:
@@ -40,6 +57,12 @@ class Counts:
         self.runs = np.flatnonzero((self.children[self.parent] != 1) | (self.parent < 0))
         self.edges = np.concatenate(([0], np.cumsum(self.children)))
         self.pairs = np.concatenate(([0], np.cumsum(self.depth + 1)))
+        self._least = [self.depth[self.heads]]
+
+    @property
+    def shortest_block(self) -> int:
+        """Tokens to which the planner cuts runs at the finest."""
+        return max(SHORTEST_BLOCK, len(self.depth) // _MOST_PIECES)
 
     def size(self, start: int, stop: int, *, outgoing: int = 0) -> Size:
         """Size of a part of the tokens [start, stop), all below the first one's ancestors."""
@@ -50,6 +73,28 @@ class Counts:
             outgoing=outgoing,
             pairs=int(self.pairs[stop] - self.pairs[start]),
         )
+
+    def common_depth(self, first: IntArray, second: IntArray) -> IntArray:
+        """Depth of the lowest common ancestor of tokens and later ones, [K]; -1 where there is none.
+
+        Between them in packed order the tree goes up at heads only, and never above that ancestor's children.
+        """
+        low, high = (np.searchsorted(self.heads, side, side="right") for side in (first, second))
+        level = np.log2(np.maximum(high - low, 1)).astype(np.int64)
+        found = self.depth[first].copy()
+        for power in np.unique(level[high > low]).tolist():
+            chosen = np.flatnonzero((high > low) & (level == power))
+            least = self._least_depths(power)
+            both = np.minimum(least[low[chosen]], least[high[chosen] - (1 << power)])
+            found[chosen] = np.minimum(found[chosen], both - 1)
+        return found
+
+    def _least_depths(self, power: int) -> IntArray:
+        """Of every 2 ** power heads in a row, the least depth."""
+        while len(self._least) <= power:
+            half, reach = self._least[-1], 1 << (len(self._least) - 1)
+            self._least.append(np.minimum(half[:-reach], half[reach:]))
+        return self._least[power]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,17 +141,36 @@ class Blocks:
         """int64 [B]: tokens above the block."""
         return self.counts.depth[self.start]
 
+    @cached_property
+    def end(self) -> IntArray:
+        """int64 [B]: exclusive end of the block's subtree among the blocks."""
+        result: IntArray = np.searchsorted(self.start, self.subtree_stop)
+        return result
+
     def children(self, block: int) -> list[int]:
         """Blocks directly below a block, ascending."""
-        order, first = self._by_parent
-        below: list[int] = order[first[block] : first[block + 1]].tolist()
-        return below
+        return self.all_children[block]
 
     @cached_property
-    def _by_parent(self) -> tuple[IntArray, IntArray]:
-        """Blocks ordered by the block above, and where the children of each begin in that order."""
-        order = np.argsort(self.parent, kind="stable")
-        return order, np.searchsorted(self.parent[order], np.arange(len(self) + 1))
+    def all_children(self) -> list[list[int]]:
+        """Of every block, the blocks directly below it, ascending."""
+        found: list[list[int]] = [[] for _ in range(len(self))]
+        for block, parent in enumerate(self.parent.tolist()):
+            if parent >= 0:
+                found[parent].append(block)
+        return found
+
+    @cached_property
+    def sizes(self) -> tuple[list[Size], list[Size]]:
+        """Of every block as a part, all its tokens outgoing; and of its whole subtree as one."""
+        own = self._sizes(self.stop, self.stop - self.start)
+        return own, self._sizes(self.subtree_stop, np.zeros_like(self.start))
+
+    def _sizes(self, stop: IntArray, outgoing: IntArray) -> list[Size]:
+        sums = self.counts.edges, self.counts.pairs
+        edges, pairs = (column[stop] - column[self.start] for column in sums)
+        columns = (stop - self.start, self.depth, edges, outgoing, pairs)
+        return list(starmap(Size, zip(*(column.tolist() for column in columns), strict=True)))
 
     @property
     def roots(self) -> list[int]:

@@ -1,15 +1,22 @@
-"""Build parts: a tree of token ranges with a known peak at every step."""
+"""Parts in the making: a tree of token ranges whose peak is known at every step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-
 from treefx.planning.cost.model import CostModel, Size
-from treefx.planning.search.part import Keep, Part, Schedule, Step
+from treefx.planning.search.part import Keep
 
-__all__ = ["Draft", "demand_of", "held_bytes", "in_order", "part_seconds", "peak_bytes", "to_schedule", "total_seconds"]
+__all__ = [
+    "Draft",
+    "find_ends",
+    "demand_of",
+    "held_bytes",
+    "in_order",
+    "parents_of",
+    "part_seconds",
+    "peak_bytes",
+    "total_seconds",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -19,10 +26,10 @@ class Draft:
     Attributes:
         ranges: its tokens, disjoint intervals of packed indices.
         size: how big it is; the boundary and the outgoing tokens may be too large here, never too small.
-        keep: values that stay while its children run.
+        keep: what stays while its children run.
         above: the token that its topmost tokens hang on, -1 at roots; None where there are several.
         children: the parts below.
-        demand: peak of the part and everything below it, on top of bytes held by its ancestors; set while merging.
+        demand: peak of the part and everything below it, on top of what its ancestors hold; set while merging.
     """
 
     ranges: list[tuple[int, int]]
@@ -42,12 +49,7 @@ def held_bytes(cost: CostModel, size: Size, keep: Keep) -> float:
 
 
 def peak_bytes(cost: CostModel, size: Size, keep: Keep) -> float:
-    """Return r(p, mode): the largest of the part's runs.
-
-    Its store is held when its backward, or a second forward, runs.
-
-    Its store is held when its backward, or a second forward, runs.
-    """
+    """r(p, mode): the largest of its own runs; its store is there when its backward, or a second forward, runs."""
     own = cost.run_bytes(size.tokens, size.boundary, size.edges)
     if keep != "keep":
         own = max(own, cost.kv(size.tokens, size.boundary, size.edges))
@@ -79,19 +81,16 @@ def total_seconds(cost: CostModel, roots: Iterable[Draft]) -> float:
 
 
 def demand_of(cost: CostModel, size: Size, keep: Keep, children: Iterable[Draft]) -> float:
-    """Return D(p): the larger of own peak, and held bytes plus the largest child's demand.
+    """D(p): the larger of the part's own peak and of what it holds plus the largest demand of its children.
 
-    A part fits iff bytes held by its ancestors plus its demand are within the budget.
+    A part fits iff what its ancestors hold plus its demand is within the budget.
     """
     below = max((child.demand for child in children), default=0.0)
     return max(peak_bytes(cost, size, keep), held_bytes(cost, size, keep) + below)
 
 
 def in_order(roots: Iterable[Draft]) -> Iterator[tuple[Draft, Draft | None]]:
-    """Iterate over drafts with their parents, parents first, depth first.
-
-    Iterative, as chains may be long.
-    """
+    """Every draft with its parent, parents first, depth first; iterative, as chains may be long."""
     stack: list[tuple[Draft, Draft | None]] = [(root, None) for root in reversed(list(roots))]
     while stack:
         draft, parent = stack.pop()
@@ -99,54 +98,18 @@ def in_order(roots: Iterable[Draft]) -> Iterator[tuple[Draft, Draft | None]]:
         stack += [(child, draft) for child in reversed(draft.children)]
 
 
-def to_schedule(roots: Iterable[Draft]) -> Schedule:
-    """Number the parts depth first, and order their steps.
-
-    Only one path of parts holds memory.
-    """
-    drafts = list(in_order(roots))
-    index = {id(draft): number for number, (draft, _) in enumerate(drafts)}
-    parts: list[Part] = []
-    for number, (draft, parent) in enumerate(drafts):
-        above = None if parent is None else parts[index[id(parent)]]
-        parts.append(
-            Part(
-                index=number,
-                tokens=_tokens(draft.ranges),
-                parent=None if above is None else above.index,
-                ancestors=() if above is None else (*above.ancestors, above.index),
-                children=tuple(index[id(child)] for child in draft.children),
-                keep=draft.keep if draft.children else "keep",
-            )
-        )
-    return Schedule(tuple(parts), tuple(_steps(parts)))
+def find_ends(parents: Sequence[int]) -> list[int]:
+    """Exclusive end of the descendants of every item of a tree in depth-first order, from the item above each or -1."""
+    end = list(range(1, len(parents) + 1))
+    for number in range(len(parents) - 1, -1, -1):
+        parent = parents[number]
+        if parent >= 0 and end[parent] < end[number]:
+            end[parent] = end[number]
+    return end
 
 
-def _steps(parts: list[Part]) -> Iterator[Step]:
-    """Enter every part before its children, leave it after them."""
-    waiting: list[int] = []
-    for part in parts:
-        while waiting and waiting[-1] != part.parent:
-            yield from _leave(parts[waiting.pop()])
-        yield from _enter(part)
-        waiting.append(part.index)
-    while waiting:
-        yield from _leave(parts[waiting.pop()])
-
-
-def _enter(part: Part) -> Iterator[Step]:
-    yield Step("forward" if part.keep == "keep" else "kv", part.index)
-    if part.keep == "offload":
-        yield Step("offload", part.index)
-
-
-def _leave(part: Part) -> Iterator[Step]:
-    if part.keep == "offload":
-        yield Step("fetch", part.index)
-    if part.keep != "keep":
-        yield Step("forward", part.index)
-    yield Step("backward", part.index)
-
-
-def _tokens(ranges: list[tuple[int, int]]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.arange(start, stop) for start, stop in sorted(ranges)]))
+def parents_of(roots: Iterable[Draft]) -> tuple[list[Draft], list[int]]:
+    """All drafts in order, and the place of the one above each, -1 at the topmost."""
+    both = list(in_order(roots))
+    place = {id(draft): number for number, (draft, _) in enumerate(both)}
+    return [draft for draft, _ in both], [-1 if above is None else place[id(above)] for _, above in both]

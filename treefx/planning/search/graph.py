@@ -1,11 +1,12 @@
-"""Convert blocks to a networkx graph, and a strategy's partition to a plan.
+"""Blocks as a graph of networkx, and what somebody made of it as a plan: the way into the planner for strategies.
 
-A *partition* of the blocks is meant as in networkx: non-empty sets of nodes, with every block in exactly one. Each set
-becomes a part that keeps its activations; a `Group` says otherwise.
+A *partition* of the blocks is what networkx calls one: sets of nodes, of which each holds a block and every block is in
+exactly one. Each set becomes a part that keeps its activations; a `Group` says otherwise.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,15 +15,25 @@ from treefx.errors import InputError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.model import CostModel
 from treefx.planning.search.blocks import Blocks, Counts
-from treefx.planning.search.draft import Draft, held_bytes, part_seconds, peak_bytes, to_schedule
+from treefx.planning.search.draft import Draft, held_bytes, part_seconds, peak_bytes
+from treefx.planning.search.layout import Layout, PartSizes, Play, measure_layout, play, to_schedule
 from treefx.planning.search.part import Keep
 from treefx.planning.search.plan import Plan
-from treefx.planning.search.simulate import measure_parts, simulate
+from treefx.planning.search.simulate import to_moments, to_sizes
 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Group", "Partition", "blocks_to_networkx", "measure_drafts", "peak_of", "read_partition", "tree_of_blocks"]
+__all__ = [
+    "Drafted",
+    "Group",
+    "Partition",
+    "blocks_to_networkx",
+    "measure_drafts",
+    "peak_of",
+    "read_partition",
+    "tree_of_blocks",
+]
 
 
 def tree_of_blocks(forest: Forest, cost: CostModel, longest: int | None = None) -> "nx.DiGraph[int]":
@@ -48,7 +59,7 @@ Partition = Iterable[Group | Collection[int]]
 
 
 def blocks_to_networkx(blocks: Blocks, cost: CostModel) -> "nx.DiGraph[int]":
-    """Return the tree of blocks, parents to children, with the cost of each as a part.
+    """The tree of blocks, parents to children, with what each costs as a part of its own.
 
     Returns:
         Nodes numbered in packed order with `start`, `stop` (packed indices), `tokens`, `boundary` (tokens above),
@@ -78,22 +89,60 @@ def blocks_to_networkx(blocks: Blocks, cost: CostModel) -> "nx.DiGraph[int]":
 
 
 def peak_of(graph: "nx.DiGraph[int]", partition: Partition) -> float:
-    """Predict the peak in bytes of a partition, by the simulation that judges every plan."""
+    """Predicted peak in bytes of a partition of the blocks, by the simulation that every plan is judged by."""
     blocks: Blocks = graph.graph["blocks"]
-    return measure_drafts(blocks, read_partition(blocks, partition, "peak_of"), graph.graph["cost"], 0).peak_bytes
+    drafts = read_partition(blocks, partition, "peak_of")
+    return Drafted.of(blocks.counts, drafts, graph.graph["cost"]).peak_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Drafted:
+    """Parts that were measured and played, before there is an object for each.
+
+    Attributes:
+        layout: the parts.
+        sizes: of them.
+        steps: what runs, with its memory and time.
+        cost: the model by which they were judged.
+    """
+
+    layout: Layout
+    sizes: PartSizes
+    steps: Play
+    cost: CostModel
+
+    @classmethod
+    def of(cls, counts: Counts, drafts: list[Draft], cost: CostModel) -> "Drafted":
+        """Measure the parts of a forest and play their steps."""
+        layout = Layout.of_drafts(drafts)
+        sizes = measure_layout(counts, layout)
+        return cls(layout, sizes, play(layout, sizes, cost), cost)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """As `Plan.peak_bytes`."""
+        return round(float(self.steps.peak.max()))
+
+    @cached_property
+    def seconds(self) -> float:
+        """As `Plan.seconds`."""
+        return float(self.steps.seconds.sum())
+
+    def to_plan(self, forest: Forest, limit: int, strategy: str) -> Plan:
+        """The plan with its parts."""
+        schedule = to_schedule(self.layout)
+        moments = to_moments(self.steps, schedule.steps)
+        return Plan(forest, schedule, tuple(to_sizes(self.sizes)), tuple(moments), self.cost, limit, strategy)
 
 
 def measure_drafts(blocks: Blocks, drafts: list[Draft], cost: CostModel, limit: int, strategy: str = "auto") -> Plan:
-    """Simulate the plan of some parts, for any limit."""
-    schedule = to_schedule(drafts)
-    sizes = measure_parts(blocks.counts, schedule.parts)
-    moments = simulate(schedule, sizes, cost)
-    return Plan(blocks.counts.forest, schedule, tuple(sizes), tuple(moments), cost, limit, strategy)
+    """The plan of some parts, simulated, whatever the limit."""
+    return Drafted.of(blocks.counts, drafts, cost).to_plan(blocks.counts.forest, limit, strategy)
 
 
 @dataclass(eq=False)
 class _Quotient:
-    """Hold the parts of a partition and their parents."""
+    """The parts of a partition and what each hangs on."""
 
     blocks: Blocks
     groups: list[Group]
@@ -110,8 +159,8 @@ def read_partition(blocks: Blocks, partition: Partition, name: str) -> list[Draf
         name: the strategy's, for messages.
 
     Raises:
-        InputError: a block is in no set or in two, a set is empty or holds an unknown block, or the parts do not form a
-            tree: all ancestors of a part must lie in it or on one path of parts above it.
+        InputError: a block is in no set or in two, a set is empty or holds what is no block, or the parts do not form
+            a tree: what a part reads must lie in it or on one path of parts above it.
     """
     groups = [item if isinstance(item, Group) else Group(item) for item in partition]
     quotient = _Quotient(blocks, groups, _part_of(blocks, groups, name))
@@ -147,10 +196,7 @@ def _part_of(blocks: Blocks, groups: list[Group], name: str) -> np.ndarray[Any, 
 
 
 def _depth(blocks: Blocks, group: Group) -> int:
-    """Count the tokens above the deepest of the group's topmost blocks.
-
-    Parts above a part come before it.
-    """
+    """Tokens above the deepest of the group's topmost blocks: parts above a part come before it."""
     inside = set(group.blocks)
     return max(int(blocks.depth[block]) for block in inside if int(blocks.parent[block]) not in inside)
 

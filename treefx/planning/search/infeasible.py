@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treefx.planning.cost.model import CostModel
-from treefx.planning.search.blocks import SHORTEST_BLOCK, Blocks, Counts
+from treefx.planning.search.blocks import Blocks, Counts, above_sums
 from treefx.planning.search.part import Keep
 from treefx.planning.search.plan import Plan
 from treefx.planning.search.recurrence import Needs
@@ -35,8 +35,8 @@ class Requirement:
 
 def smallest_requirement(counts: Counts, cost: CostModel) -> Requirement:
     """The least any plan needs, over the lengths of blocks the planner tries."""
-    found = _requirement(counts, cost, SHORTEST_BLOCK)
-    longest = 2 * SHORTEST_BLOCK
+    found = _requirement(counts, cost, counts.shortest_block)
+    longest = 2 * counts.shortest_block
     while longest < 2 * len(counts.depth):
         # Longer blocks run in more, but hold fewer copies of their boundaries.
         other = _requirement(counts, cost, longest)
@@ -49,11 +49,7 @@ def _requirement(counts: Counts, cost: CostModel, longest: int) -> Requirement:
     blocks = Blocks.of(counts, longest)
     needs = Needs.of(blocks, cost)
     mode: Keep = "offload" if "offload" in needs.hold else "recompute"
-    least, own = needs.hold[mode].tolist(), needs.own[mode]
-    held = np.zeros(len(blocks))
-    for block, parent in enumerate(blocks.parent.tolist()):
-        if parent >= 0:
-            held[block] = held[parent] + least[parent]
+    own, held = needs.own[mode], above_sums(blocks.end, needs.hold[mode])
     worst = int((held + own).argmax())
     return Requirement(
         limit_bytes=int(np.ceil(cost.resident_bytes + held[worst] + own[worst])) + 1,

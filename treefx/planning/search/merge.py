@@ -5,36 +5,40 @@ looked at again (see `treefx.planning.search.draft.demand_of`).
 """
 
 from treefx.planning.cost.model import CostModel, Size
-from treefx.planning.search.draft import Draft, demand_of, held_bytes, in_order, peak_bytes
+from treefx.planning.search.draft import Draft, demand_of, held_bytes, peak_bytes
+from treefx.planning.search.outlook import Outlook
 
 __all__ = ["joined_size", "merge_parts"]
 
 _OPEN_GROUPS = 8
 
 
-def merge_parts(roots: list[Draft], cost: CostModel, budget: float) -> list[Draft]:
+def merge_parts(roots: list[Draft], cost: CostModel, budget: float, outlook: Outlook | None = None) -> list[Draft]:
     """Merge drafts that fit into fewer ones that fit.
 
     Args:
         roots: the topmost parts; changed in place.
         cost: of the model.
         budget: bytes that parts may use.
+        outlook: of these parts, where it is known.
 
     Returns:
         The topmost parts.
     """
-    held = {id(draft): 0.0 for draft in roots}
-    drafts = [draft for draft, _ in in_order(roots)]
-    for draft in drafts:
-        below = held[id(draft)] + held_bytes(cost, draft.size, draft.keep)
-        held |= {id(child): below for child in draft.children}
-    for draft in reversed(drafts):
-        room = budget - held[id(draft)]
-        if draft.children:
-            _group_children(draft, cost, room)
-            if _absorb_children(draft, cost, room):
-                _group_children(draft, cost, room)
-        draft.demand = demand_of(cost, draft.size, draft.keep, draft.children)
+    outlook = outlook or Outlook.of(roots, cost, budget)
+    rooms, demands, may_merge = outlook.room.tolist(), outlook.demand.tolist(), outlook.may_merge.tolist()
+    is_changed = [False] * (len(rooms) + 1)  # the last is nobody's, above the topmost
+    for number in range(len(rooms) - 1, -1, -1):
+        draft = outlook.drafts[number]
+        draft.demand = demands[number]
+        if may_merge[number]:
+            _group_children(draft, cost, rooms[number])
+            if _absorb_children(draft, cost, rooms[number]):
+                _group_children(draft, cost, rooms[number])
+            is_changed[number] = True
+        if is_changed[number]:
+            draft.demand = demand_of(cost, draft.size, draft.keep, draft.children)
+            is_changed[outlook.parent[number]] = True
     return _group_leaves(roots, cost, budget, 0)
 
 
@@ -52,9 +56,10 @@ def _group_leaves(siblings: list[Draft], cost: CostModel, room: float, most_abov
         room: bytes the siblings may use.
         most_above: tokens above all siblings together.
     """
-    leaves = sorted((draft for draft in siblings if not draft.children), key=lambda draft: -draft.size.tokens)
+    leaves = [draft for draft in siblings if not draft.children]
     if len(leaves) < 2:
         return siblings
+    leaves.sort(key=lambda draft: -draft.size.tokens)
     groups: list[Draft] = []
     open_groups: list[Draft] = []
     for draft in leaves:

@@ -18,7 +18,7 @@ A part without children always has `keep == "keep"`: its backward follows its fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +57,7 @@ class Part:
         return len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One thing to do with one part."""
 
     kind: StepKind

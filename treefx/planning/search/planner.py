@@ -2,15 +2,15 @@
 
 Words. A *block* v is a run of tokens without a fork, at most a given length (`blocks.Blocks`). A *part* p is a set of
 blocks that runs as one forward and one backward (`part.Part`). n, P, E, Q, A: a part's tokens, boundary tokens, edges,
-outgoing tokens, visible pairs (`cost.Size`). M: the limit less resident bytes.
+outgoing tokens, visible pairs (`cost.Size`). M: the limit less what is resident.
 
 Steps go depth first: a part is entered, then its children with everything below them one after the other, then it is
-left (`draft.to_schedule`). So when a part runs, only its ancestors hold memory, and the limit is one condition
+left (`draft.to_schedule`). So when a part runs, nobody but its ancestors holds memory, and the limit is one condition
 per part:
 
     sum of h(a, mode_a) over the ancestors a of p  +  r(p)  <=  M
 
-    h(p, mode)  bytes of p while its children run                                         (`draft.held_bytes`)
+    h(p, mode)  what p holds while its children run                                       (`draft.held_bytes`)
                   keep       saved(n, P, E) + store * Q
                   recompute  store * Q            the K/V other parts read, and the accumulators of their gradients
                   offload    0                    both are in host memory
@@ -25,9 +25,8 @@ Few blocks: exactly, over all connected parts and modes                         
     f(v, H) = min over connected S with top v, over modes:  c(S, mode) + sum_children f(c, H + h(S, mode))
               infinite where H + r(S) > M
 
-Many blocks: every block above subtrees that fit is a separate part, since blocks that fit merged also fit as a path,
-and only recomputation is counted
-(`recurrence.choose_modes`)
+Many blocks: every block above what fits whole is a part of its own, for whatever fits merged fits as a path, and only
+recomputation is counted                                                                  (`recurrence.choose_modes`)
 
     f(v, H) = 0                                                       if H + w(v) <= M, w: v's subtree as one part
             = infinite                                                if H + r(v) > M
@@ -36,15 +35,15 @@ and only recomputation is counted
 with H rounded up to M / steps. Where rounding leaves nothing, the plan that keeps least is tried with exact figures
 (`recurrence.recompute_everything`); where that fails no plan of these blocks exists. Then parts are merged where there
 is room: inner siblings share a part, in groups of several sizes (`siblings.batch_siblings`), and so do leaves; chains
-and leaves join their parent (`merge.merge_parts`). The length of blocks is searched over halvings of the longest uncut
-run (`_candidates`), and the fastest plan under the simulation of the full cost model (`simulate.simulate`) is taken.
-Its peak is the promise: a plan above the limit is never returned. Where the forest has few blocks, the plans of the
+and leaves join their parent (`merge.merge_parts`). How long blocks may be is searched over halvings of what fits uncut
+(`_candidates`), and the fastest plan under the simulation of the full cost model (`simulate.simulate`) is taken. Its
+peak is the promise: a plan above the limit is never returned. Where the forest has few blocks, the plans of the
 built-in strategies stand for election too (`strategies`). Masks that attention on the CPU takes for forks are
 counted in the plan that was chosen (`simulate.measure_masks`); where they break the limit, it is sought again with as
 much in reserve, and where that leaves nothing no part gets a fork (`_without_forks`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, Protocol, runtime_checkable
@@ -54,13 +53,15 @@ import numpy as np
 from treefx.errors import InputError, MemoryLimitError
 from treefx.forests.forest import Forest
 from treefx.planning.cost.limit import check_limit
-from treefx.planning.cost.model import CostModel, Size
-from treefx.planning.search.blocks import SHORTEST_BLOCK, Blocks, Counts
-from treefx.planning.search.draft import Draft, in_order, total_seconds
+from treefx.planning.cost.memory import without_collections
+from treefx.planning.cost.model import CostModel
+from treefx.planning.search.blocks import Blocks, Counts
+from treefx.planning.search.draft import Draft, total_seconds
 from treefx.planning.search.exact import MOST_BLOCKS, solve_exactly
-from treefx.planning.search.graph import blocks_to_networkx, measure_drafts, read_partition
+from treefx.planning.search.graph import Drafted, blocks_to_networkx, measure_drafts, read_partition
 from treefx.planning.search.infeasible import explain_breaking, explain_infeasible, smallest_requirement
 from treefx.planning.search.merge import merge_parts
+from treefx.planning.search.outlook import Outlook
 from treefx.planning.search.plan import Plan
 from treefx.planning.search.recurrence import Needs, choose_modes, recompute_everything
 from treefx.planning.search.siblings import batch_siblings
@@ -71,16 +72,18 @@ __all__ = ["HasCost", "plan"]
 
 _MANY_BLOCKS = 5_000
 _FEW_BLOCKS = 200
-"""Blocks up to which strategies are retried with finer ones, and built-in ones compete with the search."""
+"""Blocks up to which strategies are asked again with finer ones, and the built-in ones stand beside the search."""
 _PATIENCE = 2
 _SIBLINGS = (1, 2, 4, 16)
-"""How many inner siblings share a part at most: each is tried, of many drafts the fewest and the most."""
+"""How many inner siblings share a part at most: each is tried, of many drafts the fewest and the most, of very many
+the fewest alone: groups of 16 were never the faster ones there."""
 _MANY_DRAFTS = 4_000
+_VERY_MANY_DRAFTS = 10_000
 
 
 @runtime_checkable
 class HasCost(Protocol):
-    """Define the planner's view of a profile."""
+    """What a profile offers the planner."""
 
     @property
     def cost(self) -> CostModel:
@@ -98,13 +101,13 @@ def plan(
 
     Args:
         forest: any forest.
-        profile: result of `treefx.profile` for the compiled model, or a cost model.
+        profile: what `treefx.profile` returned for the compiled model, or a cost model.
         memory_limit_bytes: the most bytes of tensors at any time, parameters, buffers and gradients included.
-            "auto": free memory of the forest's device, with a reserve of a tenth.
+            "auto": what is free on the forest's device, with a reserve of a tenth.
         strategy: "auto", the fastest that is found; the name of a way to cut (`treefx.planning.search.strategies`);
             or a function of a networkx.DiGraph of blocks with their costs and the limit in bytes, which returns sets
-            of nodes, every one a part. Runs without a fork are one block, cut where they would not fit alone; if its
-            result breaks the limit, it is called again with blocks of half the length while they are few.
+            of nodes, every one a part. Runs without a fork are one block, cut where they would not fit alone; where
+            what is returned breaks the limit, it is asked again with blocks of half the length while they are few.
 
     Returns:
         The plan, immutable. Its predicted peak is at most the limit.
@@ -112,7 +115,7 @@ def plan(
     Raises:
         MemoryLimitError: no plan fits, or the strategy's does not; the message names the token path or the part, the
             bytes it needs and the way out.
-        InputError: an argument of the wrong type or value, or a strategy returned no tree of parts.
+        InputError: an argument of the wrong type or value, or what a strategy returned is no tree of parts.
 
     Example:
         >>> def at_forks(graph, limit):
@@ -122,7 +125,11 @@ def plan(
     """
     cost = _cost_of(profile).for_forest(forest)
     limit = check_limit(memory_limit_bytes, forest.device, cost)
-    counts = Counts(forest)
+    with without_collections():
+        return _plan(Counts(forest), cost, limit, strategy)
+
+
+def _plan(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy") -> Plan:
     if strategy != "auto":
         return _by_strategy(counts, cost, limit, strategy)
     found = _with_masks(_fastest(counts, cost, limit))
@@ -142,17 +149,14 @@ def plan(
 
 def _with_masks(found: Plan) -> Plan:
     """The plan with masks of tiles in its moments, which depend on where forks lie."""
-    sizes: Sequence[Size] = found.sizes
-    if found.cost.mask_element_bytes:
-        sizes = measure_masks(found.forest, found.parts, sizes)
+    if not found.cost.mask_element_bytes:
+        return found
+    sizes = measure_masks(found.forest, found.parts, found.sizes)
     return replace(found, sizes=tuple(sizes), moments=tuple(simulate(found.schedule, sizes, found.cost)))
 
 
 def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
-    """Return the plan that holds least, one part per block, if it fits.
-
-    There is nothing to mask in a chain.
-    """
+    """The plan that holds least, every block a part of its own, if it fits: there is nothing to mask in a chain."""
     blocks = Blocks.of(counts, smallest_requirement(counts, cost).longest)
     needs = Needs.of(blocks, cost)
     alone = replace(needs, whole=np.where(blocks.subtree_stop > blocks.stop, np.inf, needs.whole))
@@ -164,10 +168,10 @@ def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
 def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
     """The best plan without masks."""
     budget = limit - cost.resident_bytes
-    best: Plan | None = None
+    best: Drafted | None = None
     slower = 0
     for blocks in _candidates(counts, cost, budget):
-        found = min(_plans(blocks, cost, limit), key=lambda item: item.seconds, default=None)
+        found = min(_drafted(blocks, cost, limit), key=lambda item: item.seconds, default=None)
         if found is not None and (best is None or found.seconds < best.seconds):
             best, slower = found, 0
         elif found is not None:
@@ -178,14 +182,15 @@ def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
         need = smallest_requirement(counts, cost)
         if need.limit_bytes > limit:
             raise MemoryLimitError(explain_infeasible(counts, cost, limit, need))
-        best = next(_plans(Blocks.of(counts, need.longest), cost, limit))
-    return min([best, *_rivals(best, counts, limit)], key=lambda item: item.seconds)
+        best = next(_drafted(Blocks.of(counts, need.longest), cost, limit))
+    plan = best.to_plan(counts.forest, limit, "auto")
+    return min([plan, *_rivals(plan, counts, limit)], key=lambda item: item.seconds)
 
 
 def _rivals(best: Plan, counts: Counts, limit: int) -> Iterator[Plan]:
-    """Yield plans of built-in strategies within the limit, without masks, for few blocks.
+    """The plans of the built-in strategies that keep the limit, without masks, where there are few blocks.
 
-    A single part is always the fastest.
+    Of what is one part already nothing is faster.
     """
     cost = best.cost
     coarsest = next(_candidates(counts, cost, limit - cost.resident_bytes))
@@ -198,7 +203,7 @@ def _rivals(best: Plan, counts: Counts, limit: int) -> Iterator[Plan]:
 
 
 def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy") -> Plan:
-    """Run a strategy on the coarsest blocks with which it keeps the limit.
+    """What a strategy makes of the coarsest blocks with which it keeps the limit.
 
     Raises:
         MemoryLimitError: it does not; the message is about the coarsest ones.
@@ -222,10 +227,10 @@ def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | S
     raise refusal
 
 
-def _is_enough(best: Plan, slower: int, blocks: int) -> bool:
-    """Return whether finer cuts cannot pay: they keep more of a path, or only add parts."""
-    patience = _PATIENCE if best.recomputed_tokens else 1
-    return slower >= patience or blocks > _MANY_BLOCKS or len(best.parts) == 1
+def _is_enough(best: Drafted, slower: int, blocks: int) -> bool:
+    """Whether finer cuts are not worth trying: they keep more of a path, or else only add parts."""
+    patience = _PATIENCE if best.layout.keep.any() else 1
+    return slower >= patience or blocks > _MANY_BLOCKS or len(best.layout) == 1
 
 
 def _cost_of(profile: HasCost | CostModel) -> CostModel:
@@ -233,44 +238,52 @@ def _cost_of(profile: HasCost | CostModel) -> CostModel:
         return profile
     if not isinstance(profile, HasCost):
         raise InputError(
-            f"plan expects the result of treefx.profile(compiled, forest), or a CostModel, got {type(profile).__name__}"
+            f"plan expects what treefx.profile(compiled, forest) returned, or a CostModel, got {type(profile).__name__}"
         )
     return profile.cost
 
 
-def _plans(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Plan]:
-    """Plans of these blocks, measured and simulated; none above the limit."""
+def _drafted(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Drafted]:
+    """Parts of these blocks, measured and played; none above the limit."""
     for alternatives in _solutions(blocks, cost, limit - cost.resident_bytes):
         for drafts in alternatives:
-            found = measure_drafts(blocks, drafts, cost, limit)
+            found = Drafted.of(blocks.counts, drafts, cost)
             if found.peak_bytes <= limit:
                 yield found
                 break
 
 
 def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[list[Draft]]]:
-    """Yield drafts that fit, by the methods for so many blocks; fastest first per method."""
+    """Drafts that fit, by the ways there are for so many blocks; of each way alternatives, the fastest first."""
     needs = Needs.of(blocks, cost)
-    drafts = choose_modes(blocks, needs, budget) or recompute_everything(blocks, needs, budget)
+    drafts = None
+    if needs.fit(blocks, budget):
+        drafts = choose_modes(blocks, needs, budget) or recompute_everything(blocks, needs, budget)
     if drafts is not None:
-        few = sum(1 for _ in in_order(drafts)) <= _MANY_DRAFTS
-        groups = _SIBLINGS if few else (_SIBLINGS[0], _SIBLINGS[-1])
-        merged = [merge_parts(batch_siblings(drafts, cost, budget, many), cost, budget) for many in groups]
-        yield sorted(merged, key=lambda roots: total_seconds(cost, roots))
+        yield _merged(drafts, cost, budget)
     if len(blocks) <= MOST_BLOCKS:
         exact = solve_exactly(blocks, cost, budget)
         if exact is not None:
             yield [merge_parts(exact, cost, budget)]
 
 
-def _candidates(counts: Counts, cost: CostModel, budget: float) -> Iterator[Blocks]:
-    """Cut the forest ever finer by halves, from the longest run that fits alone.
+def _merged(drafts: list[Draft], cost: CostModel, budget: float) -> list[list[Draft]]:
+    """Drafts in fewer parts, by groups of siblings of several sizes, the fastest first; of very many by one size."""
+    outlook = Outlook.of(drafts, cost, budget)
+    if len(outlook.drafts) > _VERY_MANY_DRAFTS:
+        return [merge_parts(drafts, cost, budget, outlook)]
+    sizes: tuple[int, ...] = _SIBLINGS if len(outlook.drafts) <= _MANY_DRAFTS else (_SIBLINGS[0], _SIBLINGS[-1])
+    if len(drafts) == 1 and not outlook.may_batch.any():
+        sizes = sizes[:1]
+    made = [merge_parts(batch_siblings(drafts, cost, budget, many, outlook), cost, budget) for many in sizes]
+    return sorted(made, key=lambda roots: total_seconds(cost, roots))
 
-    Stops when a cut changes nothing.
-    """
+
+def _candidates(counts: Counts, cost: CostModel, budget: float) -> Iterator[Blocks]:
+    """Cut the forest ever finer: from the longest run that fits alone, by halves; only while a cut changes anything."""
     longest = cost.most_tokens(budget, len(counts.depth))
     seen = -1
-    while longest >= SHORTEST_BLOCK or seen < 0:
+    while longest >= counts.shortest_block or seen < 0:
         blocks = Blocks.of(counts, max(longest, 1))
         if len(blocks) != seen:
             yield blocks

@@ -23,9 +23,9 @@ from treefx.forests.forest import Forest
 from treefx.forests.subset import select_rows
 from treefx.planning.cost.model import Size
 from treefx.planning.search.blocks import Blocks, Counts
-from treefx.planning.search.draft import Draft, to_schedule
+from treefx.planning.search.draft import Draft
+from treefx.planning.search.graph import Drafted
 from treefx.planning.search.plan import Plan
-from treefx.planning.search.simulate import measure_parts, simulate
 
 __all__ = ["Outcome", "compare_policies", "plan_policy"]
 
@@ -170,10 +170,7 @@ def _scheduled(plan: Plan, counts: Counts, policy: str, drafts: list[Draft]) -> 
 
 def _played(plan: Plan, counts: Counts, drafts: list[Draft]) -> Plan:
     """A schedule of the plan's forest, without regard to the limit."""
-    schedule = to_schedule(drafts)
-    sizes = measure_parts(counts, schedule.parts)
-    moments = simulate(schedule, sizes, plan.cost)
-    return replace(plan, schedule=schedule, sizes=tuple(sizes), moments=tuple(moments))
+    return Drafted.of(counts, drafts, plan.cost).to_plan(plan.forest, plan.memory_limit_bytes, plan.strategy)
 
 
 def _batched(plan: Plan, policy: str, batches: Sequence[Size]) -> Outcome:

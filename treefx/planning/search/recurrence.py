@@ -1,6 +1,4 @@
-"""Cut a large forest with the fewest seconds of recomputation that fit.
-
-Dynamic programming over blocks.
+"""Where to cut a large forest: the fewest seconds of recomputation that fit, by dynamic programming over blocks.
 
 See `treefx.planning.search.planner` for the mathematics.
 """
@@ -12,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treefx.planning.cost.model import CostModel
-from treefx.planning.search.blocks import Blocks
+from treefx.planning.search.blocks import Blocks, above_sums
 from treefx.planning.search.draft import Draft
 from treefx.planning.search.part import Keep
 
@@ -26,12 +24,12 @@ _FEWEST_STEPS, _MOST_STEPS = 64, 2048
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Hold bytes and seconds of every block as a separate part, float64 [B] each.
+    """Bytes and seconds of every block as a part of its own, float64 [B] each.
 
     Attributes:
         whole: w(v), peak of the block and its whole subtree as one part.
         own: r(v, mode), peak of the block alone; its store counts where it has children.
-        hold: h(v, mode), bytes of the block while its children run.
+        hold: h(v, mode), what the block holds while its children run.
         price: c(v, mode), seconds that keeping less costs.
     """
 
@@ -65,6 +63,17 @@ class Needs:
             price["offload"] = again + store * below / cost.host_bytes_per_second
         return cls(whole=cost.run_bytes_of(all_tokens, depth, all_edges), own=own, hold=hold, price=price)
 
+    @property
+    def least(self) -> Keep:
+        """What holds the least."""
+        return "offload" if "offload" in self.hold else "recompute"
+
+    def fit(self, blocks: Blocks, budget: float) -> bool:
+        """Whether there is a plan of these blocks: the one that holds least."""
+        held = above_sums(blocks.end, self.hold[self.least])
+        is_open = _open_blocks(blocks, self, budget, self.least)
+        return not (held + self.own[self.least] > budget)[is_open].any()
+
 
 def choose_modes(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | None:
     """Solve f(v, H) for all blocks that matter, and read the parts off the solution.
@@ -80,7 +89,7 @@ def choose_modes(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | N
     """
     if budget <= 0:
         return None
-    is_open = _open_blocks(blocks, needs, budget)
+    is_open = _open_blocks(blocks, needs, budget, "keep")
     steps = int(np.clip(_TABLE_ENTRIES // max(int(is_open.sum()), 1), _FEWEST_STEPS, _MOST_STEPS))
     unit = budget / steps
     rises = {mode: np.ceil(hold / unit - 1e-9).astype(np.int64) for mode, hold in needs.hold.items()}
@@ -88,49 +97,38 @@ def choose_modes(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | N
     chosen = _solve(blocks, needs, budget, is_open, steps, rises)
     if chosen is None:
         return None
+    opened, number, whole = is_open.tolist(), (np.cumsum(is_open) - 1).tolist(), needs.whole.tolist()
+    rise_of = {mode: rise.tolist() for mode, rise in rises.items()}
 
     def decide(block: int, held: float) -> tuple[Keep | None, float]:
-        if not is_open[block] or held * unit + needs.whole[block] <= budget:
+        if not opened[block] or held * unit + whole[block] <= budget:
             return None, held
-        mode = names[chosen[block][int(held)]]
-        return mode, held + int(rises[mode][block])
+        mode = names[chosen[number[block], int(held)]]
+        return mode, held + rise_of[mode][block]
 
     return _build(blocks, decide)
 
 
 def recompute_everything(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | None:
-    """Return the plan that holds least: every block above fitting subtrees keeps the minimum.
+    """The plan that holds least: every block above what fits whole keeps as little as there is a mode for.
 
     Returns:
         The topmost parts, or None where even that does not fit: then nothing does with these blocks.
     """
-    least: Keep = "offload" if "offload" in needs.hold else "recompute"
-    fits = True
-
-    def decide(block: int, held: float) -> tuple[Keep | None, float]:
-        nonlocal fits
-        if held + needs.whole[block] <= budget:
-            return None, held
-        fits = fits and bool(held + needs.own[least][block] <= budget)
-        return least, held + float(needs.hold[least][block])
-
-    drafts = _build(blocks, decide)
-    return drafts if fits else None
+    if not needs.fit(blocks, budget):
+        return None
+    opened = _open_blocks(blocks, needs, budget, needs.least).tolist()
+    return _build(blocks, lambda block, held: (needs.least if opened[block] else None, held))
 
 
-def _open_blocks(blocks: Blocks, needs: Needs, budget: float) -> npt.NDArray[np.bool_]:
-    """Return blocks with a decision: their subtree does not fit if all ancestors keep all."""
-    is_open = np.zeros(len(blocks), dtype=np.bool_)
-    waiting = [(block, 0.0) for block in blocks.roots]
-    while waiting:
-        block, above = waiting.pop()
-        if above + needs.whole[block] > budget:
-            is_open[block] = True
-            below = above + float(needs.hold["keep"][block])
-            waiting += [(child, below) for child in blocks.children(block)]
-    return is_open
+def _open_blocks(blocks: Blocks, needs: Needs, budget: float, mode: Keep) -> npt.NDArray[np.bool_]:
+    """Blocks about which there is something to decide: their subtree does not fit if all ancestors hold this much."""
+    fits = above_sums(blocks.end, needs.hold[mode]) + needs.whole <= budget
+    is_inside: npt.NDArray[np.bool_] = above_sums(blocks.end, fits.astype(np.int64)) > 0
+    return ~fits & ~is_inside
 
 
+# Long: one table after another.
 def _solve(
     blocks: Blocks,
     needs: Needs,
@@ -138,49 +136,54 @@ def _solve(
     is_open: npt.NDArray[np.bool_],
     steps: int,
     rises: dict[Keep, npt.NDArray[np.int64]],
-) -> dict[int, npt.NDArray[np.int8]] | None:
-    """Find the best mode of every open block per number of held steps; None if none fits.
+) -> npt.NDArray[np.int8] | None:
+    """The best mode (its place in `rises`) of every open block per number of held steps; None if there is none.
 
-    A mode is its place in `rises`.
+    Blocks as deep as each other are solved at once, the deepest first. Rows are those of the open blocks, in order.
     """
     held = np.arange(steps + 1) * (budget / steps)
-    below: dict[int, FloatArray] = {}
-    chosen: dict[int, npt.NDArray[np.int8]] = {}
-    nothing = np.zeros(steps + 1)
-    for block in np.nonzero(is_open)[0].tolist()[::-1]:
-        children = below.pop(block, nothing)
-        choices = np.full((len(rises), steps + 1), np.inf)
-        for row, mode in zip(choices, rises, strict=True):
-            rise = int(rises[mode][block])
-            if rise <= steps:
-                row[: steps + 1 - rise] = children[rise:] + needs.price[mode][block]
-            row[held + needs.own[mode][block] > budget] = np.inf
-        chosen[block] = choices.argmin(axis=0).astype(np.int8)
-        value = choices.min(axis=0)
-        value[held + needs.whole[block] <= budget] = 0.0
-        parent = int(blocks.parent[block])
-        if parent >= 0:
-            below[parent] = below[parent] + value if parent in below else value
-        elif not np.isfinite(value[0]):
-            return None
+    places = np.arange(steps + 1)
+    number = np.cumsum(is_open) - 1
+    opened = np.flatnonzero(is_open)
+    below = np.zeros((len(opened), steps + 1))
+    chosen = np.zeros((len(opened), steps + 1), dtype=np.int8)
+    level = above_sums(blocks.end, np.ones(len(blocks), dtype=np.int64))[opened]
+    order = np.argsort(-level, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []:
+        block = opened[rows]
+        value = np.full((len(rows), steps + 1), np.inf)
+        for place, (mode, rise) in enumerate(rises.items()):
+            after = places + rise[block, None]
+            choice = np.take_along_axis(below[rows], np.minimum(after, steps), 1) + needs.price[mode][block, None]
+            choice[(after > steps) | (held + needs.own[mode][block, None] > budget)] = np.inf
+            better = choice < value
+            chosen[rows] = np.where(better, place, chosen[rows])
+            value = np.where(better, choice, value)
+        value[held + needs.whole[block, None] <= budget] = 0.0
+        parent = blocks.parent[block]
+        if parent[0] < 0:
+            return chosen if np.isfinite(value[:, 0]).all() else None
+        first = np.flatnonzero(np.append(True, parent[1:] != parent[:-1]))
+        below[number[parent[first]]] = np.add.reduceat(value, first)
     return chosen
 
 
 def _build(blocks: Blocks, decide: Callable[[int, float], tuple[Keep | None, float]]) -> list[Draft]:
-    """Walk down from the roots; `decide` returns how to cut below a block, given held bytes."""
+    """Walk down from the roots: `decide` says for a block and what is held above whether to cut below it, and how."""
     roots: list[Draft] = []
     waiting = [(block, 0.0, roots) for block in reversed(blocks.roots)]
-    counts = blocks.counts
+    sizes, closed = blocks.sizes
+    starts, stops, ends = blocks.start.tolist(), blocks.stop.tolist(), blocks.subtree_stop.tolist()
+    above = blocks.counts.parent[blocks.start].tolist()
+    below = blocks.all_children
     while waiting:
         block, held, siblings = waiting.pop()
         mode, held_below = decide(block, held)
-        start, stop = int(blocks.start[block]), int(blocks.stop[block])
-        above = int(counts.parent[start])
         if mode is None:
-            stop = int(blocks.subtree_stop[block])
-            siblings.append(Draft([(start, stop)], counts.size(start, stop), above=above))
+            siblings.append(Draft([(starts[block], ends[block])], closed[block], above=above[block]))
             continue
-        draft = Draft([(start, stop)], counts.size(start, stop, outgoing=stop - start), mode, above)
+        draft = Draft([(starts[block], stops[block])], sizes[block], mode, above[block])
         siblings.append(draft)
-        waiting += [(child, held_below, draft.children) for child in reversed(blocks.children(block))]
+        if below[block]:
+            waiting += [(child, held_below, draft.children) for child in reversed(below[block])]
     return roots

@@ -9,13 +9,16 @@ plans.
 from collections.abc import Sequence
 
 from treefx.planning.cost.model import CostModel, Size
-from treefx.planning.search.draft import Draft, demand_of, held_bytes, in_order
+from treefx.planning.search.draft import Draft, demand_of, held_bytes
 from treefx.planning.search.merge import joined_size
+from treefx.planning.search.outlook import Outlook
 
 __all__ = ["batch_siblings"]
 
 
-def batch_siblings(roots: Sequence[Draft], cost: CostModel, budget: float, many: int) -> list[Draft]:
+def batch_siblings(
+    roots: Sequence[Draft], cost: CostModel, budget: float, many: int, outlook: Outlook | None = None
+) -> list[Draft]:
     """Put inner siblings that keep the same together, wherever everything below still fits.
 
     Args:
@@ -23,27 +26,33 @@ def batch_siblings(roots: Sequence[Draft], cost: CostModel, budget: float, many:
         cost: of the model.
         budget: bytes that parts may use.
         many: the most siblings that become one part.
+        outlook: of these parts, where it is known.
 
     Returns:
         New topmost parts.
     """
-    for draft, _ in reversed(list(in_order(roots))):
-        if not draft.demand:  # else known from another size of groups
-            draft.demand = demand_of(cost, draft.size, draft.keep, draft.children)
+    outlook = outlook or Outlook.of(roots, cost, budget)
+    apart = {id(draft) for draft, may in zip(outlook.drafts, outlook.may_batch.tolist(), strict=True) if not may}
+    for draft, demand in zip(outlook.drafts, outlook.demand.tolist(), strict=True):
+        draft.demand = demand
     result: list[Draft] = []
-    waiting: list[tuple[Sequence[Draft], float, int, list[Draft]]] = [(roots, budget, 0, result)]
+    waiting: list[tuple[Sequence[Draft], float, int, list[Draft], bool]] = [(roots, budget, 0, result, many < 2)]
     while waiting:
-        siblings, room, most_above, target = waiting.pop()
-        for group in _groups(siblings, cost, (room, most_above, many)):
-            size = _together(group, most_above)
-            above = {draft.above for draft in group}
-            ranges = [span for draft in group for span in draft.ranges]
-            made = Draft(ranges, size, group[0].keep, above.pop() if len(above) == 1 else None)
+        siblings, room, most_above, target, is_apart = waiting.pop()
+        groups = ((draft,) for draft in siblings) if is_apart else _groups(siblings, cost, (room, most_above, many))
+        for group in groups:
+            first = group[0]
+            size = first.size if len(group) == 1 else _together(group, most_above)
+            made = Draft([span for draft in group for span in draft.ranges], size, first.keep, first.above)
             target.append(made)
-            below = [child for draft in group for child in draft.children]
+            below: Sequence[Draft] = first.children
+            if len(group) > 1:
+                made.above = first.above if all(draft.above == first.above for draft in group) else None
+                below = [child for draft in group for child in draft.children]
             if below:
                 inside = room - held_bytes(cost, size, made.keep)
-                waiting.append((below, inside, size.boundary + size.tokens, made.children))
+                stays = many < 2 or (len(group) == 1 and id(first) in apart)
+                waiting.append((below, inside, size.boundary + size.tokens, made.children, stays))
     return result
 
 

@@ -1,28 +1,29 @@
-"""Simulate memory over time of a schedule, which proves "peak <= limit"."""
+"""Memory over time of a schedule under the full cost model: what the promise "peak <= limit" is checked by."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import starmap
+from typing import NamedTuple
 
 import numpy as np
 
 from treefx.forests.forest import Forest
 from treefx.kernels.tiles.rectangles import mask_elements
 from treefx.planning.cost.model import CostModel, Size
-from treefx.planning.search.blocks import Counts, IntArray
-from treefx.planning.search.part import Part, Schedule, Step, boundary, outgoing, spans
+from treefx.planning.search.blocks import Counts
+from treefx.planning.search.layout import KINDS, Layout, PartSizes, Play, measure_layout, play
+from treefx.planning.search.part import Part, Schedule, Step
 
-__all__ = ["Moment", "measure_masks", "measure_parts", "simulate"]
+__all__ = ["Moment", "measure_masks", "measure_parts", "simulate", "to_moments", "to_sizes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """One step of a schedule.
 
     Attributes:
-        step: the running step.
-        held_bytes: memory held when it starts, everything resident included.
+        step: what runs.
+        held_bytes: what is there when it starts, everything resident included.
         peak_bytes: the most there is while it runs.
-        left_bytes: memory held when it has ended.
+        left_bytes: what is there when it has ended.
         seconds: predicted time.
     """
 
@@ -35,7 +36,7 @@ class Moment:
 
 def measure_parts(counts: Counts, parts: Sequence[Part]) -> list[Size]:
     """The exact size of every part."""
-    return [_measure(counts, parts, part) for part in parts]
+    return to_sizes(measure_layout(counts, Layout.of_parts(parts)))
 
 
 def measure_masks(forest: Forest, parts: Sequence[Part], sizes: Sequence[Size]) -> list[Size]:
@@ -46,35 +47,10 @@ def measure_masks(forest: Forest, parts: Sequence[Part], sizes: Sequence[Size]) 
     return [size._replace(mask=mask) for size, mask in zip(sizes, elements, strict=True)]
 
 
-def _measure(counts: Counts, parts: Sequence[Part], part: Part) -> Size:
-    start, stop = spans(part)
-    return Size(
-        tokens=len(part),
-        boundary=_boundary(counts, parts, part, _hangs_on(counts, start, stop)),
-        edges=int((counts.edges[stop] - counts.edges[start]).sum()),
-        outgoing=len(outgoing(counts.forest, part)) if part.children else 0,
-        pairs=int((counts.pairs[stop] - counts.pairs[start]).sum()),
-    )
-
-
-def _hangs_on(counts: Counts, start: IntArray, stop: IntArray) -> IntArray:
-    """Return tokens outside of the intervals [start, stop) that are parents of tokens inside.
-
-    Each is listed once.
-    """
-    first, last = np.searchsorted(counts.heads, start), np.searchsorted(counts.heads, stop)
-    inner = [counts.heads[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
-    above = np.unique(counts.parent[np.concatenate([start, *inner])])
-    place = np.searchsorted(start, above, side="right") - 1
-    is_inside = (place >= 0) & (above < stop[place])
-    return above[(above >= 0) & ~is_inside]
-
-
-def _boundary(counts: Counts, parts: Sequence[Part], part: Part, above: IntArray) -> int:
-    """Tokens on the paths to `above`, the tokens outside that the part hangs on."""
-    if len(above) > 1:
-        return len(boundary(counts.forest, parts, part))
-    return int(counts.depth[above[0]]) + 1 if len(above) else 0
+def to_sizes(sizes: PartSizes) -> list[Size]:
+    """A `Size` per part."""
+    columns = (sizes.tokens, sizes.boundary, sizes.edges, sizes.outgoing, sizes.pairs, sizes.mask)
+    return list(starmap(Size, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 def simulate(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> list[Moment]:
@@ -88,46 +64,14 @@ def simulate(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> list
     Returns:
         One moment per step.
     """
-    return list(_play(schedule, sizes, cost))
+    kind = np.array([KINDS.index(step.kind) for step in schedule.steps])
+    part = np.array([step.part for step in schedule.steps])
+    columns = PartSizes(*(np.array(column) for column in zip(*sizes, strict=True)))
+    found = play(Layout.of_parts(schedule.parts), columns, cost, (kind, part))
+    return to_moments(found, schedule.steps)
 
 
-def _play(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> Iterator[Moment]:
-    held = cost.resident_bytes
-    for step in schedule.steps:
-        part, size = schedule.parts[step.part], sizes[step.part]
-        before = held
-        shape = size.tokens, size.boundary, size.edges
-        saved = cost.saved(*shape)
-        kv, store = cost.kv_bytes_per_token * size.outgoing, cost.store_bytes_per_token * size.outgoing
-        keeps = part.keep == "keep"
-        mask = cost.mask_element_bytes * size.mask
-        # A forward returns K/V: the store, or a second copy of it.
-        handed = store if keeps else kv
-        if step.kind == "forward":
-            peak, change = cost.forward(*shape) + handed + mask, saved + handed
-        elif step.kind == "kv":
-            peak, change = cost.kv(*shape) + store + mask, store
-        elif step.kind == "offload":
-            peak, change = 0.0, -store
-        elif step.kind == "fetch":
-            peak, change = store, store
-        else:
-            tangents = cost.kv_tangent_bytes_per_token * size.outgoing
-            peak, change = cost.backward(*shape) - saved + tangents + mask, -saved - store - (0.0 if keeps else kv)
-        held = before + change
-        yield Moment(step, before, before + max(peak, 0.0), held, _seconds(schedule, sizes, cost, step, kv, store))
-
-
-def _seconds(schedule: Schedule, sizes: Sequence[Size], cost: CostModel, step: Step, kv: float, store: float) -> float:
-    """Time of a step, with the way of K/V and their gradients from and to host memory."""
-    part, size = schedule.parts[step.part], sizes[step.part]
-    runs = {"forward": cost.forward_seconds, "backward": cost.backward_seconds, "kv": cost.kv_seconds}
-    total = runs[step.kind](size) if step.kind in runs else 0.0
-    if cost.host_bytes_per_second is None:
-        return total
-    if step.kind in runs:
-        hosted = sum(sizes[index].outgoing for index in part.ancestors if schedule.parts[index].keep == "offload")
-        moved = hosted * (cost.kv_grad_bytes_per_token if step.kind == "backward" else cost.kv_bytes_per_token)
-    else:
-        moved = kv if step.kind == "offload" else store - kv
-    return total + moved / cost.host_bytes_per_second
+def to_moments(found: Play, steps: Sequence[Step]) -> list[Moment]:
+    """A `Moment` per step."""
+    columns = (found.held, found.peak, found.left, found.seconds)
+    return list(starmap(Moment, zip(steps, *(column.tolist() for column in columns), strict=True)))
