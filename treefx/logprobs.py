@@ -213,10 +213,12 @@ class _LogitsLogprobs(torch.autograd.Function):
             probs = logits[part].to(lse.dtype).div_(ctx.temperature).sub_(bound[:, None]).exp_()
             grad_logits[part] = probs.mul_(-size[:, None]).to(logits.dtype)
             del probs  # or it is there while the next chunk is made
-        # A logit row can have several edges, but never two to the same token: siblings differ. Writing the
-        # finished value rounds once; adding to the rounded one would round twice.
+        # Edges to one token of one row of logits are added up: siblings that are known by their nodes may have equal
+        # tokens. Writing the finished value rounds once; adding to the rounded one would round twice.
+        place, twin = torch.unique(source * logits.shape[1] + token, return_inverse=True)
+        own = torch.zeros(len(place), dtype=grad.dtype, device=grad.device).index_add_(0, twin, grad)
         probs = (logits[source, token].to(lse.dtype) / ctx.temperature - lse[slot]).exp()
-        grad_logits[source, token] = (grad - probs * total[slot]).to(logits.dtype)
+        grad_logits[source, token] = (own[twin] - probs * total[slot]).to(logits.dtype)
         return grad_logits, None, None, None
 
 

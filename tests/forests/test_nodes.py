@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import Rows, row_batches
 from treefx import Forest, ForestError
+from treefx.logprobs import edge_logprobs
 
 many = settings(max_examples=100)
 
@@ -99,3 +100,19 @@ def test_rows_may_end_inside_and_more_than_once() -> None:
 def test_what_is_no_tree_is_refused(nodes: Any, parents: Any, more: Any, message: str) -> None:
     with pytest.raises(ForestError, match=message):
         Forest.from_nodes(nodes, parents, **more)
+
+
+@pytest.mark.parametrize("from_hidden", [False, True])
+def test_equal_tokens_below_one_parent_are_predicted_each(from_hidden: bool) -> None:
+    """Two edges to one token of one row of logits: the gradient of each counts, not that of the last one alone."""
+    forest = Forest.from_nodes([[5, 6], [7, 8], [7, 9], [7]], [-1, 0, 0, 0])
+    edges, draw = forest.edges, torch.Generator().manual_seed(0)
+    x = torch.randn(1, forest.num_tokens, 12, dtype=torch.float64, generator=draw, requires_grad=True)
+    head = torch.randn(12, 12, dtype=torch.float64, generator=draw)
+    weight = torch.arange(1.0, 1 + len(edges), dtype=torch.float64)
+    logits = x[0] @ head.T if from_hidden else x[0]
+    expected = logits.log_softmax(-1)[edges.source, edges.token]
+    got = edge_logprobs(x, forest, weight=head) if from_hidden else edge_logprobs(x, forest)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    found, true = (torch.autograd.grad((logp * weight).sum(), x, retain_graph=True)[0] for logp in (got, expected))
+    torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
