@@ -1,4 +1,4 @@
-"""Cut rollouts too large for memory: ``treefx plan``, without the model at hand."""
+"""``treefx plan``: how rollouts too large for memory would be cut, for a model that does not have to be there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAMPLE_MODEL = {
     "layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
     "vocabulary": 151_936, "parameters": 596_049_920, "active_parameters": 596_049_920,
 }  # fmt: skip
-"""Sizes of Qwen3 0.6B, with tied embedding and head."""
+"""Qwen3 0.6B, whose embedding is its head."""
 
 
 # Long: an option takes one line or three.
@@ -46,7 +46,12 @@ def plan(
     host_gbps: Annotated[float, typer.Option(help="GB/s to host memory, with --model; 0: none is used.")] = 0.0,
     tokenizer: Annotated[str, typer.Option(help="'bpe', trained on the text at hand, or 'bytes'.")] = "bpe",
     strategy: Annotated[str, typer.Option(help="'auto', or a way to cut by name: see --compare.")] = "auto",
-    compare: Annotated[bool, typer.Option("--compare", help="All strategies in one table, with --draw too.")] = False,
+    sharing: Annotated[
+        str, typer.Option(help="'all', or 'auto': levels whose sharing is predicted to cost more are computed again.")
+    ] = "all",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Every strategy beside each other, with --draw too.")
+    ] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel processes, each with this memory.")] = 1,
     link_gbps: Annotated[float, typer.Option(help="GB/s a rank sends to others, with --ranks; 0: not counted.")] = 0.0,
     draw: Annotated[Path | None, typer.Option(help="Save a picture: the tree by part, memory over time.")] = None,
@@ -61,9 +66,10 @@ def plan(
     processes as `treefx.scale.shard_rows` shares them, and each share is planned.
     """
     limit = parse_bytes(memory)
-    if ranks > 1 and (compare or draw is not None or strategy != "auto"):
+    if ranks > 1 and (compare or draw is not None or strategy != "auto" or sharing != "all"):
         raise InputError(
-            f"--ranks {ranks} plans every rank by itself: expected it without --compare, --draw and --strategy"
+            f"--ranks {ranks} plans every rank by itself: expected it without --compare, --draw, --sharing and "
+            "--strategy"
         )
     if model is not None and profile is not None:
         raise InputError("expected --model or --profile, got both: either says what a token costs")
@@ -84,6 +90,7 @@ def plan(
         from treefx.tools.bench.job.rollouts import make_tokenizer
 
         check_choice("--strategy", strategy, ("auto", *strategy_names()))
+        check_choice("--sharing", sharing, ("all", "auto"))
         cost = _read_cost(model, profile, (dtype, tflops, host_gbps))
         progress.tell("reading rollouts")
         conversations = load(rollouts) if rollouts is not None else scripted_conversations()
@@ -96,7 +103,7 @@ def plan(
             link = link_gbps * 1e9 if link_gbps > 0 else None
             step = predict_step(forest, ranks, cost, limit, link_bytes_per_second=link)
         else:
-            found = make_plan(forest, cost, limit, strategy=strategy)
+            found = make_plan(forest, cost, limit, strategy=strategy, sharing="auto" if sharing == "auto" else "all")
     if compare:
         show_strategies(attempts, draw, json)
     elif ranks > 1:

@@ -65,7 +65,8 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
     },
     "treefx.plan/1": {
         "tokens": int, "raw_tokens": int, "memory_limit_bytes": int, "peak_bytes": int, "recomputed_tokens": int,
-        "seconds": float, "strategy": str, "parts": _Records, "steps": _Records, "policies": _Records,
+        "seconds": float, "strategy": str, "unshared": _Records, "parts": _Records, "steps": _Records,
+        "policies": _Records,
     },
     "treefx.plan.ranks/1": {
         "ranks": int, "idle_ranks": int, "balance": float, "distinct_tokens": int, "duplicated_tokens": int,

@@ -212,15 +212,14 @@ def _seconds(layout: Layout, sizes: PartSizes, cost: CostModel) -> FloatArray:
 
     fits = cost.forward_seconds, cost.backward_seconds, cost.kv_seconds
     forward, backward, kv = (fit.of(sizes.tokens, sizes.pairs) for fit in fits)
-    out: FloatArray = np.zeros(len(layout))
-    back: FloatArray = np.zeros(len(layout))
+    out = back = np.zeros(len(layout))
     if cost.host_bytes_per_second is not None:
         far = above_sums(layout.end, np.where(layout.keep == 2, sizes.outgoing, 0))
         values = far * cost.kv_bytes_per_token / cost.host_bytes_per_second
         forward, kv = np.add(forward, values), np.add(kv, values)
         backward = np.add(backward, far * cost.kv_grad_bytes_per_token / cost.host_bytes_per_second)
-        out = cost.kv_bytes_per_token * sizes.outgoing / cost.host_bytes_per_second
-        back = cost.kv_grad_bytes_per_token * sizes.outgoing / cost.host_bytes_per_second
+        moved = sizes.outgoing / cost.host_bytes_per_second
+        out, back = out + cost.kv_bytes_per_token * moved, back + cost.kv_grad_bytes_per_token * moved
     return np.stack([forward, kv, backward, out, back])
 
 

@@ -1,7 +1,7 @@
-"""Hold a finished plan: parts of a forest, the order of steps, and predicted needs."""
+"""A finished plan: the parts of a forest, the order of their steps, and what they are predicted to need."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,44 @@ from treefx.views import find_view
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "Unshared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unshared:
+    """A level that is computed in several parts, as sharing it was predicted to cost more.
+
+    Attributes:
+        row: the first row through it, as the caller numbers rows.
+        rows: how many rows go through it.
+        depth: tokens above it.
+        tokens: how many it has.
+        copies: parts that compute it.
+        replay_seconds: predicted time of all copies but one.
+        part_seconds: predicted time of a part for it: launches, K/V handed out, gradients gathered.
+    """
+
+    row: int
+    rows: int
+    depth: int
+    tokens: int
+    copies: int
+    replay_seconds: float
+    part_seconds: float
+
+    @property
+    def reason(self) -> str:
+        """Why it is not shared, in a sentence."""
+        last = self.depth + self.tokens - 1
+        return (
+            f"tokens {self.depth:,} to {last:,} of row {self.row}, which {self.rows} rows have, are computed in "
+            f"{self.copies} parts: the copies take {self.replay_seconds * 1e3:,.3g} ms, a part for them "
+            f"{self.part_seconds * 1e3:,.3g} ms"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures and the reason, for JSON."""
+        return asdict(self) | {"reason": self.reason}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,13 +61,14 @@ class Plan:
     """How a forest runs within a memory limit; made by `treefx.plan`.
 
     Attributes:
-        forest: the planned forest.
+        forest: what is planned.
         schedule: the parts and the order of their steps.
         sizes: how big each part is.
         moments: predicted memory and time of every step.
         cost: the cost model they come from.
         memory_limit_bytes: the limit; no moment's peak is above it.
-        strategy: the name of the strategy that cut the forest (`treefx.planning.search.strategies`).
+        strategy: the name of what cut the forest (`treefx.planning.search.strategies`).
+        unshared: levels that run in several parts (`treefx.plan(..., sharing="auto")`); `forest` has their copies.
     """
 
     forest: Forest
@@ -40,6 +78,7 @@ class Plan:
     cost: CostModel
     memory_limit_bytes: int
     strategy: str = "auto"
+    unshared: tuple[Unshared, ...] = ()
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -48,7 +87,7 @@ class Plan:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps in order."""
+        """What runs, in order."""
         return self.schedule.steps
 
     @cached_property
@@ -63,7 +102,7 @@ class Plan:
 
     @cached_property
     def recomputed_tokens(self) -> int:
-        """Count tokens that run forward a second time, of parts that drop activations."""
+        """Tokens that run forward a second time: those of parts whose activations do not stay."""
         return sum(len(part) for part in self.parts if part.keep != "keep")
 
     @property
@@ -81,7 +120,7 @@ class Plan:
 
     @needs("cli", "a table of a plan")
     def explain(self) -> str:
-        """Format a table: part, tokens, boundary, bytes, time, binding step, and rivals."""
+        """A table for people: part, tokens, boundary, bytes, what binds; levels not shared; other policies."""
         text: str = find_view("explain_plan")(self)
         return text
 
@@ -105,17 +144,14 @@ class Plan:
         Returns:
             Nodes numbered as `parts` with `tokens`, `boundary` (tokens whose K/V it reads), `bytes` (peak while one of
             its steps runs, all that is held included), `seconds` (all its steps), `mode` ("keep", "recompute",
-            "offload" or "leaf") and `rank`; edges with `kv_tokens` and `kv_bytes` that the child reads of the parent's
-            own tokens.
+            "offload" or "leaf") and `rank`; edges with `kv_tokens` and `kv_bytes`, what the child reads of the parent's
+            own tokens. `graph.graph["unshared"]` has a dictionary per level that is not shared (`Unshared`).
         """
         graph: nx.DiGraph[int] = find_view("plan_to_networkx")(self, rank)
         return graph
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as lists and numbers; tokens of a part are intervals [start, stop).
-
-        Intervals are of packed indices.
-        """
+        """The plan as plain lists and numbers; tokens of a part as intervals [start, stop) of packed indices."""
         return {
             "tokens": self.forest.num_tokens,
             "raw_tokens": self.forest.raw_tokens,
@@ -124,6 +160,7 @@ class Plan:
             "recomputed_tokens": self.recomputed_tokens,
             "seconds": self.seconds,
             "strategy": self.strategy,
+            "unshared": [item.to_dict() for item in self.unshared],
             "parts": [
                 {
                     "index": part.index,

@@ -40,7 +40,8 @@ and leaves join their parent (`merge.merge_parts`). How long blocks may be is se
 peak is the promise: a plan above the limit is never returned. Where the forest has few blocks, the plans of the
 built-in strategies stand for election too (`strategies`). Masks that attention on the CPU takes for forks are
 counted in the plan that was chosen (`simulate.measure_masks`); where they break the limit, it is sought again with as
-much in reserve, and where that leaves nothing no part gets a fork (`_without_forks`).
+much in reserve, and where that leaves nothing no part gets a fork (`_without_forks`). With `sharing="auto"` levels that
+several parts read may be computed in each of them (`sharing.unshare_levels`).
 """
 
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ from treefx.planning.search.merge import merge_parts
 from treefx.planning.search.outlook import Outlook
 from treefx.planning.search.plan import Plan
 from treefx.planning.search.recurrence import Needs, choose_modes, recompute_everything
+from treefx.planning.search.sharing import unshare_levels
 from treefx.planning.search.siblings import batch_siblings
 from treefx.planning.search.simulate import measure_masks, simulate
 from treefx.planning.search.strategies import BUILT_IN, SEARCHED, Strategy, find_strategy
@@ -96,6 +98,7 @@ def plan(
     memory_limit_bytes: float | Literal["auto"] = "auto",
     *,
     strategy: "str | Strategy" = "auto",
+    sharing: Literal["all", "auto"] = "all",
 ) -> Plan:
     """Cut a forest into parts that run within a memory limit.
 
@@ -108,6 +111,9 @@ def plan(
             or a function of a networkx.DiGraph of blocks with their costs and the limit in bytes, which returns sets
             of nodes, every one a part. Runs without a fork are one block, cut where they would not fit alone; where
             what is returned breaks the limit, it is asked again with blocks of half the length while they are few.
+        sharing: "all": every shared token runs in one part. "auto": a level that several parts read is computed in
+            each of them where that is predicted to take less time (`Plan.unshared` names them). The plan's `forest`,
+            whose edges a loss gets, then has a token and an edge per copy, and rows as before.
 
     Returns:
         The plan, immutable. Its predicted peak is at most the limit.
@@ -125,8 +131,14 @@ def plan(
     """
     cost = _cost_of(profile).for_forest(forest)
     limit = check_limit(memory_limit_bytes, forest.device, cost)
+    if sharing not in ("all", "auto"):
+        raise InputError(f"sharing must be 'all' or 'auto', got {sharing!r}")
     with without_collections():
-        return _plan(Counts(forest), cost, limit, strategy)
+        found = _plan(Counts(forest), cost, limit, strategy)
+        if sharing == "all":
+            return found
+        bare = _cost_of(profile)
+        return unshare_levels(found, bare, lambda other: _plan(Counts(other), bare.for_forest(other), limit, strategy))
 
 
 def _plan(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy") -> Plan:

@@ -24,7 +24,8 @@ _LEGEND_OF_POLICIES = "per distinct: tokens that run forward, over distinct toke
 
 def explain_plan(plan: Plan) -> str:
     """The text of `Plan.explain`."""
-    return render_tables(repr(plan), _parts_table(plan), _LEGEND, _policies_table(plan), _LEGEND_OF_POLICIES)
+    levels = [f"Not shared: {item.reason}" for item in plan.unshared]
+    return render_tables(repr(plan), *levels, _parts_table(plan), _LEGEND, _policies_table(plan), _LEGEND_OF_POLICIES)
 
 
 def _parts_table(plan: Plan) -> Table:

@@ -20,7 +20,10 @@ def plan_to_networkx(plan: Plan, rank: int | None = None) -> "nx.DiGraph[int]":
     seconds = np.bincount([m.step.part for m in plan.moments], weights=[m.seconds for m in plan.moments])
     peaks = np.zeros(len(plan.parts))
     np.maximum.at(peaks, [m.step.part for m in plan.moments], [m.peak_bytes for m in plan.moments])
-    graph: nx.DiGraph[int] = nx.DiGraph(strategy=plan.strategy, memory_limit_bytes=plan.memory_limit_bytes)
+    unshared = [item.to_dict() for item in plan.unshared]
+    graph: nx.DiGraph[int] = nx.DiGraph(
+        strategy=plan.strategy, memory_limit_bytes=plan.memory_limit_bytes, unshared=unshared
+    )
     for part, size in zip(plan.parts, plan.sizes, strict=True):
         graph.add_node(
             part.index,

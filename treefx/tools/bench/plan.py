@@ -33,10 +33,11 @@ def run(json: bool = False) -> list[dict[str, Any]]:
         json: a program reads the result, so no progress bar is shown.
 
     Returns:
-        One record per forest and limit: `case`, `limit_tokens`, `plan_ms` (planning alone, CPU time, best of three), `parts`,
-        `tokens` (distinct), and tokens that run forward: `planned`, `micro_batches` (prefixes again in every batch of
-        whole rows), `one_branch` (inner nodes twice), `separate_rows`; `sampler` and `first_fit`: distinct tokens per
-        batch, summed, of `TreeBatchSampler` and of first-fit in arrival order (where rows are few enough for it).
+        One record per forest and limit: `case`, `limit_tokens`, `plan_ms` (planning alone, CPU time, best of three),
+        `parts`, `tokens` (distinct), and tokens that run forward: `planned`, `micro_batches` (prefixes again in every
+        batch of whole rows), `one_branch` (inner nodes twice), `separate_rows`; `sampler` and `first_fit`: distinct
+        tokens per batch, summed, of `TreeBatchSampler` and of first-fit in arrival order (where rows are few enough
+        for it).
     """
     cases = list(_cases())
     shown = watch(cases, "planning", quiet=json)
