@@ -44,7 +44,7 @@ MEASURED = {
     "context": "context.run", "overlap": "overlap.run.run", "large": "large.run", "step": "step.run",
     "shapes": "shapes.run", "calls": "calls.run", "first-step": "first_step.run", "trainer": "trainer.run",
     "trainers": "trainers.run.run", "trl": "trl.run.run", "memory": "memory.run",
-    "unshared": "unshared.run",
+    "unshared": "unshared.run", "calibrate": "calibrate.run",
 }  # fmt: skip
 """Measurements that take minutes: the function in ``treefx.tools.bench`` that returns their records."""
 MORE = {"mixers": "mixers.run_models", "parts": "policies.measure_policies"}

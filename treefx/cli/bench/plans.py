@@ -6,10 +6,11 @@ from typing import Annotated
 import typer
 
 from treefx.cli.bench.app import Json, bench, schema_of, show
-from treefx.cli.checks import check_choice, check_input, parse_bytes
+from treefx.cli.checks import check_choice, check_input, check_output, parse_bytes
+from treefx.errors import InputError
 from treefx.output import print_json, waiting
 
-__all__ = ["assign", "context", "large", "overlap", "parts", "plan", "sampler"]
+__all__ = ["assign", "calibrate", "context", "large", "overlap", "parts", "plan", "sampler"]
 
 
 @bench.command()
@@ -45,6 +46,30 @@ def sampler(
         paths or (), max_tokens=max_tokens, tokenizer=tokenizer, vocab_size=vocab_size, json=json
     )
     show(f"Batches of at most {max_tokens:,} distinct tokens", records, json, "sampler")
+
+
+@bench.command()
+def calibrate(
+    forests: Annotated[int, typer.Option(min=2, help="Random forests, each by every layout.")] = 200,
+    fitted: Annotated[int, typer.Option(min=1, help="The first of them, to which seconds are fitted.")] = 40,
+    inner: Annotated[str, typer.Option(help="Inner compiler: inductor or aot_eager.")] = "inductor",
+    save: Annotated[Path | None, typer.Option(help="Where the profile goes, for treefx plan --profile.")] = None,
+    json: Json = False,
+) -> None:
+    """Fit the planner's seconds on this machine, and say how well they choose among layouts that were measured.
+
+    Random forests run on the CPU by every way to cut, with levels shared and not. Errors, orders of pairs that differ
+    by more than 3 %, and regrets (the time of the chosen layout over the least, less 1) are those of the forests that
+    were not fitted. All of it takes some minutes.
+    """
+    check_choice("--inner", inner, ("inductor", "aot_eager"))
+    check_output("--save", save)
+    if fitted >= forests:
+        raise InputError(f"--fitted {fitted} must leave some of --forests {forests} to judge by")
+    from treefx.tools.bench import calibrate as bench_calibrate
+
+    records = bench_calibrate.run(forests, fitted, inner, save, json=json)
+    show("Layouts chosen by predicted time", records, json, "calibrate")
 
 
 @bench.command()

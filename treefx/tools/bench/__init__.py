@@ -6,5 +6,5 @@ every architecture, ``attention`` the kernels alone, ``overlap`` collectives bet
 Order of imports, each only of what stands before an arrow::
 
     job -> zoo -> step, first_step, assign, forest, large, memory, overlap, parts, plan, sampler, shapes, trainer,
-    trainers, unshared -> calls, mixers, policies, attention, context, trl -> gpu
+    trainers, unshared -> calibrate, calls, mixers, policies, attention, context, trl -> gpu
 """
