@@ -73,7 +73,7 @@ def test_the_work_is_bounded_at_every_limit() -> None:
     least = smallest_requirement(counts, token_cost()).limit_bytes
     finest = Blocks.of(counts, counts.shortest_block)
     assert counts.shortest_block > 4
-    assert len(finest) <= 12_000 + 2 * len(forest.nodes)
+    assert len(finest) <= 8_000 + 2 * len(forest.nodes)
     found = plan(forest, token_cost(), least)
     assert found.peak_bytes <= least
     assert len(found.parts) > 4000

@@ -17,7 +17,7 @@ IntArray = npt.NDArray[np.int64]
 
 SHORTEST_BLOCK = 4
 """Tokens to which the planner cuts runs at the finest, in forests of few tokens."""
-_MOST_PIECES = 12_000
+_MOST_PIECES = 8_000
 """Pieces into which runs are cut at most: the work of planning is bounded by them and by the forks, for any limit."""
 
 

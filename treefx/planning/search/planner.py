@@ -80,7 +80,7 @@ _SIBLINGS = (1, 2, 4, 16)
 """How many inner siblings share a part at most: each is tried, of many drafts the fewest and the most, of very many
 the fewest alone: groups of 16 were never the faster ones there."""
 _MANY_DRAFTS = 4_000
-_VERY_MANY_DRAFTS = 10_000
+_VERY_MANY_DRAFTS = 6_000
 
 
 @runtime_checkable
