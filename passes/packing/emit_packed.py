@@ -21,6 +21,7 @@ from treefx.passes.labels.laws import placed as placed_laws
 from treefx.passes.labels.laws import pointwise as pointwise_laws
 from treefx.passes.labels.laws import shape as shape_laws
 from treefx.passes.labels.laws.base import LABELLED
+from treefx.passes.labels.laws.gradients import overwrites_by_mask
 from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import at_columns
 
@@ -182,7 +183,9 @@ def _bmm(packer: Packer, node: fx.Node, fact: Fact) -> Any:
 
 @emits(expert_laws.index_put)
 def _inverse(packer: Packer, node: fx.Node, fact: Fact) -> Any:
-    """``empty.index_put([order], arange)``: the arange counts packed slots."""
+    """``empty.index_put([order], arange)``: the arange counts packed slots; a number where a mask holds: the same."""
+    if overwrites_by_mask(node):
+        return packer.call(node, align=fact.dims)
     target, indices, values = node.args[:3]
     assert isinstance(indices, list | tuple) and isinstance(values, fx.Node)
     order = packer.packed(indices[0])

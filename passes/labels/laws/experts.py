@@ -19,6 +19,7 @@ from treefx.passes.labels.body import is_grouped
 from treefx.passes.labels.dims import NoLaw
 from treefx.passes.labels.facts import Axis, Fact, Factor, Kind, fact_of, plain_dims, shape_of
 from treefx.passes.labels.laws.base import Call, law
+from treefx.passes.labels.laws.gradients import overwrites_by_mask
 from treefx.passes.labels.laws.pointwise import pointwise
 from treefx.passes.labels.laws.reductions import selection
 
@@ -124,7 +125,9 @@ def _choose(call: Call, source: fx.Node, dim: int, chosen: fx.Node) -> Fact:
 
 @law(aten.index_put)
 def index_put(call: Call) -> Fact:
-    """Writing 0, 1, 2, ... through an order gives its inverse."""
+    """Writing 0, 1, 2, ... through an order gives its inverse; a number where a mask holds is a choice per element."""
+    if overwrites_by_mask(call.node):
+        return pointwise(call)
     target, indices, values = call.node.args[:3]
     accumulate = call.arg(3, "accumulate", False)
     slots = _slots(indices[0]) if isinstance(indices, list | tuple) and len(indices) == 1 else None

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from treefx.passes.labels.purity import draws
 from treefx.passes.trace.opaque_ops import bodies_of, gradients_of
 
-__all__ = ["counts_tokens", "custom_function_reason", "is_pointwise"]
+__all__ = ["counts_tokens", "custom_function_reason", "is_pointwise", "overwrites_by_mask"]
 
 aten = torch.ops.aten
 _SAME = {aten._to_copy, aten.clone, aten.detach, aten.alias, aten.lift_fresh_copy, aten.conj, aten._conj}
@@ -83,10 +83,10 @@ def _is_pointwise_node(node: fx.Node, shape: tuple[int, ...]) -> bool:
     if tuple(value.shape) != shape or packet in (aten.full, aten.zeros, aten.ones):
         return False
     same = is_pointwise(node.target) or packet in _SAME or packet in _FILLED or node.target is aten.where.self
-    return same or _overwrites_by_mask(node)
+    return same or overwrites_by_mask(node)
 
 
-def _overwrites_by_mask(node: fx.Node) -> bool:
+def overwrites_by_mask(node: fx.Node) -> bool:
     """``x[mask] = number`` with a mask of the same shape."""
     if node.target is not aten.index_put.default or len(node.args) > 3:
         return False
