@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr
 from treefx.passes.cuts.boundary_kv import CutGraph, Ranks, Run
 from treefx.passes.inputs.values import InputValues
@@ -31,6 +32,7 @@ from treefx.passes.packing.pack_tokens import Output, is_packed_output
 from treefx.passes.packing.vocab_tail import LossLogits, logits_of_losses
 from treefx.passes.runner import GraphChange
 from treefx.passes.scores.attention_facts import Attention
+from treefx.passes.scores.blocks import Blocks
 from treefx.passes.scores.choices import Choice, choices
 from treefx.passes.trace.batch_sizes import BatchSizes, concrete
 from treefx.passes.trace.token_count import TokenCount, common_multiple
@@ -137,11 +139,39 @@ class Analysis:
     changes: dict[str, GraphChange] = field(default_factory=dict)
     """Changes of each pass in its last run."""
 
+    def check(self, variant: Variant) -> None:
+        """Make sure that the graph can be written for a forest in use, for a part of it, or among ranks.
+
+        Raises:
+            UnsupportedError: An operator reads whole rows, or a mask is no causal one in all calls.
+        """
+        if variant.native and (self.expansions or self.picks):
+            first = self.expansions[0].op if self.expansions else "a loss over labels"
+            raise UnsupportedError(
+                f"under treefx.use(forest) every operator must be token-wise, but {first} reads whole rows; "
+                "leave labels out and use treefx.losses, or call the model on a padded batch without treefx.use"
+            )
+        if (variant.native or variant.part is not None) and self.blocks:
+            raise UnsupportedError(
+                "under treefx.use(forest), in parts and among ranks every token sees those before it alone, but the "
+                "mask lets tokens of a block see each other; call the model on a padded batch without them"
+            )
+        if variant.part is not None and any(attention.doubt is not None for attention in self.attentions):
+            raise UnsupportedError(
+                "parts of a forest expect masks that hide keys whatever their scores are, got one filled with a number "
+                "that large scores reach; fill masks with -inf or torch.finfo(dtype).min"
+            )
+
     @cached_property
     def position_of_ids(self) -> int:
         """Which of the tensors of a call are its token ids."""
         assert self.tokens is not None
         return self.gm.graph.find_nodes(op="placeholder").index(self.tokens.ids)
+
+    @cached_property
+    def blocks(self) -> list[Blocks]:
+        """What puts tokens into blocks of which each token sees all."""
+        return list(dict.fromkeys(item.blocks for item in self.attentions if item.blocks is not None))
 
     @cached_property
     def choices(self) -> list[Choice]:

@@ -29,7 +29,6 @@ from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from treefx.errors import UnsupportedError
 from treefx.kernels.score import walk
 from treefx.passes.analysis import Analysis, Expansion, Rewritten, Variant
 from treefx.passes.causal.contract import contracting, leaks, mixes
@@ -60,6 +59,7 @@ from treefx.passes.trace.batch_sizes import BatchSizes, Specialised, has_symbols
 from treefx.passes.trace.fakes import fake_inputs
 from treefx.passes.trace.flash import read_equal_once
 from treefx.passes.trace.pattern import Pattern, inline_sizes
+from treefx.passes.trace.repeated_inputs import read_repeated_once
 from treefx.passes.trace.sink_factors import join_sink_factors
 from treefx.passes.trace.token_count import TokenCount, add_count_input
 from treefx.passes.trace.token_types import read_types_as_zeros
@@ -197,6 +197,7 @@ def _trace(gm: fx.GraphModule, work: _Work) -> fx.GraphModule:
             traced.graph.erase_node(node)
     read_equal_once(traced, work.known.equal)
     read_types_as_zeros(traced, work.known.zero)
+    read_repeated_once(traced, work.known.repeated)
     join_sink_factors(traced)
     traced.recompile()
     work.inputs = [x for x in work.inputs if isinstance(x, Tensor)]
@@ -299,17 +300,7 @@ def rewrite(analysis: Analysis, variant: Variant, inputs: Sequence[Any], passes:
     Raises:
         UnsupportedError: A forest is in use and an operator reads whole rows.
     """
-    if variant.native and (analysis.expansions or analysis.picks):
-        first = analysis.expansions[0].op if analysis.expansions else "a loss over labels"
-        raise UnsupportedError(
-            f"under treefx.use(forest) every operator must be token-wise, but {first} reads whole rows; "
-            "leave labels out and use treefx.losses, or call the model on a padded batch without treefx.use"
-        )
-    if variant.part is not None and any(attention.doubt is not None for attention in analysis.attentions):
-        raise UnsupportedError(
-            "parts of a forest expect masks that hide keys whatever their scores are, got one filled with a number "
-            "that large scores reach; fill masks with -inf or torch.finfo(dtype).min"
-        )
+    analysis.check(variant)
     work = _Work(inputs, analysis, variant=variant)
     gm = _run_stage("rewrite", passes, analysis.gm, work)
     assert work.rewritten is not None

@@ -48,6 +48,9 @@ class InputValues:
     vectors: frozenset[int] = frozenset()
     """[n, ...], vectors of images that a tower made, with one number each by which they are told apart."""
 
+    repeated: frozenset[int] = frozenset()
+    """[B, T, D], truths of which each token has one, repeated over D: its stride is 0 there."""
+
     def with_parts(self, args: Sequence[Any]) -> list[Any]:
         """The inputs of a call, and behind them the parts of its masks."""
         return [*args, *[part for mask in self.masks for part in parts_of_mask(mask, args[mask.position])]]
@@ -72,12 +75,15 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
         frozenset(i for i, x in asked if x.shape[0] == 1 and bool(x.all())),
         tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
         tuple(mask for mask in found if mask is not None),
+        repeated=frozenset([i for i, x in given if x.dtype is torch.bool and x.dim() == 3 and _is_repeated(x)]),
     )
 
 
 def _at_hand(x: Tensor) -> Tensor:
     """An input, or the host's copy of one whose numbers are few: small whole numbers and booleans."""
     return on_host(x) if x.dim() <= 2 and not x.is_floating_point() and is_small(x) else x
+def _is_repeated(x: Tensor) -> bool:
+    return x.shape[2] > 1 and x.stride(2) == 0
 
 
 def _is_readable(x: Any) -> bool:

@@ -16,6 +16,7 @@ from treefx.kernels.score import Expr, Score, evaluate
 from treefx.passes.labels.dims import has_tokens
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
 from treefx.passes.labels.laws.base import LABELLED
+from treefx.passes.packing.emit_blocks import boundary_of_blocks, with_outside
 from treefx.passes.packing.emitters import Packer, emits
 from treefx.passes.packing.layout import tokens_first
 from treefx.passes.packing.repeats import Collapser
@@ -54,7 +55,12 @@ def _attention(packer: Packer, node: fx.Node, fact: Fact) -> Tensor:
     sinks = None if attention.sinks is None else _sinks(packer, attention.sinks, query)
     if attention.doubt is not None:
         packer.hidden.append(is_hidden(*attention.doubt, functools.partial(_range, packer, query, key)))
-    out = attend(query, key, value, packer.metadata.subtree_end, score, buffers, sinks)
+    boundary = None
+    if attention.blocks is not None:
+        boundary = boundary_of_blocks(packer, attention.blocks, key, value, functools.partial(_at_tokens, packer))
+        expressions = ("and", score.value, *([] if score.visible is None else [score.visible]))
+        buffers = with_outside(expressions, buffers)
+    out = attend(query, key, value, packer.metadata.subtree_end, score, buffers, sinks, boundary=boundary)
     out = out.to(node.meta["val"].dtype)
     return out.reshape(packer.shape(fact.dims)) if out.dim() != len(fact.dims) else out
 
@@ -81,6 +87,16 @@ def _sinks(packer: Packer, logit: Expr, query: Tensor) -> Tensor:
     index = torch.zeros((), dtype=torch.int64, device=query.device)
     value = evaluate(expr, dot=zero, q=index, k=index, head=head, batch=index, buffers=buffers)
     return value.expand(query.shape[1]).to(query.dtype)
+
+
+def _at_tokens(packer: Packer, expr: Expr) -> Tensor:
+    """An expression of the key's token at each token, [N]."""
+    buffers: list[Tensor] = []
+    form = _kernel_form(packer, expr, buffers)
+    own = torch.arange(packer.metadata.tokens, device=packer.metadata.column.device)
+    zero = torch.zeros_like(own)
+    value = evaluate(form, dot=zero, q=own, k=own, head=zero, batch=zero, buffers=buffers)
+    return value.expand(packer.metadata.tokens)
 
 
 def _heads_first(packer: Packer, node: fx.Node, whole: bool = False) -> Tensor:
@@ -139,6 +155,8 @@ def _kernel_load(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
         value = packer.full(node)  # later writes of the graph must not change values saved for the backward
         number = _number(buffers, value.clone() if node in packer.changed else value)
         return ("load", number, *[_kernel_form(packer, item, buffers) for item in indices])
+    if fact.kind is Kind.ROW and len(indices) == 2:
+        return ("load", _number(buffers, _of_tokens(packer, node)), ("q",))
     if fact.kind is Kind.ROW:
         return ("load", _number(buffers, _of_rows(packer, node)), ("q",))
     assert fact.dims is not None
@@ -149,6 +167,13 @@ def _kernel_load(packer: Packer, expr: Expr, buffers: list[Tensor]) -> Expr:
     loaded = first.reshape([-1, *[math.prod(f.size for f in dim) for dim in plain]])
     place = ("q",) if token == ("cq",) else ("k",)
     return ("load", _number(buffers, loaded), place, *[_kernel_form(packer, item, buffers) for item in rest])
+
+
+def _of_tokens(packer: Packer, node: fx.Node) -> Tensor:
+    """One number per token, [N], that exists in full alone."""
+    row, column = packer.metadata.row, packer.metadata.column
+    numbers: Tensor = packer.once("of_tokens", node, lambda: packer.full(node)[row, column])
+    return numbers
 
 
 def _of_rows(packer: Packer, node: fx.Node) -> Tensor:

@@ -19,6 +19,7 @@ from treefx.passes.labels.constants import MASKING, Constants, constants_of
 from treefx.passes.labels.dims import NoLaw, extent
 from treefx.passes.labels.facts import Axis, Dims, Factor, Kind, Lifted, as_number, fact_of, shape_of
 from treefx.passes.scores.batch_numbers import reads_batch, without_shifts
+from treefx.passes.scores.blocks import Blocks, find_blocks
 from treefx.passes.scores.digits import Digit, Index, offset_of_keys
 from treefx.passes.scores.hand_softmax import is_quotient, lift_quotient
 from treefx.passes.scores.hidden import interval, is_hidden, reads_keys, residue, unknown, zero
@@ -77,15 +78,20 @@ class Attention(Lifted):
     doubt: tuple[Expr, Expr] | None = None
     """A masked and a visible score with a distance that only the numbers of a call can prove
     (``treefx.passes.scores.hidden``)."""
+    blocks: Blocks | None = None
+    """Tokens that see those behind them in their block too."""
 
     def reads(self) -> list[fx.Node]:
         """Return query, key, value and the score's loads, without the masks it was made from."""
-        expressions = [self.score, *self.conditions, *self.padding, *([self.sinks] if self.sinks is not None else [])]
+        of_blocks = () if self.blocks is None else self.blocks.expressions
+        sinks = () if self.sinks is None else (self.sinks,)
+        expressions = [self.score, *self.conditions, *self.padding, *sinks, *of_blocks]
         loads = [item[1] for expression in expressions for item in walk(expression) if item[0] == "load"]
         return [self.query, self.key, self.value, *loads]
 
     def tells_apart(self) -> list[Expr]:
-        """Return the score and its conditions on pairs."""
+        """Return the score and its conditions on pairs; tokens of blocks are told apart by these
+        (``treefx.runtime.blocks``)."""
         return [self.score, *self.conditions]
 
     def hides(self) -> tuple[Expr, ...]:
@@ -256,10 +262,11 @@ def prove(
     constants = constants_of(node)
     score, shifted = _without_numbers_of_batch(score, sinks)
     tables = tables_of(score, constants, columns, heads)
-    unseen = [residue(score, relation, tables) for relation in unseen_relations(constants, columns)]
-    if any(interval(item, zero)[1] > MASKING for item in unseen):
-        raise NoLaw(_not_causal(score, constants))
     value, found = split_mask(simplify(score, tables), tables)
+    unseen = [residue(score, relation, tables) for relation in unseen_relations(constants, columns)]
+    blocks = None
+    if any(interval(item, zero)[1] > MASKING for item in unseen):
+        blocks, unseen = _blocks(score, value, [item for item, _ in found], tables, constants)
     masked = unseen + [residue(item, "past", tables) for _, item in found]
     visible = residue(value, "past", tables) if sinks is None else ("either", residue(value, "past", tables), sinks)
     doubted = [item for item in masked if not is_hidden(item, visible, unknown)]
@@ -280,8 +287,23 @@ def prove(
     zero_if_blind = safe and hard if sinks is None else safe or not hard
     return Attention(
         *operands, value, tuple(dict.fromkeys(rest)), tuple(dict.fromkeys(padding)), heads, zero_if_blind, sinks,
-        (functools.reduce(lambda x, y: ("max", x, y), doubted), visible) if doubted else None,
+        (functools.reduce(lambda x, y: ("max", x, y), doubted), visible) if doubted else None, blocks,
     )  # fmt: skip
+
+
+def _blocks(
+    score: Expr, value: Expr, conditions: list[Expr], tables: Tables, constants: Constants
+) -> tuple[Blocks, list[Expr]]:
+    """The blocks whose tokens see each other, and the scores of later keys outside of them.
+
+    Raises:
+        NoLaw: A query sees later keys for another reason.
+    """
+    found = None if constants.segments.assumed else find_blocks(score, value, conditions, tables)
+    if found is None:
+        raise NoLaw(_not_causal(score, constants))
+    blocks, masks = found
+    return blocks, [residue(item, "future", tables) for _, item in masks]
 
 
 def _without_numbers_of_batch(score: Expr, sinks: Expr | None) -> tuple[Expr, bool]:

@@ -54,8 +54,12 @@ def _of_rows(node: fx.Node) -> str:
 def _load_of_row(node: fx.Node, index: Index) -> Expr:
     """One number per row (or one for all) made from inputs alone, such as a count of padding.
 
-    It becomes part of the identity of the row's tokens.
+    It becomes part of the identity of the row's tokens. One of each token, which may be made of all its row, is read at
+    ``("b",)`` and the token's column; it says where blocks are (``treefx.passes.scores.blocks``) and nothing else.
     """
+    places = [[digit[0] for digit in dim] for dim in index]
+    if places in ([[("b",)], [("cq",)]], [[("b",)], [("ck",)]]):
+        return ("load", node, ("b",), places[1][0])
     size = math.prod(shape_of(node))
     if [digit for dim in index for digit in dim] != ([(("b",), size)] if size > 1 else []):
         raise NoLaw(_of_rows(node))

@@ -150,8 +150,8 @@ def _decide_logic(op: str, values: list[bool | None]) -> bool | None:
 
 
 def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool | None:
-    folded = fold(expr)
-    if folded is not expr:  # a comparison of a choice between constants is that choice
+    folded = fold((expr[0], *[_chosen(item, relation, tables) for item in expr[1:]]))
+    if folded != expr:  # a comparison of a choice between constants is that choice
         return decide(folded, relation, tables)
     op: str = expr[0]
     if _compares_segments(expr, tables):
@@ -167,6 +167,12 @@ def _decide_comparison(expr: Expr, relation: Relation, tables: Tables) -> bool |
     if _COMPARISONS[op](low, high):
         return True
     return False if _COMPARISONS[_NEGATED[op]](low, high) else None
+
+
+def _chosen(expr: Expr, relation: Relation, tables: Tables) -> Expr:
+    """The branch of a choice that is decided; others as they are."""
+    choice = decide(expr[1], relation, tables) if expr[0] == "where" else None
+    return expr if choice is None else _chosen(expr[2 if choice else 3], relation, tables)
 
 
 def _compares_segments(expr: Expr, tables: Tables) -> bool:
@@ -196,55 +202,55 @@ def select(table: torch.Tensor, relation: Relation) -> torch.Tensor:
     return table[..., future if relation == "future" else ~future]
 
 
-def simplify(expr: Expr, tables: Tables) -> Expr:
-    """Rewrite an expression for the past: decided conditions vanish, constants fold."""
+def simplify(expr: Expr, tables: Tables, relation: Relation = "past") -> Expr:
+    """Rewrite an expression for one relation: decided conditions vanish, constants fold."""
     op, arguments = expr[0], expr[1:]
     if op in ("const", "load", "dot", "cq", "ck", "b", "head"):
-        if op == "load" and (choice := _decide_bool_load(expr, tables)) is not None:
+        if op == "load" and (choice := _decide_bool_load(expr, tables, relation)) is not None:
             return const(choice)
         return expr
-    arguments = tuple(simplify(item, tables) for item in arguments)
+    arguments = tuple(simplify(item, tables, relation) for item in arguments)
     expr = (op, *arguments)
     if op in ("and", "or", "not", *_NEGATED):
-        return _simplify_condition(expr, tables)
+        return _simplify_condition(expr, tables, relation)
     if op == "where":
-        return _simplify_where(expr, tables)
+        return _simplify_where(expr, tables, relation)
     return fold(expr)
 
 
-def _decide_bool_load(expr: Expr, tables: Tables) -> bool | None:
+def _decide_bool_load(expr: Expr, tables: Tables, relation: Relation) -> bool | None:
     table = tables(expr)
-    return None if table is None or table.dtype is not torch.bool else _decide_table(expr, "past", tables)
+    return None if table is None or table.dtype is not torch.bool else _decide_table(expr, relation, tables)
 
 
-def _simplify_condition(expr: Expr, tables: Tables) -> Expr:
-    choice = decide(expr, "past", tables)
+def _simplify_condition(expr: Expr, tables: Tables, relation: Relation) -> Expr:
+    choice = decide(expr, relation, tables)
     if choice is not None:
         return const(choice)
     op = expr[0]
     if op in ("and", "or"):
         neutral = op == "and"
-        rest = [item for item in expr[1:] if decide(item, "past", tables) is not neutral]
+        rest = [item for item in expr[1:] if decide(item, relation, tables) is not neutral]
         return rest[0] if len(rest) == 1 else expr
     if op == "not" and expr[1][0] in _NEGATED:
         return (_NEGATED[expr[1][0]], *expr[1][1:])
     folded = fold(expr)
-    return expr if folded is expr else simplify(folded, tables)
+    return expr if folded is expr else simplify(folded, tables, relation)
 
 
-def _simplify_where(expr: Expr, tables: Tables) -> Expr:
+def _simplify_where(expr: Expr, tables: Tables, relation: Relation) -> Expr:
     condition: Expr
     first: Expr
     second: Expr
     _, condition, first, second = expr
-    choice = decide(condition, "past", tables)
+    choice = decide(condition, relation, tables)
     if choice is not None:
         return first if choice else second
     branches = [item[1] if item[0] == "const" else None for item in (first, second)]
     if branches[0] is True and branches[1] is False:  # not the numbers 1 and 0, which are equal to them
         return condition
     if branches[0] is False and branches[1] is True:
-        return _simplify_condition(("not", condition), tables)
+        return _simplify_condition(("not", condition), tables, relation)
     return expr
 
 

@@ -16,6 +16,7 @@ from treefx.forests.paths import Prefixes
 from treefx.kernels.score import Expr
 from treefx.passes.trace.token_count import PackedSize
 from treefx.runtime.batch import Batch, build_batch, find_unshared, pad_batch
+from treefx.runtime.blocks import number_blocks
 from treefx.runtime.padding import Grid
 from treefx.runtime.reason import Cause, Reason
 from treefx.runtime.segments import find_starts, has_gaps
@@ -28,6 +29,7 @@ Keep = Callable[[Shape, Grid, Tensor | None], tuple[Tensor | None, Tensor | None
 and of those that have to run; None for all of them."""
 
 _BLIND = Reason(Cause.VALUES, "a position that sees no key is read by the loss or the caller")
+_NO_BLOCKS = Reason(Cause.VALUES, "queries see later keys, and those that see each other are no runs of a row's tokens")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ def plan_call(shape: Shape, tensors: Sequence[Any], policy: Policy) -> CallPlan 
     redundant = shape.padding.redundant(grid, keep)
     keys = shape.padding.identity(grid, redundant)
     places = None if keep is None and starts is None else shape.padding.own_positions(grid, redundant)
+    for blocks in shape.analysis.blocks:
+        numbers = number_blocks(blocks, grid, keep, [*keys, *(places or ())])
+        if numbers is None:
+            return _NO_BLOCKS
+        keys.append(numbers)
     raw = grid.rows * grid.columns if seen is None or keep is None else int((seen & keep).sum())
     if policy.counted == "tokens" and policy.min_sharing > 1.0 and starts is None:
         prefixes = find_unshared(keys, keep, places)

@@ -36,7 +36,8 @@ def note_of_outputs(analysis: Analysis) -> Callable[[Sequence[Any], Sequence[Any
     inputs = analysis.gm.graph.find_nodes(op="placeholder")
     given = [inputs[i] for i in analysis.identity_without(frozenset()) if inputs[i] not in tokens.made]
     cheap = all(node.meta["val"].dim() == 2 for node in given)
-    if not outputs or not cheap or any(images is not None and not images.made for _, images in analysis.placed):
+    by_number = any(images is not None and not images.made for _, images in analysis.placed)
+    if analysis.blocks or by_number or not outputs or not cheap:
         return None
     padding, joined = Padding(analysis), _joined_vectors(analysis.gm, tokens)
 

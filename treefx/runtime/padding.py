@@ -346,6 +346,14 @@ class Grid:
             self._keys[condition, heads] = self._evaluate(condition, flat, flat, heads)[:, 0]
         return self._keys[condition, heads]
 
+    def at_tokens(self, expr: Expr) -> Tensor:
+        """An expression of the key's token at each position, [B, T]."""
+        buffers: list[Tensor] = []
+        flat = torch.arange(self.rows * self.columns, device=self.device)
+        zero, resolved = torch.zeros_like(flat), self._resolve(expr, buffers)
+        value = evaluate(resolved, dot=zero, q=flat, k=flat, head=zero, batch=zero, buffers=buffers)
+        return value.expand(len(flat)).reshape(self.rows, self.columns)
+
     def is_one(self, condition: Expr, kept: Tensor) -> bool:
         """Whether ``x[query] == x[key]`` at all kept positions of each row."""
         (value,) = self._read([self.value(condition[1][1])])
@@ -402,7 +410,8 @@ class Grid:
             buffers.append(self.value(node))
             return ("load", len(buffers) - 1, *[self._resolve(item, buffers) for item in indices])
         if fact.kind is Kind.ROW:
-            numbers = self.value(node).reshape(-1, 1).expand(self.rows, self.columns)
+            numbers = self.value(node)
+            numbers = numbers if len(indices) == 2 else numbers.reshape(-1, 1).expand(self.rows, self.columns)
             buffers.append(numbers.reshape(-1))
             return ("load", len(buffers) - 1, ("q",))
         buffers.append(self._at_positions(node, fact))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import treefx
-from tests.backend.models.vision import CASES, IMAGE, TinyVLM, distinct, draw_images, gemma3, llava, rows_of
+from tests.backend.models.vision import CASES, IMAGE, PATCHES, TinyVLM, distinct, draw_images, gemma3, llava, rows_of
 from tests.backend.support import Pair, assert_packed, compare, compile_with, in_case
 from tests.batches import IGNORED, Batch, Side, padded, shared_batch
 from tests.models import TinyLM
@@ -95,14 +95,22 @@ def gemma3_step(batch: Batch, names: str) -> Step:
 
 
 def test_gemma3() -> None:
-    """Types that are zero throughout leave attention causal; blocks of image tokens see each other, and run on rows."""
+    """Types that are zero throughout leave attention causal; blocks of image tokens see each other."""
     pair = Pair(gemma3())
     for rows, length in ((4, 14), (6, 17)):
         batch = shared_batch(rows=rows, length=length, shared=6, vocab=IMAGE)
         with in_case(rows):
             assert_packed(pair.check(gemma3_step(batch, "")), distinct(batch, ""), layers=2)
-    stats = pair.check(gemma3_step(*batch_of(OWN))).stats
-    assert "not proved causal" in stats["fallback"]
+    for case in CASES:
+        batch, names = batch_of(case)
+        with in_case(case):
+            assert_packed(pair.check(gemma3_step(batch, names)), distinct(batch, names), layers=2)
+
+
+def test_images_side_by_side() -> None:
+    """One block of two images is shared whole or not at all."""
+    batch = padded(rows_of([[1, 2, -1, -1, 5, last] for last in (10, 12, 14)]))
+    assert_packed(compare(gemma3(), gemma3_step(batch, "ababac")), distinct(batch, "ababac") + PATCHES)
 
 
 def test_types_that_are_not_zero_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

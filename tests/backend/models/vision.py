@@ -23,8 +23,8 @@ from tests.models import TinyLM, config_of, double_from, lifted
 from tests.spellings import PADDED
 
 __all__ = [
-    "IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "draw_patches", "gemma3", "llava", "qwen3_vl",
-    "rows_of",
+    "IMAGE", "PATCHES", "CASES", "TinyVLM", "distinct", "draw_images", "draw_patches", "double_of", "gemma3", "llava",
+    "qwen3_vl", "rows_of",
 ]  # fmt: skip
 
 IMAGE, PATCHES, SIDE = 60, 4, 8
@@ -42,9 +42,9 @@ CASES = {
 """Rows of ids, -1 where an image stands, and the names of the images in order."""
 
 
-def rows_of(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def rows_of(rows: Sequence[Sequence[int]], patches: int = PATCHES) -> list[list[int]]:
     """Rows of token ids: each image is as many tokens as it has patches."""
-    return [[i for token in row for i in ([token] if token >= 0 else [IMAGE] * PATCHES)] for row in rows]
+    return [[i for token in row for i in ([token] if token >= 0 else [IMAGE] * patches)] for row in rows]
 
 
 def draw_images(names: str) -> Tensor:
@@ -59,19 +59,19 @@ def draw_patches(names: str) -> tuple[Tensor, Tensor]:
     return torch.cat([drawn[name] for name in names]).double(), torch.tensor([[1, 4, 4]] * len(names))
 
 
-def distinct(batch: Batch, names: str) -> int:
-    """The distinct prefixes of (id, column, pixels), by listing them all."""
+def distinct(batch: Batch, names: str, patches: int = PATCHES, prefix: int = 0) -> int:
+    """The distinct prefixes of (id, column, pixels), by listing them all; tokens of a ``prefix`` see all of it."""
     left, paths = iter(names), set()
     mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
     for ids, kept in zip(batch.input_ids.tolist(), mask.tolist(), strict=True):
         path, image, patch = [], "", 0
         for column, token in enumerate(ids):
             if token == IMAGE:
-                image, patch = (next(left), 0) if patch % PATCHES == 0 else (image, patch)
+                image, patch = (next(left), 0) if patch % patches == 0 else (image, patch)
                 patch += 1
             if kept[column]:
                 path.append((token, column, f"{image}{patch}" if token == IMAGE else ""))
-                paths.add(tuple(path))
+        paths.update((end, *path[: max(end, prefix)]) for end in range(1, len(path) + 1))
     return len(paths)
 
 
@@ -120,7 +120,7 @@ def llava() -> nn.Module:
     """LLaVA of transformers over CLIP and Llama of one layer each, in float64 throughout."""
     vision = CLIPVisionConfig(num_hidden_layers=2, projection_dim=16, **_PIXELS, **_SIZES)
     text = config_of("llama", num_hidden_layers=1, vocab_size=64, **_SIZES)
-    return _double(LlavaForConditionalGeneration, LlavaConfig(vision_config=vision, text_config=text, **_IDS))
+    return double_of(LlavaForConditionalGeneration, LlavaConfig(vision_config=vision, text_config=text, **_IDS))
 
 
 def gemma3() -> nn.Module:
@@ -129,7 +129,7 @@ def gemma3() -> nn.Module:
     kinds = ["sliding_attention", "full_attention"]
     text = config_of("gemma3_text", num_hidden_layers=2, layer_types=kinds, vocab_size=64, **_SIZES)
     config = Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=PATCHES, **_IDS)
-    model = _double(Gemma3ForConditionalGeneration, config)
+    model = double_of(Gemma3ForConditionalGeneration, config)
     nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # zeros would show no image
     return model
 
@@ -143,10 +143,11 @@ def qwen3_vl() -> nn.Module:
     text = {**_SIZES, "num_key_value_heads": 1, "num_hidden_layers": 2, "head_dim": 8, "rope_parameters": rope}
     ids = {**_IDS, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
     config = Qwen3VLConfig(text_config={**text, "vocab_size": 64}, vision_config=tower, **ids)
-    return _double(Qwen3VLForConditionalGeneration, config)
+    return double_of(Qwen3VLForConditionalGeneration, config)
 
 
-def _double(model_class: Any, config: Any) -> nn.Module:
+def double_of(model_class: Any, config: Any) -> nn.Module:
+    """A model of transformers with a tower of its own, in float64 throughout."""
     module = lifted(model_class.__module__)
     original = module.AutoModel
     module.AutoModel = _Lifted

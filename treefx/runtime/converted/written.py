@@ -84,10 +84,13 @@ def write(attention: Attention, redundant: Collection[Expr], layout: Layout) -> 
     All tokens of a call meet the latter.
 
     Raises:
-        UnsupportedError: It reads a value outside of planes and tables, or its mask may not hide all it should.
+        UnsupportedError: It reads a value outside of planes and tables, its mask may not hide all it should, or its
+            tokens see later ones.
     """
     if attention.doubt is not None:
         raise UnsupportedError("the fill of a mask is finite and may not hide scores below it")
+    if attention.blocks is not None:
+        raise UnsupportedError("tokens of a block see each other, which a converted attention does not compute")
     scale, softcap = _around_product(attention.score)
     asked = [item for item in attention.conditions + attention.padding if item not in redundant]
     of_keys = tuple(sorted((item for item in asked if reads_key_alone(item)), key=repr))
