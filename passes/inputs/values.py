@@ -67,6 +67,10 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
     bounds = {i: _bounds(x) for i, x in tables if x.dtype is not torch.bool}
     binary = frozenset(i for i, found in bounds.items() if found is not None)
     asked = [(i, x) for i, x in tables if flash and (i in binary or x.dtype is torch.bool)]
+    repeated = []
+    for i, x in given:  # no call more in a steady step
+        if x.dtype is torch.bool and x.dim() == 3 and x.shape[2] > 1 and x.stride(2) == 0:
+            repeated.append(i)  # noqa: PERF401
     return InputValues(
         frozenset(i for i, x in tables if _counts_up(x)),
         binary,
@@ -75,15 +79,13 @@ def input_values(args: Sequence[Any], roles: Sequence[str], *, masks: bool = Tru
         frozenset(i for i, x in asked if x.shape[0] == 1 and bool(x.all())),
         tuple(_equal([(i, x) for i, x in given if flash and x.dim() == 1 and not x.is_floating_point()])),
         tuple(mask for mask in found if mask is not None),
-        repeated=frozenset([i for i, x in given if x.dtype is torch.bool and x.dim() == 3 and _is_repeated(x)]),
+        repeated=frozenset(repeated),
     )
 
 
 def _at_hand(x: Tensor) -> Tensor:
     """An input, or the host's copy of one whose numbers are few: small whole numbers and booleans."""
     return on_host(x) if x.dim() <= 2 and not x.is_floating_point() and is_small(x) else x
-def _is_repeated(x: Tensor) -> bool:
-    return x.shape[2] > 1 and x.stride(2) == 0
 
 
 def _is_readable(x: Any) -> bool:
