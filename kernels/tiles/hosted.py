@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "ALIGNED",
@@ -27,6 +29,7 @@ __all__ = [
     "remember",
     "send",
     "send_together",
+    "together",
 ]
 
 ALIGNED = 32
@@ -216,3 +219,16 @@ def forget(tensor: Tensor) -> None:
 
 def _stands_for(one: _Sent, tensor: Tensor) -> bool:
     return one.moved.is_still(tensor) and one.host._version == one.version
+
+
+def together(operands: Any) -> Any:
+    """Return nested operands in one place: on the host, or where a large one is; devices among them likewise."""
+    tensors = [x for x in tree_leaves(operands) if isinstance(x, Tensor) and x.dim()]
+    device = next((x.device for x in tensors if is_on_device(x)), torch.device("cpu"))
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return device
+        return x.to(device) if isinstance(x, Tensor) and x.dim() and x.device != device else x
+
+    return tree_map(moved, operands)

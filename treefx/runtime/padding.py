@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves, tree_map
 
 from treefx.errors import UnsupportedError
 from treefx.kernels.score import Expr, evaluate, walk
-from treefx.kernels.tiles.hosted import is_on_device, is_small, on_host, remember
+from treefx.kernels.tiles.hosted import host_copies, is_on_device, is_small, on_host, remember, together
 from treefx.passes.analysis import Analysis
 from treefx.passes.causal.contract import mixes
 from treefx.passes.labels.facts import Axis, Dims, Fact, Kind, ancestors, fact_of
@@ -27,6 +26,7 @@ from treefx.passes.labels.laws.losses import Pick
 from treefx.passes.labels.laws.reindex import token_index
 from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
+from treefx.passes.scores.conditions import compares_one_value, is_learned, is_met_by_itself
 from treefx.passes.trace.batch_sizes import concrete
 from treefx.runtime.origins import origin_of
 from treefx.runtime.places import number_places
@@ -52,11 +52,13 @@ class Padding:
         self._own_positions: dict[frozenset[Expr], list[fx.Node] | None] = {}
         asking = [item for item in analysis.attentions if not item.zero_if_blind]
         blinding = dict.fromkeys((item.conditions + item.padding, item.heads) for item in asking)
-        self._blinding = [item for item in blinding if not all(map(_is_met_by_itself, item[0]))]
-        """The conditions (and heads) of attentions that may leave a query with no key and yet give it a value."""
+        self._blinding = [
+            (*item, any(map(is_learned, item[0]))) for item in blinding if not all(map(is_met_by_itself, item[0]))
+        ]
+        """Conditions, heads, and whether a parameter decides, of attentions that may give a value without any key."""
         self.may_blind = bool(self._blinding)
         """Whether ``is_defined`` can be False at all."""
-        self.ids_may_blind = any(self._reads_ids(item) for conditions, _ in self._blinding for item in conditions)
+        self.ids_may_blind = any(self._reads_ids(item) for conditions, *_ in self._blinding for item in conditions)
         """Whether it depends on the token ids."""
 
     def seen(self, grid: Grid) -> Tensor | None:
@@ -178,8 +180,8 @@ class Padding:
         """Return conditions that inputs alone decide: on keys, and equality of one value."""
         attentions = self._analysis.attentions
         asked = dict.fromkeys(item for attention in attentions for item in attention.conditions + attention.padding)
-        known = [item for item in asked if not _is_learned(item)]
-        return [item for item in known if reads_key_alone(item)], list(filter(_compares_one_value, known))
+        known = [item for item in asked if not is_learned(item)]
+        return [item for item in known if reads_key_alone(item)], list(filter(compares_one_value, known))
 
     @cached_property
     def _asked_without_ids(self) -> tuple[list[Expr], list[Expr]]:
@@ -203,8 +205,8 @@ class Padding:
         scaled_dot_product_attention, which tree attention shares; NaN or a mean over past and future elsewhere, which
         only the original graph reproduces. Most queries see themselves; the others are asked key by key.
         """
-        for conditions, heads in self._blinding:
-            if any(_is_learned(condition) for condition in conditions):
+        for conditions, heads, learned in self._blinding:
+            if learned:
                 return False
             blind = ~self._met(grid, conditions, heads)
             queries = torch.nonzero((blind if keep is None else blind & keep).reshape(-1)).to(torch.int64)
@@ -216,35 +218,6 @@ class Padding:
             if not bool(visible.any(-1).all()):
                 return False
         return True
-
-
-def _is_learned(condition: Expr) -> bool:
-    return any(item[0] == "load" and fact_of(item[1]).learned for item in walk(condition))
-
-
-def _is_met_by_itself(expr: Expr) -> bool:
-    """Return whether a condition always holds where query and key are one token."""
-    if expr[0] in ("and", "or"):
-        return (all if expr[0] == "and" else any)(_is_met_by_itself(item) for item in expr[1:])
-    if expr[0] == "lt":  # a window
-        return expr[1] == ("sub", ("cq",), ("ck",)) and expr[2][0] == "const" and bool(expr[2][1] > 0)
-    return expr[0] in ("eq", "le", "ge") and _of_itself(expr[1]) == _of_itself(expr[2])
-
-
-def _of_itself(expr: Expr) -> Expr:
-    """An expression where the key is the query."""
-    if expr == ("ck",):
-        return ("cq",)
-    return (expr[0], *[_of_itself(item) if isinstance(item, tuple) else item for item in expr[1:]])
-
-
-def _compares_one_value(condition: Expr) -> bool:
-    """Return whether a condition is ``x[query] == x[key]``, x [B, T] or [1, T]."""
-    if condition[0] != "eq" or _is_learned(condition) or any(side[0] != "load" for side in condition[1:]):
-        return False
-    (_, left, *before, at_left), (_, right, *also_before, at_right) = condition[1:]
-    leading = all(item == ("const", 0) for item in before) and before == also_before
-    return left is right and leading and {at_left, at_right} == {("cq",), ("ck",)} and left.meta["val"].dim() == 2
 
 
 class Grid:
@@ -270,39 +243,31 @@ class Grid:
         self._numbers: dict[fx.Node, Sequence[Tensor]] = {}
         self._keys: dict[tuple[Expr, int], Tensor] = {}
 
-    def _at_hand(self, x: Any) -> Any:
-        """A value of the call where it is read: small ones on the host."""
-        return on_host(x) if isinstance(x, Tensor) and is_small(x) else x
-
-    def _constant(self, x: Any) -> Any:
-        """A constant of the graph, which is copied once for all calls."""
-        found = self._at_hand(x)
-        if found is not x:
-            remember(found, x)
-        return found
+    def _at_hand(self, x: Any, *, is_constant: bool) -> Any:
+        """Return the host's copy of a small value; a constant of the graph is copied once for all calls."""
+        if not isinstance(x, Tensor) or not is_on_device(x) or not is_small(x):
+            return x
+        if is_constant and host_copies([x]) is None:
+            remember(on_host(x), x)
+        return on_host(x)
 
     def everywhere(self) -> Tensor:
         """True at all positions, bool [B, T]."""
         return torch.ones(self.rows, self.columns, dtype=torch.bool, device=self.device)
 
     def value(self, node: Any) -> Any:
-        """Return the full value of a node without parameters, the same as in the graph.
-
-        See ``purity``.
-        """
+        """Return the full value of a node without parameters, the same as in the graph (``purity``)."""
         if not isinstance(node, fx.Node):
             return node
         if node not in self._values:
-            if node.op == "placeholder":
-                x = self._inputs[node]
-                self._values[node] = self._at_hand(x) if self._on_host else x
-            elif node.op == "get_attr":
-                x = getattr(self._gm, str(node.target))
-                self._values[node] = self._constant(x) if self._on_host else x
+            if node.op in ("placeholder", "get_attr"):
+                is_constant = node.op == "get_attr"
+                x = getattr(self._gm, str(node.target)) if is_constant else self._inputs[node]
+                self._values[node] = self._at_hand(x, is_constant=is_constant) if self._on_host else x
             else:
                 args, kwargs = fx.node.map_arg(concrete((node.args, dict(node.kwargs)), self.sizes), self.value)
                 if self._on_host:
-                    args, kwargs = _together(args, kwargs)
+                    args, kwargs = together((args, kwargs))
                 with torch.no_grad():
                     self._values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self._values[node]
@@ -316,10 +281,7 @@ class Grid:
         return _positions_first(self.value(node), fact.dims, self.sizes)
 
     def numbers(self, node: fx.Node) -> Sequence[Tensor]:
-        """Return numbers [B, T] that are equal where an input's tokens are.
-
-        Equality is by their bits or by their origin.
-        """
+        """Return numbers [B, T] that are equal where an input's tokens are, by their bits or by their origin."""
         if node not in self._numbers:
             self._numbers[node] = self._find_numbers(node)
         return self._numbers[node]
@@ -351,7 +313,7 @@ class Grid:
         buffers: list[Tensor] = []
         flat = torch.arange(self.rows * self.columns, device=self.device)
         zero, resolved = torch.zeros_like(flat), self._resolve(expr, buffers)
-        value = evaluate(resolved, dot=zero, q=flat, k=flat, head=zero, batch=zero, buffers=buffers)
+        value = evaluate(resolved, dot=zero, q=flat, k=flat, head=zero, batch=zero, buffers=self._read(buffers))
         return value.expand(len(flat)).reshape(self.rows, self.columns)
 
     def is_one(self, condition: Expr, kept: Tensor) -> bool:
@@ -418,19 +380,6 @@ class Grid:
         token, *rest = indices
         place = ("q",) if token == ("cq",) else ("k",)
         return ("load", len(buffers) - 1, place, *[self._resolve(item, buffers) for item in rest])
-
-
-def _together(args: Any, kwargs: Any) -> Any:
-    """Operands in one place: on the host, but where a large one is elsewhere; nothing is made on another device."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
-    device = next((x.device for x in tensors if is_on_device(x)), torch.device("cpu"))
-
-    def moved(x: Any) -> Any:
-        if isinstance(x, torch.device):
-            return device
-        return x.to(device) if isinstance(x, Tensor) and x.dim() and x.device != device else x
-
-    return tree_map(moved, (args, kwargs))
 
 
 def _asks_of_heads(condition: Expr) -> bool:
