@@ -1,6 +1,6 @@
-"""A batch of chunks of a recurrence whose decay differs by feature of the key: Kimi delta attention.
+"""Compute chunks of a recurrence with one decay per key feature: Kimi delta attention.
 
-With the running sum t ``[L, D]`` of the decays' logarithms inside a chunk, and the state S ``[D, E]`` that comes in::
+With the running sum t ``[L, D]`` of the decays' logarithms inside a chunk, and the incoming state S ``[D, E]``::
 
     A(x, y)_ij = sum over d of x_id y_jd exp(t_id - t_jd)     for j <= i
     (1 + A(w, k) below the diagonal) n = v - (exp(t) * w) S   without erasing n = v
@@ -27,14 +27,14 @@ __all__ = ["FeatureChunk"]
 
 @dataclass(frozen=True)
 class FeatureChunk:
-    """C chunks of L tokens; each head has queries and keys.
+    """Hold C chunks of L tokens; each head has queries and keys.
 
     Attributes:
-        q: reads the state ``[C, H, L, D]``.
-        k: writes it ``[C, H, L, D]``.
-        v: what is written ``[C, H, L, E]``.
+        q: queries, which read the state ``[C, H, L, D]``.
+        k: keys, which write it ``[C, H, L, D]``.
+        v: the written values ``[C, H, L, E]``.
         g: logarithm of the decay ``[C, H, L, D]``.
-        w: reads what is erased ``[C, H, L, D]``; None where nothing is.
+        w: queries of the erased values ``[C, H, L, D]``; None without erasing.
     """
 
     q: Tensor
@@ -45,24 +45,24 @@ class FeatureChunk:
 
     @cached_property
     def total(self) -> Tensor:
-        """t, float64."""
+        """Compute t, float64."""
         return self.g.cumsum(-2, dtype=torch.float64)
 
     @cached_property
     def entering(self) -> Tensor:
-        """exp(t): what is left of the incoming state."""
+        """Compute exp(t), the remaining share of the incoming state."""
         return self.total.exp().to(self.g.dtype)
 
     @cached_property
     def leaving(self) -> Tensor:
-        """exp(t_L - t): what is left of each token's write at the end."""
+        """Compute exp(t_L - t), the remaining share of each token's write at the end."""
         if self._is_one_token:
             return torch.ones_like(self.g)
         return (self.total[..., -1:, :] - self.total).exp().to(self.g.dtype)
 
     @cached_property
     def decay(self) -> Tensor:
-        """exp(t_i - t_j), ``[C, H, L, L, D]``; 0 where j is later."""
+        """Compute exp(t_i - t_j), ``[C, H, L, L, D]``; 0 where j is later."""
         if self._is_one_token:
             return torch.ones_like(self.g)[..., None, :]
         length = self.total.shape[-2]
@@ -75,28 +75,28 @@ class FeatureChunk:
         return self.g.shape[-2] == 1
 
     def _pairs(self, x: Tensor) -> Tensor:
-        """A(x, k), ``[C, H, L, L]``."""
+        """Compute A(x, k), ``[C, H, L, L]``."""
         return (x[..., :, None, :] * self.k[..., None, :, :] * self.decay).sum(-1)
 
     @cached_property
     def mixing(self) -> Tensor:
-        """A(q, k)."""
+        """Compute A(q, k)."""
         return self._pairs(self.q)
 
     @cached_property
     def erasing(self) -> Tensor:
-        """A(w, k) below the diagonal."""
+        """Compute A(w, k) below the diagonal."""
         assert self.w is not None
         return self._pairs(self.w).tril(-1)
 
     @property
     def gate(self) -> Tensor:
-        """exp(t_L) as it multiplies a state, ``[C, H, D, 1]``."""
+        """Return exp(t_L) in the shape that multiplies a state, ``[C, H, D, 1]``."""
         return self.entering[..., -1, :, None]
 
     @cached_property
     def transfer(self) -> tuple[Tensor, Tensor] | None:
-        """What else of the incoming state the chunk takes away: key and read of ``-key^T (read S)``."""
+        """Return the erased part of the incoming state, as key and read of ``-key^T (read S)``."""
         return None if self.w is None else (self.k * self.leaving, self._solve(self.w * self.entering))
 
     def _solve(self, x: Tensor, transposed: bool = False) -> Tensor:
@@ -105,31 +105,34 @@ class FeatureChunk:
         return solved
 
     def _written(self, state: Tensor | None) -> Tensor:
-        """n, ``[C, H, L, E]``, given the incoming states (None: zero)."""
+        """Compute n, ``[C, H, L, E]``, for the incoming states (None: zero)."""
         if self.w is None:
             return self.v
         return self._solve(self.v if state is None else self.v - (self.w * self.entering) @ state)
 
     def outgoing(self) -> Tensor:
-        """The outgoing states for incoming zeros, ``[C, H, D, E]``."""
+        """Compute the outgoing states for incoming zeros, ``[C, H, D, E]``."""
         return (self.k * self.leaving).mT @ self._written(None)
 
     def output(self, state: Tensor) -> Tensor:
-        """``[C, H, L, E]`` for the incoming states ``[C, H, D, E]``."""
+        """Compute the outputs ``[C, H, L, E]`` for the incoming states ``[C, H, D, E]``."""
         return self.mixing @ self._written(state) + (self.q * self.entering) @ state
 
     def incoming_gradient(self, grad: Tensor) -> Tensor:
-        """Of the incoming states, as far as the outputs read them; ``grad`` is that of the outputs."""
+        """Compute the gradient of the incoming states through the outputs.
+
+        ``grad`` is the gradient of the outputs.
+        """
         found = (self.q * self.entering).mT @ grad
         if self.w is None:
             return found
         return found - (self.w * self.entering).mT @ self._solve(self.mixing.mT @ grad, transposed=True)
 
     def backward(self, grad: Tensor, state: Tensor, outgoing: Tensor | None) -> Gradients:
-        """Of all inputs, by autograd through the chunk.
+        """Compute the gradients of all inputs, by autograd through the chunk.
 
         Args:
-            grad: of the outputs ``[C, H, L, E]``.
+            grad: gradient of the outputs ``[C, H, L, E]``.
             state: the incoming states.
             outgoing: gradients of the outgoing states; None where no chunk reads those.
         """

@@ -1,12 +1,14 @@
-"""Blocks of tokens that see each other in a causal model: the patches of an image, or the prompt of a prefix LM.
+"""Find blocks of tokens that see each other in a causal model.
+
+Examples are the patches of an image, and the prompt of a prefix LM.
 
 The mask of such a model is ``causal | block``, where ``block`` compares a number of the query's token with that of the
-key's. A lifted score shows it in the *future*, where the key comes after the query: what is left of its conditions
-there asks ``number[query] == number[key]``, and conditions on one of both tokens::
+key's. A lifted score shows it in the *future*, where the key comes after the query: its conditions simplify there to
+``number[query] == number[key]``, and to conditions on one of both tokens::
 
     mask[q, k] = (k <= q) | ((block[q] == block[k]) & (block[q] >= 0))    ->    blocks: block >= 0, equal block
 
-Whether tokens of equal numbers are one run of each row is asked in every call (``treefx.runtime.blocks``).
+``treefx.runtime.blocks`` checks in every call that tokens of equal numbers are one run of each row.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ __all__ = ["Blocks", "find_blocks"]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A query sees a later key iff both have equal numbers, the query is a member as a query and the key as a key.
+    """Hold the conditions under which a query sees a later key.
+
+    Both have equal numbers, the query meets all of ``of_queries``, and the key meets all of ``of_keys``.
 
     All expressions are functions of the inputs at one token, written with ``("ck",)`` as its column.
     """
@@ -35,23 +39,24 @@ class Blocks:
 
     @property
     def expressions(self) -> tuple[Expr, ...]:
-        """All that decides where blocks are."""
+        """Return all expressions that decide where blocks are."""
         return (*self.numbers, *self.of_queries, *self.of_keys)
 
 
 def find_blocks(
     score: Expr, value: Expr, conditions: Iterable[Expr], tables: Tables
 ) -> tuple[Blocks, list[tuple[Expr, Expr]]] | None:
-    """The blocks of a score that is not masked in all of the future, or None where it is something else.
+    """Find the blocks of a score that does not mask all later keys, or None.
 
     Args:
         score: The lifted score.
         value: Its value in the past, where all ``conditions`` hold. Both must be those of a block too.
-        conditions: As above.
-        tables: What is known of the values that the score loads.
+        conditions: The conditions of ``value``.
+        tables: Known properties of the values that the score loads.
 
     Returns:
-        The blocks; and each condition under which a later key is seen, with the score where it does not hold.
+        The blocks; and each condition under which a query sees a later key, with the score where it does not hold. None
+        if the score has another form.
     """
     later, found = split_mask(simplify(score, tables, "future"), tables)
     asked = [item for condition, _ in found for item in conjuncts(condition)]
@@ -73,13 +78,13 @@ def find_blocks(
 
 
 def _compares_one_number(sides: Sequence[Expr]) -> bool:
-    """Whether both sides of a comparison are the same function, one of the query's token and one of the key's."""
+    """Return True if a comparison has one function of the query's token and of the key's."""
     own = any(_reads(sides[i], "cq") and _reads(sides[1 - i], "ck") for i in (0, 1))
     return own and _of_key(sides[0]) == _of_key(sides[1])
 
 
 def _reads(expr: Expr, column: str) -> bool:
-    """Whether an expression is a function of the inputs at the token of one column, and not of that column itself."""
+    """Return True if an expression reads inputs at one column's token, not the column itself."""
     if expr[0] != "load":
         items = [item for item in expr[1:] if isinstance(item, tuple)]
         kinds = [_reads(item, column) for item in items if item[0] != "const"]
@@ -90,7 +95,7 @@ def _reads(expr: Expr, column: str) -> bool:
 
 
 def _of_key(expr: Expr) -> Expr:
-    """An expression where the query is the key."""
+    """Replace the query's column by the key's."""
     if expr == ("cq",):
         return ("ck",)
     return (expr[0], *[_of_key(item) if isinstance(item, tuple) else item for item in expr[1:]])

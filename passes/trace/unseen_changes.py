@@ -76,13 +76,13 @@ def changed_by(gm: fx.GraphModule, positions: Collection[int]) -> tuple[fx.Node,
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """The memory of a node's value, as Dynamo saw it; None of what is no tensor."""
+    """Return the memory of a node's value, as Dynamo saw it; None if it is no tensor."""
     value = _example(node)
     return None if value is None else _storage(value)
 
 
 def changed_in_place(node: fx.Node) -> Tensor | None:
-    """The operand that a node changes in place, as Dynamo saw it."""
+    """Return the operand that a node changes in place, as Dynamo saw it."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     if node.op not in ("call_method", "call_function") or not in_place or not node.args:

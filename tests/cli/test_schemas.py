@@ -82,7 +82,7 @@ def test_what_commands_print_is_valid(schema: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", MEASURED)
 def test_measurements_print_their_records(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of the documented form; what is really measured is held against it in ``tests/tools/bench``."""
+    """Print records of the documented form; ``tests/tools/bench`` checks real records against it."""
     name = command.split()[0]
     forms = {"parts": record_of("parts"), "unshared": {"models": [record_of("unshared")["models"][0]]}}
 

@@ -19,7 +19,10 @@ def load(name: str) -> Any:
 
 
 def commands_in(text: str) -> list[str]:
-    """Lines of shell blocks and code in the prose that begin with ``treefx`` or ``make``, also after ``VARIABLE=x``."""
+    """Find commands in shell blocks and in code of the prose.
+
+    They begin with ``treefx`` or ``make``, also after ``VARIABLE=x``.
+    """
     lines = [line for item in blocks_of(text) if item.language == "sh" for line in item.code.splitlines()]
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     lines += re.findall(r"`([^`\n]+)`", prose)
@@ -27,7 +30,7 @@ def commands_in(text: str) -> list[str]:
 
 
 def complaint_about(line: str) -> str:
-    """What is wrong with a command; "" if nothing is."""
+    """Describe the mistake in a command; "" if it is right."""
     words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
     if words[0] == "make":
         return "" if set(words[1:]) <= TARGETS else f"no such target: {line}"

@@ -123,7 +123,7 @@ def test_kernels_of_operators_where_inductor_tells(report: Inspection) -> None:
     assert products and all(any("mm" in kernel for kernel in item.kernels) for item in products)
     assert f"computed by {products[0].kernels[0]}" in treefx.inspect(made).why(products[0].name)
     silent = [item for item in found.values() if item.ran == "none"]
-    assert not any(item.kernels for item in (*silent, *report.operators)), "another inner compiler tells nothing"
+    assert not any(item.kernels for item in (*silent, *report.operators)), "another inner compiler reports no kernels"
 
 
 def test_restorations_and_memory(report: Inspection) -> None:

@@ -67,7 +67,7 @@ def test_columns_are_what_the_definitions_say(rows: Rows, seed: int, host: float
 
 
 def test_the_work_is_bounded_at_every_limit() -> None:
-    """The tightest limit of a large forest asks for the finest cuts: as many as its forks and a fixed number more."""
+    """Bound the cuts at the tightest limit of a large forest by its forks and a fixed number."""
     forest = Forest.from_sequences(forked_rollouts(np.random.default_rng(0), 40, 100))
     counts = Counts(forest)
     least = smallest_requirement(counts, token_cost()).limit_bytes
@@ -80,7 +80,7 @@ def test_the_work_is_bounded_at_every_limit() -> None:
 
 
 def test_wrong_sizes_are_noticed() -> None:
-    """What is outgoing counts: parts that hand nothing out would seem to fit."""
+    """Count outgoing tokens: parts without them would seem to fit."""
     forest, cost = Forest.from_sequences([[1, 2, 3, 4], [1, 2, 5, 6]]), linear_cost()
     schedule = every_node(forest).schedule
     sizes = measure_parts(Counts(forest), schedule.parts)

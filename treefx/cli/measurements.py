@@ -29,7 +29,10 @@ _ON_GPU: Mapping[str, Any] = {
     "wrong?": list[str], "tree_host_ms?": float, "rows?": str, "matmul_tflops?": float,
     "copy_tb_per_s?": float, "total_s?": float, "lost?": bool, "path?": str,
 }  # fmt: skip
-"""Beside what a record of the CPU has. Of FlexAttention's variants each has a name: times, errors, or what failed."""
+"""Fields in addition to those of a record of the CPU.
+
+Each variant of FlexAttention has a name, with times, errors or the failure.
+"""
 _PEAKS: Mapping[str, Any] = {
     "limit": str, "forests": int, "over": int, "of_limit": float, "predicted_least": float, "predicted_most": float,
     "parts_most": int, "recomputed_most": float, "loss_error": float,

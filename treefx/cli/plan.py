@@ -50,7 +50,7 @@ def plan(
         str, typer.Option(help="'all', or 'auto': levels whose sharing is predicted to cost more are computed again.")
     ] = "all",
     compare: Annotated[
-        bool, typer.Option("--compare", help="Every strategy beside each other, with --draw too.")
+        bool, typer.Option("--compare", help="Compare all strategies, also in the picture of --draw.")
     ] = False,
     ranks: Annotated[int, typer.Option(min=1, help="Data-parallel processes, each with this memory.")] = 1,
     link_gbps: Annotated[float, typer.Option(help="GB/s a rank sends to others, with --ranks; 0: not counted.")] = 0.0,

@@ -1,7 +1,7 @@
-"""Blocks of tokens that see each other, in the rows of one call: one atom of the trie each.
+"""Number blocks of tokens that see each other, so that the trie shares whole blocks only.
 
-A token of a block sees all of it, so it is told apart by all of it: beside its own values each token has the number of
-its block, which is that of every block of equal tokens. Two rows then share a block whole or part before it::
+A token of a block sees the whole block, so two tokens are equal only if their blocks are. The key of each token is its
+own values and the number of its block; equal blocks have one number. Two rows share a whole block or part before it::
 
     ids     7 # # 8 | 7 # # 9        images  A, A        or  A, B
     blocks  - 0 0 - | - 0 0 -                            or  - 0 0 - | - 1 1 -
@@ -25,15 +25,18 @@ __all__ = ["number_blocks"]
 
 
 def number_blocks(blocks: Blocks, grid: Grid, keep: Tensor | None, keys: Sequence[Tensor]) -> Tensor | None:
-    """int64 [B, T]: the number of each token's block, -1 outside of blocks; None where no blocks say who sees whom.
+    """Number the block of each token; equal blocks get one number.
 
     A query must see a later key iff both are in one run of columns that are kept.
 
     Args:
-        blocks: What a mask asks of a query and a later key.
+        blocks: Conditions of the mask on a query and a later key.
         grid: The inputs of the call.
         keep: bool [B, T], the positions that run; None for all.
-        keys: Values [B, T] that tell tokens apart otherwise.
+        keys: Other values [B, T] by which tokens differ.
+
+    Returns:
+        int64 [B, T], -1 outside of blocks. None if the mask is not one of blocks in this call.
     """
     shape = grid.rows, grid.columns
     kept = np.ones(shape, dtype=bool) if keep is None else on_host(keep).numpy()
@@ -48,7 +51,7 @@ def number_blocks(blocks: Blocks, grid: Grid, keep: Tensor | None, keys: Sequenc
 
 
 def _all(grid: Grid, conditions: Sequence[Expr]) -> np.ndarray:
-    """bool [B, T], whether tokens meet all conditions."""
+    """Evaluate all conditions at each token, bool [B, T]."""
     met = np.ones((grid.rows, grid.columns), dtype=bool)
     for condition in conditions:
         met &= on_host(grid.at_tokens(condition)).numpy().astype(bool)
@@ -56,7 +59,7 @@ def _all(grid: Grid, conditions: Sequence[Expr]) -> np.ndarray:
 
 
 def _numbers(grid: Grid, blocks: Blocks) -> np.ndarray:
-    """int64 [B, T], equal where all numbers of a block are."""
+    """Combine the numbers of each token into one, int64 [B, T]."""
     found = [on_host(_comparable(grid.at_tokens(item))).numpy() for item in blocks.numbers]
     numbers: np.ndarray = combine_keys(found) if found else np.zeros((grid.rows, grid.columns), dtype=np.int64)
     return numbers
@@ -67,7 +70,7 @@ def _comparable(x: Tensor) -> Tensor:
 
 
 def _starts(members: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """bool [B, T], the first token of each run of members with equal numbers."""
+    """Mark the first token of each run of members with equal numbers, bool [B, T]."""
     before = np.zeros_like(members)
     before[:, 1:] = members[:, :-1] & (numbers[:, :-1] == numbers[:, 1:])
     starts: np.ndarray = members & ~before
@@ -75,14 +78,17 @@ def _starts(members: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def _come_again(members: np.ndarray, numbers: np.ndarray, starts: np.ndarray) -> bool:
-    """Whether two runs of one row have the same number."""
+    """Return True if two runs of one row have the same number."""
     rows, columns = np.nonzero(starts)
     pairs = np.stack([rows, numbers[rows, columns]], 1)
     return len(np.unique(pairs, axis=0)) < len(pairs)
 
 
 def _meet_outside(as_queries: np.ndarray, as_keys: np.ndarray, numbers: np.ndarray) -> bool:
-    """Whether a query sees a later key of its number though one of the two is no member, as query and as key."""
+    """Return True if a query sees a later key of its number, but one of them is no member.
+
+    A member is a token that meets the conditions both as a query and as a key.
+    """
     for first, second in ((as_queries & ~as_keys, as_keys), (as_queries, as_keys & ~as_queries)):
         for row in np.flatnonzero(first.any(1) & second.any(1)):
             queries, keys = np.flatnonzero(first[row]), np.flatnonzero(second[row])
@@ -93,7 +99,7 @@ def _meet_outside(as_queries: np.ndarray, as_keys: np.ndarray, numbers: np.ndarr
 
 
 def _number_runs(members: np.ndarray, starts: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """int64 [B, T], equal for runs of equal codes."""
+    """Number runs by their codes, int64 [B, T]; runs of equal codes get one number."""
     result = np.full(members.shape, -1, dtype=np.int64)
     run = np.cumsum(starts[members]) - 1
     if not len(run):

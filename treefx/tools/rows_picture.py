@@ -1,4 +1,4 @@
-"""The picture of the README: rows that share prefixes, and the tree that runs instead.
+"""Draw the README's picture: rows that share prefixes, and the tree that runs instead.
 
 ``python -m treefx.tools.rows_picture docs`` (``make docs``) writes ``rows-to-tree.svg``. The tree, its token counts and
 its colours come from ``treefx.Forest``.
@@ -16,20 +16,20 @@ from treefx.forests.forest import Forest
 __all__ = ["draw_rows"]
 
 _ROWS = (
-    "What is 7 x 8 ? 7 x 8 = 56",
-    "What is 7 x 8 ? 7 x 8 = 58",
-    "What is 7 x 8 ? It is 56 .",
-    "What is 7 x 8 ? It is 54 .",
+    "What is 7 x 8 ? 7 x 8 = 56",  # words: quoted
+    "What is 7 x 8 ? 7 x 8 = 58",  # words: quoted
+    "What is 7 x 8 ? It is 56 .",  # words: quoted
+    "What is 7 x 8 ? It is 54 .",  # words: quoted
 )
 _WIDTH, _HEIGHT, _GAP = 38, 24, 10  # pixels of a token, and between two lanes
 _TOP, _MARGIN = 44, 16
 _COLOURS = {1: "#dbe7f5", 2: "#8fb8e0", 4: "#2f6fb3"}
-"""By the number of rows that share a token."""
+"""Colour of a token by the number of rows that share it."""
 _STYLE = "font:12px system-ui,sans-serif;text-anchor:middle;dominant-baseline:central"
 
 
 def draw_rows(rows: Sequence[str] = _ROWS) -> str:
-    """Draw rows of words above each other, and the tree of their prefixes next to them, as SVG."""
+    """Draw rows of words as SVG, with the tree of their prefixes next to them."""
     words = [row.split() for row in rows]
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(sum(words, [])))}
     forest = Forest.from_sequences([[vocabulary[word] for word in row] for row in words])

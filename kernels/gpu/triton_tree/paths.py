@@ -1,7 +1,7 @@
 """Choose the form of a kernel: Gluon or plain, one pass or two.
 
-Gluon has two passes, with bitwise deterministic results. Its one pass has not run on a device yet, so it runs only
-where ``TREEFX_KERNEL_PATH=gluon_once`` asks for it. Gluon, and one pass, are checked against the plain kernels in two
+Gluon has two passes, with bitwise deterministic results. Its one pass has not run on a device yet, so only
+``TREEFX_KERNEL_PATH=gluon_once`` selects it. Gluon, and one pass, are checked against the plain kernels in two
 passes, on the first of the tokens at hand and a gradient of random numbers, when a process first uses them for an
 attention of its kind, and again for longer lists of tiles. A form that fails to compile, or differs anywhere, gives
 way to the next form with one warning.
@@ -44,7 +44,7 @@ __all__ = [
 
 PATHS = ("plain", "gluon")
 GLUON_ONCE = "gluon_once"
-"""What ``TREEFX_KERNEL_PATH`` says for the path ``"gluon"`` with a backward in one pass, where that fits."""
+"""Value of ``TREEFX_KERNEL_PATH`` for the path ``"gluon"`` with a backward in one pass, where that fits."""
 _WIDEST, _WIDEST_TOGETHER = 192, 320
 """Features of a head, and of a key and a value together, above which the gradients of both spill registers."""
 _TOLERANCE = 0.02

@@ -28,7 +28,7 @@ WAITING = {
 
 
 class StandIn(TorchDispatchMode):
-    """A device whose tensors lie on the CPU: what is made of them lies there too.
+    """Stand in for a device whose tensors, and results of them, lie on the CPU.
 
     Attributes:
         waits: The operators that wait for it, and how many tensors each copy to the host has taken.

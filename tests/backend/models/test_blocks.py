@@ -178,11 +178,11 @@ def test_a_trie_that_splits_inside_a_block_is_wrong(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(call_plan, "number_blocks", number)
     with pytest.raises(AssertionError, match="differ by more than"):
         compare(Blocked("patches").double(), step_of(padded(TOGETHER)))
-    assert len(found[0].unique()) == 4  # two whole blocks, one cut off, and what is none
+    assert len(found[0].unique()) == 4  # two whole blocks, one cut off, and tokens outside of blocks
 
 
 class Numbered(Blocked):
-    """The types are the numbers of blocks."""
+    """Use the types as numbers of blocks."""
 
     def __init__(self) -> None:
         super().__init__("patches")

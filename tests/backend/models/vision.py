@@ -147,7 +147,7 @@ def qwen3_vl() -> nn.Module:
 
 
 def double_of(model_class: Any, config: Any) -> nn.Module:
-    """A model of transformers with a tower of its own, in float64 throughout."""
+    """Build a model of transformers with its own tower, in float64 throughout."""
     module = lifted(model_class.__module__)
     original = module.AutoModel
     module.AutoModel = _Lifted

@@ -58,7 +58,7 @@ def paligemma() -> nn.Module:
 
 
 def of_paligemma(names: str, ids: Tensor) -> dict[str, Tensor]:
-    """Types are 1 from the last two columns on: what is predicted."""
+    """Return types that are 1 in the last two columns, which the model predicts."""
     types = torch.zeros_like(ids)
     types[:, -2:] = 1
     return {"token_type_ids": types, **({"pixel_values": draw_images(names)} if names else {})}

@@ -1,4 +1,4 @@
-"""Records of the last calls: their forest, what their forward keeps, one line each. Frozen, plain data, as all."""
+"""Define records of the last calls: forest, memory, decision. They are frozen, plain data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Call", "ForestAccount", "ForestNode", "LayerMemory", "Memory"]
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What the forward of one module keeps for the backward.
+    """Account for the values that the forward of one module keeps for the backward.
 
     Attributes:
         module: Path; equal layers have a line each.
-        bytes: Of distinct storages; parameters and inputs are not counted.
-        values: How many values.
+        bytes: Bytes of distinct storages; parameters and inputs are not counted.
+        values: Number of values.
     """
 
     module: str
@@ -24,13 +24,13 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the packed forward keeps for the backward.
+    """Account for the values that the packed forward keeps for the backward.
 
     Attributes:
-        bytes: All of it; 0 where there is no graph of a backward.
-        layers: By module, the largest first.
-        note: Why nothing is known, where that is so.
-        bytes_on_rows: What the same graph keeps where no two rows share a token, padding among them; 0 where the
+        bytes: Their bytes; 0 where there is no graph of a backward.
+        layers: The same by module, the largest first.
+        note: The reason why the bytes are unknown, if they are.
+        bytes_on_rows: Bytes that the same graph keeps where no two rows share a token, with padding; 0 where the
             size of the batch is unknown.
     """
 
@@ -42,16 +42,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class ForestNode:
-    """A run of tokens with the same rows.
+    """Describe a run of tokens with the same rows.
 
     Attributes:
         start: Packed index of its first token.
-        tokens: How many tokens.
-        depth: Of the first one on its path.
+        tokens: Number of tokens.
+        depth: Depth of the first token on its path.
         parent: Number of the node above it; -1 for a root.
         rows: The rows through it.
         ids: The first of its token ids.
-        weight: Of the edge into its first token, summed over its rows; None for a root and where the loss has them.
+        weight: Weight of the edge into its first token, summed over its rows; None for a root and where the loss has
+            the weights.
     """
 
     start: int
@@ -65,14 +66,14 @@ class ForestNode:
 
 @dataclass(frozen=True)
 class ForestAccount:
-    """The forest of the last call.
+    """Describe the forest of the last call.
 
     Attributes:
-        raw_tokens: Of all rows.
-        tokens: Distinct ones.
-        rows: How many rows.
-        nodes: In packed order.
-        left_out: How many nodes there are beside these.
+        raw_tokens: Tokens of all rows.
+        tokens: Distinct tokens.
+        rows: Number of rows.
+        nodes: Nodes in packed order.
+        left_out: Number of further nodes.
     """
 
     raw_tokens: int
@@ -84,19 +85,19 @@ class ForestAccount:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one graph.
+    """Describe one call of one graph.
 
     Attributes:
-        number: Among all calls of the process.
+        number: Place among all calls of the process.
         graph: Number of the graph in this report.
         ran: "packed" or "ordinary".
-        raw_tokens: Under the mask.
-        tokens: That ran.
-        distinct: None where nothing counted them.
-        code: Of the reason for rows; "" of a packed call.
+        raw_tokens: Tokens under the mask.
+        tokens: Tokens that ran.
+        distinct: Distinct tokens; None if not counted.
+        code: Code of the reason for rows; "" of a packed call.
         reason: The same in words.
-        seconds: Of the forward on the host; None where nothing measured it.
-        compiles: How many compilations it waited for.
+        seconds: Seconds of the forward on the host; None if not measured.
+        compiles: Number of compilations that it waited for.
     """
 
     number: int

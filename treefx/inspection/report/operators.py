@@ -4,8 +4,8 @@
 ran        holds for
 =========  =============================================================================================
 ``token``  values that are packed, attention and its scores, shifted logits that a loss picks from, and operators
-replaced by a packed form: masks and scores of an attention, steps of a recurrence ``batch``  functions of parameters
-and constants
+           replaced by a packed form: masks and scores of an attention, steps of a recurrence
+``batch``  functions of parameters and constants
 ``row``    all else; each has a code, and a value that merely reads another one on rows has that one's
 ``none``   dead values
 =========  =============================================================================================
@@ -47,7 +47,7 @@ _CONTRACTED = "runs on rows, and is read once per distinct token again"
 
 @dataclass(frozen=True)
 class _Origin:
-    """Why a value is computed per row: code, text, and the operator where that began."""
+    """Explain why a value is computed per row: code, text, and the first such operator."""
 
     code: str
     reason: str
@@ -55,13 +55,13 @@ class _Origin:
 
 
 def account_operators(material: Material) -> tuple[OperatorAccount, ...]:
-    """Every call of the captured graph but those that take a result out of a tuple, in order."""
+    """Account for every call of the captured graph, in order, without ``getitem``."""
     accounts = _labelled(material) if material.is_labelled else _unlabelled(material)
     return tuple(accounts)
 
 
 def origins(operators: tuple[OperatorAccount, ...]) -> dict[str, OperatorAccount]:
-    """By name of an operator on rows, the operator where its rows began."""
+    """Map the name of each operator on rows to the operator where its rows began."""
     by_name = {item.name: item for item in operators}  # reasons of the whole call began at no operator
     return {item.name: by_name.get(item.since, item) for item in operators if item.ran == "row"}
 
@@ -129,7 +129,7 @@ def _labelled(material: Material) -> Iterator[OperatorAccount]:
 
 
 def _absorbs(user: fx.Node, live: set[fx.Node], absorbed: set[fx.Node]) -> bool:
-    """Whether a packed form stands for the operands of an operator that it does not read."""
+    """Return True if a packed form replaces an operator together with its unread operands."""
     if user.op != "call_function" or user.target in SHAPE_ONLY:
         return False
     return user in absorbed or (user in live and isinstance(fact_of(user).law, ReadsOthers))
@@ -166,7 +166,7 @@ def _account(
 
 
 def _kernels(material: Material, images: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The kernels of the forward and the backward that compute any image, as far as inductor tells."""
+    """Find the kernels of forward and backward that compute any image, from inductor's record."""
     found: dict[str, None] = {}
     for stage in ("forward", "backward"):
         names = set(images.get(stage, ()))
@@ -176,7 +176,7 @@ def _kernels(material: Material, images: Mapping[str, Sequence[str]]) -> tuple[s
 
 
 def _on_rows(account: OperatorAccount, material: Material) -> OperatorAccount:
-    """The account of a call that ran the ordinary graph."""
+    """Convert an account to that of a call that ran the ordinary graph."""
     same = {"flops_after": account.flops_before, "bytes_after": account.bytes_before, "images": {}, "kernels": ()}
     if account.ran != "token":
         return replace(account, **same)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def _on_rows(account: OperatorAccount, material: Material) -> OperatorAccount:
 
 
 class _Costs:
-    """Costs of nodes of the rewritten graph, by name."""
+    """Sum costs of nodes of the rewritten graph, by name."""
 
     def __init__(self, material: Material) -> None:
         gm = material.graphs.get("rewritten")
@@ -192,15 +192,15 @@ class _Costs:
         self._material = material
 
     def flops(self, names: tuple[str, ...]) -> int:
-        """Sum over nodes."""
+        """Sum the FLOPs of nodes."""
         return sum(node_flops(self._nodes[n], self._material.sizes, self._material.columns) for n in names)
 
     def bytes(self, names: tuple[str, ...]) -> int:
-        """Sum over nodes."""
+        """Sum the result bytes of nodes."""
         return sum(result_bytes(self._nodes[n], self._material.sizes) for n in names)
 
     def seconds(self, names: tuple[str, ...]) -> float:
-        """Sum over nodes."""
+        """Sum the seconds of nodes."""
         known = self._material.seconds.get("rewritten", {})
         return sum((known.get(name, 0.0) for name in names), 0.0)
 
@@ -217,12 +217,12 @@ def _ran(node: fx.Node, fact: Fact, is_live: bool) -> str:
 
 
 def _law(fact: Fact) -> str:
-    """The packed form by name, where it has one."""
+    """Return the name of the packed form, or "" without one."""
     return "" if fact.law is None or isinstance(fact.law, str) else type(fact.law).__name__.lstrip("_")
 
 
 def _origin(node: fx.Node, fact: Fact, found: dict[fx.Node, _Origin]) -> _Origin | None:
-    """Why a value is computed per row; None where it is not."""
+    """Find the reason why a value is computed per row; None if it is not."""
     if node.target is operator.getitem:
         return found.get(node.all_input_nodes[0])
     own = fact.reason if fact.reason not in (None, MEETS_ROWS) else fact.obstacle
@@ -247,6 +247,6 @@ def _meets(node: fx.Node, found: dict[fx.Node, _Origin]) -> bool:
 
 
 def _inherited(node: fx.Node, found: dict[fx.Node, _Origin]) -> _Origin | None:
-    """The origin of an operand, one that holds features of the model first."""
+    """Return the origin of an operand; operands with features of the model come first."""
     near = [found[item] for item in node.all_input_nodes if item in found]
     return next((item for item in near if item.code not in NO_LOSS), near[0] if near else None)

@@ -16,13 +16,13 @@ __all__ = ["SHORTEST_BLOCK", "Blocks", "Counts", "IntArray", "above_sums"]
 IntArray = npt.NDArray[np.int64]
 
 SHORTEST_BLOCK = 4
-"""Tokens to which the planner cuts runs at the finest, in forests of few tokens."""
+"""Length in tokens of the shortest blocks, in forests of few tokens."""
 _MOST_PIECES = 8_000
-"""Pieces into which runs are cut at most: the work of planning is bounded by them and by the forks, for any limit."""
+"""Most pieces of all runs: pieces and forks bound the work of planning, for any limit."""
 
 
 def above_sums(end: IntArray, amount: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Per item of a tree in depth-first order, the sum over its ancestors.
+    """Sum an amount over the ancestors of each item of a tree in depth-first order.
 
     Args:
         end: int64 [K], exclusive end of the descendants of every item.
@@ -35,7 +35,7 @@ def above_sums(end: IntArray, amount: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class Counts:
-    """Sums over intervals of packed tokens, in constant time each.
+    """Sum over intervals of packed tokens, in constant time each.
 
     Attributes:
         forest: the forest.
@@ -61,11 +61,11 @@ class Counts:
 
     @property
     def shortest_block(self) -> int:
-        """Tokens to which the planner cuts runs at the finest."""
+        """Return the length in tokens of the shortest blocks."""
         return max(SHORTEST_BLOCK, len(self.depth) // _MOST_PIECES)
 
     def size(self, start: int, stop: int, *, outgoing: int = 0) -> Size:
-        """Size of a part of the tokens [start, stop), all below the first one's ancestors."""
+        """Measure a part of the tokens [start, stop), all below the first one's ancestors."""
         return Size(
             tokens=stop - start,
             boundary=int(self.depth[start]),
@@ -75,7 +75,9 @@ class Counts:
         )
 
     def common_depth(self, first: IntArray, second: IntArray) -> IntArray:
-        """Depth of the lowest common ancestor of tokens and later ones, [K]; -1 where there is none.
+        """Find the depth of the lowest common ancestor of tokens and later ones, [K].
+
+        It is -1 without a common ancestor.
 
         Between them in packed order the tree goes up at heads only, and never above that ancestor's children.
         """
@@ -90,7 +92,7 @@ class Counts:
         return found
 
     def _least_depths(self, power: int) -> IntArray:
-        """Of every 2 ** power heads in a row, the least depth."""
+        """Return the least depth of every 2 ** power consecutive heads."""
         while len(self._least) <= power:
             half, reach = self._least[-1], 1 << (len(self._least) - 1)
             self._least.append(np.minimum(half[:-reach], half[reach:]))
@@ -99,11 +101,10 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Hold runs of tokens, each of which but the first follows its only-child parent.
+    """Hold runs of tokens without a fork, in packed order.
 
-    Runs are in packed order.
-
-    Children of a block hang on its last token, so a block is wholly inside or outside of any part.
+    In a run, each token but the first is the only child of the token before it. Children of a block hang on its last
+    token, so a block is wholly inside or outside of any part.
 
     Attributes:
         counts: of the forest.
@@ -133,27 +134,27 @@ class Blocks:
 
     @cached_property
     def subtree_stop(self) -> IntArray:
-        """int64 [B]: end of the block's subtree among the tokens."""
+        """Return the end of each block's subtree among the tokens, int64 [B]."""
         return self.counts.end[self.start]
 
     @cached_property
     def depth(self) -> IntArray:
-        """int64 [B]: tokens above the block."""
+        """Return the number of tokens above each block, int64 [B]."""
         return self.counts.depth[self.start]
 
     @cached_property
     def end(self) -> IntArray:
-        """int64 [B]: exclusive end of the block's subtree among the blocks."""
+        """Return the exclusive end of each block's subtree among the blocks, int64 [B]."""
         result: IntArray = np.searchsorted(self.start, self.subtree_stop)
         return result
 
     def children(self, block: int) -> list[int]:
-        """Blocks directly below a block, ascending."""
+        """Return the blocks directly below a block, ascending."""
         return self.all_children[block]
 
     @cached_property
     def all_children(self) -> list[list[int]]:
-        """Of every block, the blocks directly below it, ascending."""
+        """Return the blocks directly below every block, ascending."""
         found: list[list[int]] = [[] for _ in range(len(self))]
         for block, parent in enumerate(self.parent.tolist()):
             if parent >= 0:
@@ -162,7 +163,7 @@ class Blocks:
 
     @cached_property
     def sizes(self) -> tuple[list[Size], list[Size]]:
-        """Of every block as a part, all its tokens outgoing; and of its whole subtree as one."""
+        """Measure every block as a part with all tokens outgoing, and every subtree as a part."""
         own = self._sizes(self.stop, self.stop - self.start)
         return own, self._sizes(self.subtree_stop, np.zeros_like(self.start))
 
@@ -174,6 +175,6 @@ class Blocks:
 
     @property
     def roots(self) -> list[int]:
-        """Blocks without a parent."""
+        """Return the blocks without a parent."""
         found: list[int] = np.nonzero(self.parent < 0)[0].tolist()
         return found

@@ -1,4 +1,4 @@
-"""Parts in the making: a tree of token ranges whose peak is known at every step."""
+"""Draft parts: a tree of token ranges whose peak is known at every step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,15 +21,15 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class Draft:
-    """A part that may still change.
+    """Hold a part that may still change.
 
     Attributes:
         ranges: its tokens, disjoint intervals of packed indices.
-        size: how big it is; the boundary and the outgoing tokens may be too large here, never too small.
-        keep: what stays while its children run.
-        above: the token that its topmost tokens hang on, -1 at roots; None where there are several.
+        size: its size; the boundary and the outgoing tokens may be too large here, never too small.
+        keep: mode of the values that stay while its children run.
+        above: parent token of its topmost tokens, -1 at roots; None where there are several.
         children: the parts below.
-        demand: peak of the part and everything below it, on top of what its ancestors hold; set while merging.
+        demand: peak of the part and everything below it, without the bytes that its ancestors hold; set while merging.
     """
 
     ranges: list[tuple[int, int]]
@@ -41,7 +41,7 @@ class Draft:
 
 
 def held_bytes(cost: CostModel, size: Size, keep: Keep) -> float:
-    """h(p, mode): bytes a part holds while its children run."""
+    """Compute h(p, mode): bytes a part holds while its children run."""
     if keep == "offload":
         return 0.0
     store = cost.store_bytes_per_token * size.outgoing
@@ -49,7 +49,10 @@ def held_bytes(cost: CostModel, size: Size, keep: Keep) -> float:
 
 
 def peak_bytes(cost: CostModel, size: Size, keep: Keep) -> float:
-    """r(p, mode): the largest of its own runs; its store is there when its backward, or a second forward, runs."""
+    """Compute r(p, mode): the peak of the part's own runs.
+
+    Its store is allocated when its backward, or a second forward, runs.
+    """
     own = cost.run_bytes(size.tokens, size.boundary, size.edges)
     if keep != "keep":
         own = max(own, cost.kv(size.tokens, size.boundary, size.edges))
@@ -57,7 +60,7 @@ def peak_bytes(cost: CostModel, size: Size, keep: Keep) -> float:
 
 
 def part_seconds(cost: CostModel, size: Size, keep: Keep, hosted: int) -> float:
-    """c(p, mode): seconds of all steps of a part.
+    """Compute c(p, mode): seconds of all steps of a part.
 
     Args:
         cost: of the model.
@@ -76,21 +79,21 @@ def part_seconds(cost: CostModel, size: Size, keep: Keep, hosted: int) -> float:
 
 
 def total_seconds(cost: CostModel, roots: Iterable[Draft]) -> float:
-    """Seconds of all parts, but for the way from host memory."""
+    """Sum the seconds of all parts, without copies from host memory."""
     return sum(part_seconds(cost, part.size, part.keep if part.children else "keep", 0) for part, _ in in_order(roots))
 
 
 def demand_of(cost: CostModel, size: Size, keep: Keep, children: Iterable[Draft]) -> float:
-    """D(p): the larger of the part's own peak and of what it holds plus the largest demand of its children.
+    """Compute D(p) = max(r(p), h(p) + max over children c of D(c)).
 
-    A part fits iff what its ancestors hold plus its demand is within the budget.
+    A part fits iff the bytes that its ancestors hold plus its demand are within the budget.
     """
     below = max((child.demand for child in children), default=0.0)
     return max(peak_bytes(cost, size, keep), held_bytes(cost, size, keep) + below)
 
 
 def in_order(roots: Iterable[Draft]) -> Iterator[tuple[Draft, Draft | None]]:
-    """Every draft with its parent, parents first, depth first; iterative, as chains may be long."""
+    """Yield every draft with its parent, depth first; iteratively, as chains may be long."""
     stack: list[tuple[Draft, Draft | None]] = [(root, None) for root in reversed(list(roots))]
     while stack:
         draft, parent = stack.pop()
@@ -99,7 +102,10 @@ def in_order(roots: Iterable[Draft]) -> Iterator[tuple[Draft, Draft | None]]:
 
 
 def find_ends(parents: Sequence[int]) -> list[int]:
-    """Exclusive end of the descendants of every item of a tree in depth-first order, from the item above each or -1."""
+    """Find the exclusive end of the descendants of every item of a tree.
+
+    Items are in depth-first order; each has the number of its parent, or -1.
+    """
     end = list(range(1, len(parents) + 1))
     for number in range(len(parents) - 1, -1, -1):
         parent = parents[number]
@@ -109,7 +115,7 @@ def find_ends(parents: Sequence[int]) -> list[int]:
 
 
 def parents_of(roots: Iterable[Draft]) -> tuple[list[Draft], list[int]]:
-    """All drafts in order, and the place of the one above each, -1 at the topmost."""
+    """Return all drafts in order, and the place of the one above each, -1 at the topmost."""
     both = list(in_order(roots))
     place = {id(draft): number for number, (draft, _) in enumerate(both)}
     return [draft for draft, _ in both], [-1 if above is None else place[id(above)] for _, above in both]

@@ -23,7 +23,7 @@ Solution = tuple[float, tuple[Draft, ...]]
 
 
 def solve_exactly(blocks: Blocks, cost: CostModel, budget: float) -> list[Draft] | None:
-    """The topmost parts of the fastest plan, or None where nothing fits.
+    """Find the topmost parts of the fastest plan, or None if no plan fits.
 
     Args:
         blocks: few; the time is exponential in their number.
@@ -70,7 +70,7 @@ def solve_exactly(blocks: Blocks, cost: CostModel, budget: float) -> list[Draft]
 
 
 def _connected(blocks: Blocks, top: int) -> Iterator[frozenset[int]]:
-    """All connected sets of blocks whose topmost one is `top`."""
+    """Yield all connected sets of blocks with `top` as the topmost block."""
     yield from _grow(blocks, frozenset([top]), tuple(blocks.children(top)))
 
 
@@ -84,7 +84,7 @@ def _grow(blocks: Blocks, inside: frozenset[int], border: tuple[int, ...]) -> It
 
 
 def _size(blocks: Blocks, inside: frozenset[int], below: list[int]) -> Size:
-    """Size of a part of these blocks, of which those above a cut are outgoing."""
+    """Measure a part of these blocks; the blocks above a cut are outgoing."""
     counts = blocks.counts
     sizes = [counts.size(int(blocks.start[block]), int(blocks.stop[block])) for block in sorted(inside)]
     above = set()

@@ -1,7 +1,7 @@
-"""Blocks as a graph of networkx, and what somebody made of it as a plan: the way into the planner for strategies.
+"""Export blocks as a networkx graph, and read a strategy's partition of it as a plan.
 
-A *partition* of the blocks is what networkx calls one: sets of nodes, of which each holds a block and every block is in
-exactly one. Each set becomes a part that keeps its activations; a `Group` says otherwise.
+A *partition* has networkx's meaning: sets of nodes, none empty, with every block in exactly one. Each set becomes a
+part that keeps its activations; a `Group` names another mode.
 """
 
 from collections.abc import Collection, Iterable
@@ -37,19 +37,21 @@ __all__ = [
 
 
 def tree_of_blocks(forest: Forest, cost: CostModel, longest: int | None = None) -> "nx.DiGraph[int]":
-    """The forest as strategies see it: `blocks_to_networkx` of its runs without a fork.
+    """Export a forest's runs without a fork as a graph for strategies.
+
+    The graph is that of `blocks_to_networkx`.
 
     Args:
         forest: any forest.
         cost: of the model, such as `treefx.profile(...).cost`.
-        longest: runs of more tokens are cut evenly; None: none is.
+        longest: the planner cuts runs of more tokens evenly; None: it cuts none.
     """
     counts = Counts(forest)
     return blocks_to_networkx(Blocks.of(counts, longest or len(counts.depth)), cost)
 
 
 class Group(NamedTuple):
-    """Blocks that run as one part."""
+    """Name the blocks of one part and its mode."""
 
     blocks: Collection[int]
     keep: Keep = "keep"
@@ -59,7 +61,7 @@ Partition = Iterable[Group | Collection[int]]
 
 
 def blocks_to_networkx(blocks: Blocks, cost: CostModel) -> "nx.DiGraph[int]":
-    """The tree of blocks, parents to children, with what each costs as a part of its own.
+    """Export the tree of blocks, parents to children, with costs of each as a separate part.
 
     Returns:
         Nodes numbered in packed order with `start`, `stop` (packed indices), `tokens`, `boundary` (tokens above),
@@ -89,7 +91,7 @@ def blocks_to_networkx(blocks: Blocks, cost: CostModel) -> "nx.DiGraph[int]":
 
 
 def peak_of(graph: "nx.DiGraph[int]", partition: Partition) -> float:
-    """Predicted peak in bytes of a partition of the blocks, by the simulation that every plan is judged by."""
+    """Predict the peak in bytes of a partition of the blocks, as the planner does for plans."""
     blocks: Blocks = graph.graph["blocks"]
     drafts = read_partition(blocks, partition, "peak_of")
     return Drafted.of(blocks.counts, drafts, graph.graph["cost"]).peak_bytes
@@ -97,13 +99,13 @@ def peak_of(graph: "nx.DiGraph[int]", partition: Partition) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Drafted:
-    """Parts that were measured and played, before there is an object for each.
+    """Hold measured and simulated parts as columns, without an object per part.
 
     Attributes:
         layout: the parts.
-        sizes: of them.
-        steps: what runs, with its memory and time.
-        cost: the model by which they were judged.
+        sizes: of the parts.
+        steps: the steps in order, with memory and time.
+        cost: the cost model of the simulation.
     """
 
     layout: Layout
@@ -120,29 +122,29 @@ class Drafted:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """As `Plan.peak_bytes`."""
+        """Return the same as `Plan.peak_bytes`."""
         return round(float(self.steps.peak.max()))
 
     @cached_property
     def seconds(self) -> float:
-        """As `Plan.seconds`."""
+        """Return the same as `Plan.seconds`."""
         return float(self.steps.seconds.sum())
 
     def to_plan(self, forest: Forest, limit: int, strategy: str) -> Plan:
-        """The plan with its parts."""
+        """Build the plan with its parts."""
         schedule = to_schedule(self.layout)
         moments = to_moments(self.steps, schedule.steps)
         return Plan(forest, schedule, tuple(to_sizes(self.sizes)), tuple(moments), self.cost, limit, strategy)
 
 
 def measure_drafts(blocks: Blocks, drafts: list[Draft], cost: CostModel, limit: int, strategy: str = "auto") -> Plan:
-    """The plan of some parts, simulated, whatever the limit."""
+    """Simulate parts and return their plan, also above the limit."""
     return Drafted.of(blocks.counts, drafts, cost).to_plan(blocks.counts.forest, limit, strategy)
 
 
 @dataclass(eq=False)
 class _Quotient:
-    """The parts of a partition and what each hangs on."""
+    """Hold the parts of a partition and the path of parts above each."""
 
     blocks: Blocks
     groups: list[Group]
@@ -151,7 +153,7 @@ class _Quotient:
 
 
 def read_partition(blocks: Blocks, partition: Partition, name: str) -> list[Draft]:
-    """The topmost parts of a partition.
+    """Read the topmost parts of a partition.
 
     Args:
         blocks: of the forest.
@@ -159,8 +161,8 @@ def read_partition(blocks: Blocks, partition: Partition, name: str) -> list[Draf
         name: the strategy's, for messages.
 
     Raises:
-        InputError: a block is in no set or in two, a set is empty or holds what is no block, or the parts do not form
-            a tree: what a part reads must lie in it or on one path of parts above it.
+        InputError: a block is in no set or in two, a set is empty or holds a number without a block, or the parts do
+            not form a tree: all ancestors of a part's tokens must lie in it or on one path of parts above it.
     """
     groups = [item if isinstance(item, Group) else Group(item) for item in partition]
     quotient = _Quotient(blocks, groups, _part_of(blocks, groups, name))
@@ -196,13 +198,16 @@ def _part_of(blocks: Blocks, groups: list[Group], name: str) -> np.ndarray[Any, 
 
 
 def _depth(blocks: Blocks, group: Group) -> int:
-    """Tokens above the deepest of the group's topmost blocks: parts above a part come before it."""
+    """Count the tokens above the deepest of the group's topmost blocks.
+
+    In this order, parts above a part come before it.
+    """
     inside = set(group.blocks)
     return max(int(blocks.depth[block]) for block in inside if int(blocks.parent[block]) not in inside)
 
 
 def _path(quotient: _Quotient, part: int, name: str) -> tuple[int, ...]:
-    """The parts above a part, root first."""
+    """Find the parts above a part, root first."""
     above = {int(quotient.blocks.parent[block]) for block in quotient.groups[part].blocks} - {-1}
     parents = {int(quotient.part_of[block]) for block in above} - {part}
     paths = [quotient.path.get(parent) for parent in parents]

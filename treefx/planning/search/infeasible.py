@@ -1,4 +1,4 @@
-"""Explain why no plan fits: the path that needs most, its bytes, and a way out."""
+"""Explain why no plan fits: the path with the highest demand, its bytes, and a way out."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ __all__ = ["Requirement", "explain_breaking", "explain_infeasible", "smallest_re
 
 @dataclass(frozen=True)
 class Requirement:
-    """The least memory a forest can run in, and the tokens that need it.
+    """Hold the least memory a forest can run in, and the tokens that need it.
 
     Attributes:
         limit_bytes: the smallest limit for which there is a plan.
         longest: block length of that plan.
-        start, stop: the tokens [start, stop) that run when it is needed.
+        start, stop: the tokens [start, stop) that run at the peak.
         held_bytes: least bytes held by their ancestors then.
         run_bytes: bytes of the run itself.
     """
@@ -34,7 +34,7 @@ class Requirement:
 
 
 def smallest_requirement(counts: Counts, cost: CostModel) -> Requirement:
-    """The least any plan needs, over the lengths of blocks the planner tries."""
+    """Find the least memory of any plan, over the block lengths that the planner tries."""
     found = _requirement(counts, cost, counts.shortest_block)
     longest = 2 * counts.shortest_block
     while longest < 2 * len(counts.depth):
@@ -62,7 +62,7 @@ def _requirement(counts: Counts, cost: CostModel, longest: int) -> Requirement:
 
 
 def explain_infeasible(counts: Counts, cost: CostModel, limit: int, need: Requirement) -> str:
-    """The text of the refusal."""
+    """Write the text of the refusal."""
     forest = counts.forest
     depth, last = int(counts.depth[need.start]), int(counts.depth[need.stop - 1])
     row = int(forest.row_order[forest.first_rank[need.start]])
@@ -84,7 +84,7 @@ def explain_infeasible(counts: Counts, cost: CostModel, limit: int, need: Requir
 
 
 def explain_breaking(found: Plan) -> str:
-    """The text of the refusal of a strategy's plan: the part that needs most."""
+    """Write the refusal of a strategy's plan: the part that needs most."""
     worst = max(found.moments, key=lambda moment: moment.peak_bytes)
     part, forest = found.parts[worst.step.part], found.forest
     first, last = int(part.tokens[0]), int(part.tokens[-1])

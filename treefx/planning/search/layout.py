@@ -1,7 +1,7 @@
-"""A tree of parts as columns: sizes, steps and memory of all parts at once, without an object per part.
+"""Store a tree of parts as columns: sizes, steps and memory without an object per part.
 
-Parts are numbered depth first, so that a part's descendants are the parts [i + 1, end). What ancestors hold is a sum
-over such intervals: one addition where an interval begins, one subtraction where it ends.
+Parts are numbered depth first, so that a part's descendants are the parts [i + 1, end). The bytes that ancestors hold
+are a sum over such intervals: one addition where an interval begins, one subtraction where it ends.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ KINDS: tuple[StepKind, ...] = ("forward", "kv", "backward", "offload", "fetch")
 _FORWARD, _KV, _BACKWARD, _OFFLOAD, _FETCH = range(5)
 _ENTER = ((_FORWARD,), (_KV,), (_KV, _OFFLOAD))
 _LEAVE = ((_BACKWARD,), (_FORWARD, _BACKWARD), (_FETCH, _FORWARD, _BACKWARD))
-"""Steps before and after the children of a part, by what it keeps."""
+"""Steps before and after the children of a part, by its place in `KEEPS`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Parts and their tokens.
+    """Hold parts and their tokens.
 
     Attributes:
         parent: int64 [P], the part above, -1 at the topmost.
@@ -49,7 +49,7 @@ class Layout:
 
     @classmethod
     def of_drafts(cls, roots: Sequence[Draft]) -> "Layout":
-        """Number parts that may still change; a part without children keeps, whatever it says."""
+        """Number drafts depth first; a part without children always has mode "keep"."""
         drafts, parent = parents_of(roots)
         end = find_ends(parent)
         keep = [KEEPS.index(draft.keep) if draft.children else 0 for draft in drafts]
@@ -78,7 +78,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class PartSizes:
-    """`Size` of all parts, int64 [P] each."""
+    """Hold the `Size` of all parts as columns, int64 [P] each."""
 
     tokens: IntArray
     boundary: IntArray
@@ -89,11 +89,11 @@ class PartSizes:
 
 
 def measure_layout(counts: Counts, layout: Layout) -> PartSizes:
-    """The exact size of every part, without masks.
+    """Compute the exact size of every part, without masks.
 
-    A part hangs on tokens outside of it, of which the paths to the root are its boundary; the same paths, as far as
-    they lie in one part, are what is outgoing there. Tokens on several paths are counted once: of two neighbouring
-    tokens in packed order, the second adds what lies below their lowest common ancestor.
+    A part hangs on tokens outside of it. Its boundary is their paths to the root. The outgoing tokens of another part
+    are those tokens of these paths that lie in it. Tokens on several paths are counted once: of two neighbouring
+    tokens in packed order, the second adds only its path below their lowest common ancestor.
     """
     size = len(layout)
 
@@ -110,9 +110,11 @@ def measure_layout(counts: Counts, layout: Layout) -> PartSizes:
 
 
 def _hanging(counts: Counts, layout: Layout) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Tokens that have children in another part: that part, the token, its own part, the depth where its piece begins.
+    """Find tokens that have children in another part.
 
-    Pieces are runs without a head in one part; those that are connected in one part have one topmost piece.
+    Returns the part of the children, the token, the token's part, and the depth at which its piece begins.
+
+    Pieces are runs without a head in one part; connected pieces of one part have one topmost piece.
     """
     start = np.union1d(counts.heads, layout.start)
     owner = layout.owner[np.searchsorted(layout.start, start, side="right") - 1]
@@ -127,7 +129,7 @@ def _hanging(counts: Counts, layout: Layout) -> tuple[IntArray, IntArray, IntArr
 
 
 def _on_paths(counts: Counts, part: IntArray, token: IntArray, least: IntArray, parts: int) -> IntArray:
-    """Per part, the number of different tokens on the paths from its tokens up to a least depth."""
+    """Count, per part, the distinct tokens on the paths from its tokens up to a least depth."""
     key = np.unique(part * np.int64(len(counts.parent)) + token, return_index=True)[1]
     part, token, least = part[key], token[key], least[key]
     known = np.full(len(part), -1)
@@ -140,7 +142,10 @@ def _on_paths(counts: Counts, part: IntArray, token: IntArray, least: IntArray, 
 
 @dataclass(frozen=True, eq=False)
 class Play:
-    """All steps in the order they run, [T] each: `kind` (a place in `KINDS`), `part`, bytes and seconds of moments."""
+    """Hold all steps in execution order as columns, [T] each.
+
+    `kind` is a place in `KINDS`; the other columns are the part, and bytes and seconds of moments.
+    """
 
     kind: IntArray
     part: IntArray
@@ -151,7 +156,7 @@ class Play:
 
 
 def steps_of(layout: Layout) -> tuple[IntArray, IntArray]:
-    """Kinds and parts of all steps: every part is entered before its children and left after them."""
+    """Order all steps: every part is entered before its children and left after them."""
     keep, number = layout.keep, np.arange(len(layout))
     entered = np.array([len(kinds) for kinds in _ENTER])[keep]
     left = np.array([len(kinds) for kinds in _LEAVE])[keep]
@@ -171,7 +176,7 @@ def steps_of(layout: Layout) -> tuple[IntArray, IntArray]:
 
 
 def play(layout: Layout, sizes: PartSizes, cost: CostModel, order: tuple[IntArray, IntArray] | None = None) -> Play:
-    """Memory and time of every step under the full cost model.
+    """Simulate memory and time of every step under the full cost model.
 
     Args:
         layout: the parts.
@@ -185,7 +190,7 @@ def play(layout: Layout, sizes: PartSizes, cost: CostModel, order: tuple[IntArra
     kv, store = cost.kv_bytes_per_token * sizes.outgoing, cost.store_bytes_per_token * sizes.outgoing
     tangents = cost.kv_tangent_bytes_per_token * sizes.outgoing
     keeps = layout.keep == 0
-    # A forward hands out K/V: the store, or a second copy of what is in it.
+    # A forward hands out K/V: the store, or a second copy of the K/V in it.
     handed = np.where(keeps, store, kv)
     nothing = np.zeros(len(layout))
     peaks = (
@@ -208,8 +213,10 @@ def _run_bytes(sizes: PartSizes, cost: CostModel) -> tuple[FloatArray, dict[str,
 
 
 def _seconds(layout: Layout, sizes: PartSizes, cost: CostModel) -> FloatArray:
-    """Seconds of every kind of step of every part [5, P], with the way of K/V and their gradients from host memory."""
+    """Compute the seconds of every kind of step of every part, [5, P].
 
+    They include copies of K/V and their gradients from and to host memory.
+    """
     fits = cost.forward_seconds, cost.backward_seconds, cost.kv_seconds
     forward, backward, kv = (fit.of(sizes.tokens, sizes.pairs) for fit in fits)
     out = back = np.zeros(len(layout))
@@ -224,7 +231,10 @@ def _seconds(layout: Layout, sizes: PartSizes, cost: CostModel) -> FloatArray:
 
 
 def to_schedule(layout: Layout) -> Schedule:
-    """The parts as objects, and their steps: depth first, so that only one path of parts holds memory."""
+    """Build the parts as objects, and their steps.
+
+    Steps go depth first, so that only one path of parts holds memory.
+    """
     order = np.argsort(layout.owner, kind="stable")
     spans_of = np.searchsorted(layout.owner[order], np.arange(len(layout) + 1)).tolist()
     start, stop = layout.start[order].tolist(), layout.stop[order].tolist()

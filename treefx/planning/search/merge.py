@@ -1,7 +1,7 @@
 """Merge parts without recomputation: siblings together, chains and leaves into parents.
 
-Every step keeps `held above + demand <= budget` at the part it changes, so that nothing above or below has to be
-looked at again (see `treefx.planning.search.draft.demand_of`).
+Every step keeps `held above + demand <= budget` at the part it changes, so that no part above or below has to be
+checked again (see `treefx.planning.search.draft.demand_of`).
 """
 
 from treefx.planning.cost.model import CostModel, Size
@@ -27,7 +27,7 @@ def merge_parts(roots: list[Draft], cost: CostModel, budget: float, outlook: Out
     """
     outlook = outlook or Outlook.of(roots, cost, budget)
     rooms, demands, may_merge = outlook.room.tolist(), outlook.demand.tolist(), outlook.may_merge.tolist()
-    is_changed = [False] * (len(rooms) + 1)  # the last is nobody's, above the topmost
+    is_changed = [False] * (len(rooms) + 1)  # the last entry is a placeholder above the topmost parts
     for number in range(len(rooms) - 1, -1, -1):
         draft = outlook.drafts[number]
         draft.demand = demands[number]
@@ -48,7 +48,7 @@ def _group_children(draft: Draft, cost: CostModel, room: float) -> None:
 
 
 def _group_leaves(siblings: list[Draft], cost: CostModel, room: float, most_above: int) -> list[Draft]:
-    """Put parts without children together, by first fit, the largest first.
+    """Merge parts without children, by first fit, the largest first.
 
     Args:
         siblings: parts with one parent, or all roots.
@@ -94,7 +94,7 @@ def _add(group: Draft, draft: Draft, cost: CostModel, room: float, most_above: i
 
 
 def _absorb_children(draft: Draft, cost: CostModel, room: float) -> bool:
-    """Merge fitting children into the part, the smallest first; return whether any was."""
+    """Merge fitting children into the part, the smallest first; return True if any was."""
     any_taken = False
     for child in sorted(draft.children, key=lambda child: child.size.tokens):
         others = [other for other in draft.children if other is not child]
@@ -113,7 +113,7 @@ def _absorb_children(draft: Draft, cost: CostModel, room: float) -> bool:
 
 
 def joined_size(first: Size, second: Size, *, boundary: int, closed: bool = False) -> Size:
-    """The size of two parts as one; `closed`: nothing hangs below it."""
+    """Add the sizes of two parts; `closed` means that the result has no children."""
     return Size(
         tokens=first.tokens + second.tokens,
         boundary=boundary,

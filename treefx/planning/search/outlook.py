@@ -1,4 +1,4 @@
-"""What drafts need with everything below them, and which of them cannot be merged with anything: all at once."""
+"""Compute the demand of all drafts at once, and exclude drafts that no merge fits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """Bytes of drafts as they stand, in depth-first order.
+    """Hold the current bytes of drafts, in depth-first order.
 
-    Sizes only grow when drafts are merged, so what does not fit with the smallest of its neighbours never will.
+    Merging only adds to sizes, so a draft that does not fit with its smallest neighbour fits with none.
 
     Attributes:
         drafts: all of them.
         parent: place of the draft above each, -1 at the topmost.
-        room: what is left of the budget below everything that is held above.
-        demand: `demand_of` each.
+        room: the budget less the bytes that its ancestors hold.
+        demand: `demand_of` of each draft.
         may_merge: whether a child may join the draft, or two of its children each other.
-        may_batch: whether two of its children that have children themselves may join each other.
+        may_batch: whether two of its children with children may join each other.
     """
 
     drafts: list[Draft]
@@ -58,7 +58,7 @@ class Outlook:
         has_children = end > np.arange(len(end)) + 1
 
         def fits(first: IntArray, second: IntArray, where: FloatArray) -> BoolArray:
-            """Whether so many tokens together run in that room, below as much as the draft has above it."""
+            """Check that `first + second` tokens run in `where` bytes, below the draft's boundary."""
             known = (first < _NONE) & (second < _NONE)
             result: BoolArray = known & (cost.run_bytes_of(first + second, boundary, np.zeros_like(first)) <= where)
             return result
@@ -71,11 +71,11 @@ class Outlook:
 
 
 _NONE = 1 << 40
-"""Tokens of a child that is not there."""
+"""Token count that stands for a missing child."""
 
 
 def _highest_below(value: FloatArray, end: IntArray) -> FloatArray:
-    """The largest value among each item and its descendants."""
+    """Find the largest value among each item and its descendants."""
     pairs = np.stack([np.arange(len(end)), end], axis=1).reshape(-1)
     padded = np.append(value, 0.0)
     result: FloatArray = np.maximum.reduceat(padded, pairs)[::2]
@@ -83,7 +83,7 @@ def _highest_below(value: FloatArray, end: IntArray) -> FloatArray:
 
 
 def _least_children(parent: IntArray, tokens: IntArray, chosen: BoolArray) -> tuple[IntArray, IntArray]:
-    """Per draft, tokens of its two smallest children among the chosen ones."""
+    """Count the tokens of each draft's two smallest chosen children."""
     found = np.full((2, len(parent)), _NONE)
     which = np.flatnonzero(chosen & (parent >= 0))
     which = which[np.lexsort((tokens[which], parent[which]))]

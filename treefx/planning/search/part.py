@@ -1,6 +1,6 @@
 """Define parts of a forest and the order in which they run.
 
-A part is any set of tokens that runs as one forward and one backward. Parts form a tree of their own: every
+A part is any set of tokens that runs as one forward and one backward. Parts form a tree: every
 ancestor token of a part's tokens lies in the part itself or in one of its ancestor parts. Siblings may share a
 part, so a part may have several topmost tokens, and their parents may be different tokens of the parent part.
 
@@ -34,7 +34,7 @@ StepKind = Literal["forward", "kv", "backward", "offload", "fetch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One part of a forest.
+    """Hold one part of a forest.
 
     Attributes:
         index: its place in `Schedule.parts`; larger than its parent's.
@@ -53,12 +53,12 @@ class Part:
     keep: Keep
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return len(self.tokens)
 
 
 class Step(NamedTuple):
-    """One thing to do with one part."""
+    """Name one step of one part."""
 
     kind: StepKind
     part: int
@@ -66,8 +66,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """The parts, which partition the forest's tokens, and the steps in the order they run.
+    """Hold the parts and the steps in execution order.
 
+    The parts partition the forest's tokens.
     Every part has exactly one "forward" and one "backward" step. A part's "forward" (or "kv") comes after those of
     its ancestors, and its "backward" after those of all its descendants.
     """
@@ -113,7 +114,11 @@ def outgoing(forest: Forest, part: Part) -> torch.Tensor:
 
 
 def edge_ids(forest: Forest, part: Part) -> torch.Tensor:
-    """Edges whose source runs in the part, int64 [E_p], ascending indices into `forest.edges`."""
+    """Find the edges whose source runs in the part.
+
+    Returns:
+        int64 [E_p], ascending indices into `forest.edges`.
+    """
     inside = torch.zeros(forest.num_tokens, dtype=torch.bool)
     inside[part.tokens] = True
     return inside[forest.edges.source.cpu()].nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""A finished plan: the parts of a forest, the order of their steps, and what they are predicted to need."""
+"""Hold a finished plan: parts, the order of their steps, predicted memory and time."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -21,13 +21,13 @@ __all__ = ["Plan", "Unshared"]
 
 @dataclass(frozen=True, kw_only=True)
 class Unshared:
-    """A level that is computed in several parts, as sharing it was predicted to cost more.
+    """Describe a level that several parts compute, because sharing was predicted to cost more.
 
     Attributes:
         row: the first row through it, as the caller numbers rows.
-        rows: how many rows go through it.
+        rows: number of rows through it.
         depth: tokens above it.
-        tokens: how many it has.
+        tokens: number of its tokens.
         copies: parts that compute it.
         replay_seconds: predicted time of all copies but one.
         part_seconds: predicted time of a part for it: launches, K/V handed out, gradients gathered.
@@ -43,7 +43,7 @@ class Unshared:
 
     @property
     def reason(self) -> str:
-        """Why it is not shared, in a sentence."""
+        """Explain in a sentence why the level is not shared."""
         last = self.depth + self.tokens - 1
         return (
             f"tokens {self.depth:,} to {last:,} of row {self.row}, which {self.rows} rows have, are computed in "
@@ -52,22 +52,22 @@ class Unshared:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures and the reason, for JSON."""
+        """Return all figures and the reason, for JSON."""
         return asdict(self) | {"reason": self.reason}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """How a forest runs within a memory limit; made by `treefx.plan`.
+    """Hold the schedule of a forest under a memory limit; `treefx.plan` returns it.
 
     Attributes:
-        forest: what is planned.
+        forest: the planned forest.
         schedule: the parts and the order of their steps.
-        sizes: how big each part is.
+        sizes: size of each part.
         moments: predicted memory and time of every step.
-        cost: the cost model they come from.
+        cost: the cost model of the prediction.
         memory_limit_bytes: the limit; no moment's peak is above it.
-        strategy: the name of what cut the forest (`treefx.planning.search.strategies`).
+        strategy: name of the strategy that cut the forest (`treefx.planning.search.strategies`).
         unshared: levels that run in several parts (`treefx.plan(..., sharing="auto")`); `forest` has their copies.
     """
 
@@ -82,32 +82,32 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts, depth first; every token of the forest is in exactly one."""
+        """Return the parts, depth first; every token of the forest is in exactly one."""
         return self.schedule.parts
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What runs, in order."""
+        """Return the steps in execution order."""
         return self.schedule.steps
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Predicted peak, parameters and gradients included; at most the limit."""
+        """Return the predicted peak with parameters and gradients; at most the limit."""
         return round(max(moment.peak_bytes for moment in self.moments))
 
     @cached_property
     def seconds(self) -> float:
-        """Predicted time of all steps."""
+        """Return the predicted time of all steps."""
         return sum(moment.seconds for moment in self.moments)
 
     @cached_property
     def recomputed_tokens(self) -> int:
-        """Tokens that run forward a second time: those of parts whose activations do not stay."""
+        """Count the tokens that run forward twice, because their activations do not stay."""
         return sum(len(part) for part in self.parts if part.keep != "keep")
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens that run forward per distinct token: 1 where nothing is computed twice."""
+        """Return forward tokens per distinct token: 1 without recomputation."""
         return 1.0 + self.recomputed_tokens / self.forest.num_tokens
 
     def __repr__(self) -> str:
@@ -120,7 +120,10 @@ class Plan:
 
     @needs("cli", "a table of a plan")
     def explain(self) -> str:
-        """A table for people: part, tokens, boundary, bytes, what binds; levels not shared; other policies."""
+        """Format the plan as a table.
+
+        It has part, tokens, boundary, bytes and the binding step, levels that are not shared, and other policies.
+        """
         text: str = find_view("explain_plan")(self)
         return text
 
@@ -143,15 +146,18 @@ class Plan:
 
         Returns:
             Nodes numbered as `parts` with `tokens`, `boundary` (tokens whose K/V it reads), `bytes` (peak while one of
-            its steps runs, all that is held included), `seconds` (all its steps), `mode` ("keep", "recompute",
-            "offload" or "leaf") and `rank`; edges with `kv_tokens` and `kv_bytes`, what the child reads of the parent's
-            own tokens. `graph.graph["unshared"]` has a dictionary per level that is not shared (`Unshared`).
+            its steps runs, with all held bytes), `seconds` (all its steps), `mode` ("keep", "recompute",
+            "offload" or "leaf") and `rank`; edges with `kv_tokens` and `kv_bytes`, the parent's own tokens that the
+            child reads. `graph.graph["unshared"]` has a dictionary per level that is not shared (`Unshared`).
         """
         graph: nx.DiGraph[int] = find_view("plan_to_networkx")(self, rank)
         return graph
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain lists and numbers; tokens of a part as intervals [start, stop) of packed indices."""
+        """Return the plan as plain lists and numbers.
+
+        Tokens of a part are intervals [start, stop) of packed indices.
+        """
         return {
             "tokens": self.forest.num_tokens,
             "raw_tokens": self.forest.raw_tokens,
@@ -184,10 +190,10 @@ class Plan:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
 
 def intervals(part: Part) -> list[list[int]]:
-    """The part's tokens as maximal intervals [start, stop) of packed indices."""
+    """Return the part's tokens as maximal intervals [start, stop) of packed indices."""
     return [list(pair) for pair in zip(*(side.tolist() for side in spans(part)), strict=True)]

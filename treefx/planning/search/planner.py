@@ -2,20 +2,20 @@
 
 Words. A *block* v is a run of tokens without a fork, at most a given length (`blocks.Blocks`). A *part* p is a set of
 blocks that runs as one forward and one backward (`part.Part`). n, P, E, Q, A: a part's tokens, boundary tokens, edges,
-outgoing tokens, visible pairs (`cost.Size`). M: the limit less what is resident.
+outgoing tokens, visible pairs (`cost.Size`). M: the limit less the resident bytes.
 
 Steps go depth first: a part is entered, then its children with everything below them one after the other, then it is
-left (`draft.to_schedule`). So when a part runs, nobody but its ancestors holds memory, and the limit is one condition
-per part:
+left (`layout.to_schedule`). So when a part runs, only its ancestors hold memory, and the limit is one condition per
+part:
 
     sum of h(a, mode_a) over the ancestors a of p  +  r(p)  <=  M
 
-    h(p, mode)  what p holds while its children run                                       (`draft.held_bytes`)
+    h(p, mode)  bytes that p holds while its children run                                 (`draft.held_bytes`)
                   keep       saved(n, P, E) + store * Q
                   recompute  store * Q            the K/V other parts read, and the accumulators of their gradients
                   offload    0                    both are in host memory
     r(p)        max(forward, backward)(n, P, E) + store * Q                               (`draft.peak_bytes`)
-    c(p, mode)  seconds: forward + backward [+ a K/V-only pass] [+ the way to the host]   (`draft.part_seconds`)
+    c(p, mode)  seconds: forward + backward [+ a K/V-only pass] [+ copies to the host]    (`draft.part_seconds`)
 
 saved(n, P, E) contains the part's own gathered copy of its boundary, which is quadratic in the cuts along a path: the
 price of fine cuts. Minimise sum c subject to all conditions.
@@ -25,23 +25,26 @@ Few blocks: exactly, over all connected parts and modes                         
     f(v, H) = min over connected S with top v, over modes:  c(S, mode) + sum_children f(c, H + h(S, mode))
               infinite where H + r(S) > M
 
-Many blocks: every block above what fits whole is a part of its own, for whatever fits merged fits as a path, and only
-recomputation is counted                                                                  (`recurrence.choose_modes`)
+Many blocks: every block above the subtrees that fit whole is a separate part, since a set that fits merged also fits
+as a path, and only recomputation is counted                                              (`recurrence.choose_modes`)
 
     f(v, H) = 0                                                       if H + w(v) <= M, w: v's subtree as one part
             = infinite                                                if H + r(v) > M
             = min over modes: price(v, mode) + sum_children f(c, H + h(v, mode))   else
 
-with H rounded up to M / steps. Where rounding leaves nothing, the plan that keeps least is tried with exact figures
-(`recurrence.recompute_everything`); where that fails no plan of these blocks exists. Then parts are merged where there
-is room: inner siblings share a part, in groups of several sizes (`siblings.batch_siblings`), and so do leaves; chains
-and leaves join their parent (`merge.merge_parts`). How long blocks may be is searched over halvings of what fits uncut
-(`_candidates`), and the fastest plan under the simulation of the full cost model (`simulate.simulate`) is taken. Its
-peak is the promise: a plan above the limit is never returned. Where the forest has few blocks, the plans of the
-built-in strategies stand for election too (`strategies`). Masks that attention on the CPU takes for forks are
-counted in the plan that was chosen (`simulate.measure_masks`); where they break the limit, it is sought again with as
-much in reserve, and where that leaves nothing no part gets a fork (`_without_forks`). With `sharing="auto"` levels that
-several parts read may be computed in each of them (`sharing.unshare_levels`).
+with H rounded up to M / steps. If no plan fits after rounding, the planner tries the plan that keeps least with exact
+figures (`recurrence.recompute_everything`); if that fails, no plan of these blocks exists.
+
+Then the planner merges parts within the budget: inner siblings share a part, in groups of several sizes
+(`siblings.batch_siblings`), and so do leaves; chains and leaves join their parent (`merge.merge_parts`). It halves the
+block length from the longest run that fits uncut (`_candidates`), and takes the fastest plan under the simulation of
+the full cost model (`simulate.simulate`). It never returns a plan whose peak is above the limit. If the forest has few
+blocks, the plans of the built-in strategies are candidates as well (`strategies`).
+
+Attention on the CPU needs masks for forks. The planner adds them to the chosen plan (`simulate.measure_masks`). If they
+break the limit, it searches again with that many bytes in reserve; if no plan fits then, no part gets a fork
+(`_without_forks`). With `sharing="auto"`, several parts may each compute a level that they read
+(`sharing.unshare_levels`).
 """
 
 from collections.abc import Iterator
@@ -74,22 +77,22 @@ __all__ = ["HasCost", "plan"]
 
 _MANY_BLOCKS = 5_000
 _FEW_BLOCKS = 200
-"""Blocks up to which strategies are asked again with finer ones, and the built-in ones stand beside the search."""
+"""Most blocks for which strategies run again with finer blocks, and built-in ones compete with the search."""
 _PATIENCE = 2
 _SIBLINGS = (1, 2, 4, 16)
-"""How many inner siblings share a part at most: each is tried, of many drafts the fewest and the most, of very many
-the fewest alone: groups of 16 were never the faster ones there."""
+"""Most inner siblings in one part. The planner tries each number; for many drafts the fewest and the most; for very
+many the fewest alone, because groups of 16 were never faster there."""
 _MANY_DRAFTS = 4_000
 _VERY_MANY_DRAFTS = 6_000
 
 
 @runtime_checkable
 class HasCost(Protocol):
-    """What a profile offers the planner."""
+    """Require a cost model: the protocol of a profile."""
 
     @property
     def cost(self) -> CostModel:
-        """Bytes and seconds of parts."""
+        """Return the model of bytes and seconds of parts."""
 
 
 def plan(
@@ -104,13 +107,14 @@ def plan(
 
     Args:
         forest: any forest.
-        profile: what `treefx.profile` returned for the compiled model, or a cost model.
+        profile: the result of `treefx.profile` for the compiled model, or a cost model.
         memory_limit_bytes: the most bytes of tensors at any time, parameters, buffers and gradients included.
-            "auto": what is free on the forest's device, with a reserve of a tenth.
-        strategy: "auto", the fastest that is found; the name of a way to cut (`treefx.planning.search.strategies`);
+            "auto": the free memory of the forest's device, with a reserve of a tenth.
+        strategy: "auto", the fastest plan found; the name of a strategy (`treefx.planning.search.strategies`);
             or a function of a networkx.DiGraph of blocks with their costs and the limit in bytes, which returns sets
-            of nodes, every one a part. Runs without a fork are one block, cut where they would not fit alone; where
-            what is returned breaks the limit, it is asked again with blocks of half the length while they are few.
+            of nodes, every one a part. Runs without a fork are one block, cut where they would not fit alone. If
+            the result breaks the limit, the planner calls the function again with blocks of half the length, while
+            they are few.
         sharing: "all": every shared token runs in one part. "auto": a level that several parts read is computed in
             each of them where that is predicted to take less time (`Plan.unshared` names them). The plan's `forest`,
             whose edges a loss gets, then has a token and an edge per copy, and rows as before.
@@ -121,7 +125,7 @@ def plan(
     Raises:
         MemoryLimitError: no plan fits, or the strategy's does not; the message names the token path or the part, the
             bytes it needs and the way out.
-        InputError: an argument of the wrong type or value, or what a strategy returned is no tree of parts.
+        InputError: an argument of the wrong type or value, or a strategy's result that is no tree of parts.
 
     Example:
         >>> def at_forks(graph, limit):
@@ -160,7 +164,7 @@ def _plan(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy
 
 
 def _with_masks(found: Plan) -> Plan:
-    """The plan with masks of tiles in its moments, which depend on where forks lie."""
+    """Add the masks of tiles to the plan's moments; they depend on the places of forks."""
     if not found.cost.mask_element_bytes:
         return found
     sizes = measure_masks(found.forest, found.parts, found.sizes)
@@ -168,7 +172,10 @@ def _with_masks(found: Plan) -> Plan:
 
 
 def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
-    """The plan that holds least, every block a part of its own, if it fits: there is nothing to mask in a chain."""
+    """Find the plan that holds least, every block a separate part, or None if it does not fit.
+
+    A chain needs no mask.
+    """
     blocks = Blocks.of(counts, smallest_requirement(counts, cost).longest)
     needs = Needs.of(blocks, cost)
     alone = replace(needs, whole=np.where(blocks.subtree_stop > blocks.stop, np.inf, needs.whole))
@@ -178,7 +185,7 @@ def _without_forks(counts: Counts, cost: CostModel, limit: int) -> Plan | None:
 
 
 def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
-    """The best plan without masks."""
+    """Find the fastest plan without masks."""
     budget = limit - cost.resident_bytes
     best: Drafted | None = None
     slower = 0
@@ -200,9 +207,9 @@ def _fastest(counts: Counts, cost: CostModel, limit: int) -> Plan:
 
 
 def _rivals(best: Plan, counts: Counts, limit: int) -> Iterator[Plan]:
-    """The plans of the built-in strategies that keep the limit, without masks, where there are few blocks.
+    """Yield the plans of built-in strategies that keep the limit, if there are few blocks.
 
-    Of what is one part already nothing is faster.
+    Masks are not counted. A plan of one part has no faster rival.
     """
     cost = best.cost
     coarsest = next(_candidates(counts, cost, limit - cost.resident_bytes))
@@ -215,10 +222,10 @@ def _rivals(best: Plan, counts: Counts, limit: int) -> Iterator[Plan]:
 
 
 def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | Strategy") -> Plan:
-    """What a strategy makes of the coarsest blocks with which it keeps the limit.
+    """Plan by a strategy, on the coarsest blocks with which it keeps the limit.
 
     Raises:
-        MemoryLimitError: it does not; the message is about the coarsest ones.
+        MemoryLimitError: it never keeps the limit; the message is about the coarsest blocks.
     """
     name, cut = find_strategy(strategy)
     refusal: MemoryLimitError | None = None
@@ -240,7 +247,10 @@ def _by_strategy(counts: Counts, cost: CostModel, limit: int, strategy: "str | S
 
 
 def _is_enough(best: Drafted, slower: int, blocks: int) -> bool:
-    """Whether finer cuts are not worth trying: they keep more of a path, or else only add parts."""
+    """Return True if finer cuts are not worth trying.
+
+    Finer cuts keep more of a path; otherwise they only add parts.
+    """
     patience = _PATIENCE if best.layout.keep.any() else 1
     return slower >= patience or blocks > _MANY_BLOCKS or len(best.layout) == 1
 
@@ -256,7 +266,7 @@ def _cost_of(profile: HasCost | CostModel) -> CostModel:
 
 
 def _drafted(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Drafted]:
-    """Parts of these blocks, measured and played; none above the limit."""
+    """Yield parts of these blocks, measured and simulated; none above the limit."""
     for alternatives in _solutions(blocks, cost, limit - cost.resident_bytes):
         for drafts in alternatives:
             found = Drafted.of(blocks.counts, drafts, cost)
@@ -266,7 +276,7 @@ def _drafted(blocks: Blocks, cost: CostModel, limit: int) -> Iterator[Drafted]:
 
 
 def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[list[Draft]]]:
-    """Drafts that fit, by the ways there are for so many blocks; of each way alternatives, the fastest first."""
+    """Yield drafts that fit, per search method; alternatives of a method, fastest first."""
     needs = Needs.of(blocks, cost)
     drafts = None
     if needs.fit(blocks, budget):
@@ -280,7 +290,7 @@ def _solutions(blocks: Blocks, cost: CostModel, budget: float) -> Iterator[list[
 
 
 def _merged(drafts: list[Draft], cost: CostModel, budget: float) -> list[list[Draft]]:
-    """Drafts in fewer parts, by groups of siblings of several sizes, the fastest first; of very many by one size."""
+    """Merge drafts, by several sizes of sibling groups, fastest first; very many by one size."""
     outlook = Outlook.of(drafts, cost, budget)
     if len(outlook.drafts) > _VERY_MANY_DRAFTS:
         return [merge_parts(drafts, cost, budget, outlook)]
@@ -292,7 +302,10 @@ def _merged(drafts: list[Draft], cost: CostModel, budget: float) -> list[list[Dr
 
 
 def _candidates(counts: Counts, cost: CostModel, budget: float) -> Iterator[Blocks]:
-    """Cut the forest ever finer: from the longest run that fits alone, by halves; only while a cut changes anything."""
+    """Cut the forest ever finer, by halves from the longest run that fits alone.
+
+    Lengths that cut no further are skipped.
+    """
     longest = cost.most_tokens(budget, len(counts.depth))
     seen = -1
     while longest >= counts.shortest_block or seen < 0:

@@ -53,12 +53,12 @@ class Outcome:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """Return all figures, for JSON."""
         return asdict(self)
 
 
 def compare_policies(plan: Plan) -> list[Outcome]:
-    """The plan, and the same forest under the policies of other systems."""
+    """Compare the plan with the same forest under the policies of other systems."""
     counts = Counts(plan.forest)
     return [
         _outcome(plan, "treefx", len(plan.parts), plan.forest.num_tokens + plan.recomputed_tokens, plan),
@@ -118,7 +118,7 @@ def _micro_batches(plan: Plan, counts: Counts) -> list[tuple[list[int], Size]]:
 
 
 def _extend(batch: Size, row: Size, common: int) -> Size:
-    """A batch and one more row, of which `common` tokens are there already."""
+    """Add a row to a batch that already holds `common` of its tokens."""
     return Size(
         tokens=batch.tokens + row.tokens - common,
         boundary=0,
@@ -143,7 +143,7 @@ def _shared_with_previous(forest: Forest) -> list[int]:
 
 
 def _path(counts: Counts, row: int) -> Size:
-    """Size of one row alone."""
+    """Measure one row alone."""
     length = int(counts.forest.row_lengths[row])
     return Size(length, 0, length - 1, 0, length * (length + 1) // 2)
 
@@ -154,7 +154,7 @@ def _uncut(counts: Counts) -> list[Draft]:
 
 
 def _one_branch(counts: Counts) -> list[Draft]:
-    """Every node of the tree a part, inner ones recomputed."""
+    """Make every node of the tree a part; inner ones are recomputed."""
     blocks = Blocks.of(counts, len(counts.depth))
     spans = zip(blocks.start.tolist(), blocks.stop.tolist(), strict=True)
     drafts = [Draft([span], counts.size(*span), "recompute") for span in spans]
@@ -169,12 +169,12 @@ def _scheduled(plan: Plan, counts: Counts, policy: str, drafts: list[Draft]) -> 
 
 
 def _played(plan: Plan, counts: Counts, drafts: list[Draft]) -> Plan:
-    """A schedule of the plan's forest, without regard to the limit."""
+    """Simulate a schedule of the plan's forest, without regard to the limit."""
     return Drafted.of(counts, drafts, plan.cost).to_plan(plan.forest, plan.memory_limit_bytes, plan.strategy)
 
 
 def _batched(plan: Plan, policy: str, batches: Sequence[Size]) -> Outcome:
-    """Independent batches, one after the other."""
+    """Predict the cost of independent batches, one after the other."""
     cost = plan.cost
     peak = cost.resident_bytes + max(cost.run_bytes(size.tokens, 0, size.edges) for size in batches)
     return Outcome(

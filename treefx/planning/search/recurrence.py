@@ -1,4 +1,4 @@
-"""Where to cut a large forest: the fewest seconds of recomputation that fit, by dynamic programming over blocks.
+"""Cut a large forest by dynamic programming over blocks, with the least recomputation.
 
 See `treefx.planning.search.planner` for the mathematics.
 """
@@ -24,13 +24,13 @@ _FEWEST_STEPS, _MOST_STEPS = 64, 2048
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Bytes and seconds of every block as a part of its own, float64 [B] each.
+    """Hold bytes and seconds of every block as a separate part, float64 [B] each.
 
     Attributes:
         whole: w(v), peak of the block and its whole subtree as one part.
         own: r(v, mode), peak of the block alone; its store counts where it has children.
-        hold: h(v, mode), what the block holds while its children run.
-        price: c(v, mode), seconds that keeping less costs.
+        hold: h(v, mode), bytes that the block holds while its children run.
+        price: c(v, mode), extra seconds of the modes that keep less.
     """
 
     whole: FloatArray
@@ -58,25 +58,25 @@ class Needs:
         price: dict[Keep, FloatArray] = {"keep": np.zeros(len(blocks)), "recompute": again}
         if cost.host_bytes_per_second is not None:
             own["offload"], hold["offload"] = own["recompute"], np.zeros(len(blocks))
-            # Out and back, and into every part below, of which there is at most one per block.
+            # Copies to and from the host, and into every part below: at most one part per block.
             below = np.searchsorted(blocks.start, blocks.subtree_stop) - np.arange(len(blocks))
             price["offload"] = again + store * below / cost.host_bytes_per_second
         return cls(whole=cost.run_bytes_of(all_tokens, depth, all_edges), own=own, hold=hold, price=price)
 
     @property
     def least(self) -> Keep:
-        """What holds the least."""
+        """Return the mode that holds the least."""
         return "offload" if "offload" in self.hold else "recompute"
 
     def fit(self, blocks: Blocks, budget: float) -> bool:
-        """Whether there is a plan of these blocks: the one that holds least."""
+        """Return True if these blocks have a plan: the plan that holds least is the test."""
         held = above_sums(blocks.end, self.hold[self.least])
         is_open = _open_blocks(blocks, self, budget, self.least)
         return not (held + self.own[self.least] > budget)[is_open].any()
 
 
 def choose_modes(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | None:
-    """Solve f(v, H) for all blocks that matter, and read the parts off the solution.
+    """Solve f(v, H) for all open blocks, and read the parts off the solution.
 
     Args:
         blocks: of the forest.
@@ -84,8 +84,8 @@ def choose_modes(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | N
         budget: bytes that parts may use.
 
     Returns:
-        The topmost parts: whole subtrees where they fit, single blocks above them. None where, with held bytes rounded
-        up to the table's steps, nothing fits.
+        The topmost parts: whole subtrees where they fit, single blocks above them. None if no plan fits with
+        held bytes rounded up to the table's steps.
     """
     if budget <= 0:
         return None
@@ -110,10 +110,12 @@ def choose_modes(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | N
 
 
 def recompute_everything(blocks: Blocks, needs: Needs, budget: float) -> list[Draft] | None:
-    """The plan that holds least: every block above what fits whole keeps as little as there is a mode for.
+    """Build the plan that holds least.
+
+    Every block above the subtrees that fit whole has the mode that holds least.
 
     Returns:
-        The topmost parts, or None where even that does not fit: then nothing does with these blocks.
+        The topmost parts, or None if even that plan does not fit: then no plan of these blocks does.
     """
     if not needs.fit(blocks, budget):
         return None
@@ -122,7 +124,7 @@ def recompute_everything(blocks: Blocks, needs: Needs, budget: float) -> list[Dr
 
 
 def _open_blocks(blocks: Blocks, needs: Needs, budget: float, mode: Keep) -> npt.NDArray[np.bool_]:
-    """Blocks about which there is something to decide: their subtree does not fit if all ancestors hold this much."""
+    """Mark blocks that need a decision: whole subtrees that do not fit below such ancestors."""
     fits = above_sums(blocks.end, needs.hold[mode]) + needs.whole <= budget
     is_inside: npt.NDArray[np.bool_] = above_sums(blocks.end, fits.astype(np.int64)) > 0
     return ~fits & ~is_inside
@@ -137,9 +139,10 @@ def _solve(
     steps: int,
     rises: dict[Keep, npt.NDArray[np.int64]],
 ) -> npt.NDArray[np.int8] | None:
-    """The best mode (its place in `rises`) of every open block per number of held steps; None if there is none.
+    """Find the best mode of every open block per number of held steps, or None.
 
-    Blocks as deep as each other are solved at once, the deepest first. Rows are those of the open blocks, in order.
+    Modes are places in `rises`. Blocks of equal depth are solved at once, the deepest first. Rows are the open blocks,
+    in order.
     """
     held = np.arange(steps + 1) * (budget / steps)
     places = np.arange(steps + 1)
@@ -169,7 +172,10 @@ def _solve(
 
 
 def _build(blocks: Blocks, decide: Callable[[int, float], tuple[Keep | None, float]]) -> list[Draft]:
-    """Walk down from the roots: `decide` says for a block and what is held above whether to cut below it, and how."""
+    """Build the parts from the roots down.
+
+    `decide` maps a block and the steps held above it to a mode, or to None for the whole subtree as one part.
+    """
     roots: list[Draft] = []
     waiting = [(block, 0.0, roots) for block in reversed(blocks.roots)]
     sizes, closed = blocks.sizes

@@ -1,9 +1,9 @@
-"""Levels of a forest that do not pay: a node that several parts read is computed in each of them instead.
+"""Recompute levels of a forest in several parts where sharing them would cost more.
 
 Sharing a node across a cut costs a part for it: launches, its K/V handed out, gradients gathered. Replaying it costs
-its tokens once more in every part below. Nodes for which a part costs more than their copies are replayed together, and
-the forest that has the copies is planned anew. The plan of less predicted time is taken, so that a level is shared
-unless that is predicted to lose.
+its tokens once more in every part below. If a part costs more than the copies of its node, the node is replayed, and
+the planner plans the forest with the copies again. It takes the plan of less predicted time, so that a level is shared
+unless sharing is predicted to be slower.
 
 Copies are tokens like any other, and the weights of rows go with the rows, so that the plan stays exact.
 """
@@ -27,12 +27,12 @@ __all__ = ["unshare_levels"]
 
 @dataclass(frozen=True, eq=False)
 class _Levels:
-    """Nodes of a planned forest that hand K/V to other parts.
+    """Hold the nodes of a planned forest that hand K/V to other parts.
 
     Attributes:
-        node: int64 [L], which.
+        node: int64 [L], numbers of the nodes.
         group: int64 [M], the part in which each node of the forest begins.
-        copies: int64 [L], parts that begin directly below, and one more where something else follows.
+        copies: int64 [L], parts that begin directly below, and one more if other tokens follow.
         replay, part: float64 [L], seconds of computing the copies, and of a part.
     """
 
@@ -48,7 +48,7 @@ class _Levels:
 
 
 def unshare_levels(found: Plan, cost: CostModel, make_plan: Callable[[Forest], Plan]) -> Plan:
-    """The plan, or a faster one of the forest in which some levels are not shared.
+    """Return the plan, or a faster one of the forest with some levels not shared.
 
     Args:
         found: the fastest plan with every level shared.
@@ -69,7 +69,7 @@ def unshare_levels(found: Plan, cost: CostModel, make_plan: Callable[[Forest], P
 
 
 def _choices(levels: _Levels) -> Iterator[_Levels]:
-    """All levels for which a part costs more than their copies; then the half of them that gains the most."""
+    """Yield all levels whose part costs more than their copies, then the best half of them."""
     gain = levels.part - levels.replay
     worth = np.flatnonzero(gain > 0)
     worth = worth[np.argsort(-gain[worth], kind="stable")]

@@ -2,8 +2,7 @@
 
 Where many small trees hang on one part, and each is too large to run whole with the parts above, their upper pieces are
 parts of the same shape. Together they are one call, and their subtrees can be merged across them
-(`treefx.planning.search.merge`), but less of it at a time. Which number pays is left to the predicted time of the
-plans.
+(`treefx.planning.search.merge`), but less of it at a time. The predicted time of the plans decides the number.
 """
 
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ __all__ = ["batch_siblings"]
 def batch_siblings(
     roots: Sequence[Draft], cost: CostModel, budget: float, many: int, outlook: Outlook | None = None
 ) -> list[Draft]:
-    """Put inner siblings that keep the same together, wherever everything below still fits.
+    """Merge inner siblings of the same mode where everything below still fits.
 
     Args:
-        roots: the topmost parts; left as they are but for their demand.
+        roots: the topmost parts; only their demand changes.
         cost: of the model.
         budget: bytes that parts may use.
         many: the most siblings that become one part.
@@ -57,7 +56,7 @@ def batch_siblings(
 
 
 def _groups(siblings: Sequence[Draft], cost: CostModel, limits: tuple[float, int, int]) -> list[list[Draft]]:
-    """Leaves alone, inner siblings with those that follow them."""
+    """Group inner siblings with the following ones; leaves stay alone."""
     room, most_above, many = limits
     groups: list[list[Draft]] = []
     for draft in siblings:

@@ -1,4 +1,4 @@
-"""Memory over time of a schedule under the full cost model: what the promise "peak <= limit" is checked by."""
+"""Simulate a schedule under the full cost model, to check that its peak keeps the limit."""
 
 from collections.abc import Sequence
 from itertools import starmap
@@ -17,13 +17,13 @@ __all__ = ["Moment", "measure_masks", "measure_parts", "simulate", "to_moments",
 
 
 class Moment(NamedTuple):
-    """One step of a schedule.
+    """Hold the prediction of one step of a schedule.
 
     Attributes:
-        step: what runs.
-        held_bytes: what is there when it starts, everything resident included.
-        peak_bytes: the most there is while it runs.
-        left_bytes: what is there when it has ended.
+        step: the step.
+        held_bytes: allocated bytes when it starts, resident ones included.
+        peak_bytes: most allocated bytes while it runs.
+        left_bytes: allocated bytes when it has ended.
         seconds: predicted time.
     """
 
@@ -35,12 +35,12 @@ class Moment(NamedTuple):
 
 
 def measure_parts(counts: Counts, parts: Sequence[Part]) -> list[Size]:
-    """The exact size of every part."""
+    """Compute the exact size of every part."""
     return to_sizes(measure_layout(counts, Layout.of_parts(parts)))
 
 
 def measure_masks(forest: Forest, parts: Sequence[Part], sizes: Sequence[Size]) -> list[Size]:
-    """The sizes with the elements of masks in them."""
+    """Add the elements of masks to the sizes."""
     ends = forest.subtree_end.cpu().numpy()
     tokens = (part.tokens.numpy() for part in parts)
     elements = (mask_elements(np.searchsorted(own, ends[own])) for own in tokens)
@@ -48,13 +48,13 @@ def measure_masks(forest: Forest, parts: Sequence[Part], sizes: Sequence[Size]) 
 
 
 def to_sizes(sizes: PartSizes) -> list[Size]:
-    """A `Size` per part."""
+    """Build a `Size` per part."""
     columns = (sizes.tokens, sizes.boundary, sizes.edges, sizes.outgoing, sizes.pairs, sizes.mask)
     return list(starmap(Size, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 def simulate(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> list[Moment]:
-    """Play the steps of a schedule.
+    """Simulate the steps of a schedule.
 
     Args:
         schedule: the parts and their steps.
@@ -72,6 +72,6 @@ def simulate(schedule: Schedule, sizes: Sequence[Size], cost: CostModel) -> list
 
 
 def to_moments(found: Play, steps: Sequence[Step]) -> list[Moment]:
-    """A `Moment` per step."""
+    """Build a `Moment` per step."""
     columns = (found.held, found.peak, found.left, found.seconds)
     return list(starmap(Moment, zip(steps, *(column.tolist() for column in columns), strict=True)))

@@ -1,7 +1,8 @@
-"""Register ways to cut a tree of blocks: functions of a networkx graph and a limit.
+"""Register strategies that cut a tree of blocks: functions of a graph and a limit.
 
-A strategy gets `graph.blocks_to_networkx` and the memory limit in bytes, and returns a partition of the nodes. Its
-result goes through the same simulation as every plan. Register one with `register`, or give it to `treefx.plan`.
+A strategy gets the networkx graph of `graph.blocks_to_networkx` and the memory limit in bytes, and returns a partition
+of the nodes. Its result goes through the same simulation as every plan. Register one with `register`, or give it to
+`treefx.plan`.
 
 ==============  =======================================================================================================
 exact           all ways to cut and keep (`exact.solve_exactly`); at most `MOST_BLOCKS` blocks
@@ -59,12 +60,12 @@ def register(name: str) -> Callable[[Strategy], Strategy]:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """The names `treefx.plan` knows besides "auto"."""
+    """Return the names that `treefx.plan` knows in addition to "auto"."""
     return tuple(_STRATEGIES)
 
 
 def find_strategy(strategy: Any) -> tuple[str, Strategy]:
-    """Name and function of a strategy.
+    """Find the name and function of a strategy.
 
     Raises:
         InputError: no such name, or not a function.
@@ -79,7 +80,7 @@ def find_strategy(strategy: Any) -> tuple[str, Strategy]:
 
 @register("exact")
 def exact(graph: "nx.DiGraph[int]", limit: int) -> Partition:
-    """The fastest of all connected parts."""
+    """Find the fastest partition into connected parts."""
     blocks, cost = _source(graph)
     if len(blocks) > MOST_BLOCKS:
         raise InputError(
@@ -91,7 +92,7 @@ def exact(graph: "nx.DiGraph[int]", limit: int) -> Partition:
 
 @register("recurrence")
 def recurrence(graph: "nx.DiGraph[int]", limit: int) -> Partition:
-    """The least recomputation, merged in the fastest way."""
+    """Minimize recomputation, and merge parts in the fastest way."""
     blocks, cost = _source(graph)
     budget = limit - cost.resident_bytes
     needs = Needs.of(blocks, cost)
@@ -104,12 +105,12 @@ def recurrence(graph: "nx.DiGraph[int]", limit: int) -> Partition:
 
 @register("tree training")
 def tree_training(graph: "nx.DiGraph[int]", limit: int) -> Partition:
-    """The largest capacity, by halves, for which greedily packed parts fit."""
+    """Pack parts greedily, with the largest capacity that fits, by halves."""
     return _first_that_fits(graph, limit, (_packed(graph, most) for most in _capacities(graph, limit)))
 
 
 def _packed(graph: "nx.DiGraph[int]", capacity: int) -> list[Group]:
-    """Merge from the leaves up: a block takes in parts below it, smallest first, by fit."""
+    """Merge from the leaves up: a block absorbs parts below it that fit, smallest first."""
     tokens = {block: int(graph.nodes[block]["tokens"]) for block in graph}
     part: dict[int, list[int]] = {}
     for block in sorted(graph, reverse=True):
@@ -123,7 +124,7 @@ def _packed(graph: "nx.DiGraph[int]", capacity: int) -> list[Group]:
 
 @register("one branch")
 def one_branch(graph: "nx.DiGraph[int]", limit: int) -> Partition:
-    """Every block a part, of which only K/V stay."""
+    """Make every block a part that keeps only its K/V."""
     return _nodes(graph, "recompute")
 
 
@@ -202,7 +203,7 @@ def _tokens(graph: "nx.DiGraph[int]") -> int:
 
 
 def _capacities(graph: "nx.DiGraph[int]", limit: int) -> list[int]:
-    """The most tokens that run alone, or all there are, and halves of it down to one."""
+    """List the most tokens that run alone, at most all, and its halves down to one."""
     _, cost = _source(graph)
     tokens = _tokens(graph)
     most = max(cost.most_tokens(limit - cost.resident_bytes, tokens), 1)
@@ -229,7 +230,7 @@ def _nodes(graph: "nx.DiGraph[int]", keep: Any) -> list[Group]:
 
 
 def _groups(blocks: Blocks, roots: list[Draft]) -> list[Group]:
-    """Drafts as sets of blocks."""
+    """Convert drafts to sets of blocks."""
     found = []
     for draft, _ in in_order(roots):
         inside = [np.arange(*np.searchsorted(blocks.start, span)) for span in draft.ranges]
@@ -238,6 +239,6 @@ def _groups(blocks: Blocks, roots: list[Draft]) -> list[Group]:
 
 
 BUILT_IN = strategy_names()
-"""Those of this module."""
+"""Names of this module's strategies."""
 SEARCHED = ("exact", "recurrence")
-"""Those that "auto" is made of."""
+"""Names of the strategies that "auto" consists of."""

@@ -1,4 +1,4 @@
-"""A plan at work: the seconds of its steps and the most bytes they held, beside what was predicted."""
+"""Measure a running plan: the seconds of its steps, and its peak in bytes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def measure_plan(plan: Plan, run: Callable[[], Any]) -> dict[str, Any]:
     """Call ``run`` once and measure it.
 
     Args:
-        plan: What it runs by.
-        run: A step of training by this plan, without an optimizer.
+        plan: The plan of the step.
+        run: A training step by this plan, without the optimizer step.
 
     Returns:
-        ``seconds`` of all steps; ``added_bytes``, the most that was held above what was there before; ``source`` of
+        ``seconds`` of all steps; ``added_bytes``, the peak above the bytes allocated before the call; ``source`` of
         that figure; ``steps``: ``kind``, ``part`` and ``seconds`` of each, the device's work included. Where a loss
         is called on all edges at once, the forward for its log-probabilities counts to the first step.
 
     Raises:
-        InputError: It ran no step of this plan.
+        InputError: The call did not run the steps of this plan.
     """
     endings: list[tuple[Step, float]] = []
     cuda: Any = torch.cuda

@@ -1,9 +1,9 @@
-"""Runs the text of a kernel in Gluon without a device: numbers in float64, groups of warps that wait for each other.
+"""Run the source of a Gluon kernel without a device, in float64.
 
-Every group is a thread, and one at a time runs, until a barrier stops it or it waits for products. Races that fail on a
-device by chance fail here for sure: room for a copy holds NaN until a group waits for its barrier and no other can go
-on, and a product reads its operands from shared memory when it is waited for, no sooner, and when others have gone on;
-or, in a second mode, at once. Barriers count arrivals and bytes, as those of the device do.
+Every group of warps is a thread. One at a time runs, until a barrier stops it or it waits for products. A race that
+fails on a device by chance always fails here. The target of a copy holds NaN until a group waits for its barrier and
+no other group can go on. A product reads its operands from shared memory as late as the wait for it, after other
+groups have gone on; or, in a second mode, at once. Barriers count arrivals and bytes, as those of the device do.
 """
 
 import inspect
@@ -25,16 +25,16 @@ from treefx.kernels.gpu.triton_tree.small_launches import Launch
 __all__ = ["ORDERS", "Program", "run_by_hand"]
 
 ORDERS = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
-"""The group of warps that loads goes on first, or last, or between the others."""
+"""Orders in which the loading group of warps goes on first, last, or between the others."""
 
 _STUCK = 60.0
 """Seconds that a thread waits for its turn before the test gives up."""
 BYTES = {1: 4, 2: 2}
-"""Of an element, by the rank of its box: vectors have 32 bits, matrices 16."""
+"""Bytes of an element, by the rank of its box: vectors have 32 bits, matrices 16."""
 
 
 class Product:
-    """A product under way; its number is there only after a wait."""
+    """Hold a product under way; its result exists only after a wait."""
 
     def __init__(self, left: Any, right: Shared, before: Any) -> None:
         self.left, self.right, self.before, self.result = left, right, before, None
@@ -52,7 +52,7 @@ class Product:
 
 
 class Turns:
-    """Lets one group of warps run at a time: the first, in an order, that nothing stops."""
+    """Let one group of warps run at a time: the first, in an order, without a stop."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order, self.turn = order, threading.Condition()
@@ -93,7 +93,7 @@ class Turns:
         self.stops[number] = None
 
     def let_others(self) -> None:
-        """Let the others go on first, as far as they can."""
+        """Let the other groups go on first, until all of them stop."""
         number = self.own.number
         other = self.ready(besides=number)
         if other is not None:
@@ -113,7 +113,7 @@ class Turns:
         self.turn.notify_all()
 
     def ready(self, besides: int | None = None) -> int | None:
-        """Return the first group, in the order, that nothing stops."""
+        """Return the first group, in the order, without a stop."""
         for number in self.order:
             if number in self.stops and number != besides:
                 stop = self.stops[number]
@@ -128,7 +128,7 @@ class Turns:
 
 
 class Program:
-    """One program of a launch: what the names of Gluon mean in it."""
+    """Define the names of Gluon for one program of a launch."""
 
     def __init__(
         self, place: tuple[int, int], grid: tuple[int, int], order: Sequence[int], *, early: bool = False
@@ -194,7 +194,7 @@ class Program:
         pointer.memory()[address[mask]] = data[mask].to(pointer.tensor.dtype)
 
     def tl_inline_asm_elementwise(self, text: str, constraints: str, given: Any, **options: Any) -> None:
-        """Add four numbers of each thread at once to memory; a row of what is given is a thread's."""
+        """Add four numbers of each thread at once to memory; each row belongs to one thread."""
         pointer, numbers = given
         count = options["pack"]
         assert numbers.shape[1] == count and constraints.split(",").count("f") == count
@@ -280,7 +280,7 @@ def _undecorated(function: Any = None, **options: Any) -> Any:
 
 
 def _of_numbers(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a function of torch that takes numbers too, in the type of the tensors among them."""
+    """Wrap a function of torch so that it also takes numbers, in the dtype of its tensors."""
 
     def made(*given: Any, propagate_nan: bool = True) -> Any:
         numbers = [torch.as_tensor(one, dtype=torch.float64 if isinstance(one, float) else None) for one in given]
@@ -303,14 +303,14 @@ def run_by_hand(
     repairs: bool = False,
     early: bool = False,
 ) -> None:
-    """Run a launch of a kernel in Gluon, or of one without products, and the launches after it.
+    """Run a launch of a Gluon kernel, or of one without products, and the following launches.
 
     Args:
         launch: the launch, of tensors in float64 on the CPU.
-        order: the groups of warps, if it has some, the one that runs whenever it can first; 2 is the one that loads.
-        text: instead of the kernel's own source.
-        repairs: whether results that are not finite are computed again, which would hide mistakes.
-        early: whether products read their operands as soon as they are asked for.
+        order: the groups of warps, if it has some, by priority; group 2 loads.
+        text: replacement of the kernel's own source.
+        repairs: True to recompute results that are not finite; that would hide mistakes.
+        early: True if products read their operands at once, not at the wait.
     """
     source = text or Path(str(sys.modules[launch.kernel.fn.__module__].__file__)).read_text(encoding="utf-8")
     functions, of_rows = _without_imports(source), _without_imports(inspect.getsource(row_kernels))

@@ -1,4 +1,4 @@
-"""Memory as a kernel in Gluon sees it by hand: numbers, addresses, barriers, shared memory, boxes that are copied."""
+"""Simulate a Gluon kernel's memory: numbers, addresses, barriers, shared memory, boxes."""
 
 import threading
 from collections import defaultdict
@@ -13,7 +13,7 @@ __all__ = ["Barrier", "Barriers", "Box", "Pointer", "Shared", "Value", "value"]
 
 
 class Value(Tensor):
-    """A tensor of numbers with Triton's conversions."""
+    """Wrap a tensor of numbers with Triton's conversions."""
 
     def to(self, dtype: Any, *, bitcast: bool = False) -> Any:  # type: ignore[override]
         if bitcast:  # to unsigned numbers of 32 bits
@@ -22,7 +22,7 @@ class Value(Tensor):
 
     @property
     def type(self) -> Any:  # type: ignore[override]
-        """Of which kernels read the layout."""
+        """Return a type; kernels read only its layout."""
         return SimpleNamespace(layout=None)
 
 
@@ -31,7 +31,7 @@ def value(data: Any) -> Any:
 
 
 class Pointer:
-    """An address in a tensor's memory, or many."""
+    """Hold one or more addresses in a tensor's memory."""
 
     def __init__(self, tensor: Tensor, offset: Any) -> None:
         self.tensor, self.offset = tensor, offset
@@ -44,7 +44,7 @@ class Pointer:
         return Pointer(self.tensor, self.offset[index])
 
     def to(self, dtype: Any, *, bitcast: bool) -> "Pointer":
-        """Return the address as a number: the assembler's text takes it so."""
+        """Return the address as a number for the inline assembly."""
         return self
 
     def memory(self) -> Tensor:
@@ -53,7 +53,7 @@ class Pointer:
 
 
 class Barrier:
-    """Completes a phase when as many have arrived as it waits for and all expected bytes have come."""
+    """Complete a phase when all expected arrivals and bytes have come."""
 
     def __init__(self) -> None:
         self.count, self.arrived, self.bytes, self.phases = 0, 0, 0, 0
@@ -66,7 +66,7 @@ class Barrier:
         return phase != self.phases & 1
 
     def settle(self, *, late: bool = False) -> None:
-        """Complete the phase if all is there; what is copied comes late."""
+        """Complete the phase if all arrivals and bytes have come; copies finish late."""
         assert self.arrived <= self.count, "more arrive than the barrier counts"
         if self.arrived == self.count and self.bytes == 0 and (late or not self.copies):
             for copy in self.copies:
@@ -84,7 +84,7 @@ class Barriers:
 
 
 class Shared:
-    """Shared memory; fresh it holds nothing that could be used, and nobody sees what a thread stores before a fence."""
+    """Simulate shared memory: no usable number at first, stores invisible before a fence."""
 
     stored: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
@@ -118,7 +118,7 @@ class Box:
         self.strides, self.block_shape, self.dtype = [int(n) for n in strides], list(block), pointer.tensor.dtype
 
     def read(self, corner: Sequence[Any]) -> Tensor:
-        """Return a block; what lies outside reads 0."""
+        """Return a block; elements outside of the tensor read 0."""
         address, inside = torch.tensor(int(self.pointer.offset)), torch.tensor(True)
         for dim, (first, length) in enumerate(zip(corner, self.block_shape, strict=True)):
             index = int(first) + torch.arange(length)

@@ -1,4 +1,4 @@
-"""The backward in Gluon that visits every tile once: by hand in float64, its barriers, its machine code."""
+"""Test the one-pass backward in Gluon: by hand in float64, its barriers, its machine code."""
 
 import itertools
 import sys
@@ -35,7 +35,7 @@ from treefx.tools.kernels.instructions import disassembled, names_in_loops
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 TILES = Config(64, 128, 4, 3)
-"""The only ones: each group of warps multiplies 64 rows with 64 features of 64 keys."""
+"""The only tiles of the kernel: each group of warps multiplies 64 rows with 64 features of 64 keys."""
 EXACT = 1e-10
 
 
@@ -48,7 +48,7 @@ def by_hand(
     change: tuple[str, str] | None = None,
     early: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the kernels make of a case and what is right: gradients of q, k, v, and of the boundary."""
+    """Return computed and expected gradients of a case: q, k, v, and the boundary."""
 
     def carry_out(launch: Launch) -> None:
         if launch.kernel.__name__.startswith("repair"):  # it would hide mistakes
@@ -91,7 +91,10 @@ def test_gradients(
     early: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Groups of 1 to 8 heads, keys from outside, which add to the same sums, scores that read queries and keys."""
+    """Cover groups of 1 to 8 heads, boundary keys, and scores that read queries and keys.
+
+    Boundary keys add to the same sums.
+    """
     case = draw(*BRANCH_AT_57, heads=heads, widths=(128, value_width), outside=outside, sinks=score == "plain")
     assert_equal(*by_hand(case, SCORES[score], monkeypatch, order=order, early=early), EXACT)
 
@@ -125,7 +128,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the result, or because groups wait for ever, in one of the orders at least, early or late."""
+    """Detect each mistake by a wrong result or a deadlock, in at least one order."""
     case = draw(*BRANCH_AT_57, heads=(2, 2), widths=(128, 128))
     for order, early in itertools.product(ORDERS, (True, False)):
         try:
@@ -138,7 +141,7 @@ def test_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def compiled(fresh_caches: None) -> tuple[Launch, str, str, bytes]:
-    """The kernel with its TTGIR, PTX and machine code."""
+    """Compile the kernel to TTGIR, PTX and machine code."""
     launches = bench_kernel._launches(bench_kernel.Case(torch.bfloat16, 128, 128, 4), "gluon", 90)
     (launch,) = (one for one in launches if one.kernel.__name__ == "backward_once")
     _, kernel = compile_kernel(launch, 90)
@@ -147,7 +150,10 @@ def compiled(fresh_caches: None) -> tuple[Launch, str, str, bytes]:
 
 
 def test_its_loops_add_without_reading_back(compiled: tuple[Launch, str, str, bytes]) -> None:
-    """Eight reductions of 16 bytes per thread and tile, no atomic that returns what was there, at most 5 reloads."""
+    """Count each loop's instructions: 8 reductions per thread and tile, at most 5 reloads.
+
+    A reduction has 16 bytes. No atomic returns the old value.
+    """
     loops = names_in_loops(disassembled(compiled[-1]))
     assert len(loops) == 4
     for number, names in enumerate(loops):
@@ -156,7 +162,10 @@ def test_its_loops_add_without_reading_back(compiled: tuple[Launch, str, str, by
 
 
 def test_the_guard_follows_its_slopes(compiled: tuple[Launch, str, str, bytes]) -> None:
-    """A wait, an arrival, a fence left out, or products that never end: each in the first group's first loop."""
+    """Detect a missing wait, arrival or fence, and products that never end.
+
+    Each change is in the first loop of the first group.
+    """
     _, ttgir, ptx, _ = compiled
     assert races(ttgir) == [] and unmet_releases(ptx) == [] and unmet_stores(ptx) == []
     lines = ttgir.splitlines()
