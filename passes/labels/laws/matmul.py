@@ -161,8 +161,13 @@ def _batched_by_invariant(call: Call, left: fx.Node, right: fx.Node) -> Dims:
 
 
 def _varies_beside_rows(matrices: fx.Node, batch: tuple[Factor, ...]) -> bool:
-    """Whether invariant matrices differ along other digits of the batch than the rows, as one per head does."""
-    axes = [factor.axis for factor in batch]
+    """Return whether invariant matrices differ along other digits of the batch than the rows, as one per head does.
+
+    One that is equal along all of several digits is no such matrix: it is the first state of a recurrence, whose scan
+    reads it.
+    """
+    axes, sizes = [factor.axis for factor in batch], [factor.size for factor in batch]
     if token_axes((batch,)) != {Axis.ROW} or axes.count(Axis.ROW) != 1:
         return False
-    return is_uniform_along(matrices, 0, [factor.size for factor in batch], axes.index(Axis.ROW))
+    uniform = [is_uniform_along(matrices, 0, sizes, digit) for digit in range(len(sizes))]
+    return uniform[axes.index(Axis.ROW)] and (len(sizes) == 1 or not all(uniform))
