@@ -89,6 +89,10 @@ MEASUREMENTS: Mapping[str, Mapping[str, Any]] = {
         "case": str, "limit_tokens": int, "plan_ms": float, "nodes": int, "parts": int, "tokens": int, "planned": int,
         "one_branch": int, "micro_batches": int, "separate_rows": int, "sampler": int, "first_fit": int | None,
     },
+    "calibrate": {
+        "forests": int, "layouts": int, "error_median": float, "error_95": float, "pairs": int, "pairs_right": float,
+        "regret_median": float, "regret_95": float, "regret_most": float,
+    },
     "sampler": {
         "data": str, "rows": int, "raw_tokens": int, "minimum": int, "batches": int, "sampler": int,
         "sampler_ratio": float, "first_fit_batches": int, "first_fit": int, "first_fit_ratio": float,

@@ -53,7 +53,8 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "model": str, "library": str, "verdict": str, "loss_error": float | None, "gradient_error": float | None,
         "raw_tokens": int, "tokens": int, "distinct_tokens": int, "attention_rewritten": int, "packed_share": float,
         "packed_share_of_all": float, "expansions": _Records, "note": str | None,
-        "float64_errors": tuple[float, float] | None, "batches": _Records, "compiles": int, "seconds": float,
+        "float64_errors": tuple[float, float] | None, "batches": _Records, "compiles": int, "code": str,
+        "line": str, "seconds": float,
     },
     "treefx.fuzz/1": {
         "programs": int, "seconds": float, "classes": dict[str, int], "families": dict[str, dict[str, int]],

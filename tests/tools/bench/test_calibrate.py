@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cli.validation import assert_measured
 from tests.planning.costs import linear_cost
 from treefx.planning.cost.model import Seconds
 from treefx.tools.bench.calibrate import Trial, fit_seconds, judge
@@ -25,6 +26,7 @@ def test_seconds_are_found_again() -> None:
     both = np.add(cost.forward_seconds, cost.backward_seconds)
     np.testing.assert_allclose([*both, *cost.kv_seconds], TRUE, rtol=1e-6)
     figures = judge(cost, trials(9))
+    assert_measured("calibrate", figures)
     assert figures["error_95"] < 1e-6
     assert (figures["pairs_right"], figures["regret_most"]) == (1.0, pytest.approx(0.0))
 
