@@ -303,14 +303,16 @@ def test_backward_that_changes_a_saved_tensor_is_refused_by_name() -> None:
     assert "changes a saved tensor" in compare(model_with(Doubling.apply), batch_with_forks()).stats["fallback"]
 
 
-def test_weight_clipped_in_the_forward_is_refused_by_name() -> None:
-    class Clamped(nn.Linear):
+def test_weight_that_the_forward_computes_is_refused_by_name() -> None:
+    """By numbers alone it is changed before the graph (``general/test_parameter_changes``)."""
+
+    class Squashed(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
-                self.weight.clamp_(-0.1, 0.1)
+                self.weight.copy_(self.weight.tanh())
             return super().forward(x)
 
-    assert "without its gradient" in compare(model_with(Clamped(32, 32)), batch_with_forks()).stats["fallback"]
+    assert "without its gradient" in compare(model_with(Squashed(32, 32)), batch_with_forks()).stats["fallback"]
 
 
 def changed_in_place(x: Tensor) -> Tensor:

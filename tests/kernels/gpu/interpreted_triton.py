@@ -136,7 +136,7 @@ def test_forced_paths_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
         computed(draw(*SMALL), SCORES["plain"])
     for unknown in ("fast", "warp"):
         monkeypatch.setenv("TREEFX_KERNEL_PATH", unknown)
-        with pytest.raises(InputError, match=f"one of plain, gluon, or unset, got '{unknown}'"):
+        with pytest.raises(InputError, match=f"one of plain, gluon, gluon_once, or unset, got '{unknown}'"):
             computed(draw(*SMALL), SCORES["plain"])
 
 
