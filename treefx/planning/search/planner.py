@@ -260,7 +260,7 @@ def _cost_of(profile: HasCost | CostModel) -> CostModel:
         return profile
     if not isinstance(profile, HasCost):
         raise InputError(
-            f"plan expects what treefx.profile(compiled, forest) returned, or a CostModel, got {type(profile).__name__}"
+            f"plan expects the result of treefx.profile(compiled, forest), or a CostModel, got {type(profile).__name__}"
         )
     return profile.cost
 
