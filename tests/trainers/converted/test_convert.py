@@ -341,7 +341,7 @@ def test_a_changed_attention_is_refused(pair: tuple[Any, Any]) -> None:
     tree = seam.tree_of(torch.tensor([3, 2, 3], dtype=torch.int32), [])
     q = torch.zeros(1, 4, 3, 16)
     for changed in ({"scaling": 0.5}, {"scaling": attention.scaling, "softcap": 5.0}, {"dropout": 0.1}):
-        with pytest.raises(treefx.UnsupportedError, match="proved of it.*convert the model again.*attn_implementation"):
+        with pytest.raises(treefx.UnsupportedError, match="were proved.*convert the model again.*attn_implementation"):
             seam.attend_on_tree(attention, q, q, q, tree, **changed)  # type: ignore[arg-type]
 
 

@@ -236,7 +236,7 @@ def test_arguments_by_place_are_those_of_the_function() -> None:
     placed, _ = function(module, q, q, q, tree, 0.0, 0.5)
     named, _ = function(module=module, query=q, key=q, value=q, attention_mask=tree, scaling=0.5)
     assert torch.equal(placed, named)
-    with pytest.raises(treefx.UnsupportedError, match="proved of it"):
+    with pytest.raises(treefx.UnsupportedError, match="were proved"):
         function(module, q, q, q, tree, 0.5, 0.5)
 
 
