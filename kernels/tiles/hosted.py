@@ -229,6 +229,7 @@ def together(operands: Any) -> Any:
     def moved(x: Any) -> Any:
         if isinstance(x, torch.device):
             return device
-        return x.to(device) if isinstance(x, Tensor) and x.dim() and x.device != device else x
+        # A number on the host goes with tensors of any device, one on a device with none of the host.
+        return x.to(device) if isinstance(x, Tensor) and (x.dim() or is_on_device(x)) and x.device != device else x
 
     return tree_map(moved, operands)

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from treefx.errors import UnsupportedError
+from treefx.kernels.tiles.hosted import together
 
 __all__ = [
     "Origin",
     "guarded",
+    "is_noted",
     "note_tokens",
     "note_vectors",
     "numbers_of_vectors",
@@ -74,6 +76,11 @@ def note_vectors(x: Tensor, find: Callable[[], Tensor | None]) -> None:
         _origins[x] = Origin(False, x._version, found)
 
 
+def is_noted(x: Tensor) -> bool:
+    """Return whether a graph of the model noted the origin of a tensor, current or not."""
+    return x in _origins
+
+
 def origin_of(x: Any) -> Origin | None:
     """Return the origin of a tensor, if it is known and its own gradient is unused.
 
@@ -91,7 +98,7 @@ def numbers_of_vectors(given: Sequence[Any]) -> Tensor | None:
     """Return int64 [n], the numbers of vectors in several tensors; None if unknown."""
     origins = [origin_of(x) for x in given]
     found = [None if origin is None or origin.per_token else origin.find() for origin in origins]
-    return torch.cat([keys[0] for keys in found if keys]) if all(found) else None
+    return torch.cat(together([keys[0] for keys in found if keys])) if all(found) else None
 
 
 _LOOKED_AT = (

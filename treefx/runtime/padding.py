@@ -28,7 +28,7 @@ from treefx.passes.labels.purity import impurity
 from treefx.passes.scores.attention_facts import reads_key_alone
 from treefx.passes.scores.conditions import compares_one_value, is_learned, is_met_by_itself
 from treefx.passes.trace.batch_sizes import concrete
-from treefx.runtime.origins import origin_of
+from treefx.runtime.origins import is_noted, origin_of
 from treefx.runtime.places import number_places
 from treefx.runtime.token_bits import OF_TOKENS, OWN_NUMBERS, number_tokens
 
@@ -244,8 +244,11 @@ class Grid:
         self._keys: dict[tuple[Expr, int], Tensor] = {}
 
     def _at_hand(self, x: Any, *, is_constant: bool) -> Any:
-        """Return the host's copy of a small value; a constant of the graph is copied once for all calls."""
-        if not isinstance(x, Tensor) or not is_on_device(x) or not is_small(x):
+        """Return the host's copy of a small value; a constant of the graph is copied once for all calls.
+
+        A tensor that another graph of the model has made stays, as its copy would have no origin.
+        """
+        if not isinstance(x, Tensor) or not is_on_device(x) or not is_small(x) or is_noted(x):
             return x
         if is_constant and host_copies([x]) is None:
             remember(on_host(x), x)

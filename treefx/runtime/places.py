@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from treefx.kernels.tiles.hosted import is_on_device, on_host
+from treefx.kernels.tiles.hosted import is_on_device, on_host, together
 from treefx.passes.labels.facts import Axis, Dims, Factor, shape_of
 from treefx.passes.labels.images import Images
 from treefx.passes.labels.laws.placed import Placed
@@ -69,6 +69,6 @@ def number_places(
 def _number_images(inputs: Sequence[Tensor]) -> Tensor:
     """int64 [n], equal for images that agree on the bits of all inputs [n, ...]."""
     tokens = [x.detach().reshape(len(x), 1, x[:1].numel()) for x in inputs]  # an image is a row of one token
-    numbers = torch.cat([number_tokens(x, _OF_IMAGES) for x in tokens], 1)
+    numbers = torch.cat(together([number_tokens(x, _OF_IMAGES) for x in tokens]), 1)
     image: Tensor = torch.unique(numbers, dim=0, return_inverse=True)[1]
     return image

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.backend.models import test_blocks, test_images, test_vision_towers
+from tests.backend.models.vision import TinyVLM, draw_images, qwen3_vl
 from tests.backend.small import Small
 from tests.backend.support import compile_with
 from tests.batches import Batch, shared_batch
-from tests.oracle import loss_of, outcome, relative_errors, stats_of
+from tests.oracle import Step, loss_of, outcome, relative_errors, stats_of, zero_gradients
 from tests.spellings import PADDED, SPELLINGS
 from treefx.integrations.moved_batches import remember_moved
 from treefx.kernels.tiles import hosted
@@ -58,7 +60,8 @@ class StandIn(TorchDispatchMode):
             func in WAITING or any(x.dtype is torch.bool for x in tree_leaves(args[1:2]) if func is aten.index.Tensor)
         ):
             self.waits.append(str(func))
-        if there and any(x.dim() and not self.holds(x) for x in given):
+        picks = func is aten.index.Tensor and self.holds(args[0])  # indices may lie on the host
+        if there and not picks and any(x.dim() and not self.holds(x) for x in given):
             self.mixed.append(str(func))
         result = func(*args, **(kwargs or {}))
         if there:
@@ -81,8 +84,18 @@ def planned_on(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
         return planned
 
+    def together(operands: Any) -> Any:
+        """Move operands to the device if one with dimensions is there, and a number of it to the host otherwise."""
+        tensors = [x for x in tree_leaves(operands) if isinstance(x, Tensor)]
+        if any(x.dim() and device.holds(x) for x in tensors):
+            device.place(tensors)
+            return operands
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and device.holds(x) else x, operands)
+
     with monkeypatch.context() as patch:
         patch.setattr(hosted, "is_on_device", device.holds)
+        for module in ("padding", "places", "origins"):
+            patch.setattr(f"treefx.runtime.{module}.together", together)
         for module in ("runtime.padding", "runtime.places", "passes.inputs.values"):
             patch.setattr(f"treefx.{module}.is_on_device", device.holds)
         patch.setattr(hosted, "_fetched", device.fetch)
@@ -115,6 +128,41 @@ def planned(spelling: str, monkeypatch: pytest.MonkeyPatch, moved: bool, padding
         assert max(relative_errors(got, expected).values()) < 1e-10
         assert stats_of(compiled)["ran"] == "packed"
     return device
+
+
+OF_GROUP, PER_ROW = "one image per group", "an image per row"
+STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Step]]] = {
+    "images": (lambda: TinyVLM().double(), lambda seed: of_images((OF_GROUP, PER_ROW)[seed % 2])),
+    "a tower in front of a cut": (
+        qwen3_vl,
+        lambda seed: test_vision_towers.step_of(test_vision_towers.batch_of_images(), ("abab", "abac")[seed % 2]),
+    ),
+    "blocks": (lambda: test_blocks.Blocked("patches").double(), lambda seed: test_blocks.step_of(fresh(seed))),
+}
+
+
+def of_images(case: str) -> Step:
+    batch, names = test_images.batch_of(case)
+    return test_images.step_of(batch, draw_images(names))
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20], ids=["large", "small"])
+@pytest.mark.parametrize("name", STEPS)
+def test_values_of_other_kinds_meet_in_one_place(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels and vectors that stay on the device, next to ids on the host; small ones come to the host."""
+    monkeypatch.setattr(hosted, "_MOST_OTHERS", most)
+    make, step = STEPS[name]
+    model = make()
+    compiled, device = compile_with(model, min_sharing=1.0), StandIn()
+    step(0)(compiled)
+    for seed in (1, 2, 3):
+        expected = outcome(model, lambda seed=seed: step(seed)(model))
+        with planned_on(device, monkeypatch):
+            got = outcome(model, lambda seed=seed: step(seed)(compiled))
+        zeros = zero_gradients(model, step(seed))
+        assert max(relative_errors(got, expected, zeros).values()) < 1e-10
+        assert stats_of(compiled)["ran"] == "packed"
+    assert device.waits and not device.mixed
 
 
 def _absent(batch: Batch) -> dict[str, None]:
